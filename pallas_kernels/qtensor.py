@@ -1,0 +1,137 @@
+"""QTensor: a quantized array as a pytree node (words, scales), and the way to floats and back.
+
+Invariants, for the logical array ``w[..., K]`` (weights are ``[out, in]``: K is the contraction):
+
+* ``q[..., K]`` holds the words: int8, int4 (signed, -8..7) or float8_e4m3fn.
+* ``scale[..., n_groups]`` is floating; group ``g`` covers ``K // n_groups`` consecutive columns.
+  ``n_groups == 1`` is one scale for a whole row: per output channel of a weight, per token of an
+  activation.
+* ``zero`` has the shape of ``scale`` or is None.  Its dtype says which of the two affine forms the
+  format uses, so that either imports without rounding:
+  integer  ``w = (q - zero) * scale``   (AWQ, GPTQ: unsigned words are stored as ``word - 8``),
+  floating ``w = q * scale + zero``     (GGUF Q4_1, Q5_1: a minimum beside the scale).
+* ``activations`` is static, and a note to whoever multiplies by this weight: the dtype that the
+  other operand is quantized to, per token (W8A8, FP8), or None for a weight-only scheme.
+
+A row of zeros has scale 0 and words 0, and dequantizes to zeros.
+
+Sources: LLM.int8 (arXiv 2208.07339) for absmax rows, AWQ (2306.00978) and GPTQ (2210.17323) for
+grouped words with zero points, GGUF for minima.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+# Largest magnitude a symmetric scheme uses: int4's -8 is left out so that +w and -w round alike.
+_QMAX = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QTensor:
+    """Quantized array; see the module docstring for the invariants."""
+
+    q: jax.Array
+    scale: jax.Array
+    zero: jax.Array | None = None
+    activations: str | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.q.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.q.ndim
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The words' dtype."""
+        return self.q.dtype
+
+    @property
+    def group_size(self) -> int:
+        """Columns that share one scale."""
+        return self.shape[-1] // self.scale.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on an accelerator, where int4 is packed two to a byte."""
+        bits = 4 if self.q.dtype == jnp.int4 else 8 * self.q.dtype.itemsize
+        total = -(-self.q.size * bits // 8) + self.scale.nbytes
+        return total + (0 if self.zero is None else self.zero.nbytes)
+
+
+def quantize(
+    w: jax.Array,
+    dtype: DTypeLike = "int8",
+    *,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    scale_dtype: DTypeLike | None = None,
+) -> QTensor:
+    """Round-to-nearest quantization of ``w[..., K]`` along its last axis.
+
+    group_size: columns per scale; None is the whole row.
+    symmetric: False adds an integer zero point per group (int8, int4 only).
+    scale_dtype: defaults to w's dtype; words are computed against the rounded scale, so the
+        error stays within half a step of the stored scale.
+    Raises ValueError for another dtype than int8, int4, float8_e4m3fn, or a group that does not
+    divide K.
+    """
+    name = jnp.dtype(dtype).name
+    if name not in _QMAX:
+        raise ValueError(f"quantize: dtype {name!r} is not one of {', '.join(_QMAX)}")
+    k = w.shape[-1]
+    group_size = k if group_size is None else group_size
+    if group_size <= 0 or k % group_size:
+        raise ValueError(f"quantize: group_size {group_size} does not divide the last axis ({k})")
+    if not symmetric and name == "float8_e4m3fn":
+        raise ValueError("quantize: float8_e4m3fn has no zero points; use symmetric=True")
+    scale_dtype = w.dtype if scale_dtype is None else scale_dtype
+    x = w.astype(jnp.float32).reshape(*w.shape[:-1], k // group_size, group_size)
+    if symmetric:
+        scale = (jnp.max(jnp.abs(x), axis=-1) / _QMAX[name]).astype(scale_dtype)
+        zero = None
+        steps = x * _reciprocal(scale)[..., None]
+    else:
+        levels, lowest = (255.0, -128.0) if name == "int8" else (15.0, -8.0)
+        low = jnp.minimum(jnp.min(x, axis=-1), 0.0)
+        high = jnp.maximum(jnp.max(x, axis=-1), 0.0)
+        scale = ((high - low) / levels).astype(scale_dtype)
+        zero_f = jnp.clip(jnp.round(-low * _reciprocal(scale)) + lowest, lowest, lowest + levels)
+        zero = zero_f.astype(jnp.int8)
+        steps = x * _reciprocal(scale)[..., None] + zero_f[..., None]
+    return QTensor(_to_words(steps, name).reshape(w.shape), scale, zero)
+
+
+def _reciprocal(scale: jax.Array) -> jax.Array:
+    """1 / scale in float32, 0 where the group is all zeros."""
+    s = scale.astype(jnp.float32)
+    return jnp.where(s > 0, 1.0 / jnp.where(s > 0, s, 1.0), 0.0)
+
+
+def _to_words(steps: jax.Array, name: str) -> jax.Array:
+    if name == "float8_e4m3fn":
+        return jnp.clip(steps, -448.0, 448.0).astype(jnp.float8_e4m3fn)
+    low, high = (-128.0, 127.0) if name == "int8" else (-8.0, 7.0)
+    return jnp.clip(jnp.round(steps), low, high).astype(name)
+
+
+def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """The floats that ``w`` stands for, computed in float32 and cast once."""
+    groups = w.scale.shape[-1]
+    x = w.q.astype(jnp.float32).reshape(*w.shape[:-1], groups, w.group_size)
+    scale = w.scale.astype(jnp.float32)[..., None]
+    if w.zero is None:
+        x = x * scale
+    elif jnp.issubdtype(w.zero.dtype, jnp.integer):
+        x = (x - w.zero.astype(jnp.float32)[..., None]) * scale
+    else:
+        x = x * scale + w.zero.astype(jnp.float32)[..., None]
+    return x.reshape(w.shape).astype(dtype)

@@ -1,0 +1,108 @@
+"""The first step of attention while decoding: rotate q and k, and write k and v into the cache.
+
+    q, k, v = split(qkv);  q = rope(q);  k_cache[b, slots[b]] = rope(k);  v_cache[b, slots[b]] = v
+
+Contract: the cache is returned updated, in place where the caller donates it; a slot at or past the
+capacity writes nothing, which is how idle rows are kept out.  A quantized cache gets the words and
+scales that ``quantize_kv`` would give.
+
+Rotation is the "rotate half" form: feature i of the first half of a head turns with feature i of
+the second (RoFormer, arXiv 2104.09864).  Left out: more than one token per row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, choose
+from pallas_kernels.qtensor import QTensor, quantize
+
+Cached = jax.Array | QTensor
+
+
+def rope_and_write(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+    slots: jax.Array,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, Cached, Cached]:
+    """``qkv [B, N + 2K, H]`` (heads of q, then k, then v) and a cache ``k, v [B, S, K, H]`` ->
+    (rotated ``q [B, N, H]``, k, v).
+
+    cos, sin: float32 ``[B, H / 2]``, the tables at each row's position.
+    slots: int32 ``[B]``, where in its row of the cache each token goes, >= 0.
+    implementation: "xla", "mosaic" or None; see ``pallas_kernels.dispatch``.
+
+    Raises ValueError for shapes that do not fit together; NotImplementedError when "mosaic" is
+    asked for and has no kernel for the call.
+    """
+    batch, heads, h = qkv.shape
+    n_kv = k.shape[2]
+    n = heads - 2 * n_kv
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != h or n < n_kv:
+        raise ValueError(f"rope_and_write: qkv {qkv.shape} does not fit k {k.shape}, v {v.shape}")
+    if cos.shape != (batch, h // 2) or sin.shape != cos.shape or slots.shape != (batch,):
+        raise ValueError(f"rope_and_write: cos {cos.shape}, sin {sin.shape}, slots {slots.shape} "
+                         f"do not fit qkv {qkv.shape}")  # fmt: skip
+    if choose("rope_and_write", implementation, unsupported(qkv, k, v)) == "mosaic":
+        from pallas_kernels import rope_cache_mosaic
+
+        return rope_cache_mosaic.rope_and_write(qkv, cos, sin, k, v, slots)
+    q, new_k, new_v = jnp.split(qkv[:, None], (n, n + n_kv), axis=2)
+    tables = cos[:, None], sin[:, None]
+    q, new_k = rotate(q, *tables), rotate(new_k, *tables)
+    return q[:, 0], store(k, new_k, slots[:, None]), store(v, new_v, slots[:, None])
+
+
+def unsupported(qkv: jax.Array, k: Cached, v: Cached) -> str | None:
+    """Why the Mosaic kernel does not take this call, or None."""
+    if qkv.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"activations {qkv.dtype.name}; the kernel rotates bfloat16 and float16"
+    h = qkv.shape[-1]
+    if h not in (64, 128, 256):
+        return f"heads of {h} features; the kernel takes 64, 128 and 256"
+    if not isinstance(k, QTensor):
+        both = k.dtype == v.dtype == qkv.dtype
+        return None if both else f"a {k.dtype.name} cache for {qkv.dtype.name} activations"
+    if jnp.dtype(k.dtype).name not in ("int8", "int4", "float8_e4m3fn"):
+        return f"cache words {jnp.dtype(k.dtype).name}"
+    if k.dtype != v.dtype or k.scale.shape != v.scale.shape:
+        return "keys and values are quantized differently"
+    if k.scale.dtype != jnp.float32 or k.zero is not None or v.zero is not None:
+        return "the cache's scales are not float32 without zero points"
+    if k.group_size not in (h, 64):
+        return f"one scale per {k.group_size} features; the kernel takes 64 and {h}"
+    return None
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate ``x[B, T, heads, H]`` by tables ``[B, T, H / 2]``; float32 inside, x's dtype out."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    c, s = cos[:, :, None, :], sin[:, :, None, :]
+    return jnp.concatenate((first * c - second * s, second * c + first * s), -1).astype(x.dtype)
+
+
+def quantize_kv(x: jax.Array, dtype: str) -> QTensor:
+    """Keys or values ``[..., H]`` as a cache QTensor: one scale per token and head, int4 in groups
+    of 64 features (FlexGen's group-wise compression, arXiv 2303.06865, section 5)."""
+    head_dim = x.shape[-1]
+    group = 64 if dtype == "int4" and head_dim % 64 == 0 else head_dim
+    return quantize(x, dtype, group_size=group, scale_dtype=jnp.float32)
+
+
+def store(kv: Cached, new: jax.Array, slots: jax.Array) -> Any:
+    """``new[B, T, K, H]`` into ``kv[B, S, K, H]`` at ``slots[B, T]``; slots past S are dropped."""
+    rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
+    if isinstance(kv, QTensor):
+        return jax.tree.map(
+            lambda o, n: o.at[rows, slots].set(n, mode="drop"),
+            kv, quantize_kv(new, jnp.dtype(kv.dtype).name),
+        )  # fmt: skip
+    return kv.at[rows, slots].set(new.astype(kv.dtype), mode="drop")

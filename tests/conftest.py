@@ -1,0 +1,44 @@
+"""Shared by all tests: strict numerics, the gpu marker, and Pallas's GPU interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+import jax
+import pytest
+
+from pallas_kernels.dispatch import hopper_reason
+
+# Several test processes may share one GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu run where Mosaic kernels can, and say why they do not elsewhere."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = hopper_reason() if marked else None
+    if reason is not None:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def interpreter() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context manager under which Mosaic GPU kernels run on the CPU (jax >= 0.11.2).
+
+    The only place that touches the private module.
+    """
+    version = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
+    if version < (0, 11, 2):
+        pytest.skip(f"jax {jax.__version__}: the GPU interpreter lacks what the kernels use")
+    from jax._src.pallas.mosaic_gpu.interpret import params
+
+    @contextlib.contextmanager
+    def run() -> Iterator[None]:
+        with params.force_gpu_interpret_mode(params.InterpretGPUParams()):
+            yield
+
+    return run

@@ -1,0 +1,267 @@
+"""decode_attention and rope_and_write: every form against float64, on the words the cache stores.
+
+Errors are relative RMS: 1e-5 in float32, 4e-3 in 16-bit (a bf16 output alone rounds by 1.7e-3).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from warp_emulator import emulated
+
+from pallas_kernels.decode_attention import (
+    decode_attention,
+    decode_attention_reference,
+    unsupported,
+)
+from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.rope_cache import quantize_kv, rope_and_write
+
+NEWEST = tuple(int(x) for x in jax.__version__.split(".")[:3]) >= (0, 11, 2)
+CACHES = ["bfloat16", "float16", "int8", "int4", "float8_e4m3fn"]
+
+
+def as_cache(x, dtype):
+    quantized = dtype in ("int8", "int4", "float8_e4m3fn")
+    return quantize_kv(x, dtype) if quantized else x.astype(dtype)
+
+
+def make(batch, capacity, n, n_kv, h, cache="float32", q_dtype="float32", size=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    q = jnp.asarray(size * rng.standard_normal((batch, n, h)), q_dtype)
+    k, v = (
+        as_cache(jnp.asarray(rng.standard_normal((batch, capacity, n_kv, h)), jnp.float32), cache)
+        for _ in range(2)
+    )
+    some = [0, 1, capacity, capacity // 2 + 3, capacity - 1, 17, 130]
+    lengths = [min(some[i % len(some)], capacity) for i in range(batch)]
+    return q, k, v, jnp.asarray(lengths, jnp.int32)
+
+
+def oracle(q, k, v, lengths, window=None):
+    q = np.asarray(q).astype(np.float64)
+    k, v = (dequantize(x) if isinstance(x, QTensor) else x for x in (k, v))
+    k, v = (np.asarray(x.astype(jnp.float32)).astype(np.float64) for x in (k, v))
+    group, out = q.shape[1] // k.shape[2], np.zeros_like(q)
+    for row, length in enumerate(np.asarray(lengths)):
+        first = 0 if window is None else max(0, length - window)
+        for head in range(q.shape[1]) if length else ():
+            keys = k[row, first:length, head // group]
+            scores = keys @ q[row, head] * q.shape[-1] ** -0.5
+            weights = np.exp(scores - scores.max())
+            out[row, head] = weights @ v[row, first:length, head // group] / weights.sum()
+    return out
+
+
+def error(got, want):
+    got = np.asarray(got.astype(jnp.float32)).astype(np.float64)
+    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
+
+
+def poison(x, lengths):
+    """NaN in everything past the lengths that can hold one."""
+    past = jnp.arange(x.shape[1])[None, :] >= lengths[:, None]
+
+    def put(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jnp.where(past[:, :, None, None], jnp.asarray(jnp.nan, leaf.dtype), leaf)
+
+    return jax.tree.map(put, x)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 2), (8, 1)], ids=str)
+def test_the_xla_form_and_the_reference_are_a_float64_softmax(heads, window):
+    q, k, v, lengths = make(7, 150, *heads, 64)
+    want = oracle(q, k, v, lengths, window)
+    assert not want[0].any()  # no keys, no output
+    k, v = poison(k, lengths), poison(v, lengths)
+    for form in (decode_attention, decode_attention_reference):
+        assert error(jax.jit(form, static_argnames="window")(q, k, v, lengths, window=window),
+                     want) < 1e-5  # fmt: skip
+
+
+def test_the_xla_form_in_several_blocks():
+    q, k, v, lengths = make(5, 1300, 4, 2, 64)
+    got = decode_attention(q, k, v, lengths, implementation="xla")
+    assert error(got, oracle(q, k, v, lengths)) < 1e-5
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_narrow_cache_adds_no_error_of_the_op(cache):
+    q, k, v, lengths = make(7, 150, 8, 2, 128, cache)
+    assert error(decode_attention(q, k, v, lengths), oracle(q, k, v, lengths)) < 1e-5
+
+
+def test_bad_arguments_are_named():
+    q, k, v, lengths = make(2, 20, 4, 2, 64)
+    for match, args, window in (
+        ("q is", (q[0], k, v, lengths), None),
+        ("k is", (q, k[:1], v, lengths), None),
+        ("v is", (q, k, v.astype(jnp.int8), lengths), None),
+        ("not alike", (q, k, v[:, :3], lengths), None),
+        ("kv heads", (q[:, :3], k, v, lengths), None),
+        ("lengths", (q, k, v, lengths.astype(jnp.float32)), None),
+        ("window 0", (q, k, v, lengths), 0),
+    ):
+        with pytest.raises(ValueError, match=match):
+            decode_attention(*args, window=window)
+    with pytest.raises(NotImplementedError, match="float32"):
+        decode_attention(q, k, v, lengths, implementation="mosaic")
+
+
+def test_what_the_kernel_refuses_is_said():
+    def reason(h=128, cache="bfloat16", q_dtype="bfloat16"):
+        return unsupported(*make(1, 8, 4, 2, h, cache, q_dtype)[:3])
+
+    assert reason() is None and reason(64, "int4") is None and reason(256, "float8_e4m3fn") is None
+    assert "96" in reason(96)
+    assert "float16 cache" in reason(cache="float16")
+    assert "float32" in reason(q_dtype="float32")
+
+
+SHAPES = [(64, 8192, 32, 8, 128), (1, 131072, 32, 8, 128), (7, 100, 9, 3, 64), (3, 700, 16, 1, 256)]
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_lower_for_cuda(shape, cache):
+    batch, capacity, n, n_kv, h = shape
+    kv = jax.eval_shape(lambda: as_cache(jnp.zeros((batch, capacity, n_kv, h)), cache))
+    q = jax.ShapeDtypeStruct((batch, n, h), jnp.bfloat16)
+    qkv = jax.ShapeDtypeStruct((batch, n + 2 * n_kv, h), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((batch, h // 2), jnp.float32)
+    ints = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def both(q, qkv, table, kv, ints):
+        step = rope_and_write(qkv, table, table, kv, kv, ints, implementation="mosaic")
+        return step, decode_attention(q, *step[1:], ints, window=77, implementation="mosaic")
+
+    text = jax.jit(both).trace(q, qkv, table, kv, ints).lower(lowering_platforms=("cuda",))
+    text = text.as_text()
+    # One kernel for RoPE and the cache; one for attention, and one more where it is split.
+    assert text.count("@mosaic_gpu_v2") == 2 + (capacity > 128)
+
+
+EMULATED = [  # capacity, heads, cache, q, window
+    (40, (8, 2, 64), "bfloat16", "bfloat16", None),
+    (40, (8, 2, 64), "int4", "bfloat16", 9),
+    (300, (6, 2, 64), "bfloat16", "bfloat16", None),
+    (300, (6, 3, 128), "float16", "float16", 40),
+    (300, (8, 8, 128), "int4", "bfloat16", 40),
+    (300, (16, 1, 128), "int8", "bfloat16", None),
+    (200, (8, 2, 64), "float8_e4m3fn", "float16", None),
+    (200, (8, 2, 256), "int4", "float16", None),
+    (200, (8, 1, 128), "float8_e4m3fn", "bfloat16", 150),
+]
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("case", EMULATED, ids=str)
+def test_the_kernel_emulated_is_a_float64_softmax(case):
+    """The Mosaic kernel itself, its threads lanes of numpy: layouts, scales, masks, barriers."""
+    from pallas_kernels import attention_words, decode_attention_merge, decode_attention_mosaic
+
+    capacity, heads, cache, q_dtype, window = case
+    q, k, v, _ = make(4, capacity, *heads, cache, q_dtype)
+    lengths = jnp.asarray([capacity, 0, 1, capacity // 2 + 3], jnp.int32)
+    k, v = poison(k, lengths), poison(v, lengths)
+    with emulated(decode_attention_mosaic, decode_attention_merge, attention_words):
+        got = decode_attention(q, k, v, lengths, window=window, implementation="mosaic")
+    want = oracle(q, k, v, lengths, window)
+    assert error(got, want) < 4e-3
+    assert not np.asarray(got, np.float32)[1].any()
+
+
+def rope_case(cache, batch=5, capacity=40, n=6, n_kv=2, h=64, dtype="float32"):
+    rng = np.random.default_rng(1)
+    qkv = jnp.asarray(rng.standard_normal((batch, n + 2 * n_kv, h)), dtype)
+    qkv = qkv.at[0, n].set(0)  # a key of zeros
+    angle = jnp.asarray(rng.uniform(0, 6, (batch, h // 2)), jnp.float32)
+    k, v = (as_cache(jnp.ones((batch, capacity, n_kv, h)), cache) for _ in range(2))
+    slots = jnp.asarray([0, capacity, capacity - 1, 7, 3], jnp.int32)
+    return qkv, angle, k, v, slots
+
+
+def check_rope(cache, implementation, bound, dtype):
+    qkv, angle, k, v, slots = rope_case(cache, dtype=dtype, h=128)
+    n = qkv.shape[1] - 2 * k.shape[2]
+    step = jax.jit(rope_and_write, static_argnames="implementation")
+    q, new_k, new_v = step(qkv, jnp.cos(angle), jnp.sin(angle), k, v, slots,
+                           implementation=implementation)  # fmt: skip
+    x = np.asarray(qkv.astype(jnp.float32)).astype(np.float64)
+    c, s = (np.asarray(f(angle), np.float64)[:, None] for f in (jnp.cos, jnp.sin))
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    turned = np.concatenate((first * c - second * s, second * c + first * s), -1)
+    assert error(q, turned[:, :n]) < bound
+    for new, old, want in (
+        (new_k, k, turned[:, n : n + k.shape[2]]),
+        (new_v, v, x[:, n + k.shape[2] :]),
+    ):
+        expected = dequantize(old) if isinstance(old, QTensor) else old.astype(jnp.float32)
+        expected = np.array(expected)
+        stored = as_cache(jnp.asarray(want, dtype), cache)
+        stored = dequantize(stored) if isinstance(stored, QTensor) else stored.astype(jnp.float32)
+        for row, slot in enumerate(np.asarray(slots)):
+            if slot < expected.shape[1]:
+                expected[row, slot] = np.asarray(stored)[row]
+        new = dequantize(new) if isinstance(new, QTensor) else new.astype(jnp.float32)
+        # Words may differ by one where the rounding is a tie to float32.
+        assert error(new, expected) < bound
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_rope_and_write_rotates_and_stores(cache):
+    check_rope(cache, "xla", 1e-3, "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+def test_the_rope_kernel_does_the_same_in_place(cache):
+    check_rope(cache, "mosaic", 5e-3, "bfloat16")
+    qkv, angle, k, v, slots = rope_case(cache, dtype="bfloat16", capacity=4096)
+    step = jax.jit(rope_and_write, donate_argnums=(3, 4), static_argnames="implementation")
+    compiled = step.lower(qkv, angle, angle, k, v, slots, implementation="mosaic").compile()
+    memory = compiled.memory_analysis()
+    size = k.nbytes + v.nbytes
+    assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < size // 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "heads", [(8, 8, 128), (9, 3, 64), (32, 8, 128), (8, 1, 64), (16, 1, 128), (8, 4, 256)], ids=str
+)
+def test_the_kernel_is_a_float64_softmax(heads, cache, window):
+    for capacity, size in ((100, 1.0), (1000, 1.0), (600, 60.0)):
+        q, k, v, lengths = make(7, capacity, *heads, cache, "bfloat16", size)
+        run = jax.jit(decode_attention, static_argnames=("window", "implementation"))
+        got = run(q, poison(k, lengths), poison(v, lengths), lengths, window=window,
+                  implementation="mosaic")  # fmt: skip
+        assert error(got, oracle(q, k, v, lengths, window)) < 4e-3
+        again = run(q, k, v, lengths, window=window, implementation="mosaic")
+        assert np.array_equal(np.asarray(got, np.float32), np.asarray(again, np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["float16", "int8", "int4", "float8_e4m3fn"])
+def test_the_kernel_with_float16_queries(cache):
+    q, k, v, lengths = make(7, 700, 8, 2, 128, cache, "float16")
+    got = decode_attention(q, k, v, lengths, implementation="mosaic")
+    assert error(got, oracle(q, k, v, lengths)) < 4e-3
+
+
+@pytest.mark.gpu
+def test_a_row_is_the_same_bits_alone_and_in_a_batch():
+    q, k, v, lengths = make(5, 3000, 32, 8, 128, "bfloat16", "bfloat16")
+    whole = decode_attention(q, k, v, lengths, implementation="mosaic")
+    for row in range(5):
+        one = slice(row, row + 1)
+        alone = decode_attention(q[one], k[one], v[one], lengths[one], implementation="mosaic")
+        assert np.array_equal(np.asarray(alone[0], np.float32), np.asarray(whole[row], np.float32))
