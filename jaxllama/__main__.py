@@ -1,0 +1,8 @@
+"""``python -m jaxllama`` is the ``jaxllama`` command."""
+
+import sys
+
+from jaxllama.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+"""The GGUF container: a bounded walk over header, metadata and tensor table, and views of the data.
+
+``GGUFFile(path)`` maps the file and checks every length, count, type and offset against the bytes
+that exist before it is used, so a damaged file is one JaxLlamaError that names the file and the
+field, and costs no more memory than the file's size.  Values are decoded only when asked for:
+skipping a 50,000-token vocabulary costs one loop over its string lengths.
+
+The names of types and their block sizes come from the ``gguf`` package.  Its own ``GGUFReader`` is
+not used: it trusts the lengths it reads (a damaged count loops for hours or wraps around), and it
+builds a numpy view per string, 1.8 s for SmolLM2 against 0.05 s here.
+
+Source: the GGUF specification, versions 2 and 3 (little-endian).  Left out: version 1, big-endian
+files, arrays of arrays, split files, writing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from jaxllama.errors import JaxLlamaError
+
+# GGUF's value types: number on disk -> (struct code, name).  8 is a string, 9 an array.
+_SCALARS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4
+_REQUIRED: Any = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """One entry of the tensor table.  ``shape`` is numpy's order, ``[out, in]`` for a matrix."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+    offset: int  # from the start of the file
+    nbytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        block, size = GGML_QUANT_SIZES[self.type]
+        return self.shape[-1] // block * size
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    kind: int  # value type, of the elements if it is an array
+    count: int | None  # None: not an array
+    offset: int  # of the value, or of the first element
+
+
+class GGUFFile:
+    """An open GGUF file: ``metadata`` keys, ``tensors`` by name.  Use as a context manager.
+
+    Raises JaxLlamaError naming the file and the field for anything that is not a whole, valid
+    GGUF file.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            with open(self.path, "rb") as file:
+                self.size = file.seek(0, 2)
+                if self.size < 24:
+                    raise self.error("header", f"the file has {self.size} bytes, a header has 24")
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise JaxLlamaError(f"{self.path}: {error.strerror or error}") from None
+        try:
+            self._walk()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> GGUFFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        try:
+            self._map.close()
+        except BufferError:  # a caller still holds a view; the map goes when the view does
+            pass
+
+    def error(self, field: str, why: str) -> JaxLlamaError:
+        """One line, whatever a damaged file has for a name."""
+        line = f"GGUF {field[:200]}: {why[:500]}".encode("unicode_escape").decode()
+        return JaxLlamaError(f"{self.path}: {line}")
+
+    # Metadata
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self._values)
+
+    def string(self, key: str, default: Any = _REQUIRED) -> Any:
+        value = self._scalar(key, default)
+        if value is not default and not isinstance(value, str):
+            raise self.error(key, f"expected a string, found {value!r}")
+        return value
+
+    def integer(self, key: str, default: Any = _REQUIRED) -> Any:
+        value = self._scalar(key, default)
+        if value is not default and (not isinstance(value, int) or isinstance(value, bool)):
+            raise self.error(key, f"expected an integer, found {value!r}")
+        return value
+
+    def boolean(self, key: str, default: Any = _REQUIRED) -> Any:
+        value = self._scalar(key, default)
+        if value is not default and not isinstance(value, bool):
+            raise self.error(key, f"expected true or false, found {value!r}")
+        return value
+
+    def number(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A float; a float32 is read as the shortest decimal that means it (1e-05, not 9.99e-06),
+        which is what the model's config.json said."""
+        value = self._scalar(key, default)
+        if value is default:
+            return value
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise self.error(key, f"expected a number, found {value!r}")
+        if not math.isfinite(value):
+            raise self.error(key, f"{value} is not a finite number")
+        return float(str(np.float32(value))) if self._values[key].kind == 6 else float(value)
+
+    def is_array(self, key: str) -> bool:
+        return key in self._values and self._values[key].count is not None
+
+    def strings(self, key: str) -> list[str]:
+        """An array of strings."""
+        value = self._array(key)
+        if value.kind != _STRING:
+            raise self.error(key, "expected an array of strings")
+        assert value.count is not None
+        return [self._text(start, stop, key) for start, stop in self._spans(value, key)]
+
+    def array(self, key: str) -> np.ndarray:
+        """An array of numbers, copied."""
+        value = self._array(key)
+        if value.kind == _STRING:
+            raise self.error(key, "expected an array of numbers")
+        assert value.count is not None
+        dtype = np.dtype("<" + _SCALARS[value.kind])
+        return np.frombuffer(self._map, dtype, value.count, value.offset).copy()
+
+    def _array(self, key: str) -> _Value:
+        if key not in self._values:
+            raise self.error(key, "the key is missing")
+        value = self._values[key]
+        if value.count is None:
+            raise self.error(key, "expected an array")
+        return value
+
+    def _scalar(self, key: str, default: Any) -> Any:
+        if key not in self._values:
+            if default is _REQUIRED:
+                raise self.error(key, "the key is missing")
+            return default
+        value = self._values[key]
+        if value.count is not None:
+            raise self.error(key, "expected one value, found an array")
+        if value.kind == _STRING:
+            (length,) = struct.unpack_from("<Q", self._map, value.offset)
+            return self._text(value.offset + 8, value.offset + 8 + length, key)
+        (result,) = struct.unpack_from("<" + _SCALARS[value.kind], self._map, value.offset)
+        return result
+
+    def _text(self, start: int, stop: int, field: str) -> str:
+        try:
+            return self._map[start:stop].decode()
+        except UnicodeDecodeError:
+            raise self.error(field, "a string is not UTF-8") from None
+
+    # Tensor data
+
+    def rows(self, info: TensorInfo) -> np.ndarray:
+        """The stored bytes as a read-only uint8 view ``[rows, row_bytes]`` of the mapped file."""
+        data = np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
+        return data.reshape(-1, info.row_bytes)
+
+    def release(self, info: TensorInfo) -> None:
+        """Let the system drop a tensor's pages, so that they do not count as memory in use."""
+        start = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if stop > start and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+    # The walk
+
+    def _walk(self) -> None:
+        self._at = 4
+        if self._map[:4] != b"GGUF":
+            raise self.error("magic", f"{self._map[:4]!r} is not b'GGUF'")
+        version = self._unpack("I", "version")
+        if version not in (2, 3):
+            hint = " (a big-endian file?)" if version & 0xFFFF == 0 and version else ""
+            raise self.error("version", f"{version} is not 2 or 3{hint}")
+        n_tensors = self._unpack("Q", "tensor_count")
+        n_keys = self._unpack("Q", "kv_count")
+        # The shortest entries: name length, type, one byte; name length, n_dims, type, offset.
+        self._fits(n_keys, 13, "kv_count")
+        self._fits(n_tensors, 24, "tensor_count")
+        self._values: dict[str, _Value] = {}
+        for index in range(n_keys):
+            key = self._name(f"key {index} of {n_keys}", self._values)
+            self._values[key] = self._value(key)
+        table = [self._tensor(index, n_tensors) for index in range(n_tensors)]
+
+        alignment = self.integer("general.alignment", 32)
+        if alignment <= 0 or alignment & (alignment - 1):
+            raise self.error("general.alignment", f"{alignment} is not a power of two")
+        start = -(-self._at // alignment) * alignment
+        self.tensors: dict[str, TensorInfo] = {}
+        for info in table:
+            if info.name in self.tensors:
+                raise self.error(f"tensor {info.name!r}", "is in the table twice")
+            offset = info.offset + start
+            if info.offset % alignment:
+                raise self.error(
+                    f"tensor {info.name!r}",
+                    f"offset {info.offset} is not a multiple of {alignment}",
+                )
+            if offset + info.nbytes > self.size:
+                raise self.error(
+                    f"tensor {info.name!r}",
+                    f"its data would end at byte {offset + info.nbytes}, "
+                    f"but the file has {self.size} (truncated?)",
+                )
+            self.tensors[info.name] = dataclasses.replace(info, offset=offset)
+        # Shared bytes would let a small file ask for a large model.
+        in_order = sorted(self.tensors.values(), key=lambda info: info.offset)
+        for before, after in itertools.pairwise(in_order):
+            if before.offset + before.nbytes > after.offset:
+                raise self.error(f"tensor {after.name!r}", f"overlaps tensor {before.name!r}")
+
+    def _tensor(self, index: int, total: int) -> TensorInfo:
+        name = self._name(f"tensor {index} of {total}", ())
+        field = f"tensor {name!r}"
+        n_dims = self._unpack("I", f"{field} n_dims")
+        if not 1 <= n_dims <= _MAX_DIMS:
+            raise self.error(f"{field} n_dims", f"{n_dims} is not in 1..{_MAX_DIMS}")
+        dims = [self._unpack("Q", f"{field} dims") for _ in range(n_dims)]
+        number = self._unpack("I", f"{field} type")
+        try:
+            kind = GGMLQuantizationType(number)
+            block, size = GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise self.error(f"{field} type", f"{number} is not a known type") from None
+        offset = self._unpack("Q", f"{field} offset")
+        if min(dims) == 0:
+            raise self.error(f"{field} dims", f"{dims} has a zero")
+        if dims[0] % block:
+            raise self.error(
+                f"{field} dims", f"rows of {dims[0]} are not whole {kind.name} blocks of {block}"
+            )
+        nbytes = math.prod(dims) // block * size
+        return TensorInfo(name, tuple(reversed(dims)), kind, offset, nbytes)
+
+    def _value(self, key: str) -> _Value:
+        """Where a value is; the walk moves past it."""
+        kind = self._unpack("I", f"{key} (type)")
+        count = None
+        if kind == _ARRAY:
+            kind = self._unpack("I", f"{key} (array type)")
+            count = self._unpack("Q", f"{key} (array length)")
+            if kind == _ARRAY:
+                raise self.error(key, "arrays of arrays are not supported")
+        value = _Value(kind, count, self._at)
+        if kind == _STRING:
+            self._fits(1 if count is None else count, 8, key)
+            for _, stop in self._spans(value, key):
+                self._at = stop
+        elif kind in _SCALARS:
+            width = struct.calcsize("<" + _SCALARS[kind]) * (1 if count is None else count)
+            self._fits(1, width, key)
+            self._at += width
+        else:
+            raise self.error(f"{key} (type)", f"{kind} is not a known value type")
+        return value
+
+    def _spans(self, value: _Value, key: str) -> Iterator[tuple[int, int]]:
+        """(start, stop) of every string of ``value``."""
+        at, size = value.offset, self.size
+        unpack, buffer = struct.Struct("<Q").unpack_from, self._map
+        for index in range(1 if value.count is None else value.count):
+            if at + 8 > size:
+                raise self.error(key, f"string {index} is beyond the end of the file (truncated?)")
+            start = at + 8
+            at = start + unpack(buffer, at)[0]
+            if at > size:
+                raise self.error(
+                    key,
+                    f"string {index} has length {at - start}, more than is left of the file",
+                )
+            yield start, at
+
+    def _name(self, field: str, taken: Any) -> str:
+        length = self._unpack("Q", f"{field} (name length)")
+        self._fits(length, 1, f"{field} (name length)")
+        name = self._text(self._at, self._at + length, f"{field} (name)")
+        self._at += length
+        if name in taken:
+            raise self.error(f"{field} (name)", f"{name!r} is there twice")
+        return name
+
+    def _unpack(self, code: str, field: str) -> int:
+        width = struct.calcsize("<" + code)
+        self._fits(1, width, field)
+        (value,) = struct.unpack_from("<" + code, self._map, self._at)
+        self._at += width
+        return value
+
+    def _fits(self, count: int, width: int, field: str) -> None:
+        left = self.size - self._at
+        if count * width > left:
+            raise self.error(
+                field,
+                f"{count} x {width} bytes are announced, but {left} are left (truncated?)",
+            )

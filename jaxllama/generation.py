@@ -1,0 +1,245 @@
+"""prefill, decode_step, generate: pure jitted functions over (cfg, params, cache).
+
+    logits, cache = prefill(cfg, params, tokens, lengths, cache)      whole prompts, ragged
+    logits, cache = decode_step(cfg, params, tokens, cache)           one token per row
+    output        = generate(cfg, params, tokens, lengths, cache, sampling, key, max_new_tokens)
+
+The cache is donated at every call: use the one that comes back.  ``generate`` is prefill, then one
+``lax.while_loop`` on the device until every row has stopped; ``start`` and ``advance`` are its two
+halves, for callers that look at the text in between (streaming, stop strings).  The sampling key of
+a token is ``fold_in(row key, its position)``, so a row's tokens depend neither on its neighbours
+nor on its slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxllama.cache import Cache
+from jaxllama.config import ModelConfig
+from jaxllama.model import Decoder
+from jaxllama.sampling import History, Sampling, SamplingParams, sample
+
+Params = dict[str, Any]
+
+
+def init_params(cfg: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
+    """Random parameters (normal, 0.02; norms 1; biases 0), made on the default device."""
+    return _init_params(cfg, jnp.dtype(dtype).name, key)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _init_params(cfg: ModelConfig, dtype: str, key: jax.Array) -> Params:
+    one = jnp.ones((1,), jnp.int32)
+    decoder = Decoder(cfg, jnp.dtype(jnp.float32))
+    params = decoder.init(key, one[None], one, method=Decoder.init_all)["params"]
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, right-padded beyond
+    ``lengths[B]`` (what stands there in the result means nothing)."""
+    decoder = _decoder(cfg, params)
+    hidden, _ = decoder.apply({"params": params}, tokens, lengths)
+    return decoder.apply({"params": params}, hidden, method=Decoder.logits)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="chunk", donate_argnums=4)
+def prefill(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    chunk: int | None = None,
+) -> tuple[jax.Array, Cache]:
+    """Append ``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) to the cache's rows.
+
+    chunk: tokens a row that go through the model at once; bounds the memory of activations, and
+    changes nothing else.  Returns (float32 logits ``[B, V]`` of each row's last valid token,
+    cache).  The cache must have room: positions beyond its capacity are dropped.
+    """
+    decoder = _decoder(cfg, params)
+    rows = jnp.arange(tokens.shape[0])
+
+    def last_valid(hidden: jax.Array, n_new: jax.Array) -> jax.Array:
+        return hidden[rows, jnp.maximum(n_new - 1, 0)]
+
+    if chunk is None or chunk >= tokens.shape[1]:
+        hidden, cache = decoder.apply({"params": params}, tokens, lengths, cache)
+        last = last_valid(hidden, lengths)
+    else:
+        n_chunks = -(-tokens.shape[1] // chunk)
+        tokens = jnp.pad(tokens, ((0, 0), (0, n_chunks * chunk - tokens.shape[1])))
+        pieces = jnp.moveaxis(tokens.reshape(tokens.shape[0], n_chunks, chunk), 1, 0)
+        total = cache.lengths + lengths
+
+        def one_chunk(carry: tuple[Cache, jax.Array], piece: tuple[jax.Array, jax.Array]):
+            cache, last = carry
+            index, part = piece
+            n_new = jnp.clip(lengths - index * chunk, 0, chunk)
+            hidden, cache = decoder.apply({"params": params}, part, n_new, cache, total)
+            return (cache, jnp.where((n_new > 0)[:, None], last_valid(hidden, n_new), last)), None
+
+        blank = jnp.zeros((tokens.shape[0], cfg.d_model), decoder.dtype)
+        index = jnp.arange(n_chunks, dtype=jnp.int32)
+        (cache, last), _ = lax.scan(one_chunk, (cache, blank), (index, pieces))
+    return decoder.apply({"params": params}, last, method=Decoder.logits), cache
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def decode_step(
+    cfg: ModelConfig, params: Params, tokens: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """Append one token to every row: ``tokens[B]`` -> (float32 logits ``[B, V]``, cache)."""
+    return _decode(cfg, params, tokens, cache, jnp.ones_like(cache.lengths))
+
+
+def _decode(
+    cfg: ModelConfig, params: Params, tokens: jax.Array, cache: Cache, lengths: jax.Array
+) -> tuple[jax.Array, Cache]:
+    decoder = _decoder(cfg, params)
+    hidden, cache = decoder.apply({"params": params}, tokens[:, None], lengths, cache)
+    return decoder.apply({"params": params}, hidden[:, 0], method=Decoder.logits), cache
+
+
+def _decoder(cfg: ModelConfig, params: Params) -> Decoder:
+    """Norm weights are never quantized, so their dtype is the activations'."""
+    return Decoder(cfg, params["norm"]["weight"].dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GenerateState:
+    """What the loop carries and what it leaves.
+
+    tokens int32 and logprobs float32 ``[B, max_new_tokens]``: row b's first ``counts[b]`` entries
+    are real, a stop token included.  ``done[b]``: the row met a stop token.  ``step``: tokens
+    written so far (the loop's own clock).  ``history`` is None unless a row has penalties.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    counts: jax.Array
+    done: jax.Array
+    step: jax.Array
+    cache: Cache
+    history: History | None
+
+
+def generate(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    sampling: Sampling | Sequence[Sampling] | SamplingParams,
+    key: jax.Array | int,
+    max_new_tokens: int,
+    *,
+    chunk: int | None = None,
+    stop_tokens: Sequence[int] | None = None,
+) -> GenerateState:
+    """Continue ``tokens[B, T]`` (right-padded, ``lengths[B]``) by up to ``max_new_tokens``.
+
+    sampling: one for all rows, one per row, or the stacked form; a row without a seed of its own
+    uses ``key`` (a PRNG key or an int).  stop_tokens: ids that end a row, cfg's by default.
+    The loop ends when every row has stopped or ``max_new_tokens`` are written.
+    """
+    if not isinstance(sampling, SamplingParams):
+        rows = [sampling] * tokens.shape[0] if isinstance(sampling, Sampling) else list(sampling)
+        sampling = SamplingParams.stack(rows, cfg.vocab_size, key)
+    stops = cfg.eos_token_ids if stop_tokens is None else stop_tokens
+    stop_ids = jnp.asarray(tuple(stops), jnp.int32)
+    state = start(
+        cfg, params, tokens, lengths, cache, sampling, stop_ids,
+        max_new_tokens=max_new_tokens, chunk=chunk,
+    )  # fmt: skip
+    return advance(cfg, params, state, sampling, stop_ids, max_new_tokens)
+
+
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "chunk"), donate_argnums=4
+)
+def start(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    *,
+    max_new_tokens: int,
+    chunk: int | None = None,
+) -> GenerateState:
+    """Prefill and the first new token, in a state with room for ``max_new_tokens``."""
+    batch = tokens.shape[0]
+    scores, cache = prefill(cfg, params, tokens, lengths, cache, chunk=chunk)
+    history = History.of_prompt(tokens, lengths, cfg.vocab_size) if sampling.penalties else None
+    state = GenerateState(
+        tokens=jnp.zeros((batch, max_new_tokens), jnp.int32),
+        logprobs=jnp.zeros((batch, max_new_tokens), jnp.float32),
+        counts=jnp.zeros((batch,), jnp.int32),
+        done=jnp.zeros((batch,), bool),
+        step=jnp.int32(0),
+        cache=cache,
+        history=history,
+    )
+    return _emit(state, scores, sampling, stop_ids)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def advance(
+    cfg: ModelConfig,
+    params: Params,
+    state: GenerateState,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    until: jax.Array | int,
+) -> GenerateState:
+    """Run the loop until ``until`` tokens are written in all, or every row has stopped."""
+    until = jnp.minimum(until, state.tokens.shape[1])
+
+    def unfinished(state: GenerateState) -> jax.Array:
+        return (state.step < until) & ~jnp.all(state.done)
+
+    def one_token(state: GenerateState) -> GenerateState:
+        newest = lax.dynamic_index_in_dim(state.tokens, state.step - 1, 1, keepdims=False)
+        active = (~state.done).astype(jnp.int32)
+        scores, cache = _decode(cfg, params, newest, state.cache, active)
+        return _emit(dataclasses.replace(state, cache=cache), scores, sampling, stop_ids)
+
+    return lax.while_loop(unfinished, one_token, state)
+
+
+def _emit(
+    state: GenerateState, scores: jax.Array, sampling: SamplingParams, stop_ids: jax.Array
+) -> GenerateState:
+    """Sample one token per row and append it; rows that are done stand still."""
+    tokens, logprobs = sample(scores, sampling, state.cache.lengths, state.history)
+    live = ~state.done
+    stopped = jnp.any(tokens[:, None] == stop_ids[None, :], axis=1)
+    history = state.history
+    return dataclasses.replace(
+        state,
+        tokens=_put(state.tokens, jnp.where(live, tokens, 0), state.step),
+        logprobs=_put(state.logprobs, jnp.where(live, logprobs, 0.0), state.step),
+        counts=state.counts + live.astype(jnp.int32),
+        done=state.done | stopped,
+        step=state.step + 1,
+        history=None if history is None else history.add(tokens, live),
+    )
+
+
+def _put(buffer: jax.Array, column: jax.Array, index: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(buffer, column[:, None], index, axis=1)

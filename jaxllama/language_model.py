@@ -1,0 +1,341 @@
+"""load: a name to a LanguageModel (config, params, tokenizer) that turns prompts into text.
+
+``LanguageModel`` is the convenient face of the pure functions in ``generation``: it tokenizes, pads
+to a few shape buckets so that a steady state compiles nothing, runs the device loop in slices where
+somebody watches the text (streaming, stop strings), and decodes.  It holds no state between calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxllama import generation
+from jaxllama.cache import init_cache
+from jaxllama.checkpoints import gguf, hf, hub
+from jaxllama.config import ModelConfig, load_config, preset_names
+from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.sampling import Sampling, SamplingParams
+from jaxllama.tokenizer import StopStrings, TextStream, Tokenizer
+
+# A prompt longer than this goes through the model in pieces, which bounds activation memory.
+PREFILL_CHUNK = 512
+# Tokens between two looks at the text when only stop strings are watched.
+STOP_SLICE = 8
+
+OnText = Callable[[int, str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One continuation.  ``tokens`` includes the stop token, ``text`` does not and ends before a
+    stop string; ``logprobs`` are natural logs under the model's own distribution, one a token."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """A model ready to run; ``tokenizer`` is None when the checkpoint has none."""
+
+    config: ModelConfig
+    params: generation.Params
+    tokenizer: Tokenizer | None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The activations' dtype."""
+        return self.params["norm"]["weight"].dtype
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        max_new_tokens: int = 64,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        seed: int | Sequence[int] = 0,
+        stop: str | Sequence[str] = (),
+        *,
+        kv_dtype: DTypeLike | None = None,
+        chunk: int = PREFILL_CHUNK,
+        on_text: OnText | None = None,
+    ) -> list[Generation]:
+        """Continue every prompt (text, or token ids) by up to ``max_new_tokens``.
+
+        sampling: for all rows, or one per row; greedy by default.
+        seed: rows without a seed of their own use it; one int gives equal prompts equal text, a
+            list gives each row its own.
+        stop: strings that end a row when they appear, across token borders too.
+        kv_dtype: of the cache; the activations' dtype by default.
+        chunk: tokens of a prompt that go through the model at once.
+        on_text: called as (row, new text) while decoding, on complete characters only.
+        Raises JaxLlamaError for an empty prompt, ids outside the vocabulary, text without a
+        tokenizer, or a prompt that does not fit the context.
+        """
+        rows = self.encode(prompts)
+        batch = len(rows)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        self._check(rows, max_new_tokens, stops)
+        params = _stack(sampling, seed, batch, self.config.vocab_size)
+        tokens, lengths = pad_rows(rows)
+        room = _bucket(max_new_tokens)
+        capacity = _bucket(tokens.shape[1] + room, smallest=128)
+        dtype = self.dtype if kv_dtype is None else kv_dtype
+        stop_ids = jnp.asarray(self.config.eos_token_ids, jnp.int32)
+        state = generation.start(
+            self.config, self.params, tokens, lengths,
+            init_cache(self.config, batch, capacity, dtype), params, stop_ids,
+            max_new_tokens=room, chunk=chunk if tokens.shape[1] > chunk else None,
+        )  # fmt: skip
+        readers = [_Reader(self.tokenizer, self.config.eos_token_ids, stops) for _ in rows]
+        slice_size = 1 if on_text else STOP_SLICE if stops else max_new_tokens
+        until = min(slice_size, max_new_tokens)
+        while True:
+            state = generation.advance(
+                self.config, self.params, state, params, stop_ids, np.int32(until)
+            )
+            new_tokens, logprobs, counts = jax.device_get(
+                (state.tokens, state.logprobs, state.counts)
+            )
+            for row, reader in enumerate(readers):
+                text = reader.read(new_tokens[row, : counts[row]])
+                if text and on_text:
+                    on_text(row, text)
+            if until >= max_new_tokens or all(reader.finished for reader in readers):
+                break
+            until = min(until + slice_size, max_new_tokens)
+            if stops:
+                ended = jnp.asarray([reader.finished for reader in readers])
+                state = dataclasses.replace(state, done=state.done | ended)
+        results = []
+        for row, reader in enumerate(readers):
+            tail = reader.close()
+            if tail and on_text:
+                on_text(row, tail)
+            results.append(reader.result(logprobs[row]))
+        return results
+
+    def logits(self, tokens: Any, lengths: Any) -> jax.Array:
+        """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, ``lengths[B]`` valid."""
+        tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+        return generation.logits(self.config, self.params, tokens, lengths)
+
+    def encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+        """Token ids of each prompt; ids pass through."""
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not prompts:
+            raise JaxLlamaError("no prompts: the list is empty")
+        rows = []
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                if self.tokenizer is None:
+                    raise JaxLlamaError(
+                        f"prompt {index} is text, but {self.config.name} has no tokenizer: "
+                        "pass token ids"
+                    )
+                if not prompt:
+                    raise JaxLlamaError(f"prompt {index} is empty")
+                rows.append(self.tokenizer.encode(prompt))
+            else:
+                rows.append([int(token) for token in prompt])
+        return rows
+
+    def _check(self, rows: list[list[int]], max_new_tokens: int, stops: tuple[str, ...]) -> None:
+        if max_new_tokens < 1:
+            raise JaxLlamaError(f"max_new_tokens = {max_new_tokens}: must be at least 1")
+        if stops and self.tokenizer is None:
+            raise JaxLlamaError(f"stop strings need a tokenizer, and {self.config.name} has none")
+        if "" in stops:
+            raise JaxLlamaError("stop = '': a stop string must not be empty")
+        limit, vocab = self.config.max_position, self.config.vocab_size
+        for index, row in enumerate(rows):
+            if not row:
+                raise JaxLlamaError(f"prompt {index} is empty")
+            bad = [token for token in row if not 0 <= token < vocab]
+            if bad:
+                raise JaxLlamaError(
+                    f"prompt {index}: token id {bad[0]} is outside the vocabulary of {vocab}"
+                )
+            if len(row) + max_new_tokens > limit:
+                raise JaxLlamaError(
+                    f"prompt {index}: {len(row)} tokens and {max_new_tokens} new ones exceed the "
+                    f"context of {limit}"
+                )
+
+
+class _Reader:
+    """Follows one row's tokens: text, stop strings, what to keep."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, eos: tuple[int, ...], stops: tuple[str, ...]
+    ) -> None:
+        self.tokens: list[int] = []
+        self.finished = False
+        self._eos = frozenset(eos)
+        self._stream = TextStream(tokenizer) if tokenizer else None
+        self._stops = StopStrings(stops) if stops else None
+        self._text: list[str] = []
+
+    def read(self, tokens: np.ndarray) -> str:
+        """Take the tokens not yet seen; returns text that is safe to show."""
+        shown = []
+        for token in tokens[len(self.tokens) :].tolist():
+            if self.finished:
+                break
+            self.tokens.append(token)
+            if token in self._eos:
+                self.finished = True
+            elif self._stream is not None:
+                shown.append(self._pass(self._stream.feed(token)))
+        return "".join(shown)
+
+    def _pass(self, text: str) -> str:
+        if self._stops is not None:
+            text = self._stops.feed(text)
+            self.finished |= self._stops.found
+        self._text.append(text)
+        return text
+
+    def close(self) -> str:
+        """What was held back: an incomplete character, the beginning of a stop string."""
+        if self._stream is None or (self._stops is not None and self._stops.found):
+            return ""
+        text = self._pass(self._stream.flush())
+        if self._stops is not None and not self._stops.found:
+            held = self._stops.flush()
+            self._text.append(held)
+            text += held
+        return text
+
+    def result(self, logprobs: np.ndarray) -> Generation:
+        n = len(self.tokens)
+        reason: Literal["stop", "length"] = "stop" if self.finished else "length"
+        return Generation("".join(self._text), self.tokens, logprobs[:n].tolist(), reason)
+
+
+def load(
+    source: str | Path = "smollm2-135m",
+    dtype: DTypeLike | None = None,
+    quantize: str | None = None,
+    *,
+    random: bool = False,
+    progress: bool = False,
+) -> LanguageModel:
+    """A LanguageModel from a preset name, a directory, a .gguf file or a hub id.
+
+    dtype: of weights and activations; bfloat16 on a GPU, float32 on the CPU by default.
+    quantize: a scheme of ``quantize_params``, applied once after loading.
+    random: random weights of the preset's shape and a byte tokenizer, for benchmarks and tests.
+        The GLA and hybrid presets have no published weights that we can fetch, so they always
+        come that way, with a WeightWarning.
+    progress: a bar on stderr.
+    Raises JaxLlamaError naming what was tried.
+    """
+    enable_compilation_cache()
+    dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise JaxLlamaError(f"dtype {dtype.name!r} is not float32, bfloat16 or float16")
+    if not random and str(source) in preset_names() and "gla" in load_config(source).layer_types:
+        warnings.warn(
+            f"{source}: no trained weights are published for this preset: its weights are random",
+            WeightWarning,
+            stacklevel=2,
+        )
+        random = True
+    if random:
+        cfg, tokenizer = load_config(source), Tokenizer.byte_level()
+        params = generation.init_params(cfg, jax.random.key(0), dtype)
+    else:
+        cfg, params, tokenizer = _from_checkpoint(source, dtype, progress)
+    if tokenizer is not None:
+        tokenizer.check_vocab(cfg.vocab_size)
+    if quantize is not None:
+        from jaxllama.quantization.scheme import quantize_params
+
+        params = quantize_params(params, quantize)
+    return LanguageModel(cfg, params, tokenizer)
+
+
+def _from_checkpoint(
+    source: str | Path, dtype: jnp.dtype, progress: bool
+) -> tuple[ModelConfig, generation.Params, Tokenizer | None]:
+    path = hub.resolve(source, progress=progress)
+    if path.suffix == ".gguf":
+        cfg = gguf.read_config(path)
+        params = gguf.load_params(path, cfg, dtype, progress=progress)
+        tokenizer = Tokenizer.from_gguf(path)
+    else:
+        cfg, params = hf.load(path, dtype=dtype, progress=progress)
+        has_tokenizer = (path / "tokenizer.json").is_file()
+        tokenizer = Tokenizer.from_file(path / "tokenizer.json") if has_tokenizer else None
+    if str(source) in preset_names():
+        hf.check_preset(load_config(source), cfg)
+    return cfg, jax.device_put(params), tokenizer
+
+
+def default_dtype() -> jnp.dtype:
+    """bfloat16, but float32 on CPUs, where XLA's bfloat16 products are an order slower."""
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def enable_compilation_cache() -> None:
+    """Keep compiled programs in our cache folder, unless the user chose otherwise."""
+    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
+        folder = hub.cache_dir() / "xla"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            warnings.warn(f"no compilation cache: {folder}: {error.strerror}", stacklevel=2)
+            return
+        if os.access(folder, os.W_OK):
+            jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def pad_rows(rows: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
+    """(tokens ``[B, T]`` right-padded with 0 to a bucket, lengths ``[B]``), both int32."""
+    width = _bucket(max(len(row) for row in rows))
+    tokens = np.zeros((len(rows), width), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32)
+
+
+def _bucket(size: int, smallest: int = 16) -> int:
+    """``size`` rounded up to 16, 32, 64, 96, 128, 192, ...: at most half is padding, and the shapes
+    that can occur are few."""
+    bucket = smallest
+    while bucket < size:
+        if bucket >= 64 and bucket * 3 // 2 >= size:
+            return bucket * 3 // 2
+        bucket *= 2
+    return bucket
+
+
+def _stack(
+    sampling: Sampling | Sequence[Sampling] | None,
+    seed: int | Sequence[int],
+    batch: int,
+    vocab_size: int,
+) -> SamplingParams:
+    if sampling is None or isinstance(sampling, Sampling):
+        sampling = [sampling or Sampling()] * batch
+    seeds = [seed] * batch if isinstance(seed, int) else list(seed)
+    for name, given in (("sampling", len(sampling)), ("seed", len(seeds))):
+        if given != batch:
+            raise JaxLlamaError(f"{name}: {given} entries for {batch} prompts")
+    rows = [
+        row if row.seed is not None else dataclasses.replace(row, seed=own)
+        for row, own in zip(sampling, seeds, strict=True)
+    ]
+    return SamplingParams.stack(rows, vocab_size, 0)

@@ -1,0 +1,151 @@
+"""Linear, RMSNorm, SwiGLU and Embedding: the linen modules that call the dense kernels.
+
+A parameter named "weight" is an array or a QTensor; the module does not care which.  All weights
+are ``[out, in]``, as checkpoints store them.  Activations keep the dtype they come in; every sum is
+accumulated in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.quantize_tokens import quantize_tokens
+from pallas_kernels.quantized_matmul import quantized_matmul
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.swiglu import swiglu
+
+Weight = jax.Array | QTensor
+_normal = nn.initializers.normal(0.02)
+
+
+def weight_param(
+    module: nn.Module, name: str, init: Callable[..., jax.Array], shape: tuple[int, ...]
+) -> Weight:
+    """The parameter as it is stored.  linen's own shape check knows no QTensor, so a bound value
+    is read directly and checked here."""
+    if not module.has_variable("params", name):
+        return module.param(name, init, shape, jnp.float32)
+    value = module.get_variable("params", name)
+    if value.shape != shape:
+        path = "/".join((*module.path, name))
+        raise ValueError(f"{path}: shape {value.shape}, but the config wants {shape}")
+    return value
+
+
+def input_words(module: nn.Module, *path: str) -> str | None:
+    """The dtype to which the Linear at ``path`` below ``module`` wants its input quantized, so that
+    whoever computes that input can quantize it in the same pass; None for floats."""
+    node = module.variables.get("params", {})
+    for name in (*path, "weight"):
+        node = node.get(name, {})
+    return node.activations if isinstance(node, QTensor) else None
+
+
+def matmul(
+    x: jax.Array | QTensor,
+    weight: Weight,
+    bias: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """``x[..., in] @ weight[out, in].T + bias`` -> ``[..., out]``.
+
+    dtype: of the result, x's by default; to be given where x is quantized already, which only a
+    weight with ``activations`` takes.
+    """
+    if isinstance(weight, QTensor):
+        dtype = x.dtype if dtype is None else dtype
+        if weight.activations is not None and not isinstance(x, QTensor):
+            x = quantize_tokens(x, weight.activations)
+        return quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
+    # Rows are flattened because XLA's matrix-vector code wants a plain 2-D product.
+    rows = x.reshape(-1, x.shape[-1])
+    # On CPUs ``x @ w.T`` says the same and is slower: a fifth in this model on jax 0.10, four times
+    # on 0.11.
+    out = lax.dot_general(
+        rows,
+        weight.astype(x.dtype),
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+    )
+    if bias is not None:
+        out = out + bias.astype(x.dtype)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+class Linear(nn.Module):
+    """``y[..., features] = x[..., in] @ weight.T (+ bias)``."""
+
+    features: int
+    in_features: int
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array | QTensor, dtype: DTypeLike | None = None) -> jax.Array:
+        weight = weight_param(self, "weight", _normal, (self.features, self.in_features))
+        bias = (
+            self.param("bias", nn.initializers.zeros_init(), (self.features,), jnp.float32)
+            if self.use_bias
+            else None
+        )
+        return matmul(x, weight, bias, dtype)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last axis; with ``residual`` returns (normed sum, sum); with ``quantize``
+    the normed value is a QTensor for a Linear that asks for it."""
+
+    features: int
+    eps: float
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, residual: jax.Array | None = None, quantize: DTypeLike | None = None
+    ):
+        ones = nn.initializers.ones_init()
+        weight = self.param("weight", ones, (self.features,), jnp.float32)
+        return rms_norm(x, weight, self.eps, residual=residual, quantize=quantize)
+
+
+class SwiGLU(nn.Module):
+    """The Llama feed-forward: ``down(silu(gate(x)) * up(x))`` with gate and up in one matmul.
+
+    dtype: of the result, for an x that comes quantized.
+    """
+
+    d_model: int
+    d_ff: int
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(  # [B, T, D] -> [B, T, D]
+        self, x: jax.Array | QTensor, dtype: DTypeLike | None = None
+    ) -> jax.Array:
+        gate_up = Linear(2 * self.d_ff, self.d_model, self.use_bias, name="gate_up")(x, dtype)
+        y = swiglu(gate_up, quantize=input_words(self, "down"))
+        return Linear(self.d_model, self.d_ff, self.use_bias, name="down")(y, gate_up.dtype)
+
+
+class Embedding(nn.Module):
+    """Token embedding ``weight[V, D]``; ``attend`` is the tied output head."""
+
+    vocab_size: int
+    features: int
+
+    def setup(self) -> None:
+        self.weight = weight_param(self, "weight", _normal, (self.vocab_size, self.features))
+
+    def __call__(self, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:  # [B, T] -> [B, T, D]
+        weight = self.weight
+        if isinstance(weight, QTensor):
+            return dequantize(jax.tree.map(lambda leaf: leaf[tokens], weight), dtype)
+        return weight[tokens].astype(dtype)
+
+    def attend(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., V]
+        return matmul(x, self.weight)

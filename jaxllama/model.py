@@ -1,0 +1,124 @@
+"""Decoder: embedding, blocks, final norm, head.  One description for Llama, GLA and hybrids.
+
+    Block:   x += mixer(norm(x));  x += mlp(norm(x))        mixer from cfg.layer_types[i]
+
+The residual stream is carried as a pair (x, pending): the sum is taken inside the next norm, so
+that one fused kernel does add + norm.  Pure functions of (params, tokens, cache); the free
+functions that users call are in ``generation``.
+
+Sources: Llama (arXiv 2302.13971), GLA (2312.06635).
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxllama.attention import Attention
+from jaxllama.cache import Cache, GLAState, KVCache
+from jaxllama.config import ModelConfig
+from jaxllama.layers import Embedding, Linear, RMSNorm, SwiGLU, input_words
+from jaxllama.rope import rope_tables
+from pallas_kernels.qtensor import QTensor
+
+
+class Block(nn.Module):
+    """One layer: (x, pending, state, ...) -> (x, pending, state), x and pending ``[B, T, D]``."""
+
+    cfg: ModelConfig
+    kind: str
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        pending: jax.Array | None,
+        state: KVCache | GLAState | None,
+        positions: jax.Array,
+        lengths: jax.Array,
+        rope: tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[jax.Array, jax.Array, KVCache | GLAState | None]:
+        cfg = self.cfg
+        y, x = add_norm(RMSNorm(cfg.d_model, cfg.norm_eps, name="mixer_norm"), x, pending)
+        if self.kind == "attention":
+            assert rope is not None
+            y, state = Attention(cfg, name="mixer")(y, state, positions, lengths, rope)
+        else:
+            from jaxllama.gla import GatedLinearAttention
+
+            y, state = GatedLinearAttention(cfg, name="mixer")(y, state, positions, lengths)
+        words = input_words(self, "mlp", "gate_up")
+        y, x = add_norm(RMSNorm(cfg.d_model, cfg.norm_eps, name="mlp_norm"), x, y, words)
+        return x, SwiGLU(cfg.d_model, cfg.d_ff, cfg.mlp_bias, name="mlp")(y, x.dtype), state
+
+
+def add_norm(
+    norm: RMSNorm, x: jax.Array, pending: jax.Array | None, words: str | None = None
+) -> tuple[jax.Array | QTensor, jax.Array]:
+    """(norm(x + pending), x + pending); nothing is pending before the first layer.  words: the
+    dtype to quantize the normed value to."""
+    if pending is None:
+        return norm(x, quantize=words), x
+    return norm(pending, x, quantize=words)
+
+
+class Decoder(nn.Module):
+    """Token ids to hidden states; ``logits`` turns those into logits.
+
+    dtype is the activations'.  Call with ``tokens[B, T]`` (right-padded), ``lengths[B]`` valid ones
+    per row, and a cache that they are appended to, or None for a whole sequence by itself.
+    """
+
+    cfg: ModelConfig
+    dtype: jnp.dtype
+
+    def setup(self) -> None:
+        cfg = self.cfg
+        self.embed = Embedding(cfg.vocab_size, cfg.d_model)
+        for index, kind in enumerate(cfg.layer_types):
+            layer_cfg = cfg.replace(sliding_window=cfg.window_of(index))
+            setattr(self, f"layer_{index}", Block(layer_cfg, kind))
+        self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
+        if not cfg.tie_embeddings:
+            self.head = Linear(cfg.vocab_size, cfg.d_model)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        cache: Cache | None = None,
+        total_lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """(hidden states after the final norm ``[B, T, D]``, cache).
+
+        total_lengths[B]: tokens of each row when the whole prompt is in, where a call is one chunk
+        of it (dynamic RoPE depends on it).
+        """
+        cfg = self.cfg
+        start = jnp.zeros_like(lengths) if cache is None else cache.lengths
+        positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+        rope = None
+        if "attention" in cfg.layer_types:
+            total = start + lengths if total_lengths is None else total_lengths
+            rope = rope_tables(cfg.rope, cfg.head_dim, positions, total)
+        x = self.embed(tokens, self.dtype)
+        if cfg.embedding_scale:
+            x = x * jnp.asarray(cfg.d_model**0.5, x.dtype)
+        pending, states = None, []
+        for index in range(cfg.n_layers):
+            state = None if cache is None else cache.layers[index]
+            block = getattr(self, f"layer_{index}")
+            x, pending, state = block(x, pending, state, positions, lengths, rope)
+            states.append(state)
+        x, _ = add_norm(self.norm, x, pending)
+        return x, None if cache is None else Cache(tuple(states), start + lengths)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states ``[..., D]`` to float32 logits ``[..., V]``."""
+        logits = self.embed.attend(x) if self.cfg.tie_embeddings else self.head(x)
+        return logits.astype(jnp.float32)
+
+    def init_all(self, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Touch every parameter (linen's ``init`` creates what a method uses)."""
+        return self.logits(self(tokens, lengths)[0])

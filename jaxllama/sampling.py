@@ -1,0 +1,364 @@
+"""Sampling: logits to tokens, one set of parameters per row.
+
+    Sampling          one request's parameters, on the host, validated
+    SamplingParams    a batch of them stacked into arrays [B]; what jitted code takes
+    History           which tokens a row has seen and written; only penalties need it
+    sample(logits[B, V], params, positions[B], history) -> (tokens[B], logprobs[B])
+
+Contract.  ``sample`` is pure and row-wise: a row's token is a function of its own logits, its own
+parameters, its own history and ``fold_in(row key, position)``, never of its slot or its neighbours.
+The steps, in order (each is compiled only if some row of the batch wants it):
+
+    logit_bias, then penalties (repetition: prompt and output; frequency, presence: output only),
+    division by the temperature, top-k, then top-p of what is left, then min-p, then a draw.
+
+Temperature 0 is greedy: the first largest logit after bias and penalties, no random numbers.  A
+draw is Gumbel-max: ``argmax(logits / temperature + noise)`` over the kept tokens.  ``logprobs`` are
+natural logs of the chosen tokens under the unmodified distribution, ``log_softmax(logits)``.
+
+Ties: the k-th largest logit and everything equal to it are kept, as are all tokens equal to the
+last one that top-p needs (its set is the smallest with mass >= p that does not split a tie).
+Not a number: NaN logits count as -inf, and -inf is never drawn; +inf counts as the largest float.
+A row without any finite logit gives token 0 with log-probability NaN.
+
+No step sorts the vocabulary.  ``_cutoff`` finds both thresholds exactly by bisection over float32
+bit patterns, so any k and p cost the same: 31 passes of compare-and-sum over the row.
+
+Sources: nucleus sampling (arXiv 1904.09751), min-p (2407.01082), CTRL's repetition penalty
+(1909.05858); frequency and presence as in OpenAI's API.  Left out: beam search, typical and
+locally typical sampling, mirostat, grammars.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxllama.errors import JaxLlamaError
+
+_INF_BITS = 0x7F800000  # float32 +inf: the largest pattern of a non-negative number
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How one request picks its tokens.  The defaults are greedy decoding.
+
+    temperature: 0 is greedy, up to 100.
+    top_k: keep the k most likely tokens; 0 keeps all.
+    top_p: keep the smallest set of tokens with at least this probability, in (0, 1].
+    min_p: keep tokens with at least this share of the best token's probability, in [0, 1].
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or
+        the output, in (0, 100]; 1 is none.
+    frequency_penalty, presence_penalty: subtracted from a logit once per occurrence, and once, of
+        the token in the output, each in [-2, 2].
+    logit_bias: {token id: float added to its logit}; -inf forbids a token.
+    seed: the row's own; None takes the batch's.
+    Raises JaxLlamaError naming the key.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, 0.0, 100.0)
+        _check("top_p", self.top_p, 0.0, 1.0, above=True)
+        _check("min_p", self.min_p, 0.0, 1.0)
+        _check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        if _integer("top_k", self.top_k) < 0:
+            raise JaxLlamaError(f"top_k = {self.top_k!r}: must be 0 (off) or more")
+        if self.seed is not None and not -(2**63) <= _integer("seed", self.seed) < 2**64:
+            raise JaxLlamaError(f"seed = {self.seed!r}: must fit 64 bits")
+        # A tuple, so that the dataclass stays hashable.
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
+
+
+def _check(key: str, value: Any, low: float, high: float, above: bool = False) -> None:
+    """``low <= value <= high``, or ``low < value`` with ``above``; NaN is neither."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not (low < value if above else low <= value) or not value <= high:
+        start = "above" if above else "from"
+        raise JaxLlamaError(f"{key} = {value!r}: must be a number {start} {low:g} to {high:g}")
+
+
+def _integer(key: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise JaxLlamaError(f"{key} = {value!r}: must be a whole number") from None
+
+
+def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...] | None:
+    if bias is None:
+        return None
+    try:
+        pairs = dict(bias)
+    except (TypeError, ValueError):
+        raise JaxLlamaError(f"logit_bias = {bias!r}: must map token ids to numbers") from None
+    for token, value in pairs.items():
+        if _integer("logit_bias: token id", token) < 0:
+            raise JaxLlamaError(f"logit_bias: token id = {token!r}: must not be negative")
+        if not isinstance(value, numbers.Real) or math.isnan(value) or value == math.inf:
+            raise JaxLlamaError(f"logit_bias[{token}] = {value!r}: must be a number or -inf")
+    return tuple((int(token), float(value)) for token, value in pairs.items()) or None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """The parameters of B rows, as arrays ``[B]``.
+
+    ``key`` uint32 ``[B, 2]`` is threefry key data.  ``bias_ids`` int32 and ``bias_values`` float32
+    are ``[B, n]``, padded with ids beyond the vocabulary, or None.  ``features`` is static: the
+    steps that some row wants, so that a batch compiles to no more than it uses.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition_penalty: jax.Array
+    frequency_penalty: jax.Array
+    presence_penalty: jax.Array
+    key: jax.Array
+    bias_ids: jax.Array | None
+    bias_values: jax.Array | None
+    features: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def stack(
+        cls, rows: Sequence[Sampling], vocab_size: int, seed: int | jax.Array = 0
+    ) -> SamplingParams:
+        """seed: for the rows that have none of their own; an int or a PRNG key.  Rows that share a
+        seed share their noise: equal prompts then give equal texts."""
+        shared = None if all(row.seed is not None for row in rows) else _key_data(seed)
+        keys = [shared if row.seed is None else _key_data(row.seed) for row in rows]
+        drawn = [row for row in rows if row.temperature > 0]
+        wanted = {
+            "draw": bool(drawn),
+            "top_k": any(0 < row.top_k < vocab_size for row in drawn),
+            "top_p": any(row.top_p < 1 for row in drawn),
+            "min_p": any(row.min_p > 0 for row in drawn),
+            "penalties": any(row.has_penalties for row in rows),
+            "bias": any(row.logit_bias for row in rows),
+        }
+        ids, values = _stack_bias(rows, vocab_size) if wanted["bias"] else (None, None)
+
+        def floats(name: str) -> np.ndarray:
+            return np.array([getattr(row, name) for row in rows], np.float32)
+
+        arrays = (
+            floats("temperature"),
+            np.array([min(row.top_k or vocab_size, vocab_size) for row in rows], np.int32),
+            floats("top_p"),
+            floats("min_p"),
+            floats("repetition_penalty"),
+            floats("frequency_penalty"),
+            floats("presence_penalty"),
+            np.stack(keys),
+            ids,
+            values,
+        )
+        features = tuple(name for name, want in wanted.items() if want)
+        return cls(*jax.device_put(arrays), features)
+
+    @property
+    def penalties(self) -> bool:
+        """Whether ``sample`` needs a History."""
+        return "penalties" in self.features
+
+
+def _key_data(seed: int | jax.Array) -> np.ndarray:
+    """uint32[2], what ``jax.random.key(seed)`` holds under threefry, for 64-bit seeds too."""
+    if isinstance(seed, jax.Array) and (
+        seed.ndim or jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+    ):
+        data = jax.random.key_data(seed) if seed.dtype != jnp.uint32 else seed
+        if data.shape != (2,):  # another generator's key: draw a threefry key from it
+            data = jax.random.bits(seed, (2,), jnp.uint32)
+        return np.asarray(data)
+    bits = _integer("seed", seed) % 2**64
+    return np.array([bits >> 32, bits & 0xFFFFFFFF], np.uint32)
+
+
+def _stack_bias(rows: Sequence[Sampling], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    biases = [tuple(row.logit_bias or ()) for row in rows]
+    # A power of two, so that few widths are ever compiled.
+    width = 1 << (max(len(bias) for bias in biases) - 1).bit_length()
+    ids = np.full((len(rows), width), vocab_size, np.int32)
+    values = np.zeros((len(rows), width), np.float32)
+    for index, bias in enumerate(biases):
+        for column, (token, value) in enumerate(bias):
+            if token >= vocab_size:
+                raise JaxLlamaError(
+                    f"logit_bias: token id {token} is outside the vocabulary of {vocab_size}"
+                )
+            ids[index, column], values[index, column] = token, value
+    return ids, values
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class History:
+    """``prompt`` bool ``[B, V]``: tokens of the prompt.  ``counts`` int32 ``[B, V]``: how often
+    each was generated since."""
+
+    prompt: jax.Array
+    counts: jax.Array
+
+    @classmethod
+    def of_prompt(cls, tokens: jax.Array, lengths: jax.Array, vocab_size: int) -> History:
+        """From ``tokens[B, T]``, right-padded beyond ``lengths[B]``."""
+        batch, width = tokens.shape
+        valid = jnp.arange(width, dtype=jnp.int32)[None, :] < lengths[:, None]
+        rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        blank = jnp.zeros((batch, vocab_size), bool)
+        seen = blank.at[rows, jnp.where(valid, tokens, vocab_size)].set(True, mode="drop")
+        return cls(seen, jnp.zeros((batch, vocab_size), jnp.int32))
+
+    def add(self, tokens: jax.Array, live: jax.Array | None = None) -> History:
+        """One generated token per row, for the rows that are ``live[B]`` (all by default)."""
+        one = jnp.ones_like(tokens) if live is None else live.astype(jnp.int32)
+        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        return dataclasses.replace(self, counts=self.counts.at[rows, tokens].add(one))
+
+
+def sample(
+    logits: jax.Array,
+    params: SamplingParams,
+    positions: jax.Array,
+    history: History | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One token per row; see the module docstring.
+
+    logits float32 ``[B, V]``; positions int32 ``[B]``, of the tokens to be drawn; history: needed
+    when ``params.penalties``.  Returns (tokens int32 ``[B]``, logprobs float32 ``[B]``).
+    """
+    features = params.features
+    logits = _clean(logits)
+    scores = logits
+    if "bias" in features:
+        scores = _add_bias(scores, params.bias_ids, params.bias_values)
+    if "penalties" in features:
+        if history is None:
+            raise ValueError("sample: some row has penalties, which need a history")
+        scores = _penalize(scores, params, history)
+    if "draw" in features:
+        scores = _noisy(_clean(scores), params, positions)
+    tokens = _argmax(scores)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return tokens, chosen - jax.nn.logsumexp(logits, axis=1)
+
+
+def _clean(x: jax.Array) -> jax.Array:
+    """NaN to -inf, +inf to the largest float."""
+    return jnp.where(jnp.isnan(x), -jnp.inf, jnp.minimum(x, jnp.finfo(x.dtype).max))
+
+
+def _argmax(scores: jax.Array) -> jax.Array:
+    """The first largest entry of each row, which has no NaN.
+
+    Two plain reductions: XLA's CPU code for argmax itself is six times slower.
+    """
+    ids = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    is_best = scores == jnp.max(scores, axis=1, keepdims=True)
+    return jnp.min(jnp.where(is_best, ids, scores.shape[1] - 1), axis=1)
+
+
+def _add_bias(scores: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+    rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+    return scores.at[rows, ids].add(values, mode="drop")
+
+
+def _penalize(scores: jax.Array, params: SamplingParams, history: History) -> jax.Array:
+    generated = history.counts > 0
+    repeated = history.prompt | generated
+    factor = jnp.where(repeated, params.repetition_penalty[:, None], 1.0)
+    scores = jnp.where(scores > 0, scores / factor, scores * factor)
+    scores = scores - history.counts.astype(jnp.float32) * params.frequency_penalty[:, None]
+    return scores - jnp.where(generated, params.presence_penalty[:, None], 0.0)
+
+
+def _noisy(scores: jax.Array, params: SamplingParams, positions: jax.Array) -> jax.Array:
+    """What the argmax of a sampled row is taken over; greedy rows pass unchanged."""
+    greedy = params.temperature == 0
+    temperature = jnp.where(greedy, 1.0, params.temperature)[:, None]
+    best = jnp.max(scores, axis=1, keepdims=True)
+    best = jnp.where(best == -jnp.inf, 0.0, best)
+    # Distance below the best token, in units of the temperature: >= 0, cannot overflow to NaN.
+    below = (best - scores) / temperature
+    keep = _kept(below, params)
+    keys = jax.random.wrap_key_data(params.key, impl="threefry2x32")
+
+    def noise(key: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(key, position)
+        return jax.random.gumbel(key, scores.shape[1:], jnp.float32)
+
+    drawn = jnp.where(keep, jax.vmap(noise)(keys, positions) - below, -jnp.inf)
+    return jnp.where(greedy[:, None], scores, drawn)
+
+
+def _kept(below: jax.Array, params: SamplingParams) -> jax.Array:
+    """bool ``[B, V]``: the tokens that top-k, top-p and min-p leave."""
+    keep = jnp.ones(below.shape, bool)
+    if "top_k" in params.features:
+        keep = below <= _cutoff(below, None, params.top_k)[:, None]
+    if "top_p" in params.features:
+        mass = jnp.where(keep, jnp.exp(-below), 0.0)
+        enough = params.top_p * jnp.sum(mass, axis=1)
+        cutoff = jnp.where(params.top_p < 1, _cutoff(below, mass, enough), jnp.inf)
+        keep &= below <= cutoff[:, None]
+    if "min_p" in params.features:
+        keep &= below <= -jnp.log(params.min_p)[:, None]
+    return keep
+
+
+def _cutoff(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> jax.Array:
+    """The smallest float ``t[B]`` for which the mass of ``below <= t`` is at least ``enough[B]``.
+
+    below float32 ``[B, V]``, >= 0; mass: its weights ``[B, V]``, or None to count.  Bit patterns of
+    non-negative floats are ordered like the floats, so bisection over int32 ends at the exact
+    value.  Rounding keeps the sum monotone in t: the same tree of additions, of terms >= 0.
+    """
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        inside = below <= lax.bitcast_convert_type(middle, jnp.float32)[:, None]
+        if mass is None:
+            got = jnp.sum(inside, axis=1, dtype=jnp.int32)
+        else:
+            got = jnp.sum(jnp.where(inside, mass, 0.0), axis=1)
+        reached = got >= enough
+        return jnp.where(reached, low, middle + 1), jnp.where(reached, middle, high)
+
+    low = jnp.zeros(below.shape[:1], jnp.int32)
+    _, high = lax.fori_loop(0, 31, halve, (low, jnp.full_like(low, _INF_BITS)))
+    return lax.bitcast_convert_type(high, jnp.float32)

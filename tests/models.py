@@ -1,0 +1,52 @@
+"""Tiny configurations and seeded inputs that several test files share."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.config import GLAConfig, ModelConfig, RopeConfig
+from jaxllama.generation import init_params
+
+LLAMA = ModelConfig(
+    name="tiny", vocab_size=97, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8,
+    d_ff=48, norm_eps=1e-5, max_position=4096, rope=RopeConfig(theta=10000.0),
+    tie_embeddings=False, eos_token_ids=(2,),
+)  # fmt: skip
+GLA = GLAConfig(n_heads=2, n_kv_heads=2, expand_k=0.5, expand_v=1.0)
+FAMILIES = {
+    "gqa": LLAMA,
+    "mha-tied-bias": LLAMA.replace(n_kv_heads=4, tie_embeddings=True, qkv_bias=True, o_bias=True),
+    "mqa-window": LLAMA.replace(n_kv_heads=1, sliding_window=7, mlp_bias=True),
+    "wide-heads-scaled": LLAMA.replace(head_dim=16, embedding_scale=True),
+    "llama3-rope": LLAMA.replace(
+        rope=RopeConfig(theta=10000.0, scaling="llama3", factor=8.0, original_max_position=16)
+    ),
+    "yarn-rope": LLAMA.replace(
+        rope=RopeConfig(theta=10000.0, scaling="yarn", factor=4.0, original_max_position=16)
+    ),
+    "gla": LLAMA.replace(layer_types=("gla", "gla"), gla=GLA),
+    "gla-conv-groups": LLAMA.replace(
+        layer_types=("gla", "gla"),
+        gla=GLAConfig(n_heads=4, n_kv_heads=2, expand_k=0.5, expand_v=1.0, use_short_conv=True),
+    ),
+    "hybrid": LLAMA.replace(layer_types=("gla", "attention"), gla=GLA),
+}
+
+
+def params_of(cfg: ModelConfig, seed: int = 0, dtype=jnp.float32):
+    """Random parameters, large enough that a wrong term shows."""
+    params = init_params(cfg, jax.random.key(seed), dtype)
+    return jax.tree.map(lambda leaf: leaf * jnp.asarray(4.0, leaf.dtype), params)
+
+
+def tokens_of(cfg: ModelConfig, batch: int, length: int, seed: int = 0) -> jax.Array:
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(3, cfg.vocab_size, (batch, length)), jnp.int32)
+
+
+def relative_error(got, want) -> float:
+    """Largest difference over the largest magnitude."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.max(np.abs(got - want)) / np.max(np.abs(want)))

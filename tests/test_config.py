@@ -1,0 +1,164 @@
+"""Presets: published parameter counts, round trips through HF's config.json, and the loader."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import pytest
+
+from jaxllama.checkpoints.hf_config import check_preset, config_from_hf, config_to_hf
+from jaxllama.checkpoints.tensor_map import tensor_map
+from jaxllama.config import ModelConfig, RopeConfig, load_config, preset_names
+from jaxllama.errors import JaxLlamaError
+from jaxllama.generation import init_params
+
+# Parameters as the model cards' files count them (a tied head once).
+PUBLISHED = {
+    "llama-7b": 6_738_415_616,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "tinyllama-1.1b": 1_100_048_384,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen2-7b": 7_615_616_512,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_parameter_count(name: str) -> None:
+    cfg = load_config(name)
+    assert sum(spec.size for spec in tensor_map(cfg).values()) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", ["llama-2-70b", "qwen2.5-0.5b", "llama-3.2-1b"])
+def test_the_model_has_the_same_parameters_as_the_table(name: str) -> None:
+    """eval_shape over the whole model; a few layers say as much as eighty."""
+    cfg = load_config(name)
+    cfg = cfg.replace(n_layers=3, layer_types=())
+    shapes = jax.eval_shape(functools.partial(init_params, cfg), jax.random.key(0))
+    leaves = {
+        tuple(part.key for part in path): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+    }
+    assert leaves == {path: spec.shape for path, spec in tensor_map(cfg).items()}
+
+
+def test_every_preset_of_the_llama_families_has_a_published_count() -> None:
+    attention_only = {name for name in preset_names() if load_config(name).gla is None}
+    assert attention_only == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_round_trip_through_hf(name: str) -> None:
+    cfg = load_config(name)
+    assert config_from_hf(config_to_hf(cfg), name) == cfg
+    assert check_preset(cfg, config_from_hf(config_to_hf(cfg), "copy")) == cfg
+
+
+def test_facts_of_some_presets() -> None:
+    assert load_config("mistral-7b-v0.1").sliding_window == 4096
+    assert load_config("mistral-7b-v0.3").sliding_window is None
+    assert load_config("llama-3.2-1b").rope == RopeConfig(
+        theta=500000.0, scaling="llama3", factor=32.0, original_max_position=8192
+    )
+    assert load_config("qwen2.5-7b").qkv_bias and not load_config("qwen2.5-7b").o_bias
+
+
+def toml(tmp_path, text: str):
+    path = tmp_path / "m.toml"
+    path.write_text(text)
+    return path
+
+
+GOOD = """
+vocab_size = 8
+d_model = 8
+n_layers = 2
+n_heads = 2
+n_kv_heads = 1
+head_dim = 4
+d_ff = 8
+norm_eps = 1e-5
+max_position = 16
+tie_embeddings = true
+[rope]
+theta = 10000.0
+"""
+
+
+def test_toml_file(tmp_path) -> None:
+    cfg = load_config(toml(tmp_path, GOOD))
+    assert cfg.name == "m" and cfg.layer_types == ("attention", "attention")
+    assert math.isclose(cfg.norm_eps, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("vocab_size = 8", "vocab_size = 0"), "vocab_size = 0"),
+        (("vocab_size = 8", "vocab_size = true"), "vocab_size = True"),
+        (("vocab_size = 8", ""), "missing key 'vocab_size'"),
+        (("vocab_size = 8", "vocab_size = 8\nvocabulary = 8"), "unknown key 'vocabulary'"),
+        (("theta = 10000.0", 'theta = "big"'), "rope.theta"),
+        (("theta = 10000.0", 'theta = 1e4\nscaling = "ntk"'), "rope.scaling = 'ntk'"),
+        (("theta = 10000.0", 'theta = 1e4\nscaling = "yarn"'), "rope.original_max_position"),
+        (("n_kv_heads = 1", "n_kv_heads = 3"), "n_kv_heads = 3"),
+        (("head_dim = 4", "head_dim = 3"), "head_dim = 3"),
+        (("n_layers = 2", 'n_layers = 2\nlayer_types = ["mamba", "gla"]'), "layer_types"),
+        (("n_layers = 2", "n_layers = 2\nfirst_window_layer = 2"), "first_window_layer = 2"),
+        (("n_layers = 2", "n_layers = ="), "not a TOML file"),
+    ],
+    ids=lambda value: None if isinstance(value, tuple) else value.replace(" ", ""),
+)
+def test_bad_toml_is_one_line_naming_file_and_key(tmp_path, change, words) -> None:
+    path = toml(tmp_path, GOOD.replace(*change))
+    with pytest.raises(JaxLlamaError) as caught:
+        load_config(path)
+    message = str(caught.value)
+    assert words in message and "m.toml" in message and "\n" not in message
+
+
+def test_unknown_preset_lists_the_presets() -> None:
+    with pytest.raises(JaxLlamaError, match="no preset 'llama-9b'; presets: .*smollm2-135m"):
+        load_config("llama-9b")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"d_ff": 16}, "d_ff: preset 'm' says 16, the checkpoint 'c' says 8"),
+        ({"rope": RopeConfig(theta=5.0)}, "rope.theta: preset 'm' says 5.0"),
+        ({"sliding_window": 4}, "sliding_window: preset 'm' says 4, the checkpoint 'c' says None"),
+    ],
+    ids=["d_ff", "rope.theta", "sliding_window"],
+)
+def test_a_preset_that_differs_names_the_key_and_both_values(tmp_path, change, words) -> None:
+    cfg = load_config(toml(tmp_path, GOOD))
+    with pytest.raises(JaxLlamaError) as caught:
+        check_preset(cfg.replace(**change), cfg.replace(name="c"))
+    assert words in str(caught.value)
+
+
+def test_a_preset_keeps_its_options_and_takes_the_checkpoints_token_ids(tmp_path) -> None:
+    cfg = load_config(toml(tmp_path, GOOD))
+    got = check_preset(cfg.replace(attn_sparsity=0.5), cfg.replace(name="c", eos_token_ids=(3, 4)))
+    assert isinstance(got, ModelConfig)
+    assert (got.name, got.attn_sparsity, got.eos_token_ids) == ("m", 0.5, (3, 4))

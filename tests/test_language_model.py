@@ -1,0 +1,182 @@
+"""LanguageModel: text in, text out; buckets, streaming, stop strings, bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from models import FAMILIES, LLAMA, params_of
+
+import jaxllama as jl
+from jaxllama import language_model
+from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.generation import init_params
+from jaxllama.language_model import LanguageModel, _bucket
+from jaxllama.sampling import Sampling
+from jaxllama.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def lm() -> LanguageModel:
+    """A random model over bytes; a short context, so that its limit is easy to reach."""
+    cfg = LLAMA.replace(vocab_size=256, eos_token_ids=(0,), max_position=200)
+    return LanguageModel(cfg, params_of(cfg), Tokenizer.byte_level())
+
+
+def test_batched_prompts_give_what_each_gives_alone(lm):
+    prompts = ["a", "some longer text, beyond one bucket", "mid size"]
+    sampling = Sampling(temperature=0.8, top_k=40)
+    together = lm.generate(prompts, max_new_tokens=12, sampling=sampling, seed=5)
+    for prompt, out in zip(prompts, together, strict=True):
+        [alone] = lm.generate([prompt], max_new_tokens=12, sampling=sampling, seed=5)
+        assert alone.tokens == out.tokens and alone.text == out.text
+        np.testing.assert_allclose(alone.logprobs, out.logprobs, atol=1e-4)
+
+
+def test_token_ids_are_prompts_too(lm):
+    ids = [list(b"hello"), list(b"bye")]
+    by_ids = lm.generate(ids, max_new_tokens=6)
+    by_text = lm.generate(["hello", "bye"], max_new_tokens=6)
+    assert [out.tokens for out in by_ids] == [out.tokens for out in by_text]
+
+
+def test_text_is_optional(lm):
+    mute = dataclasses.replace(lm, tokenizer=None)
+    [out] = mute.generate([list(b"hello")], max_new_tokens=6)
+    assert out.text == "" and out.tokens == lm.generate("hello", max_new_tokens=6)[0].tokens
+    with pytest.raises(JaxLlamaError, match="no tokenizer"):
+        mute.generate("hello")
+    with pytest.raises(JaxLlamaError, match="stop strings need a tokenizer"):
+        mute.generate([[1]], stop="x")
+
+
+def test_streamed_pieces_add_up_to_the_text(lm):
+    pieces = {0: "", 1: ""}
+
+    def hear(row, text):
+        pieces[row] += text
+
+    sampling = Sampling(temperature=1.0)
+    outs = lm.generate(["ab", "cdefg"], 40, sampling, seed=[1, 2], on_text=hear)
+    assert [pieces[0], pieces[1]] == [out.text for out in outs]
+    quiet = lm.generate(["ab", "cdefg"], 40, sampling, seed=[1, 2])
+    assert [out.tokens for out in quiet] == [out.tokens for out in outs]
+
+
+def test_seeds_make_rows_differ_and_repeat(lm):
+    sampling = Sampling(temperature=1.0)
+    first, second, third = lm.generate(["x"] * 3, 16, sampling, seed=[1, 2, 1])
+    assert first.tokens == third.tokens != second.tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_a_row_and_are_not_shown(lm, stream):
+    sampling = Sampling(temperature=1.0)
+    [free] = lm.generate("hello", 60, sampling, seed=3)
+    middle = free.text[10:13]
+    shown: list[str] = []
+    hear = (lambda row, text: shown.append(text)) if stream else None
+    [out] = lm.generate("hello", 60, sampling, seed=3, stop=[middle, "never there"], on_text=hear)
+    assert out.finish_reason == "stop"
+    assert out.text == free.text[: free.text.index(middle)]
+    assert out.tokens == free.tokens[: len(out.tokens)] and len(out.tokens) < 60
+    assert len(out.logprobs) == len(out.tokens)
+    if stream:
+        assert "".join(shown) == out.text
+
+
+def test_stop_tokens_end_a_row(lm):
+    [free] = lm.generate("hello", 30)
+    stop = free.tokens[7]
+    stopping = dataclasses.replace(lm, config=lm.config.replace(eos_token_ids=(stop,)))
+    [out] = stopping.generate("hello", 30)
+    assert out.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert out.finish_reason == "stop" and free.finish_reason == "length"
+
+
+@pytest.mark.parametrize("family", ["gqa", "gla", "hybrid"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16"])
+def test_every_cache_dtype_serves_every_family(family, kv_dtype):
+    cfg = FAMILIES[family]
+    model = LanguageModel(cfg, params_of(cfg), None)
+    [out] = model.generate([[5, 6, 7]], 6, kv_dtype=kv_dtype)
+    assert len(out.tokens) == 6 and np.isfinite(out.logprobs).all()
+
+
+def test_buckets_are_few_and_waste_at_most_half():
+    sizes = [_bucket(size) for size in range(1, 5000)]
+    assert all(size <= got and (got <= 16 or got < 2 * size) for size, got in enumerate(sizes, 1))
+    assert len(set(sizes)) < 20
+
+
+def test_logits_are_the_full_forward(lm):
+    tokens = np.asarray([[1, 2, 3, 4]])
+    got = lm.logits(tokens, [4])
+    want = jl.logits(lm.config, lm.params, jax.numpy.asarray(tokens), jax.numpy.asarray([4]))
+    assert got.shape == (1, 4, 256) and got.dtype == np.float32
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda lm: lm.generate([]), "no prompts"),
+        (lambda lm: lm.generate(["a", ""]), "prompt 1 is empty"),
+        (lambda lm: lm.generate([[1], []]), "prompt 1 is empty"),
+        (lambda lm: lm.generate([[256]]), "id 256 is outside the vocabulary of 256"),
+        (lambda lm: lm.generate([[-1]]), "id -1 is outside"),
+        (lambda lm: lm.generate("a", max_new_tokens=0), "max_new_tokens = 0"),
+        (lambda lm: lm.generate("a" * 190, max_new_tokens=64), "exceed the context of 200"),
+        (lambda lm: lm.generate("a", stop=""), "stop = ''"),
+        (lambda lm: lm.generate(["a", "b"], seed=[1]), "seed: 1 entries for 2"),
+        (lambda lm: lm.generate(["a"], sampling=[Sampling()] * 2), "sampling: 2 entries for 1"),
+        (lambda lm: lm.generate(["a"], kv_dtype="int32"), "cache dtype 'int32'"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(lm, call, message):
+    with pytest.raises(JaxLlamaError, match=message) as caught:
+        call(lm)
+    assert "\n" not in str(caught.value)
+
+
+def test_presets_without_weights_say_so():
+    with pytest.raises(JaxLlamaError, match="without published weights"):
+        jl.load("llama-3.1-8b")
+    with pytest.raises(JaxLlamaError, match="unknown model 'no-such-model'"):
+        jl.load("no-such-model")
+    with pytest.raises(JaxLlamaError, match="dtype 'int8'"):
+        jl.load("smollm2-135m", dtype="int8")
+
+
+def test_gla_presets_come_with_random_weights_and_say_so(monkeypatch):
+    tiny = FAMILIES["gla"].replace(vocab_size=256)
+    monkeypatch.setattr(language_model, "preset_names", lambda: ["gla-340m"])
+    monkeypatch.setattr(language_model, "load_config", lambda name: tiny)
+    with pytest.warns(WeightWarning, match="gla-340m: .* random"):
+        model = jl.load("gla-340m")
+    assert len(model.generate("hello", 4)[0].tokens) == 4
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bound"), [("w8a16", 0.02), ("w4a16", 0.25), ("w8a8", 0.03), ("fp8", 0.08)]
+)
+def test_quantized_models_generate_near_the_float_ones(scheme, bound):
+    """Logits move by the rounding: about 1/254 (int8), 1/14 (int4) of a group's largest, 2^-4 of a
+    value (fp8), for weights and, in w8a8 and fp8, activations."""
+    cfg = LLAMA.replace(d_model=64, d_ff=128)
+    params = init_params(cfg, jax.random.key(0))
+    quantized = jl.quantize_params(params, scheme)
+    tokens, lengths = np.asarray([[5, 6, 7, 8]]), [4]
+    want = np.asarray(LanguageModel(cfg, params, None).logits(tokens, lengths))
+    got = np.asarray(LanguageModel(cfg, quantized, None).logits(tokens, lengths))
+    error = np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))
+    assert 0 < error < bound
+    out = LanguageModel(cfg, quantized, None).generate([[5, 6, 7]], 4)
+    assert len(out[0].tokens) == 4
+
+
+def test_unknown_scheme_is_named():
+    with pytest.raises(JaxLlamaError, match="scheme 'w3a16'"):
+        jl.quantize_params({}, "w3a16")

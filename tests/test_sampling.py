@@ -1,0 +1,369 @@
+"""sampling: values against numpy and transformers, frequencies, independence of rows, bad input."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.sampling import (
+    History,
+    Sampling,
+    SamplingParams,
+    _add_bias,
+    _cutoff,
+    _kept,
+    _penalize,
+    sample,
+)
+
+run = jax.jit(sample)
+kept = jax.jit(_kept)
+
+
+def logits_of(batch: int, vocab: int, seed: int = 0, ties: bool = False) -> np.ndarray:
+    x = np.random.default_rng(seed).normal(size=(batch, vocab)).astype(np.float32) * 3
+    return np.round(x) if ties else x
+
+
+def draw(logits, rows, positions=None, history=None, seed=0):
+    logits = jnp.asarray(logits, jnp.float32)
+    positions = np.zeros(len(rows), np.int32) if positions is None else positions
+    params = SamplingParams.stack(rows, logits.shape[1], seed)
+    tokens, logprobs = run(logits, params, jnp.asarray(positions, jnp.int32), history)
+    return np.asarray(tokens), np.asarray(logprobs)
+
+
+def many(logits, row: Sampling, n: int) -> np.ndarray:
+    """n draws from one distribution: n positions of one seed."""
+    rows = np.broadcast_to(np.asarray(logits, np.float32), (n, len(logits)))
+    return draw(rows, [row] * n, np.arange(n))[0]
+
+
+def reference_kept(x: np.ndarray, s: Sampling) -> np.ndarray:
+    """Which tokens of one row remain, by sorting in float64; ties as the module documents."""
+    z = x.astype(np.float64) / s.temperature
+    keep = np.isfinite(z)
+    if 0 < s.top_k < len(z):
+        keep &= z >= np.sort(z)[-s.top_k]
+    p = np.where(keep, np.exp(z - z.max()), 0.0)
+    p /= p.sum()
+    if s.top_p < 1:
+        mass_above = np.array([p[z > value].sum() for value in z])
+        keep &= mass_above < s.top_p
+    return keep & (p >= s.min_p * p.max())
+
+
+CUTS = {
+    "none": {},
+    "k1": {"top_k": 1},
+    "k7": {"top_k": 7},
+    "k=V": {"top_k": 301},
+    "k>V": {"top_k": 10**6},
+    "p tiny": {"top_p": 1e-6},
+    "p half": {"top_p": 0.5},
+    "p 0.99": {"top_p": 0.99},
+    "min_p": {"min_p": 0.1},
+    "min_p 1": {"min_p": 1.0},
+    "all": {"top_k": 40, "top_p": 0.9, "min_p": 0.02},
+}
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("cut", CUTS)
+def test_kept_tokens_are_those_of_a_sort(cut, temperature, ties):
+    row = Sampling(temperature=temperature, **CUTS[cut])
+    x = logits_of(5, 301, ties=ties)
+    params = SamplingParams.stack([row] * 5, 301)
+    below = (x.max(1, keepdims=True) - x) / np.float32(temperature)
+    got = np.asarray(kept(jnp.asarray(below), params))
+    np.testing.assert_array_equal(got, [reference_kept(one, row) for one in x])
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_kept_tokens_are_those_of_transformers(cut):
+    torch = pytest.importorskip("torch")
+    warpers = pytest.importorskip("transformers.generation.logits_process")
+    row = Sampling(temperature=0.7, **CUTS[cut])
+    x = logits_of(4, 301, seed=1)
+    scores = torch.from_numpy(x.copy())
+    chain = [warpers.TemperatureLogitsWarper(row.temperature)]
+    if row.top_k:
+        chain.append(warpers.TopKLogitsWarper(row.top_k))
+    chain += [warpers.TopPLogitsWarper(row.top_p), warpers.MinPLogitsWarper(row.min_p)]
+    for warper in chain:
+        scores = warper(None, scores)
+    params = SamplingParams.stack([row] * 4, 301)
+    below = (x.max(1, keepdims=True) - x) / np.float32(row.temperature)
+    got = np.asarray(kept(jnp.asarray(below), params))
+    np.testing.assert_array_equal(got, torch.isfinite(scores).numpy())
+
+
+def test_cutoff_is_exact_over_the_whole_range_of_floats():
+    rng = np.random.default_rng(2)
+    below = np.abs(rng.normal(size=(3, 50))) * 10.0 ** rng.integers(-30, 30, (3, 50))
+    below = below.astype(np.float32)
+    below[:, :3] = [0.0, np.inf, np.finfo(np.float32).max]
+    for k in (1, 2, 25, 49, 50):
+        got = _cutoff(jnp.asarray(below), None, jnp.full(3, k, jnp.int32))
+        np.testing.assert_array_equal(np.asarray(got), np.sort(below, axis=1)[:, k - 1])
+
+
+def test_greedy_is_the_first_maximum_and_logprobs_are_log_softmax():
+    x = logits_of(4, 97, ties=True)
+    tokens, logprobs = draw(x, [Sampling()] * 4)
+    np.testing.assert_array_equal(tokens, np.argmax(x, axis=1))
+    want = x - np.log(np.exp(x.astype(np.float64)).sum(1, keepdims=True))
+    np.testing.assert_allclose(logprobs, want[np.arange(4), tokens], atol=2e-6)
+
+
+def test_greedy_batch_compiles_to_no_random_numbers_and_no_loop():
+    x = jnp.zeros((2, 9))
+    text = {}
+    for name, row in {"greedy": Sampling(), "top_k": Sampling(temperature=1.0, top_k=3)}.items():
+        params = SamplingParams.stack([row] * 2, 9)
+        text[name] = run.lower(x, params, jnp.zeros(2, jnp.int32)).as_text()
+    ops = ("stablehlo.shift", "stablehlo.while", "stablehlo.sort")
+    found = {name: [op in text[name] for op in ops] for name in text}
+    assert found == {"greedy": [False, False, False], "top_k": [True, True, False]}
+
+
+def test_logprobs_ignore_temperature_bias_and_penalties():
+    x = logits_of(1, 50)
+    row = Sampling(temperature=3.0, logit_bias={7: 50.0}, presence_penalty=1.5, top_k=1)
+    history = History.of_prompt(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), 50)
+    tokens, logprobs = draw(x, [row], history=history)
+    assert tokens[0] == 7
+    want = x[0, 7] - np.log(np.exp(x[0].astype(np.float64)).sum())
+    np.testing.assert_allclose(logprobs[0], want, atol=2e-6)
+
+
+# Draws
+
+
+@pytest.mark.parametrize("name", ["none", "k7", "p half", "min_p", "all"])
+def test_frequencies_follow_the_distribution(name):
+    """Chi-squared over 20,000 draws; the bound is the 1 - 1e-4 quantile (Wilson, Hilferty)."""
+    x, n = logits_of(1, 24, seed=3)[0], 20_000
+    row = Sampling(temperature=1.3, seed=11, **CUTS[name])
+    counts = np.bincount(many(x, row, n), minlength=24)
+    keep = reference_kept(x, row)
+    p = np.where(keep, np.exp(x.astype(np.float64) / 1.3), 0.0)
+    p /= p.sum()
+    assert counts[~keep].sum() == 0
+    rare = keep & (p * n < 10)  # pooled, as the test wants some counts in every cell
+    seen = np.append(counts[keep & ~rare], counts[rare].sum())
+    want = np.append(p[keep & ~rare], p[rare].sum()) * n
+    seen, want = seen[want > 0], want[want > 0]
+    degrees = max(len(want) - 1, 1)
+    bound = degrees * (1 - 2 / (9 * degrees) + 3.72 * np.sqrt(2 / (9 * degrees))) ** 3
+    assert np.sum((seen - want) ** 2 / want) < bound
+
+
+def test_a_row_depends_on_nothing_but_itself():
+    """Same row alone, in every slot, among different neighbours: the same bits."""
+    vocab = 1003
+    kinds = [
+        Sampling(temperature=0.9, seed=5),
+        Sampling(temperature=1.2, top_k=50, seed=6),
+        Sampling(temperature=0.8, top_p=0.9, min_p=0.01, seed=7),
+        Sampling(),
+        Sampling(temperature=1.0, logit_bias={3: 2.0, 5: -1.0, 9: 4.0}, seed=8),
+        Sampling(temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.5, seed=9),
+    ]
+    n = len(kinds)
+    x = logits_of(n, vocab, seed=4)
+    prompt = np.random.default_rng(0).integers(0, vocab, (n, 40))
+    positions = np.arange(n) * 17
+    history = History.of_prompt(jnp.asarray(prompt, jnp.int32), jnp.full(n, 40, jnp.int32), vocab)
+    together = draw(x, kinds, positions, history)
+    order = np.array([3, 5, 0, 2, 4, 1])
+    moved = draw(
+        x[order], [kinds[i] for i in order], positions[order],
+        jax.tree.map(lambda leaf: leaf[order], history),
+    )  # fmt: skip
+    np.testing.assert_array_equal(moved[0], together[0][order])
+    np.testing.assert_array_equal(moved[1], together[1][order])
+    for i, row in enumerate(kinds):
+        one = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], history)
+        alone = draw(x[i : i + 1], [row], positions[i : i + 1], one)
+        assert (alone[0][0], alone[1][0]) == (together[0][i], together[1][i])
+
+
+def test_seeds_and_positions_decide_the_draw():
+    x = np.zeros((1, 4000), np.float32)
+    hot = Sampling(temperature=1.0)
+
+    def token(row, position=0, seed=0):
+        return int(draw(x, [row], [position], seed=seed)[0][0])
+
+    assert token(hot, seed=1) == token(Sampling(temperature=1.0, seed=1), seed=99)
+    tokens = {token(hot, position, seed) for position in range(3) for seed in range(3)}
+    assert len(tokens) == 9
+    by_key = [token(hot, seed=key) for key in (jax.random.key(7), jax.random.PRNGKey(7), 7)]
+    assert len(set(by_key)) == 1
+    assert len({token(Sampling(temperature=1.0, seed=s)) for s in (1, 1 + 2**32, -1)}) == 3
+    key = SamplingParams.stack([Sampling(seed=7)], 4).key
+    np.testing.assert_array_equal(np.asarray(key[0]), jax.random.key_data(jax.random.key(7)))
+    other = jax.random.key(7, impl="rbg")
+    assert token(hot, seed=other) == token(hot, seed=other)
+
+
+def test_vmap_over_batches_gives_the_same():
+    x = logits_of(6, 64).reshape(2, 3, 64)
+    params = SamplingParams.stack([Sampling(temperature=1.0, top_k=5, top_p=0.8, seed=1)] * 3, 64)
+    positions = jnp.arange(3, dtype=jnp.int32)
+    tokens, _ = jax.vmap(lambda one: sample(one, params, positions))(jnp.asarray(x))
+    want = [np.asarray(run(jnp.asarray(one), params, positions)[0]) for one in x]
+    np.testing.assert_array_equal(np.asarray(tokens), want)
+
+
+# Penalties and bias
+
+
+def history_of(prompt, output, vocab):
+    tokens = jnp.asarray([prompt + [0]], jnp.int32)  # the last one is padding
+    history = History.of_prompt(tokens, jnp.asarray([len(prompt)], jnp.int32), vocab)
+    for token in output:
+        history = history.add(jnp.asarray([token], jnp.int32))
+    return history
+
+
+def test_history_counts_prompt_and_output_apart():
+    history = history_of([4, 4, 6], [1, 1, 6], 9)
+    np.testing.assert_array_equal(np.flatnonzero(history.prompt[0]), [4, 6])
+    np.testing.assert_array_equal(np.asarray(history.counts[0]), [0, 2, 0, 0, 0, 0, 1, 0, 0])
+    frozen = history.add(jnp.asarray([3], jnp.int32), jnp.asarray([False]))
+    np.testing.assert_array_equal(np.asarray(frozen.counts), np.asarray(history.counts))
+
+
+@pytest.mark.parametrize(
+    ("row", "want"),
+    [
+        (Sampling(), [2.0, 1.9, -1.0, 1.8]),
+        (Sampling(repetition_penalty=2.0), [1.0, 0.95, -2.0, 1.8]),
+        (Sampling(frequency_penalty=0.3), [2.0, 1.3, -1.3, 1.8]),
+        (Sampling(presence_penalty=0.4), [2.0, 1.5, -1.4, 1.8]),
+        (Sampling(frequency_penalty=-1.0), [2.0, 3.9, 0.0, 1.8]),
+        (Sampling(logit_bias={3: 1.0}, repetition_penalty=2.0), [1.0, 0.95, -2.0, 2.8]),
+        (
+            Sampling(repetition_penalty=2.0, frequency_penalty=0.3, presence_penalty=0.4),
+            [1.0, -0.05, -2.7, 1.8],
+        ),
+    ],
+    ids=["none", "repetition", "frequency", "presence", "negative", "bias", "all"],
+)
+def test_penalties_by_hand(row, want):
+    """Prompt [0], output [1, 1, 2]: token 3 is in neither."""
+    x = jnp.asarray([[2.0, 1.9, -1.0, 1.8]])
+    history = history_of([0], [1, 1, 2], 4)
+    params = SamplingParams.stack([row], 4)
+    scores = x if params.bias_ids is None else _add_bias(x, params.bias_ids, params.bias_values)
+    np.testing.assert_allclose(_penalize(scores, params, history)[0], want, atol=1e-6)
+    token, _ = draw(x, [row], history=history)
+    assert token[0] == np.argmax(want)
+
+
+def test_repetition_penalty_is_that_of_transformers():
+    torch = pytest.importorskip("torch")
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    x, prompt, output = logits_of(1, 60, seed=5), [5, 9, 9, 30], [2, 30, 44]
+    ids = torch.tensor([prompt + output])
+    process = processors.RepetitionPenaltyLogitsProcessor(1.7)
+    want = process(ids, torch.from_numpy(x.copy())).numpy()
+    params = SamplingParams.stack([Sampling(repetition_penalty=1.7)], 60)
+    got = _penalize(jnp.asarray(x), params, history_of(prompt, output, 60))
+    np.testing.assert_allclose(np.asarray(got), want, rtol=1e-6)
+
+
+def test_bias_forces_and_forbids():
+    x = logits_of(1, 30)
+    best = int(np.argmax(x))
+    rows = [Sampling(logit_bias={12: 100.0}), Sampling(logit_bias={best: float("-inf")})]
+    tokens, _ = draw(np.repeat(x, 2, 0), rows)
+    assert tokens.tolist() == [12, int(np.argsort(x[0])[-2])]
+    hot = Sampling(temperature=5.0, logit_bias={t: float("-inf") for t in range(25)})
+    assert set(many(x[0], hot, 400)) == {25, 26, 27, 28, 29}
+
+
+def test_penalties_without_a_history_are_an_error():
+    with pytest.raises(ValueError, match="history"):
+        draw(logits_of(1, 5), [Sampling(presence_penalty=1.0)])
+
+
+# Not a number, infinities
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("cut", ["none", "k7", "p half", "min_p", "all"])
+def test_nan_and_infinities(cut, temperature):
+    row = Sampling(temperature=temperature, seed=3, **CUTS[cut])
+    nan, inf = np.nan, np.inf
+    x = np.array(
+        [[nan, 1.0, nan, 2.0], [-inf, -inf, 0.5, -inf], [0.0, inf, nan, -inf], [nan, -inf] * 2],
+        np.float32,
+    )
+    tokens, logprobs = draw(x, [row] * 4)
+    assert tokens[0] in (1, 3) and tokens[1:].tolist() == [2, 1, 0]
+    want = {1: -np.log(1 + np.e), 3: -np.log(1 + 1 / np.e)}[int(tokens[0])]
+    np.testing.assert_allclose(logprobs[:3], [want, 0.0, 0.0], atol=1e-6)
+    assert np.isnan(logprobs[3])
+
+
+def test_coldest_and_hottest_temperatures():
+    x = logits_of(1, 40)[0]
+    assert set(many(x, Sampling(temperature=1e-30), 50)) == {int(np.argmax(x))}
+    assert len(set(many(x, Sampling(temperature=100.0), 400))) > 35
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 1e6),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_k", -1),
+        ("top_k", 2.5),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", float("nan")),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", -5.0),
+        ("logit_bias", 3),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {1: float("nan")}),
+        ("logit_bias", {1: float("inf")}),
+        ("seed", 1.5),
+        ("seed", 2**64),
+    ],
+)
+def test_bad_values_name_the_key(key, value):
+    with pytest.raises(JaxLlamaError, match=key) as caught:
+        Sampling(**{key: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_bias_beyond_the_vocabulary_is_an_error():
+    with pytest.raises(JaxLlamaError, match="logit_bias: token id 10 .*vocabulary of 10"):
+        SamplingParams.stack([Sampling(logit_bias={10: 1.0})], 10)
+
+
+def test_sampling_is_hashable_and_keeps_its_bias():
+    row = Sampling(logit_bias={3: 1, 4: -2.0})
+    assert row.logit_bias == ((3, 1.0), (4, -2.0))
+    assert hash(row) == hash(Sampling(logit_bias=((3, 1.0), (4, -2.0))))
+    assert Sampling(logit_bias={}).logit_bias is None
