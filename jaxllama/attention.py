@@ -21,6 +21,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxllama.cache import KVCache, quantize_kv, write
 from jaxllama.config import ModelConfig
@@ -46,6 +47,7 @@ class Attention(nn.Module):
 
     ``(x[B, T, D], cache | None, positions[B, T], lengths[B], rope) -> (y[B, T, D], cache | None)``
     where lengths counts the valid new tokens of each row and rope is ``rope_tables``' pair.
+    dtype: of the result, for an x that comes quantized.
     """
 
     cfg: ModelConfig
@@ -53,16 +55,17 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: jax.Array,
+        x: jax.Array | QTensor,
         cache: KVCache | None,
         positions: jax.Array,
         lengths: jax.Array,
         rope: tuple[jax.Array, jax.Array],
+        dtype: DTypeLike | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
         cfg = self.cfg
         batch, n_new, _ = x.shape
         n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
-        qkv = Linear((n + 2 * n_kv) * h, cfg.d_model, cfg.qkv_bias, name="qkv")(x)
+        qkv = Linear((n + 2 * n_kv) * h, cfg.d_model, cfg.qkv_bias, name="qkv")(x, dtype)
         qkv = qkv.reshape(batch, n_new, n + 2 * n_kv, h)
         if cache is not None and n_new == 1:
             out, cache = self._decode(qkv, cache, positions, lengths, rope)

@@ -40,10 +40,12 @@ class Block(nn.Module):
         rope: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, jax.Array, KVCache | GLAState | None]:
         cfg = self.cfg
-        y, x = add_norm(RMSNorm(cfg.d_model, cfg.norm_eps, name="mixer_norm"), x, pending)
+        # GLA's mixer has no "qkv": several small projections read its input, in float.
+        words = input_words(self, "mixer", "qkv")
+        y, x = add_norm(RMSNorm(cfg.d_model, cfg.norm_eps, name="mixer_norm"), x, pending, words)
         if self.kind == "attention":
             assert rope is not None
-            y, state = Attention(cfg, name="mixer")(y, state, positions, lengths, rope)
+            y, state = Attention(cfg, name="mixer")(y, state, positions, lengths, rope, x.dtype)
         else:
             from jaxllama.gla import GatedLinearAttention
 
