@@ -167,8 +167,32 @@ def generate(
     return advance(cfg, params, state, sampling, stop_ids, max_new_tokens)
 
 
+def _prefill_alone(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    chunk: int | None,
+) -> tuple[jax.Array, Cache]:
+    """``prefill``, one row after the other; rows of length 0 cost nothing."""
+
+    def one(row: tuple[jax.Array, jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+        tokens, length, cache = jax.tree.map(lambda leaf: leaf[None], row)
+        scores, cache = prefill(cfg, params, tokens, length, cache, chunk=chunk)
+        return scores[0], jax.tree.map(lambda leaf: leaf[0], cache)
+
+    def none(row: tuple[jax.Array, jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+        return jnp.zeros((cfg.vocab_size,), jnp.float32), row[2]
+
+    return lax.map(lambda row: lax.cond(row[1] > 0, one, none, row), (tokens, lengths, cache))
+
+
 @functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "chunk"), donate_argnums=4
+    jax.jit,
+    static_argnums=0,
+    static_argnames=("max_new_tokens", "chunk", "alone"),
+    donate_argnums=4,
 )
 def start(
     cfg: ModelConfig,
@@ -181,16 +205,24 @@ def start(
     *,
     max_new_tokens: int,
     chunk: int | None = None,
+    alone: bool = False,
 ) -> GenerateState:
-    """Prefill and the first new token, in a state with room for ``max_new_tokens``."""
+    """Prefill and the first new token, in a state with room for ``max_new_tokens``.
+
+    A row of length 0 is empty: done from the beginning.  alone: rows are prefilled one after the
+    other, so that their bits depend on no batch size.
+    """
     batch = tokens.shape[0]
-    scores, cache = prefill(cfg, params, tokens, lengths, cache, chunk=chunk)
+    if alone:
+        scores, cache = _prefill_alone(cfg, params, tokens, lengths, cache, chunk)
+    else:
+        scores, cache = prefill(cfg, params, tokens, lengths, cache, chunk=chunk)
     history = History.of_prompt(tokens, lengths, cfg.vocab_size) if sampling.penalties else None
     state = GenerateState(
         tokens=jnp.zeros((batch, max_new_tokens), jnp.int32),
         logprobs=jnp.zeros((batch, max_new_tokens), jnp.float32),
         counts=jnp.zeros((batch,), jnp.int32),
-        done=jnp.zeros((batch,), bool),
+        done=lengths == 0,
         step=jnp.int32(0),
         cache=cache,
         history=history,

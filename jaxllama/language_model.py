@@ -31,6 +31,8 @@ from jaxllama.tokenizer import StopStrings, TextStream, Tokenizer
 PREFILL_CHUNK = 512
 # Tokens between two looks at the text when only stop strings are watched.
 STOP_SLICE = 8
+# Rows of the one program that decodes every batch of a deterministic model.
+DETERMINISTIC_ROWS = 32
 
 OnText = Callable[[int, str], None]
 
@@ -48,11 +50,18 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
-    """A model ready to run; ``tokenizer`` is None when the checkpoint has none."""
+    """A model ready to run; ``tokenizer`` is None when the checkpoint has none.
+
+    deterministic: a row's logits are the same bits whatever the batch and its place in it.  Sums
+    are taken in an order that the compiler chooses by shape, so shapes are what this fixes: prompts
+    are prefilled one by one and decoded in programs of exactly 32 rows, each with rows that need
+    the same room.
+    """
 
     config: ModelConfig
     params: generation.Params
     tokenizer: Tokenizer | None
+    deterministic: bool = False
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -87,18 +96,63 @@ class LanguageModel:
         batch = len(rows)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         self._check(rows, max_new_tokens, stops)
-        params = _stack(sampling, seed, batch, self.config.vocab_size)
-        tokens, lengths = pad_rows(rows)
-        room = _bucket(max_new_tokens)
-        capacity = _bucket(tokens.shape[1] + room, smallest=128)
-        dtype = self.dtype if kv_dtype is None else kv_dtype
+        per_row = _per_row(sampling, seed, batch)
+        options = _Options(
+            max_new_tokens, stops, self.dtype if kv_dtype is None else kv_dtype, chunk
+        )
+        results: list[Generation] = [None] * batch  # type: ignore[list-item]
+        for members in self._groups(rows, max_new_tokens):
+
+            def tell(row: int, text: str, members: list[int] = members) -> None:
+                on_text(members[row], text)
+
+            outs = self._run(
+                [rows[index] for index in members],
+                [per_row[index] for index in members],
+                options,
+                tell if on_text else None,
+            )
+            for index, out in zip(members, outs, strict=True):
+                results[index] = out
+        return results
+
+    def _groups(self, rows: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        """Indices of the rows that run together: all of them, or those whose programs have the same
+        shapes wherever else they run."""
+        if not self.deterministic:
+            return [list(range(len(rows)))]
+        alike: dict[tuple[int, int], list[int]] = {}
+        for index, row in enumerate(rows):
+            alike.setdefault(_room([row], max_new_tokens)[:2], []).append(index)
+        return [
+            members[first : first + DETERMINISTIC_ROWS]
+            for members in alike.values()
+            for first in range(0, len(members), DETERMINISTIC_ROWS)
+        ]
+
+    def _run(
+        self,
+        rows: list[list[int]],
+        sampling: list[Sampling],
+        options: _Options,
+        on_text: OnText | None,
+    ) -> list[Generation]:
+        """One batch through prefill and the decode loop."""
+        max_new_tokens, stops = options.max_new_tokens, options.stops
+        readers = [_Reader(self.tokenizer, self.config.eos_token_ids, stops) for _ in rows]
+        if self.deterministic:
+            empty = DETERMINISTIC_ROWS - len(rows)
+            rows, sampling = rows + [[]] * empty, sampling + [Sampling()] * empty
+        params = SamplingParams.stack(sampling, self.config.vocab_size, 0)
+        width, capacity, room = _room(rows, max_new_tokens)
+        tokens, lengths = pad_rows(rows, width)
         stop_ids = jnp.asarray(self.config.eos_token_ids, jnp.int32)
         state = generation.start(
             self.config, self.params, tokens, lengths,
-            init_cache(self.config, batch, capacity, dtype), params, stop_ids,
-            max_new_tokens=room, chunk=chunk if tokens.shape[1] > chunk else None,
+            init_cache(self.config, len(rows), capacity, options.kv_dtype), params, stop_ids,
+            max_new_tokens=room, chunk=options.chunk if width > options.chunk else None,
+            alone=self.deterministic,
         )  # fmt: skip
-        readers = [_Reader(self.tokenizer, self.config.eos_token_ids, stops) for _ in rows]
         slice_size = 1 if on_text else STOP_SLICE if stops else max_new_tokens
         until = min(slice_size, max_new_tokens)
         while True:
@@ -116,8 +170,9 @@ class LanguageModel:
                 break
             until = min(until + slice_size, max_new_tokens)
             if stops:
-                ended = jnp.asarray([reader.finished for reader in readers])
-                state = dataclasses.replace(state, done=state.done | ended)
+                ended = np.ones(len(rows), bool)
+                ended[: len(readers)] = [reader.finished for reader in readers]
+                state = dataclasses.replace(state, done=state.done | jnp.asarray(ended))
         results = []
         for row, reader in enumerate(readers):
             tail = reader.close()
@@ -129,7 +184,12 @@ class LanguageModel:
     def logits(self, tokens: Any, lengths: Any) -> jax.Array:
         """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, ``lengths[B]`` valid."""
         tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
-        return generation.logits(self.config, self.params, tokens, lengths)
+        rows = 1 if self.deterministic else tokens.shape[0]  # at once
+        parts = [
+            generation.logits(self.config, self.params, tokens[i : i + rows], lengths[i : i + rows])
+            for i in range(0, tokens.shape[0], rows)
+        ]
+        return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
         """Token ids of each prompt; ids pass through."""
@@ -172,6 +232,16 @@ class LanguageModel:
                     f"prompt {index}: {len(row)} tokens and {max_new_tokens} new ones exceed the "
                     f"context of {limit}"
                 )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What ``generate`` was asked for, the same for every row."""
+
+    max_new_tokens: int
+    stops: tuple[str, ...]
+    kv_dtype: DTypeLike
+    chunk: int
 
 
 class _Reader:
@@ -229,6 +299,7 @@ def load(
     dtype: DTypeLike | None = None,
     quantize: str | None = None,
     *,
+    deterministic: bool = False,
     random: bool = False,
     progress: bool = False,
 ) -> LanguageModel:
@@ -236,6 +307,7 @@ def load(
 
     dtype: of weights and activations; bfloat16 on a GPU, float32 on the CPU by default.
     quantize: a scheme of ``quantize_params``, applied once after loading.
+    deterministic: batch invariance; see ``LanguageModel``.
     random: random weights of the preset's shape and a byte tokenizer, for benchmarks and tests.
         The GLA and hybrid presets have no published weights that we can fetch, so they always
         come that way, with a WeightWarning.
@@ -264,7 +336,7 @@ def load(
         from jaxllama.quantization.scheme import quantize_params
 
         params = quantize_params(params, quantize)
-    return LanguageModel(cfg, params, tokenizer)
+    return LanguageModel(cfg, params, tokenizer, deterministic)
 
 
 def _from_checkpoint(
@@ -302,13 +374,22 @@ def enable_compilation_cache() -> None:
             jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
-def pad_rows(rows: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
-    """(tokens ``[B, T]`` right-padded with 0 to a bucket, lengths ``[B]``), both int32."""
-    width = _bucket(max(len(row) for row in rows))
+def pad_rows(
+    rows: Sequence[Sequence[int]], width: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(tokens ``[B, T]`` right-padded with 0 to ``width``, by default a bucket; lengths ``[B]``),
+    both int32."""
+    width = _bucket(max(len(row) for row in rows)) if width is None else width
     tokens = np.zeros((len(rows), width), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
     return jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32)
+
+
+def _room(rows: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[int, int, int]:
+    """(prompt width, cache capacity, new tokens), each a bucket."""
+    width, new = _bucket(max(len(row) for row in rows)), _bucket(max_new_tokens)
+    return width, _bucket(width + new, smallest=128), new
 
 
 def _bucket(size: int, smallest: int = 16) -> int:
@@ -322,20 +403,17 @@ def _bucket(size: int, smallest: int = 16) -> int:
     return bucket
 
 
-def _stack(
-    sampling: Sampling | Sequence[Sampling] | None,
-    seed: int | Sequence[int],
-    batch: int,
-    vocab_size: int,
-) -> SamplingParams:
+def _per_row(
+    sampling: Sampling | Sequence[Sampling] | None, seed: int | Sequence[int], batch: int
+) -> list[Sampling]:
+    """One Sampling a row, each with a seed."""
     if sampling is None or isinstance(sampling, Sampling):
         sampling = [sampling or Sampling()] * batch
     seeds = [seed] * batch if isinstance(seed, int) else list(seed)
     for name, given in (("sampling", len(sampling)), ("seed", len(seeds))):
         if given != batch:
             raise JaxLlamaError(f"{name}: {given} entries for {batch} prompts")
-    rows = [
+    return [
         row if row.seed is not None else dataclasses.replace(row, seed=own)
         for row, own in zip(sampling, seeds, strict=True)
     ]
-    return SamplingParams.stack(rows, vocab_size, 0)

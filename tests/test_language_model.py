@@ -180,3 +180,37 @@ def test_quantized_models_generate_near_the_float_ones(scheme, bound):
 def test_unknown_scheme_is_named():
     with pytest.raises(JaxLlamaError, match="scheme 'w3a16'"):
         jl.quantize_params({}, "w3a16")
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "w8a8", "gla"])
+def test_deterministic_rows_have_the_same_bits_in_every_batch(kind):
+    """Bitwise, at five batch sizes and in every slot, among neighbours that need other room."""
+    cfg = FAMILIES["gla" if kind == "gla" else "gqa"].replace(vocab_size=256, max_position=600)
+    params = params_of(cfg, dtype="bfloat16" if kind == "bfloat16" else "float32")
+    if kind == "w8a8":
+        params = jl.quantize_params(params, "w8a8")
+    lm = LanguageModel(cfg, params, None, deterministic=True)
+    row = list(range(3, 24))
+    [alone] = lm.generate([row], max_new_tokens=9)
+    rng = np.random.default_rng(0)
+    for batch in (2, 3, 8, 17, 35):
+        rows = [list(rng.integers(3, 256, size)) for size in rng.integers(1, 60, batch)]
+        slot = int(rng.integers(batch))
+        rows[slot] = row
+        out = lm.generate(rows, max_new_tokens=9)[slot]
+        assert out.tokens == alone.tokens and out.logprobs == alone.logprobs
+    tokens = rng.integers(3, 256, (17, 21)).astype(np.int32)
+    logits = np.asarray(lm.logits(tokens, np.full(17, 21)))
+    for batch in (1, 2, 3, 8):
+        got = lm.logits(tokens[5 : 5 + batch], np.full(batch, 21))
+        np.testing.assert_array_equal(got, logits[5 : 5 + batch])
+
+
+def test_deterministic_streams_tell_the_right_row(lm):
+    lm = dataclasses.replace(lm, deterministic=True)
+    heard = {0: "", 1: "", 2: ""}
+    prompts = ["a", "some longer text, beyond one bucket", "b"]
+    outs = lm.generate(
+        prompts, max_new_tokens=6, on_text=lambda row, text: heard.update({row: heard[row] + text})
+    )
+    assert list(heard.values()) == [out.text for out in outs]
