@@ -476,6 +476,7 @@ def _zero_empty_rows(out_ref, row, rank, length, n, h, lane):
     p.when(arith.andi(empty, p.less(rank, 1)), write)
 
 
+@functools.partial(jax.jit, static_argnames=("window", "scale", "chunk", "tiles", "depth", "warps"))
 def decode_attention(
     q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, lengths: jax.Array, *,
     window: int | None, scale: float, **given,

@@ -33,6 +33,7 @@ Compute-sanitizer's memcheck and racecheck find nothing.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -112,6 +113,7 @@ def _scan_in_segments(qg, kg, attention, decay, v, start, lengths, *, segments=N
     return out, borders, final[:, :, 0 if reverse else n - 1]
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "segments", "save"))
 def gla_forward(
     q: jax.Array,
     k: jax.Array,
@@ -156,6 +158,7 @@ def gla_forward(
     return o, state, (gated, borders)
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "segments"))
 def gla_backward(
     q: jax.Array,
     k: jax.Array,

@@ -135,6 +135,7 @@ def _step(ctx, q_ref, k_ref, g_ref, v_ref, state_ref, o_ref, table_ref, sums_ref
     )
 
 
+@functools.partial(jax.jit, static_argnames=("scale"))
 def gla_step(q, k, v, log_decay, state, scale: float):
     """q, k, log_decay [B, H, Dk], v [B, H, Dv], float32 state [B, H, Dk, Dv] -> (o, state).
 

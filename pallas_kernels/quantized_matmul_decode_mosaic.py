@@ -578,6 +578,7 @@ def unsupported(m: int, x_dtype, w: QTensor, out_dtype=None) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("out_dtype", "plan"))
 def matmul(
     x: jax.Array,
     w: QTensor,

@@ -207,6 +207,7 @@ def _body(*refs, tile: PairTile, m: int, n: int, k: int, has_bias: bool, acc_dty
         plgpu.wait_smem_to_gmem(0)
 
 
+@functools.partial(jax.jit, static_argnames=("out_dtype", "tile"))
 def pair_matmul(
     x: jax.Array,
     w: jax.Array,

@@ -269,6 +269,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
         plgpu.wait_smem_to_gmem(0)
 
 
+@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "float_zero", "tile"))
 def weight_matmul(
     x: jax.Array,
     w: jax.Array,

@@ -160,6 +160,7 @@ def _scales(values, h, groups, runs, words):
     return scales, lambda i: inverses[group_of(i)]
 
 
+@jax.jit
 def rope_and_write(
     qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: jax.Array | QTensor,
     v: jax.Array | QTensor, slots: jax.Array,

@@ -128,6 +128,7 @@ def _ring_rows(ctx, *refs, op: Op, plan: Plan, n_rows: int) -> None:
         )
 
 
+@functools.partial(jax.jit, static_argnames=("op", "plan"))
 def run(
     op: Op,
     plan: Plan,

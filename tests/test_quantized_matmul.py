@@ -378,6 +378,24 @@ def test_lowers_for_hopper(name, n, k):
         assert "dot_general" not in text
 
 
+def test_layers_of_one_shape_share_one_lowering():
+    """A model's program holds each kernel once, however many layers call it: lowering a kernel
+    takes a third of a second."""
+    if tuple(int(v) for v in jax.__version__.split(".")[:3]) < (0, 11, 2):
+        pytest.skip(f"jax {jax.__version__}: the kernels need 0.11.2")
+    S = jax.ShapeDtypeStruct
+    for m in (1, 64):
+        x = S((m, 1024), jnp.bfloat16)
+        w = QTensor(S((1024, 1024), jnp.int8), S((1024, 1), jnp.float32))
+
+        def two_layers(x, w, u):
+            y = quantized_matmul(x, w, implementation="mosaic")
+            return quantized_matmul(y, u, implementation="mosaic")
+
+        text = jax.jit(two_layers).trace(x, w, w).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu") == 1
+
+
 def test_refusals_name_the_fact():
     w = weights("w4-g128", 144, 2048, jnp.bfloat16)
     x = activations((1, 2048), jnp.float32)

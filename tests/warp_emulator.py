@@ -13,6 +13,7 @@ import math
 from types import SimpleNamespace
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -262,6 +263,7 @@ def emulated(*modules):
         CompilerParams=lambda **kw: None, LoweringSemantics=SimpleNamespace(Lane=None),
     )  # fmt: skip
     with contextlib.ExitStack() as patches:
+        patches.enter_context(jax.disable_jit())  # the arrays have to be concrete
         for module in modules:
             if hasattr(module, "plgpu"):
                 patches.enter_context(mock.patch.object(module, "plgpu", fake))
