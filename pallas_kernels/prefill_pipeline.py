@@ -93,11 +93,15 @@ def drain(empty, last: jax.Array, stages: int) -> None:
     lax.fori_loop(jnp.maximum(last - stages, 0), last, wait, None)
 
 
-def launch(body, args, out_type, scratch_types, cluster: int, computing: int = 2):
-    """Runs a kernel body on every SM: ``computing`` warpgroups and, the last, a feeder."""
+def launch(name: str, body, args, out_type, scratch_types, cluster: int, computing: int = 2):
+    """Runs a kernel body on every SM: ``computing`` warpgroups and, the last, a feeder.
+
+    name: in profiles.
+    """
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
+        kernel_name=name,
         grid=(N_SM // cluster,),
         grid_names=("cluster",),
         cluster=(cluster,),

@@ -237,4 +237,5 @@ def pair_matmul(
         plgpu.Barrier(num_arrivals=2, num_barriers=2),
     ]
     args = (x, w, scale_x, scale_w) + ((bias,) if has_bias else ())
-    return launch(body, args, jax.ShapeDtypeStruct((m, n), out_dtype), scratch, tile.cluster)
+    name = "quantized_matmul_" + ("w8a8" if x.dtype == jnp.int8 else "fp8")
+    return launch(name, body, args, jax.ShapeDtypeStruct((m, n), out_dtype), scratch, tile.cluster)

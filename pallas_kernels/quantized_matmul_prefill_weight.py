@@ -319,4 +319,5 @@ def weight_matmul(
     body = functools.partial(_body, tile=tile, scheme=scheme, m=m, n=n, k=k)
     args = [a for a in (x, w, scale, zero, row, bias) if a is not None]
     out_type = jax.ShapeDtypeStruct((m, n), out_dtype)
-    return launch(body, args, out_type, scratch, tile.cluster, 2 * tile.parts)
+    name = f"quantized_matmul_w{bits}a16"
+    return launch(name, body, args, out_type, scratch, tile.cluster, 2 * tile.parts)

@@ -155,12 +155,16 @@ def run(
     else:
         body = functools.partial(_one_row, op=op, plan=plan)
 
+    residual_too = "residual_" if op.residual else ""
+    name = f"{residual_too}{op.form}_to_{op.out}"
+
     def kernel(*refs):
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(body)(*refs)
 
     return plgpu.kernel(
         kernel,
         out_type=outs,
+        kernel_name=name,
         grid=(min(plan.blocks, rows) if plan.ring else rows,),
         grid_names=("block",),
         cluster=(plan.split,) if plan.split > 1 else (),
