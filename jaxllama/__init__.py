@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from jaxllama.errors import JaxLlamaError
     from jaxllama.generation import decode_step, generate, init_params, logits, prefill
     from jaxllama.language_model import Generation, LanguageModel, load
+    from jaxllama.offload.policy import Policy
     from jaxllama.quantization.scheme import quantize_params
     from jaxllama.sampling import Sampling
+    from jaxllama.serving.engine import Engine
     from jaxllama.tokenizer import Tokenizer
 
 _HOME = {
@@ -37,6 +39,8 @@ _HOME = {
     "generate": "generation",
     "logits": "generation",
     "Sampling": "sampling",
+    "Engine": "serving.engine",
+    "Policy": "offload.policy",
     "JaxLlamaError": "errors",
 }
 __all__ = list(_HOME)  # noqa: PLE0604

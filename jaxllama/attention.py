@@ -72,7 +72,7 @@ class Attention(nn.Module):
         else:
             out, cache = self._extend(qkv, cache, positions, lengths, rope)
         out = out.reshape(batch, n_new, n * h)
-        return Linear(cfg.d_model, n * h, cfg.o_bias, name="o")(out), cache
+        return Linear(cfg.d_model, n * h, cfg.o_bias, split_inputs=True, name="o")(out), cache
 
     def _extend(
         self,

@@ -16,6 +16,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
@@ -69,10 +70,18 @@ class Cache:
         return sum(leaf.nbytes for leaf in leaves)
 
 
-def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype: DTypeLike = jnp.float32) -> Cache:
+def init_cache(
+    cfg: ModelConfig,
+    batch: int,
+    max_len: int,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    mesh: Mesh | None = None,
+) -> Cache:
     """An empty cache for ``batch`` rows of up to ``max_len`` tokens.
 
     dtype: of keys and values: a float, or int8 / int4 / float8_e4m3fn for a quantized cache.
+    mesh: the parameters' own (``parallel.mesh_of``): every device holds its rows and heads alone.
     Raises JaxLlamaError for sizes below 1 or a dtype that is neither.
     """
     if batch < 1 or max_len < 1:
@@ -80,8 +89,19 @@ def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype: DTypeLike = jn
     name = jnp.dtype(dtype).name
     if name not in QUANTIZED_CACHE and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise JaxLlamaError(f"cache dtype {name!r} is not a float, {', '.join(QUANTIZED_CACHE)}")
+    if mesh is not None:
+        return _init_on_mesh(cfg, batch, max_len, name, mesh)()
     layers = tuple(_init_layer(cfg, kind, batch, max_len, name) for kind in cfg.layer_types)
     return Cache(layers, jnp.zeros((batch,), jnp.int32))
+
+
+@functools.lru_cache(maxsize=32)
+def _init_on_mesh(cfg: ModelConfig, batch: int, max_len: int, dtype: str, mesh: Mesh):
+    """The jitted function that makes the cache where it belongs."""
+    from jaxllama.parallel import cache_shardings
+
+    make = functools.partial(init_cache, cfg, batch, max_len, dtype)
+    return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), mesh))
 
 
 def _init_layer(

@@ -28,6 +28,7 @@ from jaxllama.errors import JaxLlamaError
 
 if TYPE_CHECKING:
     from jaxllama.language_model import LanguageModel
+    from jaxllama.offload.policy import Policy
     from jaxllama.sampling import Sampling
 
 
@@ -104,10 +105,13 @@ def _bias(entry: str) -> tuple[int, float]:
 
 def _check_model(args: argparse.Namespace) -> None:
     """What is wrong with the model's options, before anything is loaded."""
-    from jaxllama.quantization.scheme import SCHEMES
+    from jaxllama.quantization.scheme import parse
 
-    if args.quantize is not None and args.quantize not in SCHEMES:
-        raise JaxLlamaError(f"--quantize {args.quantize!r} is not one of {', '.join(SCHEMES)}")
+    if args.quantize is not None:
+        try:
+            parse(args.quantize)
+        except JaxLlamaError as error:
+            raise JaxLlamaError(str(error).replace("scheme ", "--quantize ", 1)) from None
     if not hasattr(args, "chunk"):  # a command without a cache
         return
     if args.attn_sparsity is not None and not 0 < args.attn_sparsity <= 1:
@@ -121,11 +125,35 @@ def _load(args: argparse.Namespace, random: bool = False) -> LanguageModel:
 
     from jaxllama.language_model import load
 
-    lm = load(args.model, args.dtype, args.quantize, random=random, progress=True)
+    _join(args)
+    lm = load(
+        args.model, args.dtype, args.quantize, policy=_policy(args), mesh=args.mesh, random=random,
+        progress=True,
+    )  # fmt: skip
     if getattr(args, "attn_sparsity", None) is not None:
         config = lm.config.replace(attn_sparsity=args.attn_sparsity)
         lm = dataclasses.replace(lm, config=config)
     return lm
+
+
+def _policy(args: argparse.Namespace) -> Policy | None:
+    if getattr(args, "policy", None) is None:
+        return None
+    from jaxllama.offload.policy import Policy
+
+    return Policy.parse(args.policy)
+
+
+def _join(args: argparse.Namespace) -> None:
+    """Meet the processes of the other hosts; only the first one prints."""
+    if getattr(args, "hosts", None) is None:
+        return
+    if args.mesh is None:
+        raise JaxLlamaError("--hosts needs --mesh: how the devices of all hosts share the work")
+    from jaxllama import parallel_hosts
+
+    if parallel_hosts.join(args.hosts) > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
 
 def _kv_dtype(args: argparse.Namespace) -> str | None:
@@ -243,9 +271,35 @@ def _chat(args: argparse.Namespace) -> None:
     chat.converse(_load(args), sampling, args.max_new_tokens, args.system, options)
 
 
+def _serve(args: argparse.Namespace) -> None:
+    from jaxllama.serving.command import ServeOptions, serve
+
+    if args.mesh is not None:
+        raise JaxLlamaError("--mesh: serving runs on one device so far")
+    _check_model(args)
+    engine = {"max_slots": args.slots, "max_len": args.max_len, "max_queue": args.max_queue,
+              "kv_dtype": _kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
+    options = ServeOptions(
+        args.model, args.host, args.port, tuple(args.api_key), args.max_body, args.drain_timeout,
+        args.state, engine,
+    )  # fmt: skip
+    serve(options, lambda: _load(args, random=args.random))
+
+
+def _bench_serve(args: argparse.Namespace) -> None:
+    from jaxllama.serving import load_generator
+
+    load = load_generator.from_words(args)
+    with _working("measuring"):
+        report = load_generator.run(load)
+    _print_json(report) if args.json else print(load_generator.table(report))
+
+
 def _bench(args: argparse.Namespace) -> None:
     from jaxllama import bench
 
+    if args.what == "serve":
+        return _bench_serve(args)
     for key in ("batch", "prompt_tokens", "new_tokens", "runs"):
         least = 2 if key == "new_tokens" else 1
         if getattr(args, key) < least:
@@ -256,7 +310,8 @@ def _bench(args: argparse.Namespace) -> None:
     with _working("measuring"):
         report = bench.run(
             lm, batch=args.batch, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
-            runs=args.runs, kv_dtype=_kv_dtype(args), chunk=args.chunk,
+            runs=args.runs, kv_dtype=_kv_dtype(args), chunk=args.chunk, context=args.context,
+            trace=args.trace,
         )  # fmt: skip
     report["model"] = args.model  # as the user calls it, not as the checkpoint does
     _print_json(report) if args.json else print(bench.table(report))
@@ -269,13 +324,64 @@ def _eval(args: argparse.Namespace) -> None:
         raise JaxLlamaError(f"--window = {args.window}: must be at least 2")
     text = _read_text(args.text)
     _check_model(args)
-    lm = _load(args)
+    lm, reference = _load(args), None
+    if args.reference is not None:
+        from jaxllama.language_model import load
+
+        reference = load(args.reference, args.dtype, mesh=args.mesh, progress=True)
     with _working("scoring"):
-        report = perplexity(lm, text, args.window)
+        report = perplexity(
+            lm, text, args.window, args.stride, reference=reference, kv_dtype=_kv_dtype(args)
+        )
     if args.json:
         _print_json({"model": args.model, **report})
     else:
         print(f"perplexity {report['perplexity']:.4f} over {report['tokens']} tokens")
+        if reference is not None:
+            print(f"against {args.reference}: KL {report['kl']:.4f} nats, "
+                  f"top-1 {100 * report['top1']:.1f}%")  # fmt: skip
+
+
+def _quantize(args: argparse.Namespace) -> None:
+    from jaxllama.language_model import load
+    from jaxllama.quantization import checkpoint
+
+    text = None if args.calibration is None else _read_text(args.calibration)
+    request = checkpoint.Request(
+        args.out, args.scheme, args.method, args.format, text, args.samples, args.window,
+        tuple(args.report),
+    )  # fmt: skip
+    lm = load(args.model, args.dtype, progress=True)
+    report = checkpoint.quantize_checkpoint(lm, request, progress=True)
+    _print_json({"model": args.model, **report}) if args.json else print(checkpoint.table(report))
+
+
+def _experiment(args: argparse.Namespace) -> None:
+    from jaxllama.experiments.command import command
+
+    text, value = command(args.file, args.out, args.dry_run, args.compare)
+    _print_json(value) if args.json else print(text, end="")
+
+
+def _tokenize(args: argparse.Namespace) -> None:
+    from jaxllama.training import command
+
+    report = command.tokenize_files(args.texts, args.out, args.tokenizer)
+    _print_json(report) if args.json else print(command.table(report))
+
+
+def _train(args: argparse.Namespace) -> None:
+    from jaxllama.training import command
+
+    report = command.run_file(args.file, args.out)
+    _print_json(report) if args.json else print(command.table(report))
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from jaxllama.offload import plan
+
+    report = plan.command(args, _policy(args), _kv_dtype(args))
+    _print_json(report) if args.json else print(plan.table(report))
 
 
 def _doctor(args: argparse.Namespace) -> None:
@@ -288,7 +394,13 @@ def _doctor(args: argparse.Namespace) -> None:
 _COMMANDS = {
     "generate": _generate,
     "chat": _chat,
+    "serve": _serve,
     "bench": _bench,
+    "quantize": _quantize,
     "eval": _eval,
+    "experiment": _experiment,
+    "tokenize": _tokenize,
+    "train": _train,
+    "plan": _plan,
     "doctor": _doctor,
 }

@@ -13,6 +13,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jaxllama.attention import has_cudnn
 from jaxllama.checkpoints import hub
 from jaxllama.config import preset_names
 from jaxllama.language_model import default_dtype, enable_compilation_cache, load
+from jaxllama.weight_audit import buffers, decode_program
 from pallas_kernels.dispatch import hopper_reason
 from pallas_kernels.gla import gla, gla_step
 from pallas_kernels.qtensor import QTensor
@@ -173,6 +175,8 @@ def _model(name: str) -> dict[str, Any]:
                           for leaf in leaves),
         "activations": lm.dtype.name,
         "bytes_by_dtype": by_dtype,
+        "buffers": buffers(lm.params),
+        "decode_program": decode_program(lm.config, lm.params),
         "tokenizer": lm.tokenizer is not None,
         "chat_template": lm.tokenizer is not None and lm.tokenizer.chat_template is not None,
     }  # fmt: skip
@@ -206,10 +210,45 @@ def table(report: dict[str, Any]) -> str:
             f"{model['parameters']:,} parameters, activations {model['activations']}",
             "weights   " + ", ".join(f"{dtype} {size / 1e6:.1f} MB"
                                      for dtype, size in model["bytes_by_dtype"].items()),
+            *_buffer_lines(model["buffers"]),
+            *_program_lines(model["decode_program"]),
             f"text      tokenizer {_yes(model['tokenizer'])}, "
             f"chat template {_yes(model['chat_template'])}",
         ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _buffer_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """One line for the buffers that are alike in every layer."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for row in rows:
+        name = re.sub(r"layer_\d+", "layer_*", row["path"])
+        alike.setdefault((name, row["dtype"], tuple(row["shape"])), []).append(row["bytes"])
+    return [
+        f"buffer    {name}: {dtype}{list(shape)}, {len(sizes)} x {sizes[0]:,} bytes"
+        for (name, dtype, shape), sizes in alike.items()
+    ]
+
+
+def _program_lines(program: dict[str, Any]) -> list[str]:
+    largest = program["largest_temporary"]
+    if not program["quantized_weights"] or largest is None:
+        return []
+    copies = program["copies"]
+    found = (
+        "no quantized weight is copied into floats"
+        if not copies
+        else f"{len(copies)} quantized weights are copied into floats, {copies[0]['type']}"
+        f"{copies[0]['shape']} the first"
+    )
+    temporary = program["temporary_bytes"]
+    size = "" if temporary is None else f", {temporary / 1e6:.2f} MB of temporaries in all"
+    return [
+        f"decode    compiled for {program['backend']}: {found}",
+        f"decode    largest float temporary {largest['bytes'] / 1e6:.2f} MB "
+        f"({largest['type']}{largest['shape']}){size}; the largest quantized weight as floats "
+        f"would be {program['largest_weight_as_floats'] / 1e6:.2f} MB",
+    ]
 
 
 def _yes(value: bool) -> str:

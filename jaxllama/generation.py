@@ -227,7 +227,7 @@ def start(
         cache=cache,
         history=history,
     )
-    return _emit(state, scores, sampling, stop_ids)
+    return emit(state, scores, sampling, stop_ids)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -249,12 +249,12 @@ def advance(
         newest = lax.dynamic_index_in_dim(state.tokens, state.step - 1, 1, keepdims=False)
         active = (~state.done).astype(jnp.int32)
         scores, cache = _decode(cfg, params, newest, state.cache, active)
-        return _emit(dataclasses.replace(state, cache=cache), scores, sampling, stop_ids)
+        return emit(dataclasses.replace(state, cache=cache), scores, sampling, stop_ids)
 
     return lax.while_loop(unfinished, one_token, state)
 
 
-def _emit(
+def emit(
     state: GenerateState, scores: jax.Array, sampling: SamplingParams, stop_ids: jax.Array
 ) -> GenerateState:
     """Sample one token per row and append it; rows that are done stand still."""

@@ -92,7 +92,8 @@ class GatedLinearAttention(nn.Module):
         if cfg.use_output_gate:
             gate = Linear(heads * d_v, d_model, name="g")(x).reshape(o.shape)
         o = GatedNorm(d_v, cfg.norm_eps, name="g_norm")(o, gate)
-        y = Linear(d_model, heads * d_v, name="o")(o.reshape(batch, n_new, -1))
+        out = Linear(d_model, heads * d_v, split_inputs=True, name="o")
+        y = out(o.reshape(batch, n_new, -1))
         return y, None if state is None else GLAState(after, conv_state)
 
 

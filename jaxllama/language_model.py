@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama import generation
@@ -24,8 +25,14 @@ from jaxllama.cache import init_cache
 from jaxllama.checkpoints import gguf, hf, hub
 from jaxllama.config import ModelConfig, load_config, preset_names
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.parallel import make_mesh, mesh_of
+from jaxllama.parallel_params import fetch, placing, settle, shard_params
 from jaxllama.sampling import Sampling, SamplingParams
 from jaxllama.tokenizer import StopStrings, TextStream, Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllama.offload.loading import Placement
+    from jaxllama.offload.policy import Policy
 
 # A prompt longer than this goes through the model in pieces, which bounds activation memory.
 PREFILL_CHUNK = 512
@@ -67,6 +74,11 @@ class LanguageModel:
     def dtype(self) -> jnp.dtype:
         """The activations' dtype."""
         return self.params["norm"]["weight"].dtype
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the parameters are on, None for one device."""
+        return mesh_of(self.params)
 
     def generate(
         self,
@@ -147,21 +159,12 @@ class LanguageModel:
         width, capacity, room = _room(rows, max_new_tokens)
         tokens, lengths = pad_rows(rows, width)
         stop_ids = jnp.asarray(self.config.eos_token_ids, jnp.int32)
-        state = generation.start(
-            self.config, self.params, tokens, lengths,
-            init_cache(self.config, len(rows), capacity, options.kv_dtype), params, stop_ids,
-            max_new_tokens=room, chunk=options.chunk if width > options.chunk else None,
-            alone=self.deterministic,
-        )  # fmt: skip
+        state = self._start(tokens, lengths, capacity, room, params, stop_ids, options)
         slice_size = 1 if on_text else STOP_SLICE if stops else max_new_tokens
         until = min(slice_size, max_new_tokens)
         while True:
-            state = generation.advance(
-                self.config, self.params, state, params, stop_ids, np.int32(until)
-            )
-            new_tokens, logprobs, counts = jax.device_get(
-                (state.tokens, state.logprobs, state.counts)
-            )
+            state = self._advance(state, params, stop_ids, until)
+            new_tokens, logprobs, counts = fetch((state.tokens, state.logprobs, state.counts))
             for row, reader in enumerate(readers):
                 text = reader.read(new_tokens[row, : counts[row]])
                 if text and on_text:
@@ -180,6 +183,39 @@ class LanguageModel:
                 on_text(row, tail)
             results.append(reader.result(logprobs[row]))
         return results
+
+    def _start(
+        self,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        capacity: int,
+        room: int,
+        sampling: SamplingParams,
+        stop_ids: jax.Array,
+        options: _Options,
+    ) -> generation.GenerateState:
+        """Prefill and the first token; offloading has its own."""
+        return generation.start(
+            self.config, self.params, tokens, lengths,
+            init_cache(
+                self.config, tokens.shape[0], capacity, options.kv_dtype, mesh=self.mesh
+            ),
+            sampling, stop_ids, max_new_tokens=room,
+            chunk=options.chunk if tokens.shape[1] > options.chunk else None,
+            alone=self.deterministic,
+        )  # fmt: skip
+
+    def _advance(
+        self,
+        state: generation.GenerateState,
+        sampling: SamplingParams,
+        stop_ids: jax.Array,
+        until: int,
+    ) -> generation.GenerateState:
+        """The loop until ``until`` tokens are written; offloading has its own."""
+        return generation.advance(
+            self.config, self.params, state, sampling, stop_ids, np.int32(until)
+        )
 
     def logits(self, tokens: Any, lengths: Any) -> jax.Array:
         """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, ``lengths[B]`` valid."""
@@ -299,6 +335,8 @@ def load(
     dtype: DTypeLike | None = None,
     quantize: str | None = None,
     *,
+    policy: Policy | None = None,
+    mesh: str | Mapping[str, int] | Mesh | None = None,
     deterministic: bool = False,
     random: bool = False,
     progress: bool = False,
@@ -307,6 +345,9 @@ def load(
 
     dtype: of weights and activations; bfloat16 on a GPU, float32 on the CPU by default.
     quantize: a scheme of ``quantize_params``, applied once after loading.
+    policy: where weights, cache and activations live, for models larger than the device
+        (``offload``).
+    mesh: several devices, "data=1,model=4" (``parallel``); each reads its own part.
     deterministic: batch invariance; see ``LanguageModel``.
     random: random weights of the preset's shape and a byte tokenizer, for benchmarks and tests.
         The GLA and hybrid presets have no published weights that we can fetch, so they always
@@ -325,35 +366,63 @@ def load(
             stacklevel=2,
         )
         random = True
+    place = None
+    if policy is not None:
+        from jaxllama.offload.loading import Placement
+
+        place = Placement(policy, dtype, quantize, deterministic)
+    grid = None if mesh is None else make_mesh(mesh)
+    if grid is not None and policy is not None:
+        raise JaxLlamaError("policy and mesh exclude each other: one device offloads")
     if random:
         cfg, tokenizer = load_config(source), Tokenizer.byte_level()
-        params = generation.init_params(cfg, jax.random.key(0), dtype)
+        from jaxllama.random_params import random_params
+
+        if grid is not None:
+            shard, _ = placing(cfg, grid, dtype)
+            params = random_params(cfg, jax.random.key(0), dtype, quantize, shard)
+        else:
+            params = random_params(cfg, jax.random.key(0), dtype, quantize, place)
     else:
-        cfg, params, tokenizer = _from_checkpoint(source, dtype, progress)
+        cfg, params, tokenizer = _from_checkpoint(source, dtype, progress, place, grid)
     if tokenizer is not None:
         tokenizer.check_vocab(cfg.vocab_size)
+    if place is not None:
+        return place.model(cfg, params, tokenizer)
     if quantize is not None:
         from jaxllama.quantization.scheme import quantize_params
 
         params = quantize_params(params, quantize)
+    if grid is not None:
+        cfg, params = settle(cfg, params, grid)
     return LanguageModel(cfg, params, tokenizer, deterministic)
 
 
 def _from_checkpoint(
-    source: str | Path, dtype: jnp.dtype, progress: bool
+    source: str | Path,
+    dtype: jnp.dtype,
+    progress: bool,
+    place: Placement | None = None,
+    grid: Mesh | None = None,
 ) -> tuple[ModelConfig, generation.Params, Tokenizer | None]:
     path = hub.resolve(source, progress=progress)
     if path.suffix == ".gguf":
         cfg = gguf.read_config(path)
         params = gguf.load_params(path, cfg, dtype, progress=progress)
+        params = params if place is None else place.tree(params)
+        params = params if grid is None else shard_params(cfg, params, grid)[1]
         tokenizer = Tokenizer.from_gguf(path)
     else:
-        cfg, params = hf.load(path, dtype=dtype, progress=progress)
+        stream = None
+        if grid is not None:
+            place, stream = placing(hf.read_config(path), grid, dtype)
+        cfg, params = hf.load(path, dtype=dtype, progress=progress, place=place, stream=stream)
         has_tokenizer = (path / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_file(path / "tokenizer.json") if has_tokenizer else None
     if str(source) in preset_names():
         hf.check_preset(load_config(source), cfg)
-    return cfg, jax.device_put(params), tokenizer
+    is_placed = place is not None or grid is not None
+    return cfg, params if is_placed else jax.device_put(params), tokenizer
 
 
 def default_dtype() -> jnp.dtype:

@@ -1,12 +1,13 @@
 """Linear, RMSNorm, SwiGLU and Embedding: the linen modules that call the dense kernels.
 
-A parameter named "weight" is an array or a QTensor; the module does not care which.  All weights
-are ``[out, in]``, as checkpoints store them.  Activations keep the dtype they come in; every sum is
-accumulated in float32.
+A parameter named "weight" is an array, a QTensor or RowBlocks; the module does not care.  All
+weights are ``[out, in]``, as checkpoints store them.  Activations keep the dtype they come in;
+every sum is accumulated in float32.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import flax.linen as nn
@@ -15,13 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.qtensor import QTensor, dequantize
+from jaxllama.parallel_ops import is_split, lookup_rows, row_parallel_matmul
+from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 from pallas_kernels.quantize_tokens import quantize_tokens
 from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.swiglu import swiglu
 
-Weight = jax.Array | QTensor
+Weight = jax.Array | QTensor | RowBlocks
 _normal = nn.initializers.normal(0.02)
 
 
@@ -40,12 +42,17 @@ def weight_param(
 
 
 def input_words(module: nn.Module, *path: str) -> str | None:
-    """The dtype to which the Linear at ``path`` below ``module`` wants its input quantized, so that
-    whoever computes that input can quantize it in the same pass; None for floats."""
+    """The dtype to which the Linear at ``path`` below ``module`` wants its input quantized token by
+    token, so that whoever computes that input can do it in the same pass; None for floats."""
     node = module.variables.get("params", {})
     for name in (*path, "weight"):
         node = node.get(name, {})
-    return node.activations if isinstance(node, QTensor) else None
+    blocks = node.blocks if isinstance(node, RowBlocks) else (node,)
+    wanted = {
+        block.activations if isinstance(block, QTensor) and block.input_scale is None else None
+        for block in blocks
+    }
+    return wanted.pop() if len(wanted) == 1 else None
 
 
 def matmul(
@@ -59,10 +66,15 @@ def matmul(
     dtype: of the result, x's by default; to be given where x is quantized already, which only a
     weight with ``activations`` takes.
     """
+    if isinstance(weight, RowBlocks):
+        ends = list(itertools.accumulate(block.shape[0] for block in weight.blocks))
+        biases = [None] * len(ends) if bias is None else jnp.split(bias, ends[:-1])
+        parts = [matmul(x, *part, dtype) for part in zip(weight.blocks, biases, strict=True)]
+        return jnp.concatenate(parts, axis=-1)
     if isinstance(weight, QTensor):
         dtype = x.dtype if dtype is None else dtype
         if weight.activations is not None and not isinstance(x, QTensor):
-            x = quantize_tokens(x, weight.activations)
+            x = quantize_tokens(x, weight.activations, scale=weight.input_scale)
         return quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
     # Rows are flattened because XLA's matrix-vector code wants a plain 2-D product.
     rows = x.reshape(-1, x.shape[-1])
@@ -80,11 +92,15 @@ def matmul(
 
 
 class Linear(nn.Module):
-    """``y[..., features] = x[..., in] @ weight.T (+ bias)``."""
+    """``y[..., features] = x[..., in] @ weight.T (+ bias)``.
+
+    split_inputs: on a mesh each device has its own part of the inputs, and y is the sum over them.
+    """
 
     features: int
     in_features: int
     use_bias: bool = False
+    split_inputs: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array | QTensor, dtype: DTypeLike | None = None) -> jax.Array:
@@ -94,6 +110,8 @@ class Linear(nn.Module):
             if self.use_bias
             else None
         )
+        if self.split_inputs and is_split():
+            return row_parallel_matmul(x, weight, bias, dtype)
         return matmul(x, weight, bias, dtype)
 
 
@@ -128,8 +146,13 @@ class SwiGLU(nn.Module):
         self, x: jax.Array | QTensor, dtype: DTypeLike | None = None
     ) -> jax.Array:
         gate_up = Linear(2 * self.d_ff, self.d_model, self.use_bias, name="gate_up")(x, dtype)
-        y = swiglu(gate_up, quantize=input_words(self, "down"))
-        return Linear(self.d_model, self.d_ff, self.use_bias, name="down")(y, gate_up.dtype)
+        words = input_words(self, "down")
+        if words is not None and is_split():  # the token's scale needs the other shards
+            y = swiglu(gate_up.astype(jnp.float32))
+        else:
+            y = swiglu(gate_up, quantize=words)
+        down = Linear(self.d_model, self.d_ff, self.use_bias, split_inputs=True, name="down")
+        return down(y, gate_up.dtype)
 
 
 class Embedding(nn.Module):
@@ -143,8 +166,10 @@ class Embedding(nn.Module):
 
     def __call__(self, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:  # [B, T] -> [B, T, D]
         weight = self.weight
+        if is_split():
+            return lookup_rows(weight, tokens, dtype)
         if isinstance(weight, QTensor):
-            return dequantize(jax.tree.map(lambda leaf: leaf[tokens], weight), dtype)
+            return dequantize(weight.rows(tokens), dtype)
         return weight[tokens].astype(dtype)
 
     def attend(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., V]

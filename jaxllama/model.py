@@ -11,6 +11,8 @@ Sources: Llama (arXiv 2302.13971), GLA (2312.06635).
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -24,12 +26,26 @@ from pallas_kernels.qtensor import QTensor
 
 
 class Block(nn.Module):
-    """One layer: (x, pending, state, ...) -> (x, pending, state), x and pending ``[B, T, D]``."""
+    """One layer: (x, pending, state, ...) -> (x, pending, state), x and pending ``[B, T, D]``.
+
+    It is ``mix``, then ``feed``, which offloading may run as two units.
+    """
 
     cfg: ModelConfig
     kind: str
 
-    @nn.compact
+    def setup(self) -> None:
+        cfg = self.cfg
+        self.mixer_norm = RMSNorm(cfg.d_model, cfg.norm_eps)
+        if self.kind == "attention":
+            self.mixer = Attention(cfg)
+        else:
+            from jaxllama.gla import GatedLinearAttention
+
+            self.mixer = GatedLinearAttention(cfg)
+        self.mlp_norm = RMSNorm(cfg.d_model, cfg.norm_eps)
+        self.mlp = SwiGLU(cfg.d_model, cfg.d_ff, cfg.mlp_bias)
+
     def __call__(
         self,
         x: jax.Array,
@@ -39,20 +55,31 @@ class Block(nn.Module):
         lengths: jax.Array,
         rope: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, jax.Array, KVCache | GLAState | None]:
-        cfg = self.cfg
+        x, pending, state = self.mix(x, pending, state, positions, lengths, rope)
+        return *self.feed(x, pending), state
+
+    def mix(
+        self,
+        x: jax.Array,
+        pending: jax.Array | None,
+        state: KVCache | GLAState | None,
+        positions: jax.Array,
+        lengths: jax.Array,
+        rope: tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[jax.Array, jax.Array, KVCache | GLAState | None]:
+        """The first half: norm and mixer."""
         # GLA's mixer has no "qkv": several small projections read its input, in float.
         words = input_words(self, "mixer", "qkv")
-        y, x = add_norm(RMSNorm(cfg.d_model, cfg.norm_eps, name="mixer_norm"), x, pending, words)
+        y, x = add_norm(self.mixer_norm, x, pending, words)
         if self.kind == "attention":
             assert rope is not None
-            y, state = Attention(cfg, name="mixer")(y, state, positions, lengths, rope, x.dtype)
-        else:
-            from jaxllama.gla import GatedLinearAttention
+            return x, *self.mixer(y, state, positions, lengths, rope, x.dtype)
+        return x, *self.mixer(y, state, positions, lengths)
 
-            y, state = GatedLinearAttention(cfg, name="mixer")(y, state, positions, lengths)
-        words = input_words(self, "mlp", "gate_up")
-        y, x = add_norm(RMSNorm(cfg.d_model, cfg.norm_eps, name="mlp_norm"), x, y, words)
-        return x, SwiGLU(cfg.d_model, cfg.d_ff, cfg.mlp_bias, name="mlp")(y, x.dtype), state
+    def feed(self, x: jax.Array, pending: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The second half: norm and feed-forward."""
+        y, x = add_norm(self.mlp_norm, x, pending, input_words(self, "mlp", "gate_up"))
+        return x, self.mlp(y, x.dtype)
 
 
 def add_norm(
@@ -84,6 +111,16 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
         if not cfg.tie_embeddings:
             self.head = Linear(cfg.vocab_size, cfg.d_model)
+
+    @nn.nowrap
+    def apply(self, variables: Any, *args: Any, **options: Any) -> Any:
+        """linen's ``apply``; for parameters on a mesh, over that mesh (see ``parallel``)."""
+        from jaxllama import parallel
+
+        mesh = parallel.traced_mesh(variables["params"])
+        if mesh is None:
+            return super().apply(variables, *args, **options)
+        return parallel.apply_decoder(self, mesh, variables, *args, **options)
 
     def __call__(
         self,

@@ -26,7 +26,7 @@ bit patterns, so any k and p cost the same: 31 passes of compare-and-sum over th
 
 Sources: nucleus sampling (arXiv 1904.09751), min-p (2407.01082), CTRL's repetition penalty
 (1909.05858); frequency and presence as in OpenAI's API.  Left out: beam search, typical and
-locally typical sampling, mirostat, grammars.
+locally typical sampling, mirostat.
 """
 
 from __future__ import annotations
@@ -255,11 +255,13 @@ def sample(
     params: SamplingParams,
     positions: jax.Array,
     history: History | None = None,
+    allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """One token per row; see the module docstring.
 
     logits float32 ``[B, V]``; positions int32 ``[B]``, of the tokens to be drawn; history: needed
-    when ``params.penalties``.  Returns (tokens int32 ``[B]``, logprobs float32 ``[B]``).
+    when ``params.penalties``; allowed bool ``[B, V]``: a grammar's, the others count as -inf after
+    bias and penalties.  Returns (tokens int32 ``[B]``, logprobs float32 ``[B]``).
     """
     features = params.features
     logits = _clean(logits)
@@ -270,6 +272,8 @@ def sample(
         if history is None:
             raise ValueError("sample: some row has penalties, which need a history")
         scores = _penalize(scores, params, history)
+    if allowed is not None:
+        scores = jnp.where(allowed, scores, -jnp.inf)
     if "draw" in features:
         scores = _noisy(_clean(scores), params, positions)
     tokens = _argmax(scores)
@@ -329,19 +333,27 @@ def _kept(below: jax.Array, params: SamplingParams) -> jax.Array:
     """bool ``[B, V]``: the tokens that top-k, top-p and min-p leave."""
     keep = jnp.ones(below.shape, bool)
     if "top_k" in params.features:
-        keep = below <= _cutoff(below, None, params.top_k)[:, None]
+        is_used = jnp.any(params.top_k < below.shape[1])
+        keep = below <= _cutoff(below, None, params.top_k, is_used)[:, None]
     if "top_p" in params.features:
         mass = jnp.where(keep, jnp.exp(-below), 0.0)
         enough = params.top_p * jnp.sum(mass, axis=1)
-        cutoff = jnp.where(params.top_p < 1, _cutoff(below, mass, enough), jnp.inf)
+        cutoff = _cutoff(below, mass, enough, jnp.any(params.top_p < 1))
+        cutoff = jnp.where(params.top_p < 1, cutoff, jnp.inf)
         keep &= below <= cutoff[:, None]
     if "min_p" in params.features:
         keep &= below <= -jnp.log(params.min_p)[:, None]
     return keep
 
 
-def _cutoff(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> jax.Array:
-    """The smallest float ``t[B]`` for which the mass of ``below <= t`` is at least ``enough[B]``.
+def _cutoff(
+    below: jax.Array,
+    mass: jax.Array | None,
+    enough: jax.Array,
+    is_used: jax.Array | bool = True,
+) -> jax.Array:
+    """The smallest float ``t[B]`` for which the mass of ``below <= t`` is at least ``enough[B]``;
+    +inf, without the search, unless ``is_used``: one program may serve rows of every kind.
 
     below float32 ``[B, V]``, >= 0; mass: its weights ``[B, V]``, or None to count.  Bit patterns of
     non-negative floats are ordered like the floats, so bisection over int32 ends at the exact
@@ -360,5 +372,6 @@ def _cutoff(below: jax.Array, mass: jax.Array | None, enough: jax.Array) -> jax.
         return jnp.where(reached, low, middle + 1), jnp.where(reached, middle, high)
 
     low = jnp.zeros(below.shape[:1], jnp.int32)
-    _, high = lax.fori_loop(0, 31, halve, (low, jnp.full_like(low, _INF_BITS)))
+    passes = jnp.where(is_used, 31, 0)
+    _, high = lax.fori_loop(0, passes, halve, (low, jnp.full_like(low, _INF_BITS)))
     return lax.bitcast_convert_type(high, jnp.float32)

@@ -19,6 +19,8 @@ from pallas_kernels.qtensor import QTensor, dequantize
 KEY_BLOCK = 512
 # A GPU decodes short contexts in one block: a loop inside the loop over tokens costs more.
 GPU_DECODE_BLOCK = 4096
+# A CPU pays for every key that it masks: 16 rows of 60 tokens, 127 ms a step against 229.
+CPU_DECODE_BLOCK = 64
 
 
 def blockwise_attention(
@@ -36,8 +38,9 @@ def blockwise_attention(
     none and gives zeros.  scale: of the scores, H ** -0.5 by default.
     """
     capacity = k.shape[1]
-    on_gpu = jax.default_backend() == "gpu"
-    block = min(GPU_DECODE_BLOCK if on_gpu and q.shape[1] == 1 else KEY_BLOCK, capacity)
+    decode_block = {"gpu": GPU_DECODE_BLOCK, "cpu": CPU_DECODE_BLOCK}
+    block = decode_block.get(jax.default_backend(), KEY_BLOCK) if q.shape[1] == 1 else KEY_BLOCK
+    block = min(block, capacity)
     stop = (jnp.max(positions) + block) // block  # blocks that hold a visible key, rounded up
     first = jnp.int32(0)
     if window is not None:

@@ -11,7 +11,11 @@ Invariants, for the logical array ``w[..., K]`` (weights are ``[out, in]``: K is
   integer  ``w = (q - zero) * scale``   (AWQ, GPTQ: unsigned words are stored as ``word - 8``),
   floating ``w = q * scale + zero``     (GGUF Q4_1, Q5_1: a minimum beside the scale).
 * ``activations`` is static, and a note to whoever multiplies by this weight: the dtype that the
-  other operand is quantized to, per token (W8A8, FP8), or None for a weight-only scheme.
+  other operand is quantized to (W8A8, FP8), or None for a weight-only scheme.  Each token has a
+  scale of its own, unless ``input_scale`` (float32 scalar) is there: then that is every token's.
+* ``columns`` (int32 ``[K]``, or None for the identity) says which column of w each column of ``q``
+  is: GPTQ's act-order, whose groups are not consecutive in w, is stored sorted by group.  A matmul
+  takes its other operand's features in that order; ``dequantize`` undoes it.
 
 A row of zeros has scale 0 and words 0, and dequantizes to zeros.
 
@@ -22,6 +26,7 @@ grouped words with zero points, GGUF for minima.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +45,8 @@ class QTensor:
     scale: jax.Array
     zero: jax.Array | None = None
     activations: str | None = dataclasses.field(default=None, metadata={"static": True})
+    columns: jax.Array | None = None
+    input_scale: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,8 +70,38 @@ class QTensor:
     def nbytes(self) -> int:
         """Bytes on an accelerator, where int4 is packed two to a byte."""
         bits = 4 if self.q.dtype == jnp.int4 else 8 * self.q.dtype.itemsize
-        total = -(-self.q.size * bits // 8) + self.scale.nbytes
-        return total + (0 if self.zero is None else self.zero.nbytes)
+        beside = (self.scale, self.zero, self.columns, self.input_scale)
+        return -(-self.q.size * bits // 8) + sum(leaf.nbytes for leaf in beside if leaf is not None)
+
+    def rows(self, index: Any) -> QTensor:
+        """The same with its leading axes indexed: rows of a weight, or a slice of them."""
+        zero = None if self.zero is None else self.zero[index]
+        return dataclasses.replace(self, q=self.q[index], scale=self.scale[index], zero=zero)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowBlocks:
+    """A weight ``[out, in]`` in blocks of rows that are stored differently.
+
+    A checkpoint may give the members of a fused weight (q, k and v; gate and up) other word widths,
+    groups or column orders, or leave one in floats.  The product is the blocks' products, one after
+    the other, so nothing has to be rounded to a common form.
+    """
+
+    blocks: tuple[jax.Array | QTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(block.shape[0] for block in self.blocks), *self.blocks[0].shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
 
 
 def quantize(
@@ -107,7 +144,7 @@ def quantize(
         zero_f = jnp.clip(jnp.round(-low * _reciprocal(scale)) + lowest, lowest, lowest + levels)
         zero = zero_f.astype(jnp.int8)
         steps = x * _reciprocal(scale)[..., None] + zero_f[..., None]
-    return QTensor(_to_words(steps, name).reshape(w.shape), scale, zero)
+    return QTensor(to_words(steps, name).reshape(w.shape), scale, zero)
 
 
 def _reciprocal(scale: jax.Array) -> jax.Array:
@@ -116,7 +153,8 @@ def _reciprocal(scale: jax.Array) -> jax.Array:
     return jnp.where(s > 0, 1.0 / jnp.where(s > 0, s, 1.0), 0.0)
 
 
-def _to_words(steps: jax.Array, name: str) -> jax.Array:
+def to_words(steps: jax.Array, name: str) -> jax.Array:
+    """float32 multiples of a scale, rounded and clipped to words of the dtype ``name``."""
     if name == "float8_e4m3fn":
         return jnp.clip(steps, -448.0, 448.0).astype(jnp.float8_e4m3fn)
     low, high = (-128.0, 127.0) if name == "int8" else (-8.0, 7.0)
@@ -134,4 +172,13 @@ def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
         x = (x - w.zero.astype(jnp.float32)[..., None]) * scale
     else:
         x = x * scale + w.zero.astype(jnp.float32)[..., None]
-    return x.reshape(w.shape).astype(dtype)
+    x = x.reshape(w.shape).astype(dtype)
+    return x if w.columns is None else take_columns(x, jnp.argsort(w.columns))
+
+
+def take_columns(x: jax.Array | QTensor, columns: jax.Array) -> jax.Array | QTensor:
+    """Columns of ``x[..., K]`` in another order; of a QTensor with one scale a row, its words'."""
+    if isinstance(x, QTensor):
+        return dataclasses.replace(x, q=take_columns(x.q, columns))
+    # "clip" because jnp's own answer to a wrong index, NaN, costs a pass; loaders check them.
+    return jnp.take(x, columns, axis=-1, mode="clip")

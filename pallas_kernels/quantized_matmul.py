@@ -8,6 +8,8 @@ The scheme is read off the operands:
 
 In the last two ``x`` is a QTensor with one scale per token and ``w`` has one per output channel,
 neither with zeros; both scales and the bias are applied to the accumulator, then one cast.
+A ``w`` with ``columns`` (act-order) takes x's features in that order: one gather before anything
+else, so that no kernel knows of it.
 
 The XLA form dequantizes and dots.  On a CPU it does so by tiles of rows that stay in cache, so that
 the weight is never held as floats; W8A8 goes through float32 there too, in blocks of K short enough
@@ -33,7 +35,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose, wants_kernel
-from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.qtensor import QTensor, dequantize, take_columns
 
 _LAST = (((1,), (1,)), ((), ()))
 # |sum of 1024 products of int8| <= 2^24, which float32 holds exactly.
@@ -65,6 +67,8 @@ def quantized_matmul(
         else:
             out_dtype = w.scale.dtype if w.scale.dtype.itemsize == 2 else jnp.float32
     out_dtype = jnp.dtype(out_dtype)
+    if w.columns is not None:
+        x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
     lead = x.shape[:-1]
     rows = _flatten(x)
     asked = wants_kernel(implementation)
@@ -125,6 +129,8 @@ def check_operands(x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None) -
         pair = (jnp.dtype(x.dtype).name, jnp.dtype(w.dtype).name)
         if pair not in (("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn")):
             raise ValueError(f"quantized_matmul: no scheme multiplies {pair[0]} by {pair[1]} words")
+        if x.columns is not None:
+            raise ValueError("quantized_matmul: a quantized x has its columns in order")
         for name, t in (("x", x), ("w", w)):
             if t.scale.shape[-1] != 1 or t.zero is not None:
                 raise ValueError(

@@ -1,11 +1,15 @@
 """QTensor's invariants and the round trip between floats and words."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.qtensor import QTensor, dequantize, quantize
+from pallas_kernels.quantize_tokens import quantize_tokens
+from pallas_kernels.quantized_matmul import quantized_matmul, quantized_matmul_reference
 
 SCHEMES = [
     (dtype, group, symmetric)
@@ -84,3 +88,32 @@ def test_is_a_pytree_whose_rows_can_be_gathered():
 def test_wrong_arguments_are_named(kwargs, message):
     with pytest.raises(ValueError, match=message):
         quantize(_weights(), **kwargs)
+
+
+@pytest.mark.parametrize("words", [None, "int8"])
+def test_columns_reorder_the_other_operands_features(words):
+    """Act-order: the product, and its gradient, are those of the weight in its own order."""
+    rng = np.random.default_rng(0)
+    q = rng.integers(-8, 8, (24, 64))
+    columns = jnp.asarray(rng.permutation(64), jnp.int32)
+    scale = jnp.asarray(rng.uniform(0.5, 2, (24, 1 if words else 4)), jnp.float32)
+    w = QTensor(jnp.asarray(q, words or "int4"), scale, columns=columns, activations=words)
+    x = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32)
+    if words:
+        x = quantize(x, words)
+        with pytest.raises(ValueError, match="columns in order"):
+            quantized_matmul(dataclasses.replace(x, columns=columns), w)
+    got = quantized_matmul(x, w)
+    np.testing.assert_allclose(got, quantized_matmul_reference(x, w), rtol=1e-5, atol=1e-4)
+    if words is None:
+        dx = jax.grad(lambda x: quantized_matmul(x, w).sum())(x)
+        np.testing.assert_allclose(dx[0], dequantize(w).sum(0), rtol=1e-5, atol=1e-4)
+
+
+def test_a_static_scale_clips_and_is_every_rows():
+    x = jnp.asarray([[1.0, -3.0, 0.26], [300.0, -300.0, 0.0]], jnp.float32)
+    for words, rows in (("int8", [[2, -6, 1], [127, -128, 0]]),
+                        ("float8_e4m3fn", [[2, -6, 0.5], [448, -448, 0]])):  # fmt: skip
+        t = quantize_tokens(x, words, scale=jnp.float32(0.5))
+        assert t.q.dtype == jnp.dtype(words) and t.scale.tolist() == [[0.5], [0.5]]
+        assert t.q.astype(jnp.float32).tolist() == rows

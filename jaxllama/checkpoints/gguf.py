@@ -2,8 +2,9 @@
 
 ``read_config(path)`` reads metadata only.  ``load_params(path, cfg, dtype)`` reads one tensor at a
 time from the mapped file, a few hundred rows at once, straight into the fused arrays of our tree,
-so the peak is the tree plus a few MB.  ``keep_quantized`` leaves Q8_0, Q4_0 and Q4_1 as group-32
-QTensors: the same words and scales, and ``dequantize`` gives the same float32 bits as ``gguf``.
+so the peak is the tree plus a few MB.  ``keep_quantized`` leaves matrices as QTensors in groups of
+32 or 16 (``gguf_words``): the same words and scales, and ``dequantize`` gives the float32 bits that
+``gguf`` does.
 
 Files of architecture "llama" (Llama, Mistral, SmolLM2, TinyLlama) hold q and k with the two halves
 of each head interleaved row by row; they are put back into "rotate half" order while reading.
@@ -25,21 +26,22 @@ import ml_dtypes
 import numpy as np
 from gguf.constants import GGMLQuantizationType as Type
 
+from jaxllama.checkpoints import gguf_words
 from jaxllama.checkpoints.gguf_config import read_config
 from jaxllama.checkpoints.gguf_file import GGUFFile, TensorInfo
+from jaxllama.checkpoints.gguf_words import KEPT
+from jaxllama.checkpoints.packed_module import fuse
 from jaxllama.checkpoints.progress import byte_bar
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
 
 if TYPE_CHECKING:
-    from pallas_kernels.qtensor import QTensor
+    from pallas_kernels.qtensor import QTensor, RowBlocks
 
 __all__ = ["load_params", "read_config"]
 
 _PLAIN = {Type.F32: np.dtype("<f4"), Type.F16: np.dtype("<f2"),
           Type.BF16: np.dtype(ml_dtypes.bfloat16)}  # fmt: skip
-_QUANTS = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K)
-_KEPT = (Type.Q8_0, Type.Q4_0, Type.Q4_1)
 _CHUNK = 1 << 17  # features dequantized at once: 512 KB of float32 stays in the L2 cache
 
 
@@ -61,8 +63,8 @@ def load_params(
 ) -> dict[str, Any]:
     """The parameter tree as numpy arrays of ``dtype`` (QTensor scales and zeros are float32).
 
-    keep_quantized: Q8_0, Q4_0 and Q4_1 matrices become QTensors; a fused matrix whose parts are
-        stored in different types is dequantized.
+    keep_quantized: quantized matrices become QTensors; a fused matrix whose parts are stored in
+        different types becomes RowBlocks.
     progress: a bar on stderr.
     Warns WeightWarning for NaN or infinite weights.  Raises JaxLlamaError naming the file and the
     tensor that is missing, unexpected, of the wrong shape or of an unsupported type.
@@ -80,9 +82,8 @@ def load_params(
                 for key in rooms:
                     room = room.setdefault(key, {})
                 infos = [file.tensors[part.tensor] for part in parts]
-                kinds = {info.type for info in infos}
-                if keep_quantized and len(kinds) == 1 and kinds <= set(_KEPT):
-                    room[name] = _read_quantized(file, parts, infos)
+                if keep_quantized and any(info.type in KEPT for info in infos):
+                    room[name] = _read_quantized(file, parts, infos, dtype)
                 else:
                     room[name] = _read_dense(file, parts, infos, dtype)
                 for info in infos:
@@ -142,7 +143,7 @@ def _check(file: GGUFFile, leaves: dict[str, list[_Part]]) -> None:
                 f"tensor {part.tensor!r}",
                 f"shape {list(info.shape)}, but the config wants {list(part.shape)}",
             )
-        kinds = (*_PLAIN, *_QUANTS) if len(part.shape) == 2 else tuple(_PLAIN)
+        kinds = (*_PLAIN, *KEPT) if len(part.shape) == 2 else tuple(_PLAIN)
         if info.type not in kinds:
             known = ", ".join(kind.name for kind in kinds)
             raise file.error(
@@ -212,57 +213,19 @@ def _warn(file: GGUFFile, info: TensorInfo) -> None:
 
 
 @np.errstate(all="ignore")
-def _read_quantized(file: GGUFFile, parts: list[_Part], infos: list[TensorInfo]) -> QTensor:
-    """Words and scales as they are stored, group 32.
-
-    Q4_1 means ``d * word + m`` with words 0..15.  As int4 that is ``d * (word - 8) + zero`` with
-    ``zero = 8 d + m``: the same float32 bits provided that this sum is exact, which it is unless
-    d and m are more than some 2^9 apart.  A matrix with such a block keeps words 0..15 as int8.
-    """
-    # Here and not above: jax's 100 MB and half a second are for those who need a QTensor.
-    from pallas_kernels.qtensor import QTensor
-
-    rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    kind = infos[0].type
-    words = np.empty((rows, columns), np.int8)
-    scale = np.empty((rows, columns // 32), np.float32)
-    minimum = np.empty_like(scale) if kind == Type.Q4_1 else None
-    first = 0
+def _read_quantized(
+    file: GGUFFile, parts: list[_Part], infos: list[TensorInfo], dtype: np.dtype
+) -> QTensor | RowBlocks:
+    """Words and scales as they are stored; parts in floats stay floats."""
+    blocks = []
     for part, info in zip(parts, infos, strict=True):
+        if info.type not in KEPT:
+            blocks.append(_read_dense(file, [part], [info], dtype))
+            continue
+        words = gguf_words.empty(info.type, *part.shape)
         for start, stop, raw in _stored_rows(file, part, info):
-            here = slice(first + start, first + stop)
-            blocks = np.ascontiguousarray(raw).reshape(stop - start, columns // 32, -1)
-            head = 4 if minimum is not None else 2
-            halves = blocks[..., :head].copy().view("<f2").astype(np.float32)
-            scale[here] = halves[..., 0]
-            if minimum is not None:
-                minimum[here] = halves[..., 1]
-            target = words[here].reshape(stop - start, columns // 32, 32)
-            stored = blocks[..., head:]
-            if kind == Type.Q8_0:
-                target[...] = stored.view(np.int8)
-            else:
-                target[..., :16] = stored & 15
-                target[..., 16:] = stored >> 4
-        this = scale[first : first + part.shape[0]]
-        sound = np.isfinite(this).all()
-        if minimum is not None:
-            sound = sound and np.isfinite(minimum[first : first + part.shape[0]]).all()
-        if not sound:
+            words.fill(slice(start, stop), raw)
+        if not words.finite():
             _warn(file, info)
-        first += part.shape[0]
-    if kind == Type.Q8_0:
-        return QTensor(words, scale)
-    if minimum is None:
-        return QTensor(_int4(words), scale)
-    zero = minimum + np.float32(8.0) * scale
-    exact = minimum.astype(np.float64) + 8.0 * scale.astype(np.float64)
-    if np.array_equal(zero.astype(np.float64), exact, equal_nan=True):
-        return QTensor(_int4(words), scale, zero)
-    return QTensor(words, scale, minimum)
-
-
-def _int4(words: np.ndarray) -> np.ndarray:
-    """Words 0..15 as signed int4; ``words`` is spent."""
-    words -= np.int8(8)
-    return words.astype(ml_dtypes.int4)
+        blocks.append(words.to_qtensor())
+    return fuse(blocks)

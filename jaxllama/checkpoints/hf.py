@@ -6,13 +6,15 @@ the peak is the tree plus a few MB.  The arrays are numpy, 64-byte aligned, whic
 takes over on the CPU without a copy.
 
 Which tensors make up which parameter is one table (``tensor_map``); what config.json means is in
-``hf_config``; the container is in ``safetensors_file``; the way back is ``hf_save``.  Left out:
-PyTorch .bin files, quantized checkpoints (``checkpoints.packed``).
+``hf_config``; the container is in ``safetensors_file``; the way back is ``hf_save``; weights that
+are packed words go through ``packed``.  Left out: PyTorch .bin files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jaxllama.checkpoints import safetensors_file, tensor_map
+from jaxllama.checkpoints import packed, safetensors_file, tensor_map
 from jaxllama.checkpoints.hf_config import check_preset, config_from_hf, config_to_hf
 from jaxllama.checkpoints.hf_save import INDEX, WEIGHTS, save
 from jaxllama.checkpoints.progress import byte_bar
@@ -37,6 +39,7 @@ _MAX_JSON = 1 << 26  # bytes; the largest index in use is about 200 KB
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
 
 Place = Callable[[tensor_map.Path, np.ndarray], Any]
+Stream = Callable[[tensor_map.Path, tensor_map.Shape, Callable[[int, np.ndarray], None]], Any]
 
 
 def read_config(directory: str | Path, name: str | None = None) -> ModelConfig:
@@ -61,6 +64,7 @@ def load(
     progress: bool = False,
     cfg: ModelConfig | None = None,
     place: Place | None = None,
+    stream: Stream | None = None,
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """(config, parameter tree of numpy arrays of ``dtype``) of an HF directory.
 
@@ -68,6 +72,10 @@ def load(
     cfg: a preset, which must agree with the checkpoint's own config (``check_preset``).
     place: ``place(path, array)`` gives what goes into the tree for each parameter as it is read
         (a device array, an offloaded one); the array may be dropped then.
+    stream: ``stream(path, shape, read)`` does so for parameters of floats without their being read
+        whole: ``read(start, out)`` fills a flat array from an element on, in ``out``'s dtype.
+    The weights of a quantized checkpoint (``quantization_config``) come as QTensors or RowBlocks of
+    numpy arrays, words and scales as the file has them.
     Warns WeightWarning for NaN or infinite weights.  Raises JaxLlamaError naming the file and the
     key or tensor that is missing, unexpected, of the wrong shape or type.
     """
@@ -76,11 +84,6 @@ def load(
         raise JaxLlamaError(f"{directory}: no such directory")
     config = _read_json(directory / "config.json")
     found = _to_config(directory, config)
-    if config.get("quantization_config") is not None:
-        raise JaxLlamaError(
-            f"{directory / 'config.json'}: quantization_config: a quantized checkpoint has its own "
-            "loader, checkpoints.packed"
-        )
     cfg = found if cfg is None else check_preset(cfg, found)
     with contextlib.ExitStack() as stack:
         files = open_tensors(directory, stack)
@@ -90,17 +93,32 @@ def load(
                 f"but there are only {len(files)} tensors"
             )
         table = tensor_table(cfg, files)
-        _check(directory, files, table, cfg)
-        total = sum(files[s.name][1].nbytes for spec in table.values() for s in spec.sources)
+        leaves = packed.plan(directory, config, table, files)
+        plain = {path: spec for path, spec in table.items() if path not in leaves}
+        known = {name for leaf in leaves.values() for name in leaf.names}
+        _check(directory, files, plain, cfg, known)
+        names = {source.name for spec in plain.values() for source in spec.sources} | known
+        total = sum(files[name][1].nbytes for name in names)
         params: dict[str, Any] = {}
         with byte_bar(f"reading {directory.name}", total, progress) as advance:
+
+            def floats(spec: TensorSpec) -> np.ndarray:
+                return _read(files, spec, dtype, advance)
+
             for path, spec in table.items():
                 *rooms, leaf = path
                 room = params
                 for key in rooms:
                     room = room.setdefault(key, {})
-                array = _read(files, spec, dtype, advance)
-                room[leaf] = array if place is None else place(path, array)
+                if path not in leaves and stream is not None:
+                    read = functools.partial(_read_part, files, spec, advance=advance)
+                    room[leaf] = stream(path, spec.shape, read)
+                    continue
+                if path in leaves:
+                    value = packed.read(directory, leaves[path], floats, files, advance)
+                else:
+                    value = floats(spec)
+                room[leaf] = value if place is None else place(path, value)
     return cfg, params
 
 
@@ -145,8 +163,8 @@ def _single(directory: Path) -> Path:
 
 
 def _check(directory: Path, files: Tensors, table: dict[tensor_map.Path, TensorSpec],
-           cfg: ModelConfig) -> None:  # fmt: skip
-    """Names, shapes and types, before anything is allocated."""
+           cfg: ModelConfig, packed_names: set[str]) -> None:  # fmt: skip
+    """Names, shapes and types, before anything is allocated; of packed tensors only the names."""
     sources = {source.name: source for spec in table.values() for source in spec.sources}
     missing = [name for name in sources if name not in files]
     if missing:
@@ -155,9 +173,9 @@ def _check(directory: Path, files: Tensors, table: dict[tensor_map.Path, TensorS
     for name, (file, info) in files.items():
         source = sources.get(name)
         if source is None:
-            if name.endswith(_DERIVED) or name in heads:
+            if name.endswith(_DERIVED) or name in heads or name in packed_names:
                 continue
-            known = {*sources, *heads}
+            known = {*sources, *heads, *packed_names}
             unexpected = [n for n in files if n not in known and not n.endswith(_DERIVED)]
             raise JaxLlamaError(f"{directory}: unexpected tensors: {_some(unexpected)}")
         if info.shape != source.shape:
@@ -179,21 +197,31 @@ def _tied_heads(cfg: ModelConfig) -> list[str]:
 def _read(files: Tensors, spec: TensorSpec, dtype: np.dtype,
           advance: Callable[[int], None]) -> np.ndarray:  # fmt: skip
     out = aligned_empty(spec.size, dtype)
+    _read_part(files, spec, 0, out, advance)
+    return out.reshape(spec.shape)
+
+
+def _read_part(files: Tensors, spec: TensorSpec, start: int, out: np.ndarray,
+               advance: Callable[[int], None]) -> None:  # fmt: skip
+    """The parameter's elements from ``start`` on into the flat ``out``."""
     at = 0
     for source in spec.sources:
         file, info = files[source.name]
-        part = out[at : at + source.size]
-        if not file.read_into(info, part):
-            bad = part.size - int(np.count_nonzero(np.isfinite(part)))
-            warnings.warn(
-                f"{file.path}: tensor {source.name!r}: {bad} of {part.size} weights are NaN or "
-                f"infinite in {dtype.name}",
-                WeightWarning,
-                stacklevel=3,
-            )
+        itemsize = safetensors_file.DTYPES[info.dtype].itemsize
+        begin, end = max(start, at), min(start + out.size, at + source.size)
+        if begin < end:
+            part = out[begin - start : end - start]
+            inside = dataclasses.replace(info, offset=info.offset + (begin - at) * itemsize)
+            if not file.read_into(inside, part):
+                bad = part.size - int(np.count_nonzero(np.isfinite(part)))
+                warnings.warn(
+                    f"{file.path}: tensor {source.name!r}: {bad} of {part.size} weights are NaN or "
+                    f"infinite in {out.dtype.name}",
+                    WeightWarning,
+                    stacklevel=4,
+                )
+            advance(part.size * itemsize)
         at += source.size
-        advance(info.nbytes)
-    return out.reshape(spec.shape)
 
 
 def aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:

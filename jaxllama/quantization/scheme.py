@@ -1,21 +1,35 @@
-"""quantize_params: one transform of the parameter tree, by round-to-nearest, for every scheme.
+"""Schemes: what each weight of a model becomes, in one line of text; and round-to-nearest.
+
+    parse("w4a16,down=w8a16,layer_0/*=none") -> Plan        quantize_params(params, plan) -> params
 
 A scheme names the weights' and the activations' width.  Weight-only schemes keep activations in
-float; "w8a8" and "fp8" also quantize them per token, inside the matmul's input.
+float; the others also quantize them, inside the matmul's input.
 
-    w8a16   int8 weights, one scale per output channel
-    w4a16   int4 weights, one scale per group of 128 inputs (the widest of 128, 64, 32 that divides)
-    w8a8    w8a16's weights, activations int8 with one scale per token
-    fp8     float8_e4m3fn both, scales as in w8a8
+    w8a16       int8 weights, one scale per output channel
+    w4a16       int4 weights, one scale per group of 128 inputs (the widest of 128, 64, 32 that
+                divides)
+    w8a8        w8a16's weights, activations int8 with one scale per token
+    fp8         float8_e4m3fn both, scales as in w8a8
+    fp8-static  fp8 with one scale for all activations of a weight, which needs calibration
+    none        floats
 
-The matmuls of the layers and an untied head are quantized; embeddings, norms, biases and the small
-gate projections of GLA stay as they are.  What rounding costs is measured, not assumed: see the
-README's table.  Calibrated methods (AWQ, GPTQ, SmoothQuant) are not here yet.
+``-gN`` after a weight-only scheme fixes its group (``w4a16-g32``, ``w8a16-g128``), and ``-zero``
+adds zero points to its groups, as AWQ's and GPTQ's checkpoints have (``w4a16-g64-zero``).
+
+A plan is a scheme and, after commas, exceptions ``PATTERN=SCHEME``, of which the last that matches
+counts.  A pattern is a name on the weight's path (``down``, ``mlp``, ``layer_3``) or, with ``/``,
+the whole path (``layer_*/mlp/down``); ``*`` and ``?`` are wildcards.  The matmuls of the layers and
+an untied head follow the plan; an embedding, which a tied model also uses as its head, only where
+it is named (``embed=w8a16``).  Norms, biases and the small gate projections of GLA stay as they
+are.  What rounding costs is measured, not assumed: see the README's table.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,43 +37,168 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.errors import JaxLlamaError
-from pallas_kernels.qtensor import QTensor, quantize
+from pallas_kernels.qtensor import QTensor, RowBlocks, quantize
 
-SCHEMES = ("w8a16", "w4a16", "w8a8", "fp8")
+SCHEMES = ("w8a16", "w4a16", "w8a8", "fp8", "fp8-static")
 # Parents of a "weight" that is a matmul; "head" counts only because a tied head has no such entry.
-_MATMULS = frozenset(("qkv", "q", "k", "v", "g", "o", "gate_up", "down", "head"))
+MATMULS = frozenset(("qkv", "q", "k", "v", "g", "o", "gate_up", "down", "head"))
+_NAMES = MATMULS | {"embed", "mixer", "mlp"}
+_GROUPS = (128, 64, 32)
 
 
-def quantize_params(params: Mapping[str, Any], scheme: str) -> dict[str, Any]:
-    """The tree with every matmul weight replaced by a QTensor; weights already quantized stay.
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """What one weight becomes.
 
-    Raises JaxLlamaError for an unknown scheme, or naming a weight no group size divides.
+    weights: dtype of the words.  group_size: columns per scale; None is a whole row, 0 the widest
+    of 128, 64, 32 that divides.  zeros: integer zero points beside the scales.  activations: dtype
+    of the other operand, or None for floats; static: with one calibrated scale instead of one per
+    token.
     """
-    if scheme not in SCHEMES:
-        raise JaxLlamaError(f"scheme {scheme!r} is not one of {', '.join(SCHEMES)}")
+
+    weights: str
+    group_size: int | None = None
+    zeros: bool = False
+    activations: str | None = None
+    static: bool = False
+
+    def group_of(self, width: int, name: str) -> int:
+        """Columns per scale of a weight with ``width`` inputs; JaxLlamaError if none divides."""
+        if self.group_size is None:
+            return width
+        if self.group_size:
+            if width % self.group_size:
+                raise JaxLlamaError(
+                    f"{name}: groups of {self.group_size} do not divide its {width} inputs"
+                )
+            return self.group_size
+        group = next((group for group in _GROUPS if width % group == 0), None)
+        if group is None:
+            raise JaxLlamaError(f"{name}: no group of 128, 64 or 32 divides its {width} inputs")
+        return group
+
+
+_BASES = {
+    "w8a16": Scheme("int8"),
+    "w4a16": Scheme("int4", group_size=0),
+    "w8a8": Scheme("int8", activations="int8"),
+    "fp8": Scheme("float8_e4m3fn", activations="float8_e4m3fn"),
+    "fp8-static": Scheme("float8_e4m3fn", activations="float8_e4m3fn", static=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A scheme for every weight: ``text`` as the user wrote it, the default and the exceptions."""
+
+    text: str
+    default: Scheme | None
+    rules: tuple[tuple[str, Scheme | None], ...] = ()
+
+    def of(self, path: str) -> Scheme | None:
+        """The scheme of the weight of ``layer_0/mlp/down``; None stays in floats."""
+        names = path.split("/")
+        scheme = self.default if names[-1] in MATMULS else None
+        if names[-1] not in MATMULS and names != ["embed"]:
+            return None
+        for pattern, other in self.rules:
+            whole = "/" in pattern
+            if any(fnmatch.fnmatchcase(name, pattern) for name in ([path] if whole else names)):
+                scheme = other
+        return scheme
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The schemes that occur."""
+        every = (self.default, *(scheme for _, scheme in self.rules))
+        return tuple(dict.fromkeys(scheme for scheme in every if scheme is not None))
+
+
+@functools.cache
+def parse(text: str) -> Plan:
+    """A plan from its text; see the module docstring.  Raises JaxLlamaError naming the part that is
+    wrong and what is allowed."""
+    first, *rest = text.split(",")
+    if "=" in first:
+        raise JaxLlamaError(f"scheme {text!r}: begins with a scheme, then PATTERN=SCHEME")
+    rules = []
+    for entry in rest:
+        pattern, equals, scheme = entry.partition("=")
+        if not equals or not pattern:
+            raise JaxLlamaError(f"scheme {text!r}: {entry!r} is not PATTERN=SCHEME")
+        _check_pattern(text, pattern)
+        rules.append((pattern, _scheme(scheme)))
+    return Plan(text, _scheme(first), tuple(rules))
+
+
+def _check_pattern(text: str, pattern: str) -> None:
+    """A plain name that no weight has is a slip of the pen."""
+    free = "/" in pattern or any(sign in pattern for sign in "*?[")
+    if not free and pattern not in _NAMES and not re.fullmatch(r"layer_\d+", pattern):
+        known = ", ".join(sorted(_NAMES))
+        raise JaxLlamaError(f"scheme {text!r}: {pattern!r} is not one of {known}, layer_N")
+
+
+def _scheme(text: str) -> Scheme | None:
+    if text == "none":
+        return None
+    base = next((name for name in sorted(_BASES, key=len, reverse=True)
+                 if text == name or text.startswith(name + "-")), None)  # fmt: skip
+    if base is None:
+        raise JaxLlamaError(f"scheme {text!r} is not one of {', '.join(SCHEMES)}, none")
+    scheme = _BASES[base]
+    for option in text[len(base) :].split("-")[1:]:
+        if re.fullmatch(r"g[1-9]\d*", option):
+            scheme = dataclasses.replace(scheme, group_size=int(option[1:]))
+        elif option == "zero":
+            scheme = dataclasses.replace(scheme, zeros=True)
+        else:
+            raise JaxLlamaError(f"scheme {text!r}: {option!r} is not one of gN, zero")
+    if scheme.activations and (scheme.zeros or scheme.group_size is not None):
+        raise JaxLlamaError(
+            f"scheme {text!r}: groups and zero points are for w8a16 and w4a16, whose activations "
+            "stay in float"
+        )
+    return scheme
+
+
+def quantize_params(params: Mapping[str, Any], scheme: str | Plan) -> dict[str, Any]:
+    """The tree with every weight of the plan rounded to a QTensor; weights already quantized stay.
+
+    Raises JaxLlamaError for text that is no plan, a scheme that needs calibration, or naming a
+    weight no group size divides.
+    """
+    plan = parse(scheme) if isinstance(scheme, str) else scheme
+    if any(one.static for one in plan.schemes):
+        raise JaxLlamaError(
+            f"scheme {plan.text!r}: fp8-static needs calibrated activation scales: make a "
+            "checkpoint with 'jaxllama quantize'"
+        )
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
         keys = [getattr(key, "key", key) for key in path]
-        is_matmul = len(keys) >= 2 and keys[-1] == "weight" and keys[-2] in _MATMULS
-        if isinstance(leaf, QTensor) or not is_matmul:
+        name = "/".join(keys[:-1])
+        if isinstance(leaf, QTensor | RowBlocks) or keys[-1] != "weight":
             return leaf
-        return _quantize_weight(leaf, scheme, "/".join(keys))
+        chosen = plan.of(name)
+        return leaf if chosen is None else round_weight(leaf, chosen, name)
 
     return jax.tree_util.tree_map_with_path(
-        one, dict(params), is_leaf=lambda leaf: isinstance(leaf, QTensor)
+        one, dict(params), is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks)
     )
 
 
-def _quantize_weight(weight: jax.Array, scheme: str, name: str) -> QTensor:
-    if scheme != "w4a16":
-        dtype = "float8_e4m3fn" if scheme == "fp8" else "int8"
-        words = _quantize(weight, dtype=dtype, group_size=None, scale_dtype=jnp.float32)
-        return dataclasses.replace(words, activations=None if scheme == "w8a16" else dtype)
-    width = weight.shape[-1]
-    group = next((group for group in (128, 64, 32) if width % group == 0), None)
-    if group is None:
-        raise JaxLlamaError(f"{name}: no group of 128, 64 or 32 divides its {width} inputs")
-    return _quantize(weight, dtype="int4", group_size=group)
+def round_weight(weight: jax.Array, scheme: Scheme, name: str) -> QTensor:
+    """``weight[out, in]`` rounded to nearest; ``name`` is for the error."""
+    group = scheme.group_of(weight.shape[-1], name)
+    words = _quantize(
+        weight,
+        dtype=scheme.weights,
+        group_size=group,
+        symmetric=not scheme.zeros,
+        scale_dtype=jnp.float32 if scheme.group_size is None else None,
+    )
+    return dataclasses.replace(words, activations=scheme.activations)
 
 
-_quantize = jax.jit(quantize, static_argnames=("dtype", "group_size", "scale_dtype"))
+_quantize = jax.jit(quantize, static_argnames=("dtype", "group_size", "symmetric", "scale_dtype"))

@@ -1,0 +1,133 @@
+"""Words in int32 fields, and groups of columns: what every packed format is made of.
+
+    unpack(int32[..., n], bits) -> uint8[..., n * 32 / bits], lowest bits first
+    signed(uint8, bits)         -> int4 | int8         a QTensor's words: 2^(bits-1) less
+    by_group(...)               -> QTensor             consecutive groups of one width
+
+A QTensor's groups are consecutive and equally wide.  Two things in files are not, and both are
+brought to that form without touching a word or a scale: act-order (``groups`` says which group a
+column is of) becomes words sorted by group with ``columns`` beside them; a last group that is short
+(576 columns in groups of 128) becomes narrower groups, of the greatest width that divides all
+(64), whose scales repeat.  Left out: widths other than 4 and 8 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from jaxllama.errors import JaxLlamaError
+
+if TYPE_CHECKING:
+    from pallas_kernels.qtensor import QTensor
+
+INT4 = np.dtype(ml_dtypes.int4)
+INT8 = np.dtype(np.int8)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+_INT32 = np.dtype("<i4")
+
+
+def unpack(words: np.ndarray, bits: int) -> np.ndarray:
+    """The 4- or 8-bit fields of int32 ``words[..., n]``, lowest bits first, as uint8."""
+    raw = np.ascontiguousarray(words, _INT32).view(np.uint8)
+    return nibbles(raw) if bits == 4 else raw
+
+
+def pack(fields: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of ``unpack``; the last int32 is filled up with zeros."""
+    fields = np.pad(fields, [(0, 0)] * (fields.ndim - 1) + [(0, -fields.shape[-1] % (32 // bits))])
+    fields = from_nibbles(fields) if bits == 4 else fields
+    return np.ascontiguousarray(fields).view(_INT32)
+
+
+def nibbles(raw: np.ndarray) -> np.ndarray:
+    """The halves of bytes ``[..., n]``, low ones first -> uint8 ``[..., 2 n]``."""
+    fields = np.empty((*raw.shape[:-1], 2 * raw.shape[-1]), np.uint8)
+    np.bitwise_and(raw, 15, out=fields[..., 0::2])
+    np.right_shift(raw, 4, out=fields[..., 1::2])
+    return fields
+
+
+def from_nibbles(fields: np.ndarray) -> np.ndarray:
+    """The inverse; an odd last one is filled up with 0."""
+    fields = np.pad(fields, [(0, 0)] * (fields.ndim - 1) + [(0, fields.shape[-1] % 2)])
+    return fields[..., 0::2] | fields[..., 1::2] << 4
+
+
+def packed_size(size: int, bits: int) -> int:
+    """int32s that hold ``size`` fields."""
+    return -(-size * bits // 32)
+
+
+def signed(fields: np.ndarray, bits: int) -> np.ndarray:
+    """Unsigned words as a QTensor's, int4 or int8: 2^(bits-1) less."""
+    words = fields.view(np.int8) - np.int8(8) if bits == 4 else (fields ^ 128).view(np.int8)
+    return words.astype(INT4) if bits == 4 else words
+
+
+def unsigned(words: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of ``signed``."""
+    words = words.astype(np.int8)
+    return (words + np.int8(8)).view(np.uint8) if bits == 4 else words.view(np.uint8) ^ 128
+
+
+def n_groups(width: int, group_size: int | None) -> int:
+    """Groups of a row, the last of which may be short; None is the whole row."""
+    return 1 if group_size is None else -(-width // group_size)
+
+
+def consecutive(width: int, group_size: int | None) -> np.ndarray:
+    """The group of each column, without act-order."""
+    return np.arange(width, dtype=np.int32) // np.int32(group_size or width)
+
+
+def by_group(
+    words: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, groups: np.ndarray
+) -> QTensor:
+    """The QTensor of ``words[out, in]`` whose column i has ``scale[:, groups[i]]``.
+
+    ``groups[in]`` is checked already: every entry is at least 0 and below ``scale.shape[1]``.
+    """
+    from pallas_kernels.qtensor import QTensor
+
+    order = np.argsort(groups, kind="stable").astype(np.int32)
+    columns = None if np.array_equal(order, np.arange(order.size)) else order
+    counts = np.bincount(groups, minlength=scale.shape[1])
+    width = math.gcd(*counts.tolist())
+    each = np.repeat(np.arange(scale.shape[1]), counts // width)
+    if not np.array_equal(each, np.arange(scale.shape[1])):
+        scale, zero = scale[:, each], None if zero is None else zero[:, each]
+    words = words if columns is None else np.take(words, order, axis=1)
+    return QTensor(words, scale, zero, columns=columns)
+
+
+def repeat_groups(w: QTensor, group_size: int) -> QTensor:
+    """``w`` in narrower groups, whose scales and zeros repeat."""
+    times = w.group_size // group_size
+    if times == 1:
+        return w
+    from pallas_kernels.qtensor import QTensor
+
+    scale = np.repeat(w.scale, times, axis=1)
+    zero = None if w.zero is None else np.repeat(w.zero, times, axis=1)
+    return QTensor(w.q, scale, zero, w.activations, w.columns, w.input_scale)
+
+
+def check_scale(w: QTensor, name: str) -> None:
+    """Raises JaxLlamaError for scales that are NaN, infinite or negative, or 0 where words are not:
+    those of a damaged file.  (A group of zeros has scale 0.)"""
+    scale = w.scale.astype(np.float32)
+    if not np.isfinite(scale).all():
+        raise JaxLlamaError(f"{name}: scales that are NaN or infinite")
+    if (scale < 0).any():
+        raise JaxLlamaError(f"{name}: negative scales")
+    rows, groups = np.nonzero(scale == 0)
+    if not rows.size:
+        return
+    words = w.q.reshape(*scale.shape, -1)[rows, groups].astype(np.float32)
+    zero = np.float32(0) if w.zero is None else w.zero[rows, groups].astype(np.float32)[:, None]
+    if (words != zero).any():
+        raise JaxLlamaError(f"{name}: scales that are 0, of words that are not")

@@ -1,0 +1,137 @@
+"""Decode attention where the keys are: a batch's first rows on the device, the others on the CPU.
+
+    SplitCache       the cache of one layer and batch, split by rows; nothing of it ever moves
+    decode_layer     mixer norm and qkv on the device; attention of each part beside its cache;
+                     the output projection on the device
+
+A step then moves one query, key and value a row to the CPU and one attended vector back, instead of
+the whole cache (FlexGen, arXiv 2303.06865, section 4.1).  On a GPU machine the CPU's attention
+rounds unlike the GPU's, so its tokens are those of a resident model on the CPU, not the same bits.
+
+Prefill runs on the device and hands the rows over afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.attention import sparse_decode
+from jaxllama.cache import KVCache
+from jaxllama.config import ModelConfig
+from jaxllama.layers import Linear, RMSNorm, input_words
+from jaxllama.model import Block, add_norm
+from jaxllama.offload.policy import Shares
+from jaxllama.offload.units import Hidden, Rope
+from pallas_kernels.blockwise_attention import blockwise_attention
+from pallas_kernels.rope_cache import rope_and_write
+
+Parts = tuple[KVCache | None, KVCache | None]  # rows on the device, rows on the CPU
+
+
+class SplitCache:
+    """As ``LayerCache``, with ``load`` giving the two parts once there is something in them."""
+
+    moves = False
+    stored = ()
+
+    def __init__(self, shares: Shares, empty: Any) -> None:
+        self._shares, self._empty = shares, empty
+        self._parts: Parts | None = None
+
+    def load(self) -> KVCache | Parts:
+        parts, self._parts = self._parts, None
+        return self._empty() if parts is None else parts
+
+    def save(self, state: KVCache | Parts, *_: Any) -> None:
+        if isinstance(state, KVCache):
+            rows = self._shares.rows(state.k.shape[0])[0]
+            device = jax.tree.map(lambda leaf: leaf[:rows], state) if rows else None
+            host = None
+            if rows < state.k.shape[0]:
+                host = jax.tree.map(lambda leaf: leaf[rows:], state)
+                # An array of its own: it is written in place from now on.
+                host = jax.block_until_ready(jax.device_put(host, cpu(), may_alias=False))
+            state = device, host
+        self._parts = state
+
+
+@functools.cache
+def cpu() -> jax.Device:
+    return jax.devices("cpu")[0]
+
+
+def decode_layer(
+    cfg: ModelConfig,
+    weights: Any,
+    hidden: Hidden,
+    parts: Parts,
+    positions: jax.Array,
+    lengths: jax.Array,
+    rope: Rope,
+) -> tuple[Hidden, Parts]:
+    """The mixer's half of an attention layer for one token a row."""
+    x, qkv = _project(cfg, weights, hidden)
+    inputs = qkv, positions[:, 0], lengths, rope
+    outs, new = [], []
+    first = 0
+    for part, device in zip(parts, (None, cpu()), strict=True):
+        new.append(part)
+        if part is None:
+            continue
+        rows = slice(first, first + part.k.shape[0])
+        first = rows.stop
+        mine = jax.tree.map(lambda leaf, rows=rows: leaf[rows], inputs)
+        if device is not None:
+            mine = jax.device_put(mine, device)
+        out, new[-1] = _attend(cfg, *mine, part)
+        outs.append(out if device is None else jax.device_put(out, x.sharding))
+    heads = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
+    return (x, _output(cfg, weights, heads)), (new[0], new[1])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _project(cfg: ModelConfig, weights: Any, hidden: Hidden) -> tuple[jax.Array, jax.Array]:
+    """(the residual stream, qkv ``[B, N + 2K, H]``)."""
+    norm = RMSNorm(cfg.d_model, cfg.norm_eps).bind({"params": weights["mixer_norm"]})
+    block = Block(cfg, "attention").bind({"params": weights})
+    y, x = add_norm(norm, *hidden, input_words(block, "mixer", "qkv"))
+    heads = cfg.n_heads + 2 * cfg.n_kv_heads
+    linear = Linear(heads * cfg.head_dim, cfg.d_model, cfg.qkv_bias)
+    qkv = linear.apply({"params": weights["mixer"]["qkv"]}, y, x.dtype)
+    return x, qkv.reshape(x.shape[0], heads, cfg.head_dim)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
+def _attend(
+    cfg: ModelConfig,
+    qkv: jax.Array,
+    position: jax.Array,
+    lengths: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    cache: KVCache,
+) -> tuple[jax.Array, KVCache]:
+    """``qkv [B, N + 2K, H]`` -> (heads ``[B, N, H]``, cache), in the form that runs anywhere."""
+    slots = jnp.where(lengths > 0, position, cache.k.shape[1])
+    tables = [table[:, 0] for table in rope]
+    q, *kv = rope_and_write(qkv, *tables, cache.k, cache.v, slots, implementation="xla")
+    cache = KVCache(*kv)
+    if cfg.attn_sparsity < 1.0:
+        out = sparse_decode(
+            q[:, None], cache, position[:, None], cfg.attn_sparsity, cfg.sliding_window
+        )
+        return out[:, 0], cache
+    last = jnp.where(lengths > 0, position, -1)[:, None]
+    out = blockwise_attention(q[:, None], *kv, last, window=cfg.sliding_window)
+    return out[:, 0], cache
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _output(cfg: ModelConfig, weights: Any, heads: jax.Array) -> jax.Array:
+    width = cfg.n_heads * cfg.head_dim
+    linear = Linear(cfg.d_model, width, cfg.o_bias)
+    x = heads.reshape(heads.shape[0], 1, width)
+    return linear.apply({"params": weights["mixer"]["o"]}, x)

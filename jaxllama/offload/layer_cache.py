@@ -1,0 +1,130 @@
+"""LayerCache: where the cache of one layer and one batch lives between its turns.
+
+    state = cache.load()          on the device, for the layer's program to update
+    cache.save(state, ...)        what the program returned
+
+Kept whole on the device, it is handed over and taken back.  Otherwise it is a stored *snapshot* of
+the columns written so far, and on the device a *tail*: the newest tokens and the slots they belong
+to.  Loading puts the tail over the snapshot; a step stores one token a row; when the tail is full
+the snapshot is written anew.  So a step's traffic is one read of what the row holds and, spread
+over ``TAIL`` steps, one write of it, and nothing in host memory is ever changed in place.
+
+A GLA state does not grow and changes whole: it is stored anew every time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.cache import GLAState, KVCache
+from jaxllama.offload.policy import Shares
+from jaxllama.offload.store import Store
+from jaxllama.offload.units import LayerState
+
+TAIL = 16  # tokens a row that stay on the device between two writes of a snapshot
+
+
+class LayerCache:
+    """See the module docstring.  empty: a function that makes the state before the first token."""
+
+    def __init__(self, store: Store, shares: Shares, empty: Any) -> None:
+        self._store, self._shares, self._empty = store, shares, empty
+        self._whole: LayerState | None = None
+        self._stored: Any = None
+        self._tail: Any = None
+        self._slots: jax.Array | None = None
+        self._held = 0  # tokens in the tail
+
+    @property
+    def moves(self) -> bool:
+        return self._shares.device < 100
+
+    @property
+    def stored(self) -> Any:
+        """The tree of Stored pieces, for the accounts."""
+        return self._stored
+
+    def load(self) -> LayerState:
+        if not self.moves:
+            whole, self._whole = self._whole, None
+            return self._empty() if whole is None else whole
+        if self._stored is None:
+            return self._empty()
+        state = self._store.get(self._stored)
+        if isinstance(state, GLAState):
+            return state
+        capacity = jax.eval_shape(self._empty).k.shape[1]
+        return _assemble(state, self._tail, self._slots, capacity)
+
+    def save(self, state: LayerState, slots: jax.Array | None, filled: int) -> None:
+        """slots: int32 ``[B]``, where each row's one new token is (past the capacity: it has none),
+        or None after a prefill.  filled: columns that may hold something."""
+        if not self.moves:
+            self._whole = state
+            return
+        if isinstance(state, GLAState):
+            self._replace(state)
+            return
+        if slots is not None and self._stored is not None and self._held < TAIL:
+            self._tail, self._slots = _push(
+                state, self._tail, self._slots, slots, jnp.int32(self._held)
+            )
+            self._held += 1
+            return
+        capacity = state.k.shape[1]
+        # Few different widths, because each is a program of its own.
+        unit = max(TAIL, capacity // 8)
+        columns = min(capacity, -(-filled // unit) * unit)
+        self._replace(_first_columns(state, columns))
+        self._tail, self._slots = _empty_tail(state)
+        self._held = 0
+
+    def _replace(self, state: LayerState) -> None:
+        old, self._stored = self._stored, self._store.put(state, self._shares)
+        self._store.free(old)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _assemble(snapshot: KVCache, tail: KVCache, slots: jax.Array, capacity: int) -> KVCache:
+    """The cache ``[B, capacity, ...]``: the snapshot's columns, then the tail's tokens over it."""
+    rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
+
+    def one(old: jax.Array, new: jax.Array) -> jax.Array:
+        room = ((0, 0), (0, capacity - old.shape[1])) + ((0, 0),) * (old.ndim - 2)
+        return jnp.pad(old, room).at[rows, slots].set(new, mode="drop")
+
+    return jax.tree.map(one, snapshot, tail)
+
+
+@functools.partial(jax.jit, donate_argnums=(1, 2))
+def _push(
+    state: KVCache, tail: KVCache, tail_slots: jax.Array, slots: jax.Array, index: jax.Array
+) -> tuple[KVCache, jax.Array]:
+    """Copy the token at ``slots`` of each row to place ``index`` of the tail."""
+    rows = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    return (
+        jax.tree.map(
+            lambda old, all_: old.at[:, index].set(all_.at[rows, slots].get(mode="clip")),
+            tail, state,
+        ),
+        tail_slots.at[:, index].set(slots),
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _first_columns(state: KVCache, columns: int) -> KVCache:
+    return jax.tree.map(lambda leaf: leaf[:, :columns], state)
+
+
+@jax.jit
+def _empty_tail(state: KVCache) -> tuple[KVCache, jax.Array]:
+    batch, capacity = state.k.shape[:2]
+
+    def zeros(leaf: jax.Array) -> jax.Array:
+        return jnp.zeros((batch, TAIL, *leaf.shape[2:]), leaf.dtype)
+
+    return jax.tree.map(zeros, state), jnp.full((batch, TAIL), capacity, jnp.int32)

@@ -1,0 +1,107 @@
+"""Placement: each parameter to its tiers as it is read, so that no whole model exists anywhere.
+
+    place = Placement(policy, dtype, scheme)        place(path, leaf) -> what goes into the tree
+    place.model(cfg, params, tokenizer) -> OffloadedModel
+
+A matrix is quantized on the device first, if a scheme says so.  The input table of a model with a
+head of its own is only looked up, a row a token, so it stays in host memory (or on disk) and is
+read there; where everything is on the device, so is it.
+
+Left out: GGUF files are read whole before they are placed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.checkpoints import hub
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.offload.model import SCHEME, OffloadedModel
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.store import Rows, Store, wait
+from jaxllama.quantization.scheme import quantize_params
+from jaxllama.tokenizer import Tokenizer
+from pallas_kernels.qtensor import QTensor
+
+DIRECTORY = "JAXLLAMA_OFFLOAD_DIR"  # environment variable: where the disk's share goes
+
+
+def scheme_of(policy: Policy, scheme: str | None) -> str | None:
+    """The scheme of weights under a policy, ``scheme`` being the user's own."""
+    if not policy.compress_weight:
+        return scheme
+    if scheme not in (None, SCHEME):
+        raise JaxLlamaError(f"policy: compress_weight is {SCHEME}, and quantize is {scheme!r}")
+    return SCHEME
+
+
+class Placement:
+    """See the module docstring.
+
+    directory: for the disk's share; the environment's JAXLLAMA_OFFLOAD_DIR by default, or a folder
+    beside our cached weights.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        dtype: Any,
+        scheme: str | None = None,
+        deterministic: bool = False,
+        directory: str | Path | None = None,
+    ) -> None:
+        if deterministic:
+            raise JaxLlamaError("policy: an offloaded model is not deterministic")
+        self.policy, self.dtype = policy, jnp.dtype(dtype)
+        self.scheme = scheme_of(policy, scheme)
+        if directory is None:
+            directory = os.environ.get(DIRECTORY) or hub.cache_dir() / "offload"
+        self.store = Store(directory)
+
+    def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
+        """The leaf at ``path``, an array or a QTensor, where the policy puts it."""
+        if self.scheme is not None and not isinstance(leaf, QTensor):
+            tree = leaf
+            for name in reversed(path):
+                tree = {name: tree}
+            leaf = quantize_params(tree, self.scheme)
+            for name in path:
+                leaf = leaf[name]
+        plain = not isinstance(leaf, QTensor)
+        if path == ("embed", "weight") and plain and self.policy.weights.device < 100:
+            return np.asarray(leaf)  # where it goes depends on whether it is the head as well
+        return wait(self.store.put(leaf, self.policy.weights))
+
+    def tree(self, params: dict[str, Any]) -> dict[str, Any]:
+        """A whole tree, leaf by leaf; the leaves of ``params`` are dropped on the way."""
+
+        def walk(node: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+            return {
+                name: walk(node.pop(name), (*path, name))
+                if isinstance(node[name], dict)
+                else self((*path, name), node.pop(name))
+                for name in list(node)
+            }
+
+        return walk(params, ())
+
+    def model(
+        self, cfg: ModelConfig, params: dict[str, Any], tokenizer: Tokenizer | None
+    ) -> OffloadedModel:
+        """The model of placed parameters."""
+        table = params["embed"]["weight"]
+        if isinstance(table, np.ndarray):
+            if cfg.tie_embeddings:
+                table = wait(self.store.put(table, self.policy.weights))
+            else:
+                table = Rows(self.store, table, self.policy.weights)
+            params["embed"]["weight"] = table
+        if self.policy.attn_sparsity < 1:
+            cfg = cfg.replace(attn_sparsity=self.policy.attn_sparsity)
+        return OffloadedModel(cfg, params, tokenizer, policy=self.policy, store=self.store)

@@ -1,0 +1,141 @@
+"""OffloadedModel: a LanguageModel whose weights are where a Policy puts them.
+
+    lm = jl.load(source, policy=jl.Policy.parse("0 100 100 0 100 0"))      as any other from here on
+
+It has ``LanguageModel``'s methods; only prefill and the decode loop are its own (``run``).  Weights
+are placed as they are read, tensor by tensor, so that no whole copy exists anywhere.
+
+Its tokens are the resident model's, and every policy gives the same bits for batches of one size,
+because the programs are the same (``units``).  The resident model's very bits are another matter:
+XLA sees its layers in one program and may round once where two units round twice.  With jax 0.10 on
+a CPU it does so only for activations quantized per token (w8a8, fp8) and ``embedding_scale``; newer
+ones fuse more, and differ in the last bits.
+
+Left out: a mesh, ``deterministic``, tokens of a grammar.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.language_model import Generation, LanguageModel
+from jaxllama.offload import units as programs
+from jaxllama.offload.accounting import check_host
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.run import Run
+from jaxllama.offload.store import Rows, Store
+from jaxllama.offload.timeline import NO_RECORD
+from jaxllama.sampling import SamplingParams
+
+SCHEME = "w4a16"  # what compress_weight means
+KV_DTYPE = "int4"  # what compress_cache means
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockState:
+    """What ``LanguageModel`` reads of a decode loop, ``[B, room]`` and ``[B]``, and its run."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    counts: np.ndarray
+    done: Any
+    run: Run
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadedModel(LanguageModel):
+    """params: a tree of arrays and Stored; see the module docstring."""
+
+    policy: Policy = Policy()
+    store: Store | None = None
+    recorder: Any = NO_RECORD
+
+    def generate(self, prompts: Any, *arguments: Any, **options: Any) -> list[Generation]:
+        """As LanguageModel.generate; kv_dtype and chunk default to what the policy says."""
+        if self.policy.compress_cache and options.get("kv_dtype") is None:
+            options["kv_dtype"] = KV_DTYPE
+        if self.policy.prefill_batch_size:
+            options.setdefault("chunk", self.policy.prefill_batch_size)
+        return super().generate(prompts, *arguments, **options)
+
+    def logits(self, tokens: Any, lengths: Any) -> jax.Array:
+        """Teacher-forced float32 logits ``[B, T, V]``; weights are loaded once for all rows."""
+        tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+        size = self.policy.gpu_batch_size
+        parts = [
+            (tokens[first : first + size], lengths[first : first + size])
+            for first in range(0, tokens.shape[0], size)
+        ]
+        cfg, hidden = self.config, [self._embed(part) for part, _ in parts]
+        rope = [
+            programs.positions_of(cfg, jnp.zeros_like(n), n, part.shape[1]) for part, n in parts
+        ]
+        for unit in programs.units_of(cfg, self.policy.sep_layer)[1:-1]:
+            weights = self.store.get(unit.weights(self.params, cfg.tie_embeddings))
+            alike, kind = programs.layer_config(cfg, unit)
+            hidden = [
+                programs.run_layer(alike, kind, unit.kind, weights, x, None, at[0], n, at[1])[0]
+                for x, at, (_, n) in zip(hidden, rope, parts, strict=True)
+            ]
+            jax.block_until_ready(hidden)
+        head = programs.Unit("head").weights(self.params, cfg.tie_embeddings)
+        weights = self.store.get(head)
+        logits = [programs.all_logits(cfg, weights, x) for x in hidden]
+        return jnp.concatenate(logits) if len(logits) > 1 else logits[0]
+
+    def _embed(self, tokens: jax.Array) -> programs.Hidden:
+        table = self.params["embed"]["weight"]
+        if isinstance(table, Rows):
+            rows = table.lookup(jax.device_get(tokens))
+            return programs.embed_rows(self.config, self.dtype, rows), None
+        weights = self.store.get({"embed": self.params["embed"]})
+        return programs.embed(self.config, self.dtype, weights, tokens), None
+
+    # LanguageModel's hooks
+
+    def _groups(self, rows: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        size, count = self.policy.block_size, len(rows)
+        return [list(range(first, min(first + size, count))) for first in range(0, count, size)]
+
+    def _start(
+        self,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        capacity: int,
+        room: int,
+        sampling: SamplingParams,
+        stop_ids: jax.Array,
+        options: Any,
+    ) -> BlockState:
+        check_host(self.config, self.policy, tokens.shape, capacity, options.kv_dtype, self.dtype)
+        run = Run(
+            self, tokens, lengths, sampling, stop_ids,
+            room=room, limit=options.max_new_tokens, capacity=capacity,
+            kv_dtype=options.kv_dtype, chunk=options.chunk,
+        )  # fmt: skip
+        run.step()
+        return _state(run)
+
+    def _advance(
+        self, state: BlockState, sampling: SamplingParams, stop_ids: jax.Array, until: int
+    ) -> BlockState:
+        run = state.run
+        run.end_rows(np.asarray(state.done))
+        while run.steps < until and run.active_batches():
+            run.step()
+            run.end_rows()
+        return _state(run)
+
+
+def _state(run: Run) -> BlockState:
+    parts = jax.device_get([
+        (batch.state.tokens, batch.state.logprobs, batch.state.counts, batch.state.done)
+        for batch in run.batches
+    ])  # fmt: skip
+    joined = [np.concatenate(column)[: run.rows] for column in zip(*parts, strict=True)]
+    return BlockState(*joined, run)

@@ -1,0 +1,243 @@
+"""``jaxllama plan``: the best policy for this machine, and its prediction beside the measurement.
+
+    run(source, ...) -> report (a dict)        table(report) -> text
+
+The machine is calibrated for the model's layers once (``calibration``), the policy is solved for
+(``cost_model``) or given, the model is loaded under it, and the task is run with every load, store
+and computation timed.  Of ``new_tokens`` at most ``MEASURED`` steps are run; the rate is
+extrapolated from the prefill and the mean step, as the prediction is.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.checkpoints import gguf, hf, hub
+from jaxllama.config import ModelConfig, load_config, preset_names
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import default_dtype, enable_compilation_cache, load
+from jaxllama.offload.calibration import Progress, calibrate, settings_of
+from jaxllama.offload.cost_model import (
+    LANES,
+    Limits,
+    Settings,
+    Task,
+    need_of,
+    predict,
+    solve,
+)
+from jaxllama.offload.model import OffloadedModel
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.run import Run
+from jaxllama.offload.store import available_memory, packed_bytes
+from jaxllama.offload.timeline import NO_RECORD, Event, Recorder, draw
+from jaxllama.sampling import Sampling, SamplingParams
+
+MEASURED = 8  # decode steps that are timed
+
+
+def run(
+    source: str | Path,
+    *,
+    policy: Policy | None = None,
+    dtype: Any = None,
+    scheme: str | None = None,
+    kv_dtype: Any = None,
+    rows: int = 8,
+    prompt_tokens: int = 512,
+    new_tokens: int = 32,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    disk_bytes: int | None = None,
+    random: bool = False,
+    timeline: Path | None = None,
+    progress: Progress = lambda _: None,
+) -> dict[str, Any]:
+    """See the module docstring.
+
+    policy: what to measure; solved for by default.  The limits default to what the device, the
+    system and the disk have to give.
+    """
+    enable_compilation_cache()
+    dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
+    cfg, task = _config(source, random), Task(rows, prompt_tokens, new_tokens)
+    if task.capacity > cfg.max_position:
+        raise JaxLlamaError(
+            f"plan: {prompt_tokens} + {new_tokens} tokens exceed the context of {cfg.max_position}"
+        )
+    base = Policy() if policy is None else policy
+    scheme, kv_dtype = settings_of(base, dtype, scheme, kv_dtype)
+    settings = Settings(dtype, kv_dtype, scheme)
+    costs = calibrate(cfg, dtype, scheme, kv_dtype, chunk=task.chunk, progress=progress)
+    if policy is None:
+        limits = Limits(*_limits(device_bytes, host_bytes, disk_bytes))
+        policy = solve(cfg, costs, task, limits, settings)
+    expected = predict(cfg, policy, costs, task, settings)
+    need = need_of(cfg, policy, task, settings)
+    progress(f"measuring: {policy}")
+    given = None if policy.compress_weight else scheme
+    lm = load(source, dtype, given, policy=policy, random=random)
+    assert isinstance(lm, OffloadedModel)
+    found, events = measure(lm, task, settings)
+    if timeline is not None:
+        draw(events, timeline, f"{cfg.name}: {policy}")
+    lanes = {
+        lane: {"predicted": expected.lanes[lane], "measured": found["lanes"][lane]}
+        for lane in LANES
+    }
+    return {
+        "model": cfg.name,
+        "policy": str(policy),
+        "rows": rows,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "prefill_seconds": {"predicted": expected.prefill, "measured": found["prefill"]},
+        "step_seconds": {"predicted": expected.step, "measured": found["step"]},
+        "tokens_per_second": {
+            "predicted": expected.tokens_per_second,
+            "measured": rows * new_tokens
+            / (expected.blocks * (found["prefill"] + (new_tokens - 1) * found["step"])),
+        },
+        "lanes": lanes,
+        "bytes": {
+            "device": {"predicted": need.device, "measured": found["device_bytes"]},
+            "host": {"predicted": need.host, "measured": None},
+            "disk": {"predicted": need.disk, "measured": found["disk_bytes"]},
+        },
+    }  # fmt: skip
+
+
+def command(args: Any, policy: Policy | None, kv_dtype: str | None) -> dict[str, Any]:
+    """``run`` with the command line's words."""
+    for name in ("batch", "prompt_tokens", "new_tokens"):
+        least = 3 if name == "new_tokens" else 1
+        if getattr(args, name) < least:
+            flag = "--" + name.replace("_", "-")
+            raise JaxLlamaError(f"{flag} = {getattr(args, name)}: must be at least {least}")
+    sizes = {}
+    for tier in ("device", "host", "disk"):
+        size = getattr(args, f"{tier}_gb")
+        if size is not None and size < 0:
+            raise JaxLlamaError(f"--{tier}-gb = {size}: must not be negative")
+        sizes[f"{tier}_bytes"] = None if size is None else int(size * 1e9)
+    return run(
+        args.model, policy=policy, dtype=args.dtype, scheme=args.quantize, kv_dtype=kv_dtype,
+        rows=args.batch, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
+        random=args.random, timeline=args.timeline, progress=_tell, **sizes,
+    )  # fmt: skip
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def measure(
+    lm: OffloadedModel, task: Task, settings: Settings, steps: int = MEASURED
+) -> tuple[dict[str, Any], list[Event]]:
+    """A block of the task: seconds of the prefill, of a step and of its lanes, device bytes (the
+    allocator's peak, or of live arrays where it keeps no count); and the events of two steps."""
+    rows = min(lm.policy.block_size, task.rows)
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, lm.config.vocab_size, (rows, task.prompt)), jnp.int32)
+    lengths = jnp.full((rows,), task.prompt, jnp.int32)
+    sampling = SamplingParams.stack([Sampling()] * rows, lm.config.vocab_size)
+
+    def begin() -> Run:
+        return Run(
+            lm, tokens, lengths, sampling, jnp.zeros((0,), jnp.int32),
+            room=task.new, limit=task.new, capacity=task.capacity, kv_dtype=settings.kv_dtype,
+            chunk=lm.policy.prefill_batch_size or task.chunk,
+        )  # fmt: skip
+
+    warm = begin()
+    for _ in range(min(3, task.new)):
+        warm.step()
+        warm.end_rows()
+    peak = _device_bytes(lm)
+    del warm
+    run = begin()
+    prefill = _timed(run, 1)
+    count = max(1, min(steps, task.new - 2))
+    step = _timed(run, count)
+    run.record = Recorder()
+    _timed(run, 1)
+    events, run.record = run.record.finish(), NO_RECORD
+    lanes = {lane: sum(event.seconds for event in events if event.lane == lane) for lane in LANES}
+    disk = lm.store.disk.nbytes if need_disk(lm.policy) else 0
+    report = {
+        "prefill": prefill, "step": step, "lanes": lanes, "disk_bytes": disk,
+        "device_bytes": max(peak, _device_bytes(lm)),
+    }  # fmt: skip
+    return report, events
+
+
+def need_disk(policy: Policy) -> bool:
+    return any(share.disk > 0 for share in (policy.weights, policy.cache, policy.activations))
+
+
+def _timed(run: Run, steps: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(steps):
+        run.step()
+        run.end_rows()
+    return (time.perf_counter() - begin) / steps
+
+
+def _device_bytes(lm: OffloadedModel) -> int:
+    stats = lm.store.device.memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"]
+    kind = lm.store.on_device.memory_kind
+    return sum(
+        packed_bytes(array.size, array.dtype)
+        for array in jax.live_arrays()
+        if array.sharding.memory_kind == kind and jax.dtypes.issubdtype(array.dtype, np.number)
+    )
+
+
+def _config(source: str | Path, random: bool) -> ModelConfig:
+    if random or str(source) in preset_names():
+        return load_config(source)
+    path = hub.resolve(source)
+    return gguf.read_config(path) if path.suffix == ".gguf" else hf.read_config(path)
+
+
+def _limits(*given: int | None) -> tuple[int | None, int | None, int | None]:
+    device, host, disk = given
+    stats = jax.devices()[0].memory_stats() or {}
+    folder = hub.cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    return (
+        stats.get("bytes_limit") if device is None else device,
+        available_memory() if host is None else host,
+        shutil.disk_usage(folder).free if disk is None else disk,
+    )
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people."""
+
+    def row(name: str, pair: dict[str, Any], unit: float, words: str) -> str:
+        both = [
+            f"{pair[key] / unit:12.2f}" if pair[key] is not None else f"{'':>12}"
+            for key in ("predicted", "measured")
+        ]
+        return f"{name:18}{''.join(both)}  {words}"
+
+    lines = [f"policy            {report['policy']}", f"{'':18}{'predicted':>12}{'measured':>12}"]
+    lines.append(row("prefill", report["prefill_seconds"], 1e-3, "ms"))
+    lines.append(row("step", report["step_seconds"], 1e-3, "ms"))
+    for lane, pair in report["lanes"].items():
+        lines.append(row(f"  {lane}", pair, 1e-3, "ms a step"))
+    lines.append(row("throughput", report["tokens_per_second"], 1, "tokens/s"))
+    for tier, pair in report["bytes"].items():
+        lines.append(row(f"{tier} memory" if tier != "disk" else tier, pair, 1e6, "MB"))
+    return "\n".join(lines)

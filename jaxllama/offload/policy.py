@@ -1,0 +1,161 @@
+"""Policy: where weights, cache and activations live, and in what order the work is done.
+
+    Policy.parse("20 80 0 100 0 100")      FlexGen's six numbers
+    Policy.parse("0 100 100 0 100 0 gpu_batch_size=8 num_gpu_batches=4 compress_weight=true")
+
+The six numbers are percentages of weights, cache and activations, each on the device and in host
+memory; the rest is on disk.  They divide every tensor by rows, not the set of tensors, so any
+percentage can be met.  Source: FlexGen (arXiv 2303.06865), section 4.
+
+Left out: percentages a layer, and compression that differs between tiers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from jaxllama.errors import JaxLlamaError
+
+PERCENTAGES = (
+    "weights_device", "weights_host", "cache_device", "cache_host",
+    "activations_device", "activations_host",
+)  # fmt: skip
+
+
+class Shares(NamedTuple):
+    """Percentages of a tensor's rows on the device and in host memory; the rest is on disk."""
+
+    device: float
+    host: float
+
+    @property
+    def disk(self) -> float:
+        return 100.0 - self.device - self.host
+
+    def rows(self, total: int) -> tuple[int, int, int]:
+        """How many of ``total`` rows each tier holds, in the order device, host, disk."""
+        device = round(total * self.device / 100)
+        host = round(total * (self.device + self.host) / 100)
+        return device, host - device, total - host
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """FlexGen's search space.
+
+    gpu_batch_size: rows that one program computes; num_gpu_batches: how many such batches share
+    one load of a unit's weights (their product is a block, and larger inputs run block by block).
+    overlap: load the next unit's weights and the next batch's cache, and store the previous
+    batch's results, while a unit computes.
+    sep_layer: attention and feed-forward are two units, so that half as many weights are on the
+    device at once.
+    compress_weight: 4-bit weights in groups (the scheme "w4a16"); compress_cache: a 4-bit cache.
+    cpu_attention: decode attends to keys in host memory on the CPU, where they lie.
+    attn_sparsity: share of a row's older keys whose values decode reads.
+    prefill_batch_size: tokens of a prompt that go through a unit at once; 0: the caller's choice.
+    """
+
+    weights_device: float = 100.0
+    weights_host: float = 0.0
+    cache_device: float = 100.0
+    cache_host: float = 0.0
+    activations_device: float = 100.0
+    activations_host: float = 0.0
+    gpu_batch_size: int = 8
+    num_gpu_batches: int = 1
+    overlap: bool = True
+    sep_layer: bool = False
+    compress_weight: bool = False
+    compress_cache: bool = False
+    cpu_attention: bool = False
+    attn_sparsity: float = 1.0
+    prefill_batch_size: int = 0
+
+    def __post_init__(self) -> None:
+        for kind in ("weights", "cache", "activations"):
+            shares = getattr(self, kind)
+            for name, value in (("device", shares.device), ("host", shares.host)):
+                if not 0 <= value <= 100:
+                    raise JaxLlamaError(f"policy: {kind}_{name} = {value:g}: must be 0 to 100")
+            if shares.disk < 0:
+                raise JaxLlamaError(
+                    f"policy: {kind}: {shares.device:g}% + {shares.host:g}% exceed 100%"
+                )
+        for name in ("gpu_batch_size", "num_gpu_batches"):
+            if getattr(self, name) < 1:
+                raise JaxLlamaError(f"policy: {name} = {getattr(self, name)}: must be at least 1")
+        if self.prefill_batch_size < 0:
+            raise JaxLlamaError(
+                f"policy: prefill_batch_size = {self.prefill_batch_size}: must not be negative"
+            )
+        if not 0 < self.attn_sparsity <= 1:
+            raise JaxLlamaError(f"policy: attn_sparsity = {self.attn_sparsity}: must be in (0, 1]")
+        if self.cpu_attention and self.cache_device + self.cache_host != 100:
+            raise JaxLlamaError("policy: cpu_attention reads host memory: no cache may be on disk")
+
+    @property
+    def weights(self) -> Shares:
+        return Shares(self.weights_device, self.weights_host)
+
+    @property
+    def cache(self) -> Shares:
+        return Shares(self.cache_device, self.cache_host)
+
+    @property
+    def activations(self) -> Shares:
+        return Shares(self.activations_device, self.activations_host)
+
+    @property
+    def block_size(self) -> int:
+        """Rows that share one load of the weights."""
+        return self.gpu_batch_size * self.num_gpu_batches
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """Six percentages, then any ``field=value``; see the module docstring."""
+        words = text.replace(",", " ").split()
+        numbers = [word for word in words if "=" not in word]
+        if len(numbers) != 6:
+            raise JaxLlamaError(
+                f"policy {text!r}: expected six percentages (weights, cache, activations; each on "
+                f"the device and in host memory), found {len(numbers)}"
+            )
+        values = {name: _number(name, word) for name, word in zip(PERCENTAGES, numbers)}  # noqa: B905
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        options = [name for name in fields if name not in PERCENTAGES]
+        for word in (word for word in words if "=" in word):
+            name, _, value = word.partition("=")
+            if name not in options:
+                raise JaxLlamaError(
+                    f"policy: unknown option {name!r}; allowed: {', '.join(options)}"
+                )
+            values[name] = _value(name, value, type(fields[name].default))
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """What ``parse`` reads back: the percentages, then what is not at its default."""
+        words = [f"{getattr(self, name):g}" for name in PERCENTAGES]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in PERCENTAGES and value != field.default:
+                words.append(f"{field.name}={str(value).lower()}")
+        return " ".join(words)
+
+
+def _number(name: str, word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise JaxLlamaError(f"policy: {name} = {word!r}: expected a percentage") from None
+
+
+def _value(name: str, word: str, kind: type) -> bool | int | float:
+    if kind is bool:
+        if word.lower() not in ("true", "false"):
+            raise JaxLlamaError(f"policy: {name} = {word!r}: expected true or false")
+        return word.lower() == "true"
+    try:
+        return kind(word)
+    except ValueError:
+        raise JaxLlamaError(f"policy: {name} = {word!r}: expected a number") from None

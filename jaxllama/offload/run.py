@@ -1,0 +1,326 @@
+"""Run: one block of rows on its way through an offloaded model, from prompts to the last token.
+
+    run = Run(model, ...)      run.step() gives every row one token; the first step is the prefill
+
+It is the ``Work`` of ``schedule``: it knows what each load, store and computation is.  The rows are
+cut into batches of one size (the last is filled up with empty rows), each with its sampling state,
+its cache a layer and its hidden states.  A prompt goes through each unit in pieces of ``chunk``
+tokens, as the resident model's prefill does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama import generation
+from jaxllama.cache import Cache, KVCache, init_cache
+from jaxllama.generation import GenerateState
+from jaxllama.offload import units as programs
+from jaxllama.offload.cpu_attention import SplitCache, decode_layer
+from jaxllama.offload.layer_cache import LayerCache
+from jaxllama.offload.schedule import Overlapped, serial
+from jaxllama.offload.store import Rows, is_stored, moves, wait
+from jaxllama.offload.units import LayerState, Rope, Unit, layer_config
+from jaxllama.sampling import History, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllama.offload.model import OffloadedModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tokens ``[B, T]`` that go through the model at once; lengths: how many of each row count."""
+
+    tokens: jax.Array
+    lengths: jax.Array
+    positions: jax.Array
+    rope: Rope
+    slots: jax.Array | None = None  # of one token a row: its place in the cache, if it has one
+
+
+@dataclasses.dataclass
+class Batch:
+    """Rows that one program computes.  hidden: of each piece, possibly stored."""
+
+    state: GenerateState
+    sampling: SamplingParams
+    caches: dict[int, LayerCache | SplitCache]
+    pieces: list[Piece]
+    hidden: Any = None
+    live: bool = True  # a row still wants tokens
+
+    @property
+    def lengths(self) -> jax.Array:
+        return self.state.cache.lengths
+
+
+class Run:
+    """See the module docstring.  tokens ``[B, T]`` right-padded, lengths ``[B]``; capacity: of the
+    cache; room: columns for new tokens, of which at most ``limit`` are asked for."""
+
+    def __init__(
+        self,
+        model: OffloadedModel,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        sampling: SamplingParams,
+        stop_ids: jax.Array,
+        *,
+        room: int,
+        limit: int,
+        capacity: int,
+        kv_dtype: Any,
+        chunk: int,
+    ) -> None:
+        self.model, self.cfg, self.policy = model, model.config, model.policy
+        self.stop_ids, self.room, self.capacity = stop_ids, room, capacity
+        self.limit = limit
+        self.kv_dtype = jnp.dtype(kv_dtype).name
+        self.record = model.recorder
+        self.units = programs.units_of(self.cfg, self.policy.sep_layer)
+        if not self._embeds_by_unit():
+            self.units = self.units[1:]
+        self.moves = {
+            "cache": self.policy.cache.device < 100, "hidden": self.policy.activations.device < 100
+        }  # fmt: skip
+        self.filled, self.steps = tokens.shape[1], 0
+        self.rows = tokens.shape[0]
+        self.batches = [self._batch(*part, chunk) for part in self._cut(tokens, lengths, sampling)]
+        self._known: tuple[Any, Any] = (None, None)  # the weights loaded last
+        self._overlapped = Overlapped(model.store.lanes) if self.policy.overlap else None
+
+    # Rows to batches
+
+    def _cut(self, tokens: jax.Array, lengths: jax.Array, sampling: SamplingParams):
+        count = -(-self.rows // self.policy.gpu_batch_size)
+        size = -(-self.rows // count)
+        empty = count * size - self.rows
+
+        def fill(leaf: jax.Array) -> jax.Array:
+            return jnp.concatenate([leaf, jnp.repeat(leaf[:1], empty, axis=0)]) if empty else leaf
+
+        tokens, sampling = jax.tree.map(fill, (tokens, sampling))
+        lengths = jnp.pad(lengths, (0, empty))
+        for first in range(0, count * size, size):
+            yield jax.tree.map(lambda x: x[first : first + size], (tokens, lengths, sampling))  # noqa: B023
+
+    def _batch(
+        self, tokens: jax.Array, lengths: jax.Array, sampling: SamplingParams, chunk: int
+    ) -> Batch:
+        batch = tokens.shape[0]
+        chunk = min(chunk, tokens.shape[1])
+        blank = jnp.zeros((batch,), jnp.int32)
+        pieces = [
+            self._piece(
+                tokens[:, at : at + chunk],
+                jnp.minimum(lengths, at),
+                jnp.clip(lengths - at, 0, chunk),
+                lengths,
+                chunk,
+            )
+            for at in range(0, tokens.shape[1], chunk)
+        ]
+        history = None
+        if sampling.penalties:
+            history = History.of_prompt(tokens, lengths, self.cfg.vocab_size)
+        state = GenerateState(
+            tokens=jnp.zeros((batch, self.room), jnp.int32),
+            logprobs=jnp.zeros((batch, self.room), jnp.float32),
+            counts=blank,
+            done=lengths == 0,
+            step=jnp.int32(0),
+            cache=Cache((), blank),
+            history=history,
+        )
+        caches = {
+            layer: self._layer_cache(kind, layer, batch)
+            for layer, kind in enumerate(self.cfg.layer_types)
+        }
+        return Batch(state, sampling, caches, pieces)
+
+    def _layer_cache(self, kind: str, layer: int, batch: int) -> LayerCache | SplitCache:
+        empty = functools.partial(
+            _empty_state, self.cfg, layer, batch, self.capacity, self.kv_dtype
+        )
+        if self.policy.cpu_attention and kind == "attention":
+            return SplitCache(self.policy.cache, empty)
+        return LayerCache(self.model.store, self.policy.cache, empty)
+
+    def _piece(
+        self, tokens: jax.Array, start: jax.Array, lengths: jax.Array, total: jax.Array, width: int
+    ) -> Piece:
+        tokens = jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
+        positions, rope = programs.positions_of(self.cfg, start, total, width)
+        return Piece(tokens, lengths, positions, rope)
+
+    # One step
+
+    def step(self) -> None:
+        """The prefill, or one more token a row."""
+        for index in self.active_batches():
+            batch = self.batches[index]
+            if self.steps > 0:
+                batch.pieces = [Piece(*_next_piece(self.cfg, self.capacity, batch.state))]
+            if not self._embeds_by_unit():
+                self.store_hidden(index, [self._embed(piece) for piece in batch.pieces])
+        if self._overlapped is None:
+            serial(self)
+        else:
+            self._overlapped.step(self, last=self.steps + 1 >= self.limit)
+        self.steps += 1
+        self.filled += 1
+
+    def end_rows(self, done: np.ndarray | None = None) -> None:
+        """See which rows have stopped; done ``[B]``: those that the caller wants to stop."""
+        for index, batch in enumerate(self.batches):
+            own = jax.device_get(batch.state.done)
+            if done is not None:
+                wanted = own.copy()
+                first = index * len(own)
+                part = done[first : first + len(own)]
+                wanted[: len(part)] |= part
+                if (wanted != own).any():
+                    own = wanted
+                    batch.state = dataclasses.replace(batch.state, done=jnp.asarray(own))
+            batch.live = not own.all()
+
+    def _embeds_by_unit(self) -> bool:
+        table = self.model.params["embed"]["weight"]
+        return not isinstance(table, Rows) and moves(table)
+
+    def _embed(self, piece: Piece) -> programs.Hidden:
+        table = self.model.params["embed"]["weight"]
+        if isinstance(table, Rows):
+            rows = table.lookup(jax.device_get(piece.tokens))
+            return programs.embed_rows(self.cfg, self.model.dtype, rows), None
+        weights = self.model.store.get({"embed": self.model.params["embed"]})
+        return programs.embed(self.cfg, self.model.dtype, weights, piece.tokens), None
+
+    # The Work of a step
+
+    def active_batches(self) -> list[int]:
+        return [index for index, batch in enumerate(self.batches) if batch.live]
+
+    def load_weights(self, unit: Unit) -> Any:
+        tree = unit.weights(self.model.params, self.cfg.tie_embeddings)
+        with self.record("load weights", unit):
+            # A tied table serves the head of one step and the embedding of the next.
+            stored, arrays = self._known
+            known = {}
+            if stored is not None:
+                leaves = jax.tree.leaves(stored, is_leaf=is_stored)
+                known = dict(zip(map(id, leaves), jax.tree.leaves(arrays), strict=True))
+            loaded = jax.block_until_ready(self.model.store.get(tree, known))
+        shared = self.cfg.tie_embeddings and unit.kind in ("head", "embed")
+        self._known = (tree, loaded) if shared else (None, None)
+        return loaded
+
+    def load_cache(self, unit: Unit, batch: int) -> LayerState | None:
+        if not unit.has_cache:
+            return None
+        cache = self.batches[batch].caches[unit.layer]
+        if not cache.moves:
+            return cache.load()
+        with self.record("load cache", unit, batch):
+            return jax.block_until_ready(cache.load())
+
+    def load_hidden(self, batch: int) -> Any:
+        hidden = self.batches[batch].hidden
+        if not self.moves["hidden"]:
+            return hidden
+        with self.record("load hidden", None, batch):
+            return jax.block_until_ready(self.model.store.get(hidden))
+
+    def compute(
+        self, unit: Unit, index: int, weights: Any, cache: LayerState | None, hidden: Any
+    ) -> tuple[LayerState | None, Any]:
+        with self.record.computing(unit, index) as out:
+            batch = self.batches[index]
+            if unit.kind == "embed":
+                hidden = [
+                    (programs.embed(self.cfg, self.model.dtype, weights, piece.tokens), None)
+                    for piece in batch.pieces
+                ]
+            elif unit.kind == "head":
+                self._head(batch, weights, hidden)
+                hidden = None
+            else:
+                hidden, cache = self._layer(unit, batch, weights, cache, hidden)
+            out.append(batch.state.tokens if hidden is None else hidden)
+        return cache, hidden
+
+    def _layer(
+        self, unit: Unit, batch: Batch, weights: Any, cache: Any, hidden: Any
+    ) -> tuple[Any, Any]:
+        cfg, kind = layer_config(self.cfg, unit)
+        results = []
+        for piece, x in zip(batch.pieces, hidden, strict=True):
+            at, part = (piece.positions, piece.lengths, piece.rope), unit.kind
+            if isinstance(cache, tuple):  # decode, with attention on the CPU
+                x, cache = decode_layer(cfg, weights, x, cache, *at)
+                part = "feed"
+            if part != "feed":
+                x, cache = programs.run_layer(cfg, kind, part, weights, x, cache, *at)
+            elif unit.kind != "mix":
+                x, _ = programs.run_layer(cfg, kind, "feed", weights, x, None, *at)
+            results.append(x)
+        return results, cache
+
+    def _head(self, batch: Batch, weights: Any, hidden: Any) -> None:
+        last = None
+        for piece, x in zip(batch.pieces, hidden, strict=True):
+            last = programs.last_hidden(self.cfg, weights, x, piece.lengths, last)
+        scores = programs.head_logits(self.cfg, weights, last)
+        lengths = batch.lengths
+        for piece in batch.pieces:
+            lengths = lengths + piece.lengths
+        state = dataclasses.replace(batch.state, cache=Cache((), lengths))
+        batch.state = _emit(state, scores, batch.sampling, self.stop_ids)
+
+    def store_cache(self, unit: Unit, index: int, cache: LayerState | None) -> None:
+        if not unit.has_cache:
+            return
+        batch = self.batches[index]
+        home = batch.caches[unit.layer]
+        if not home.moves:
+            home.save(cache, None, 0)
+            return
+        slots = batch.pieces[0].slots if isinstance(cache, KVCache) else None
+        with self.record("store cache", unit, index):
+            home.save(jax.block_until_ready(cache), slots, self.filled)
+            wait(home.stored)
+
+    def store_hidden(self, index: int, hidden: Any) -> None:
+        batch = self.batches[index]
+        if not self.moves["hidden"]:
+            batch.hidden = hidden
+            return
+        with self.record("store hidden", None, index):
+            old = batch.hidden
+            stored = self.model.store.put(jax.block_until_ready(hidden), self.policy.activations)
+            batch.hidden = wait(stored)
+            self.model.store.free(old)
+
+
+def _empty_state(cfg: Any, layer: int, batch: int, capacity: int, dtype: str) -> LayerState:
+    one = cfg.replace(n_layers=1, layer_types=(cfg.layer_types[layer],), first_window_layer=0)
+    return init_cache(one, batch, capacity, dtype).layers[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _next_piece(cfg: Any, capacity: int, state: GenerateState) -> tuple[Any, ...]:
+    """The fields of the Piece that a decode step adds: each row's newest token."""
+    start = state.cache.lengths
+    newest = jax.lax.dynamic_index_in_dim(state.tokens, state.step - 1, 1)
+    lengths = (~state.done).astype(jnp.int32)
+    positions, rope = programs.positions_of(cfg, start, start + lengths, 1)
+    return newest, lengths, positions, rope, jnp.where(lengths > 0, start, capacity)
+
+
+_emit = jax.jit(generation.emit, donate_argnums=0)

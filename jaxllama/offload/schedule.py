@@ -1,0 +1,163 @@
+"""The two orders in which a step's work is done: the serial loop, and the overlapped one.
+
+A step gives every row of a block one token.  Its work is unit by unit, and in each unit batch by
+batch (FlexGen's zig-zag): the weights of a unit are loaded once for all batches of the block.
+
+    ``serial``       load, compute and store one after the other: this is the paper's Algorithm
+    ``Overlapped``   while unit j computes batch k, the weights of unit j + 1 and the cache and
+                     hidden states of batch k + 1 load, and the results of batch k - 1 are stored
+
+Both call the same methods of a ``Work`` with the same arguments, so both give the same tokens.  At
+most two units' weights and two batches' caches are on the device: a load begins when the
+computation that used its room is done.
+
+Source: FlexGen (arXiv 2303.06865), section 4.1 and Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import jax
+
+from jaxllama.offload.units import Unit
+
+LANES = ("weights", "cache", "hidden", "store")
+
+
+class Work(Protocol):
+    """What a step is made of.  ``compute`` returns at once with arrays that are still being
+    computed; everything else returns when it is done."""
+
+    units: list[Unit]
+    moves: dict[str, bool]  # whether "cache" and "hidden" ever leave the device
+
+    def active_batches(self) -> list[int]: ...
+    def load_weights(self, unit: Unit) -> Any: ...
+    def load_cache(self, unit: Unit, batch: int) -> Any: ...
+    def load_hidden(self, batch: int) -> Any: ...
+    def compute(self, unit: Unit, batch: int, weights: Any, cache: Any, hidden: Any) -> Any: ...
+    def store_cache(self, unit: Unit, batch: int, cache: Any) -> None: ...
+    def store_hidden(self, batch: int, hidden: Any) -> None: ...
+
+
+def serial(work: Work) -> None:
+    """One step, one thing after the other."""
+    for unit in work.units:
+        weights = work.load_weights(unit)
+        for batch in work.active_batches():
+            cache = work.load_cache(unit, batch)
+            hidden = work.load_hidden(batch)
+            cache, hidden = jax.block_until_ready(work.compute(unit, batch, weights, cache, hidden))
+            work.store_cache(unit, batch, cache)
+            work.store_hidden(batch, hidden)
+
+
+class Overlapped:
+    """``step`` does one step; the weights that it loads ahead are kept for the next one.  It keeps
+    no reference to the work, so that what a run holds is free as soon as the run is.
+
+    lanes: a thread for each of ``LANES``.
+    """
+
+    def __init__(self, lanes: dict[str, ThreadPoolExecutor]) -> None:
+        self._lanes = lanes
+        self._weights: Future[Any] | _Now | None = None
+        self._stored: dict[Any, Future[Any] | _Now] = {}  # the last store of each thing
+
+    def step(self, work: Work, last: bool) -> None:
+        """last: no step follows, so nothing is loaded for it."""
+        units, batches = work.units, work.active_batches()
+        slots = [(unit, batch) for unit in units for batch in batches]
+        if self._weights is None:
+            self._weights = self._load("weights", None, work.load_weights, units[0])
+        cache = self._load_cache(work, None, *slots[0])
+        hidden = self._load_hidden(work, slots[0][1])
+        previous, stores = None, []
+        for index, (unit, batch) in enumerate(slots):
+            following = slots[index + 1] if index + 1 < len(slots) else None
+            if batch == batches[0]:
+                weights = self._weights.result()
+                after = units[(units.index(unit) + 1) % len(units)]
+                if last and unit is units[-1]:
+                    self._weights = None
+                else:
+                    self._weights = self._load("weights", previous, work.load_weights, after)
+            own_cache, own_hidden = cache.result(), hidden.result()
+            if following is not None:
+                cache = self._load_cache(work, previous, *following)
+                if following[1] != batch:
+                    hidden = self._load_hidden(work, following[1])
+            new_cache, new_hidden = work.compute(unit, batch, weights, own_cache, own_hidden)
+            del own_cache, own_hidden
+            for store in stores:
+                store.result()
+            stores = [
+                self._store(work, "cache", (unit, batch), work.store_cache, unit, batch, new_cache),
+                self._store(work, "hidden", batch, work.store_hidden, batch, new_hidden),
+            ]
+            if following is not None and following[1] == batch:
+                hidden = self._load_hidden(work, batch)
+            previous = new_hidden
+            del new_cache, new_hidden
+            if batch == batches[-1]:
+                del weights
+        for store in stores:
+            store.result()
+
+    def _load_cache(self, work: Work, previous: Any, unit: Unit, batch: int) -> Future[Any] | _Now:
+        if not work.moves["cache"] or not unit.has_cache:
+            return _Now(work.load_cache(unit, batch))
+        stored = self._stored.get((unit, batch))
+
+        def load() -> Any:
+            if stored is not None:
+                stored.result()
+            return work.load_cache(unit, batch)
+
+        return self._load("cache", previous, load)
+
+    def _load_hidden(self, work: Work, batch: int) -> Future[Any] | _Now:
+        stored = self._stored.get(batch)
+        if not work.moves["hidden"]:
+            return _Now(work.load_hidden(batch))
+
+        def load() -> Any:
+            if stored is not None:
+                stored.result()
+            return work.load_hidden(batch)
+
+        return self._load("hidden", None, load)
+
+    def _load(
+        self, lane: str, previous: Any, load: Callable[..., Any], *arguments: Any
+    ) -> Future[Any]:
+        """Load when ``previous``, the computation that used the room, is done."""
+
+        def job() -> Any:
+            jax.block_until_ready(previous)
+            return load(*arguments)
+
+        return self._lanes[lane].submit(job)
+
+    def _store(
+        self, work: Work, what: str, key: Any, store: Callable[..., None], *arguments: Any
+    ) -> Future[Any] | _Now:
+        if work.moves[what]:
+            done: Future[Any] | _Now = self._lanes["store"].submit(store, *arguments)
+        else:
+            done = _Now(store(*arguments))
+        self._stored[key] = done
+        return done
+
+
+class _Now:
+    """A result that is there already: what does not move needs no thread."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def result(self) -> Any:
+        return self._value

@@ -1,0 +1,132 @@
+"""Recorder: when each load, computation and store of an offloaded run began and ended.
+
+    recorder = Recorder();  lm = dataclasses.replace(lm, recorder=recorder);  lm.generate(...)
+    recorder.events;  draw(recorder.events, "timeline.png")
+
+Loads and stores are timed where they run.  A computation is dispatched and ends later, so a thread
+waits for its result; it begins when it was dispatched and the one before it was done.  Recording
+costs that thread; ``NO_RECORD`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.offload.units import Unit
+
+LANES = ("load weights", "load cache", "load hidden", "compute", "store cache", "store hidden")
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One bar of the picture; seconds since the recorder was made."""
+
+    lane: str
+    unit: str
+    batch: int | None
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+class Recorder:
+    """Collects events from every thread."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._zero = time.perf_counter()
+        self._lock = threading.Lock()
+        self._watcher = ThreadPoolExecutor(1, "offload-watch")
+        self._free_at = 0.0  # when the last computation ended
+
+    @contextlib.contextmanager
+    def __call__(self, lane: str, unit: Unit | None, batch: int | None = None) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._add(lane, unit, batch, begin, time.perf_counter())
+
+    @contextlib.contextmanager
+    def computing(self, unit: Unit, batch: int) -> Iterator[list[Any]]:
+        """The caller puts what is computed into the list."""
+        begin = time.perf_counter()
+        out: list[Any] = []
+        yield out
+        self._watcher.submit(self._watch, unit, batch, begin, out)
+
+    def finish(self) -> list[Event]:
+        """Every event, in order of beginning, when all computations are done."""
+        self._watcher.shutdown(wait=True)
+        return sorted(self.events, key=lambda event: event.begin)
+
+    def _watch(self, unit: Unit, batch: int, begin: float, out: list[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # donated meanwhile, so it was done
+            jax.block_until_ready(out)
+        end = time.perf_counter()
+        self._add("compute", unit, batch, max(begin, self._free_at), end)
+        self._free_at = end
+
+    def _add(
+        self, lane: str, unit: Unit | None, batch: int | None, begin: float, end: float
+    ) -> None:
+        with self._lock:
+            name = "" if unit is None else str(unit)
+            self.events.append(Event(lane, name, batch, begin - self._zero, end - self._zero))
+
+
+class _NoRecord:
+    """Records nothing."""
+
+    @contextlib.contextmanager
+    def __call__(self, *_: Any) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def computing(self, *_: Any) -> Iterator[list[Any]]:
+        yield []
+
+
+NO_RECORD = _NoRecord()
+
+
+def draw(events: Sequence[Event], path: str | Path, title: str = "") -> None:
+    """A picture: one lane a kind of work, one bar an event, coloured by unit.  Needs matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise JaxLlamaError("a timeline picture needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lanes = [lane for lane in LANES if any(event.lane == lane for event in events)]
+    units = list(dict.fromkeys(event.unit for event in events if event.unit))
+    colors = pyplot.get_cmap("tab20")
+    figure, axes = pyplot.subplots(figsize=(14, 1.2 + 0.6 * len(lanes)), layout="constrained")
+    zero = min(event.begin for event in events)
+    span = max(event.end for event in events) - zero
+    for event in events:
+        color = colors(units.index(event.unit) % 20) if event.unit else "0.6"
+        row, left = lanes.index(event.lane), (event.begin - zero) * 1e3
+        axes.barh(row, event.seconds * 1e3, left=left, height=0.8, color=color, edgecolor="white",
+                  linewidth=0.3)  # fmt: skip
+        if event.unit and event.seconds > span / 45:
+            axes.text(left + event.seconds * 5e2, row, event.unit.replace("layer_", ""),
+                      ha="center", va="center", fontsize=7)  # fmt: skip
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
+    axes.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,91 @@
+"""AWQ: protect the weights that meet large activations by scaling them up before rounding.
+
+    s(alpha) = m ** alpha       m = mean |x| or sqrt(mean x^2), alpha in {0, 0.1, ... 1}, with the
+                                least output error
+    error    = || (Q(W s) / s - W) X ||^2 = trace(D H D^T),   H = X X^T
+
+H is all that is needed of the activations, so the error is that of every calibration token and not
+of a sample.  Then clipping: for each group of each row the share of its range, from 1 down to 0.5,
+with the least error of that group's own part of the output (H's diagonal block).
+
+Source: arXiv 2306.00978, equations 4 and 5, and its code's search for clipping.  Different here: H
+in place of stored activations; the error is each weight's output where the code takes the
+attention's or the feed-forward's; the root mean square competes with the mean, since a channel that
+only an attention sink makes large is small on average; o is scaled under GQA too (``sites``).  Pure
+functions of (weights, activations' statistics).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllama.quantization.rounding import rounded
+
+ALPHAS = tuple(round(0.1 * step, 1) for step in range(11))
+SHRINKS = tuple(round(1.0 - 0.05 * step, 2) for step in range(11))
+
+# (dtype of the words, columns per scale, zero points) of a weight.
+Grid = tuple[str, int, bool]
+
+
+@functools.partial(jax.jit, static_argnames=("grids", "n_channels"))
+def search_scales(
+    weights: tuple[jax.Array, ...],
+    hessian: jax.Array,
+    magnitude: jax.Array,
+    channel: jax.Array,
+    *,
+    grids: tuple[Grid, ...],
+    n_channels: int,
+) -> tuple[jax.Array, jax.Array]:
+    """(s ``[n_channels]``, the errors of all candidates) for weights ``[N_i, K]`` of one input.
+
+    hessian ``[K, K]`` and magnitude ``[K]``: sums of x x^T and means of |x|; channel ``[K]``: which
+    scale an input channel shares.  The first candidate, alpha 0, is no scaling, so the result is
+    never worse than that.
+    """
+
+    def scales(size: jax.Array) -> jax.Array:
+        shared = jax.ops.segment_max(size, channel, n_channels)
+        shared = jnp.maximum(shared, 1e-6 * jnp.max(shared) + 1e-12)
+        s = shared[None, :] ** jnp.asarray(ALPHAS, jnp.float32)[:, None]
+        return s / jnp.sqrt(jnp.max(s, axis=1) * jnp.min(s, axis=1))[:, None]
+
+    def error(s: jax.Array) -> jax.Array:
+        s = s[channel]
+        total = jnp.float32(0.0)
+        for weight, (dtype, group, zeros) in zip(weights, grids, strict=True):
+            w = weight.astype(jnp.float32)
+            total += output_error(rounded(w * s, dtype, group, zeros) / s - w, hessian)
+        return total
+
+    candidates = jnp.concatenate((scales(magnitude), scales(jnp.sqrt(jnp.diagonal(hessian)))))
+    errors = lax.map(error, candidates)
+    return candidates[jnp.argmin(errors)], errors
+
+
+@functools.partial(jax.jit, static_argnames=("grid",))
+def search_clip(weight: jax.Array, hessian: jax.Array, *, grid: Grid) -> jax.Array:
+    """The share of each group's range that its grid should cover, ``[N, K / group]``."""
+    dtype, group, zeros = grid
+    w = weight.astype(jnp.float32)
+    n, k = w.shape
+    groups = jnp.arange(k // group)
+    blocks = hessian.reshape(k // group, group, k // group, group)[groups, :, groups]  # [G, g, g]
+
+    def error(shrink: jax.Array) -> jax.Array:
+        delta = (rounded(w, dtype, group, zeros, shrink) - w).reshape(n, -1, group)
+        product = jnp.einsum("ngi,gij->ngj", delta, blocks, precision=lax.Precision.HIGHEST)
+        return jnp.sum(product * delta, axis=-1)
+
+    shrinks = jnp.asarray(SHRINKS, jnp.float32)
+    return shrinks[jnp.argmin(lax.map(error, shrinks), axis=0)]
+
+
+def output_error(delta: jax.Array, hessian: jax.Array) -> jax.Array:
+    """``|| delta X ||^2`` from ``hessian = X X^T``."""
+    return jnp.sum(jnp.matmul(delta, hessian, precision=lax.Precision.HIGHEST) * delta)

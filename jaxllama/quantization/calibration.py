@@ -1,0 +1,252 @@
+"""What calibration sees: windows of text, and statistics of every weight's input, block by block.
+
+    tokens = windows(tokenizer, text, 512, 32)          int32 [n, T]
+    h = embed(cfg, params, tokens)                      [n, T, D]
+    stats = observe(cfg, kind, layer, h)                {site: Stats} of one block
+    h = advance(cfg, kind, layer, h)                    through that block, as it now is
+
+Tokens count by how much an error in them can matter:
+
+    w_t = (1 + attention that t receives, summed over queries) / size_t
+
+An attention sink (arXiv 2309.17453) is one token in hundreds, and every query reads its key and
+value; counted once it is sacrificed for the others (token importance: RSQ, arXiv 2503.01820).  What
+reads the block's input counts the attention of this block, the rest that of the next, which reads
+what they make.
+size_t is ``mean(h_t^2)`` for o and down, whose outputs are felt relative to the residual stream
+that the next norm divides by its size, and 1 for the others, whose inputs come from a norm.  The
+same sink has activations hundreds of times the others' in some layers (2402.17762): without the
+division a second moment that sums over tokens sees nothing else.  A GLA layer's tokens receive no
+attention.
+
+Only the hidden states of one layer's border are kept, so memory grows with the calibration text's
+length and not with the model's depth.  One program serves all layers of a kind: a layer's
+parameters are arguments.  The residual pair (x, pending) of ``model.Block`` is summed at the
+border.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxllama.config import ModelConfig, configs_dir
+from jaxllama.errors import JaxLlamaError
+from jaxllama.layers import Embedding, Linear, RMSNorm, matmul
+from jaxllama.model import Block
+from jaxllama.quantization.sites import Layer, sites
+from jaxllama.rope import apply_rope, rope_tables
+from jaxllama.tokenizer import Tokenizer
+from pallas_kernels.blockwise_attention import attention_scores, is_visible
+from pallas_kernels.qtensor import QTensor, dequantize
+
+DEFAULT_TEXT = configs_dir() / "texts" / "calibration.txt"
+SAMPLE = 512  # tokens of a site's input that are kept whole
+_ADDED = ("mixer/o", "mlp/down")  # sites whose readers' outputs join the residual stream
+BATCH = 8  # windows that go through a block at once
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Of a site's input x ``[tokens, K]``, in float32.
+
+    hessian ``[K, K]``: sum of w x x^T over tokens of weight w, or None where no method asks for it.
+    total, felt ``[K]``: sum and maximum of sqrt(w) |x|; peak ``[K]``: maximum of |x| as it is.
+    sample ``[S, K]``: evenly spaced tokens, as they are; weight ``[S, 1]``: theirs.
+    """
+
+    hessian: jax.Array | None
+    total: jax.Array
+    felt: jax.Array
+    peak: jax.Array
+    sample: jax.Array
+    weight: jax.Array
+
+    def scaled(self, s: jax.Array) -> Stats:
+        """The statistics of ``x / s``."""
+        inverse = 1.0 / s
+        hessian = self.hessian
+        if hessian is not None:
+            hessian = hessian * inverse[:, None] * inverse[None, :]
+        columns = (self.total, self.felt, self.peak, self.sample)
+        return Stats(hessian, *(part * inverse for part in columns), self.weight)
+
+
+def windows(tokenizer: Tokenizer | None, text: str, window: int, samples: int) -> np.ndarray:
+    """Up to ``samples`` windows of the text's tokens, int32 ``[n, T]``, evenly spread over it.
+
+    A text shorter than one window is one window.  Raises JaxLlamaError for a model without a
+    tokenizer or a text of fewer than two tokens.
+    """
+    if tokenizer is None:
+        raise JaxLlamaError("calibration needs text, and this model has no tokenizer")
+    ids = np.asarray(tokenizer.encode(text), np.int32)
+    if ids.size < 2:
+        raise JaxLlamaError(f"the calibration text has {ids.size} tokens: at least 2 are needed")
+    window = min(window, ids.size)
+    rows = ids[: ids.size // window * window].reshape(-1, window)
+    chosen = np.linspace(0, len(rows) - 1, min(samples, len(rows)))
+    return rows[np.round(chosen).astype(int)]
+
+
+def embed(cfg: ModelConfig, params: dict[str, Any], tokens: np.ndarray) -> list[jax.Array]:
+    """The residual stream before the first block, in batches of at most ``BATCH`` rows."""
+    count = -(-len(tokens) // BATCH)
+    size = -(-len(tokens) // count)
+    return [
+        _embed(cfg, params["embed"], jnp.asarray(tokens[first : first + size]),
+               params["norm"]["weight"].dtype.name)
+        for first in range(0, len(tokens), size)
+    ]  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "dtype"))
+def _embed(cfg: ModelConfig, params: Layer, tokens: jax.Array, dtype: str) -> jax.Array:
+    embedding = Embedding(cfg.vocab_size, cfg.d_model)
+    x = embedding.apply({"params": params}, tokens, jnp.dtype(dtype))
+    return x * jnp.asarray(cfg.d_model**0.5, x.dtype) if cfg.embedding_scale else x
+
+
+def observe(
+    cfg: ModelConfig,
+    kind: str,
+    layer: Layer,
+    h: list[jax.Array],
+    *,
+    hessian: bool,
+    following: Layer | None = None,
+) -> dict[str, Stats]:
+    """Statistics of the input of every site of a block (or of the "head").
+
+    following: the next block's parameters, if it is an attention block.
+    """
+    if following is not None:
+        qkv = following["mixer"]["qkv"]
+        following = {"mixer_norm": following["mixer_norm"], "qkv": qkv}
+    keep = -(-SAMPLE // len(h))
+    sums, samples = None, []
+    for batch in h:
+        part, sample = _observe(cfg, kind, layer, following, batch, hessian, keep)
+        sums = part if sums is None else _merge(sums, part)
+        samples.append(sample)
+    assert sums is not None
+    return {
+        name: Stats(*parts, *map(jnp.concatenate, zip(*(x[name] for x in samples), strict=True)))
+        for name, parts in sums.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 5, 6))
+def _observe(
+    cfg: ModelConfig,
+    kind: str,
+    layer: Layer,
+    following: Layer | None,
+    h: jax.Array,
+    hessian: bool,
+    keep: int,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """({site: (hessian, total, felt, peak)}, {site: (sample, weight)}) of one batch."""
+    inputs: dict[tuple[str, ...], jax.Array] = {}
+
+    outputs: dict[tuple[str, ...], jax.Array] = {}
+
+    def look(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        out = call(*args, **kwargs)
+        if isinstance(context.module, Linear):
+            inputs[context.module.path], outputs[context.module.path] = args[0], out
+        return out
+
+    if kind == "head":
+        norm = RMSNorm(cfg.d_model, cfg.norm_eps)
+        inputs[("head",)] = norm.apply({"params": layer["norm"]}, h)
+        after = h
+    else:
+        with nn.intercept_methods(look):
+            after = _through(cfg, kind, layer, h)
+    size = jnp.mean(jnp.square(after.astype(jnp.float32)), axis=-1).reshape(-1, 1)
+    before = later = jnp.ones_like(size)
+    if kind == "attention":
+        before = 1 + _attention_received(cfg, outputs["mixer", "qkv"]).reshape(-1, 1)
+    if following is not None:
+        y = RMSNorm(cfg.d_model, cfg.norm_eps).apply({"params": following["mixer_norm"]}, after)
+        qkv = matmul(y, following["qkv"]["weight"], following["qkv"].get("bias"))
+        later = 1 + _attention_received(cfg, qkv).reshape(-1, 1)
+    sums, samples = {}, {}
+    for site in sites(cfg, kind):
+        x = inputs[tuple(site.readers[0].split("/"))].astype(jnp.float32)
+        x = x.reshape(-1, x.shape[-1])
+        weight = before if site.source in ("mixer_norm", "norm") else later
+        if site.name in _ADDED:
+            weight = weight / (size + cfg.norm_eps)
+        felt = x * jnp.sqrt(weight)
+        second = jnp.matmul(felt.T, felt, precision=lax.Precision.HIGHEST) if hessian else None
+        felt, at = jnp.abs(felt), np.linspace(0, len(x) - 1, min(keep, len(x))).astype(int)
+        peak = jnp.max(jnp.abs(x), axis=0)
+        sums[site.name] = (second, jnp.sum(felt, axis=0), jnp.max(felt, axis=0), peak)
+        samples[site.name] = (x[at], weight[at])
+    return sums, samples
+
+
+def _attention_received(cfg: ModelConfig, qkv: jax.Array) -> jax.Array:
+    """``qkv[B, T, (N + 2K) H]`` -> ``[B, T]``: the weights that queries give a token, summed over
+    the queries of its window and averaged over heads."""
+    batch, length, _ = qkv.shape
+    positions = jnp.arange(length, dtype=jnp.int32)[None]
+    rope = rope_tables(cfg.rope, cfg.head_dim, positions, jnp.full((1,), length, jnp.int32))
+    visible = is_visible(positions, positions, cfg.sliding_window)[:, None, None]
+
+    def one(row: jax.Array) -> jax.Array:
+        heads = row.reshape(1, length, cfg.n_heads + 2 * cfg.n_kv_heads, cfg.head_dim)
+        q, k, _ = jnp.split(heads, (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads), axis=2)
+        scores = attention_scores(apply_rope(q, *rope), apply_rope(k, *rope))
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        return jnp.sum(weights, axis=(0, 1, 2, 3)) / cfg.n_heads
+
+    return lax.map(one, qkv)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _merge(one: Any, two: Any) -> Any:
+    def both(a: Any, b: Any) -> Any:
+        hessian = None if a[0] is None else a[0] + b[0]
+        return hessian, a[1] + b[1], jnp.maximum(a[2], b[2]), jnp.maximum(a[3], b[3])
+
+    return {name: both(one[name], two[name]) for name in one}
+
+
+def advance(cfg: ModelConfig, kind: str, layer: Layer, h: list[jax.Array]) -> list[jax.Array]:
+    """The residual stream behind a block."""
+    return [_advance(cfg, kind, layer, batch) for batch in h]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _advance(cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array) -> jax.Array:
+    # A weight-only product is the product with the floats it stands for; forming them once for a
+    # whole batch of windows is the quicker way here.
+    def plain(leaf: Any) -> Any:
+        weight_only = isinstance(leaf, QTensor) and leaf.activations is None
+        return dequantize(leaf, h.dtype) if weight_only else leaf
+
+    layer = jax.tree.map(plain, layer, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    return _through(cfg, kind, layer, h)
+
+
+def _through(cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array) -> jax.Array:
+    batch, length, _ = h.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    lengths = jnp.full((batch,), length, jnp.int32)
+    rope = None
+    if kind == "attention":
+        rope = rope_tables(cfg.rope, cfg.head_dim, positions, lengths)
+    block = Block(cfg, kind)
+    x, pending, _ = block.apply({"params": layer}, h, None, None, positions, lengths, rope)
+    return x + pending

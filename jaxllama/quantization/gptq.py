@@ -1,0 +1,140 @@
+"""GPTQ: round one input column after the other, and let the later ones make up for each error.
+
+    H = X X^T + damping;   H^-1 = U^T U, U upper triangular
+    for each column j:   q_j = round(w_j);   w_i -= (w_j - q_j) U_ji / U_jj   for i > j
+
+Columns go in the order of H's diagonal, largest first (act-order), while every group keeps the grid
+that its columns have in the weight as given ("static groups"): the best of both without a
+permutation that the matmul would have to undo.  The grid may be clipped (``awq.search_clip``),
+which is what GPTQ's code calls "mse".
+
+Source: arXiv 2210.17323, algorithm 1, with its blocks of columns; U comes from one Cholesky factor
+of H with rows and columns reversed and one triangular solve, in place of an explicit inverse.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.quantization.awq import Grid
+from jaxllama.quantization.rounding import grid as make_grid
+from jaxllama.quantization.rounding import reciprocal, to_words
+from pallas_kernels.qtensor import QTensor
+
+DAMPING = 0.01  # of the mean of H's diagonal
+_BLOCK = 128
+
+
+def gptq(
+    weight: jax.Array,
+    hessian: jax.Array,
+    shrink: jax.Array | float = 1.0,
+    *,
+    grid: Grid,
+    scale_dtype: DTypeLike = jnp.float32,
+) -> QTensor:
+    """``weight[N, K]`` as a QTensor whose output error under ``hessian[K, K]`` is small.
+
+    grid: (dtype of the words, columns per scale, zero points); shrink: one per group, or a number.
+    An input that was always zero rounds to nearest.  Where H is too near singular for float32 the
+    damping grows tenfold, twice at most; raises JaxLlamaError if that is not enough.
+    """
+    n, k = weight.shape
+    if hessian.shape != (k, k):
+        raise JaxLlamaError(
+            f"gptq: a weight of {k} inputs needs a [{k}, {k}] hessian, not {list(hessian.shape)}"
+        )
+    for damping in (DAMPING, 10 * DAMPING, 100 * DAMPING):
+        words, finite = _gptq(
+            weight, hessian, shrink, damping, grid=grid, scale_dtype=jnp.dtype(scale_dtype).name
+        )
+        if finite:
+            return words
+    raise JaxLlamaError(
+        f"gptq: the inputs' second moments [{k}, {k}] are not positive definite even with "
+        f"{100 * DAMPING:g} of their mean added: calibrate with more text"
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("grid", "scale_dtype"))
+def _gptq(
+    weight: jax.Array,
+    hessian: jax.Array,
+    shrink: jax.Array | float,
+    damping: jax.Array | float,
+    *,
+    grid: Grid,
+    scale_dtype: str,
+) -> tuple[QTensor, jax.Array]:
+    """(the words, whether the factor of H is finite)."""
+    dtype, group, zeros = grid
+    w = weight.astype(jnp.float32)
+    n, k = w.shape
+    scale, zero = make_grid(w, dtype, group, zeros, shrink, scale_dtype)
+
+    diagonal = jnp.diagonal(hessian)
+    order = jnp.argsort(-diagonal, stable=True)
+    upper = inverse_factor(hessian, order, damping)
+
+    # Everything is held [K, N], so that a column of the weight is a row in memory.
+    columns_of = order // group
+    scales = scale.astype(jnp.float32)[:, columns_of].T
+    inverses = reciprocal(scale)[:, columns_of].T
+    zeros_of = None if zero is None else zero.astype(jnp.float32)[:, columns_of].T
+    block = math.gcd(k, _BLOCK)
+
+    def one_column(i: jax.Array, carry: tuple[jax.Array, ...], begin: jax.Array):
+        rows, errors, steps_out = carry
+        at = begin + i
+        row = rows[i]
+        shift = 0.0 if zeros_of is None else zeros_of[at]
+        word = to_words(row * inverses[at] + shift, dtype).astype(jnp.float32)
+        error = (row - (word - shift) * scales[at]) / upper[at, at]
+        weights = lax.dynamic_slice(upper, (at, begin), (1, block))[0]
+        # U is zero left of its diagonal: columns already rounded do not move.
+        rows = rows - weights[:, None] * error[None, :]
+        return rows, errors.at[i].set(error), steps_out.at[i].set(word)
+
+    def one_block(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
+        values, chosen = carry
+        begin = index * block
+        rows = lax.dynamic_slice_in_dim(values, begin, block)
+        blank = jnp.zeros_like(rows)
+        _, errors, picked = lax.fori_loop(
+            0, block, functools.partial(one_column, begin=begin), (rows, blank, blank)
+        )
+        # The rest of the matrix hears of the block at once.
+        ahead = lax.dynamic_slice_in_dim(upper, begin, block)
+        later = jnp.arange(k)[None, :] >= begin + block
+        ahead = jnp.where(later, ahead, 0.0)
+        values = values - jnp.matmul(ahead.T, errors, precision=lax.Precision.HIGHEST)
+        return values, lax.dynamic_update_slice_in_dim(chosen, picked, begin, 0)
+
+    start = (w[:, order].T, jnp.zeros((k, n), jnp.float32))
+    _, chosen = lax.fori_loop(0, k // block, one_block, start)
+    q = jnp.zeros((n, k), jnp.float32).at[:, order].set(chosen.T)
+    return QTensor(q.astype(dtype), scale, zero), jnp.all(jnp.isfinite(upper))
+
+
+def inverse_factor(hessian: jax.Array, order: jax.Array, damping: jax.Array | float) -> jax.Array:
+    """U, upper triangular, with ``(H + damping mean(diag H) I)^-1 = U^T U`` in the given order.
+
+    Inputs that were always zero get a diagonal of 1, so that they stand alone.  NaN where the
+    damped H is not positive definite in float32.
+    """
+    diagonal = jnp.diagonal(hessian)
+    dead = jnp.where(diagonal > 0, 0.0, 1.0)
+    ridge = damping * jnp.mean(diagonal) + dead
+    h = hessian + jnp.diag(ridge)
+    h = h[order][:, order]
+    lower = jnp.linalg.cholesky(h[::-1, ::-1])
+    reversed_upper = lower[::-1, ::-1]  # R, upper, with H = R R^T
+    identity = jnp.eye(h.shape[0], dtype=jnp.float32)
+    return jax.scipy.linalg.solve_triangular(reversed_upper, identity, lower=False)

@@ -1,0 +1,266 @@
+"""Calibrated quantization of a model, layer by layer.
+
+    calibrate(cfg, params, tokens, plan, method, ...) -> (params, [one report entry per weight])
+
+For each block, in order: statistics of its weights' inputs behind the blocks that are already
+quantized; scales per channel (AWQ, SmoothQuant), folded into the block; rounding (to nearest, or
+GPTQ's); the error of each weight; on to the next.  Then an untied head.
+
+    rtn          nothing is searched; statistics serve the report and fp8-static's scales
+    awq          weight-only schemes: scales, and clipping of int4 groups
+    gptq         any scheme: its rounding, on grids clipped as AWQ clips them (int4)
+    smoothquant  w8a8, fp8, fp8-static: scales
+
+Where a method has nothing to say to a weight's scheme (a mixed plan), that weight is rounded to
+nearest.  With ``work`` every finished layer is stored and not done again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.quantization import awq, smoothquant
+from jaxllama.quantization.calibration import Stats, advance, embed, observe
+from jaxllama.quantization.gptq import gptq
+from jaxllama.quantization.report import weight_errors
+from jaxllama.quantization.rounding import grid as make_grid
+from jaxllama.quantization.rounding import words
+from jaxllama.quantization.scheme import Plan, Scheme, round_weight
+from jaxllama.quantization.sites import Layer, Site, fold, get, put, row_factor, sites
+from jaxllama.quantization.work import Work
+from pallas_kernels.qtensor import QTensor
+
+METHODS = ("rtn", "awq", "gptq", "smoothquant")
+_FP8_MAX = 448.0
+_INT8_MAX = 127.0
+
+
+def check_method(plan: Plan, method: str) -> None:
+    """Raises JaxLlamaError for a method that is none, or has nothing to do under the plan."""
+    if method not in METHODS:
+        raise JaxLlamaError(f"method {method!r} is not one of {', '.join(METHODS)}")
+    if not plan.schemes:
+        raise JaxLlamaError(f"scheme {plan.text!r} quantizes nothing")
+    uses = [_searches(scheme, method) for scheme in plan.schemes]
+    if method in ("awq", "smoothquant") and not any(uses):
+        what = "w4a16 or w8a16" if method == "awq" else "w8a8, fp8 or fp8-static"
+        raise JaxLlamaError(f"method {method!r} is for {what}, and the scheme is {plan.text!r}")
+
+
+def _searches(scheme: Scheme, method: str) -> bool:
+    """Whether the method searches scales for a weight of this scheme."""
+    if method == "awq":
+        return scheme.activations is None
+    return method == "smoothquant" and scheme.activations is not None
+
+
+def calibrate(
+    cfg: ModelConfig,
+    params: dict[str, Any],
+    tokens: np.ndarray,
+    plan: Plan,
+    method: str,
+    *,
+    scale_dtype: DTypeLike | None = None,
+    work: Work | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The quantized parameters and ``report.weight_errors`` of every quantized weight.
+
+    tokens: int32 ``[n, T]``, ``calibration.windows``.  scale_dtype: of groups' scales, the weights'
+    by default (whole rows have float32).  progress is told of weight bytes that are done.
+    Raises JaxLlamaError for a model that is already quantized, a method that does not fit, or
+    naming the weight whose inputs are not finite.
+    """
+    check_method(plan, method)
+    is_quantized = [isinstance(leaf, QTensor) for leaf in _leaves(params)]
+    if any(is_quantized):
+        raise JaxLlamaError(
+            f"{cfg.name}: {sum(is_quantized)} weights are already quantized; calibrate floats"
+        )
+    run = _Run(plan, method, params["norm"]["weight"].dtype if scale_dtype is None else scale_dtype)
+    stages = [(f"layer_{index}", kind) for index, kind in enumerate(cfg.layer_types)]
+    out, report = dict(params), []
+    if "weight" in params["embed"] and plan.of("embed") is not None:
+        scheme = plan.of("embed")
+        assert scheme is not None
+        if scheme.activations is not None:
+            raise JaxLlamaError(f"scheme {plan.text!r}: an embedding needs a weight-only scheme")
+        out["embed"] = {"weight": round_weight(params["embed"]["weight"], scheme, "embed")}
+    h: list[jax.Array] | None = None
+    for index, (name, kind) in enumerate(stages):
+        stored = None if work is None else work.load(name)
+        if stored is not None:
+            out[name], entries = stored
+        else:
+            if h is None:
+                h = embed(cfg, params, tokens) if index == 0 else _stored_hidden(work, name)
+            layer_cfg = cfg.replace(sliding_window=cfg.window_of(index))
+            next_kind = cfg.layer_types[index + 1] if index + 1 < cfg.n_layers else "head"
+            following = params[f"layer_{index + 1}"] if next_kind == "attention" else None
+            out[name], entries = run.layer(layer_cfg, kind, name, params[name], h, following)
+            h = advance(layer_cfg, kind, out[name], h)
+            if work is not None:
+                following = stages[index + 1][0] if index + 1 < len(stages) else "head"
+                work.save(name, out[name], entries, following, h)
+        report += entries
+        progress(sum(leaf.nbytes for leaf in _leaves(params[name])))
+    if "head" in params and plan.of("head") is not None:
+        h = _stored_hidden(work, "head") if h is None else h
+        last = {"norm": params["norm"], "head": params["head"]}
+        done, entries = run.layer(cfg, "head", "", last, h)
+        out.update(done)
+        report += entries
+        progress(params["head"]["weight"].nbytes)
+    return out, report
+
+
+def _stored_hidden(work: Work | None, name: str) -> list[jax.Array]:
+    assert work is not None
+    return work.hidden(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What is the same for every layer."""
+
+    plan: Plan
+    method: str
+    scale_dtype: DTypeLike
+
+    def layer(
+        self,
+        cfg: ModelConfig,
+        kind: str,
+        prefix: str,
+        layer: Layer,
+        h: list[jax.Array],
+        following: Layer | None = None,
+    ) -> tuple[Layer, list[dict[str, Any]]]:
+        """(the layer quantized, its report entries)."""
+        hessian = self.method in ("awq", "gptq")
+        stats = observe(cfg, kind, layer, h, hessian=hessian, following=following)
+        n_tokens = sum(batch.shape[0] * batch.shape[1] for batch in h)
+        scales = {}
+        for site in sites(cfg, kind):
+            seen = stats[site.name]
+            if not bool(jnp.all(jnp.isfinite(seen.peak))):
+                raise JaxLlamaError(
+                    f"calibration: the inputs of {_join(prefix, site.readers[0])} hold NaN or "
+                    "infinity"
+                )
+            s = self._scales(site, layer, prefix, seen, n_tokens)
+            if s is not None:
+                scales[site.name] = s
+        folded = fold(cfg, kind, layer, scales)
+        done, entries = folded, []
+        for site in sites(cfg, kind):
+            one = jnp.ones((len(site.channel),), jnp.float32)
+            s = site.spread(scales[site.name]) if site.name in scales else one
+            seen = stats[site.name].scaled(s)
+            for reader in site.readers:
+                scheme = self.plan.of(_join(prefix, reader))
+                if scheme is None:
+                    continue
+                name = _join(prefix, reader)
+                words = self._round(get(folded, reader)["weight"], scheme, seen, name)
+                done = put(done, reader, "weight", words)
+                weight = get(layer, reader)["weight"]
+                rows = _row_scales(cfg, kind, reader, weight.shape[0], scales)
+                errors = weight_errors(weight, words, stats[site.name], s, rows)
+                entries.append({"weight": name, "scheme": _describe(words), **errors})
+        return done, entries
+
+    def _scales(
+        self, site: Site, layer: Layer, prefix: str, seen: Stats, n_tokens: int
+    ) -> jax.Array | None:
+        """The method's scale of each of the source's channels; None for no scaling."""
+        chosen = []
+        for reader in site.readers:
+            scheme = self.plan.of(_join(prefix, reader))
+            if scheme is not None and _searches(scheme, self.method):
+                chosen.append((get(layer, reader)["weight"], scheme, _join(prefix, reader)))
+        if not chosen:
+            return None
+        weights = tuple(weight for weight, _, _ in chosen)
+        channel = jnp.asarray(site.channel)
+        if self.method == "awq":
+            grids = tuple(_grid(weight, scheme, name) for weight, scheme, name in chosen)
+            s, _ = awq.search_scales(
+                weights, seen.hessian, seen.total / n_tokens, channel,
+                grids=grids, n_channels=site.n_channels,
+            )  # fmt: skip
+            return s
+        scheme = chosen[0][1]
+        s, _ = smoothquant.search_scales(
+            weights, seen.sample, seen.weight, seen.felt, seen.peak, channel,
+            dtype=scheme.activations, static=scheme.static, n_channels=site.n_channels,
+        )  # fmt: skip
+        return s
+
+    def _round(self, weight: jax.Array, scheme: Scheme, seen: Stats, name: str) -> QTensor:
+        """The folded weight as a QTensor; ``seen`` is of the folded inputs."""
+        grid = _grid(weight, scheme, name)
+        scale_dtype = jnp.float32 if scheme.group_size is None else self.scale_dtype
+        shrink: jax.Array | float = 1.0
+        # A grid with zero points is tight already: GPTQ gains nothing from clipping it.
+        searched = self.method == "awq" or (self.method == "gptq" and not scheme.zeros)
+        if searched and scheme.weights == "int4":
+            shrink = awq.search_clip(weight, seen.hessian, grid=grid)
+        if self.method == "gptq":
+            out = gptq(weight, seen.hessian, shrink, grid=grid, scale_dtype=scale_dtype)
+        else:
+            out = _nearest(weight, shrink, grid=grid, scale_dtype=jnp.dtype(scale_dtype).name)
+        out = dataclasses.replace(out, activations=scheme.activations)
+        if scheme.static:
+            top = _FP8_MAX if scheme.activations == "float8_e4m3fn" else _INT8_MAX
+            out = dataclasses.replace(out, input_scale=jnp.max(seen.peak) / top)
+        return out
+
+
+@functools.partial(jax.jit, static_argnames=("grid", "scale_dtype"))
+def _nearest(
+    weight: jax.Array, shrink: jax.Array | float, *, grid: awq.Grid, scale_dtype: str
+) -> QTensor:
+    dtype, group, zeros = grid
+    scale, zero = make_grid(weight, dtype, group, zeros, shrink, scale_dtype)
+    return QTensor(words(weight, scale, zero, dtype), scale, zero)
+
+
+def _grid(weight: jax.Array, scheme: Scheme, name: str) -> awq.Grid:
+    return scheme.weights, scheme.group_of(weight.shape[-1], name), scheme.zeros
+
+
+def _row_scales(
+    cfg: ModelConfig, kind: str, path: str, n_rows: int, scales: dict[str, jax.Array]
+) -> jax.Array:
+    """What folding divided each row of a weight by."""
+    for site in sites(cfg, kind):
+        if site.source == path and site.rows is not None and site.name in scales:
+            return row_factor(site, n_rows, scales[site.name])
+    return jnp.ones((n_rows,), jnp.float32)
+
+
+def _describe(w: QTensor) -> str:
+    name = jnp.dtype(w.dtype).name
+    group = "" if w.scale.shape[-1] == 1 else f" g{w.group_size}"
+    zero = "" if w.zero is None else " zero"
+    return name + group + zero + (f" x {w.activations}" if w.activations else "")
+
+
+def _join(prefix: str, path: str) -> str:
+    return f"{prefix}/{path}" if prefix else path
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, QTensor))

@@ -1,0 +1,108 @@
+"""How far each quantized weight is from its floats: numbers, and a picture.
+
+    weight_errors(weight, words, stats, s, rows) -> {"weight_error", "output_error", "cosine"}
+    picture(entries, path)
+
+weight_error is ``||W' - W|| / ||W||``; output_error ``||y' - y|| / ||y||`` and cosine the angle
+between y = x W^T and what the quantized weight makes of the same calibration inputs x, with the
+inputs quantized where its scheme says so; tokens weigh as in ``calibration``.  Folded scales are
+undone on both sides, so that methods can be compared.  The picture needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.layers import matmul
+from jaxllama.quantization.calibration import Stats
+from pallas_kernels.qtensor import QTensor, dequantize
+
+
+def weight_errors(
+    weight: jax.Array, words: QTensor, stats: Stats, s: jax.Array, rows: jax.Array
+) -> dict[str, float]:
+    """See the module docstring; s ``[K]`` divided the inputs and rows ``[N]`` the outputs."""
+    seen = (stats.sample, jnp.sqrt(stats.weight))
+    values = jax.device_get(_errors(weight, words, seen, s, rows))
+    return {key: float(value) for key, value in values.items()}
+
+
+@jax.jit
+def _errors(
+    weight: jax.Array,
+    words: QTensor,
+    seen: tuple[jax.Array, jax.Array],
+    s: jax.Array,
+    rows: jax.Array,
+) -> dict[str, jax.Array]:
+    w, (x, weight_of) = weight.astype(jnp.float32), seen
+    y = jnp.matmul(x, w.T, precision=lax.Precision.HIGHEST) * weight_of
+    got = matmul(x / s, words) * rows * weight_of
+    off = dequantize(words) * rows[:, None] / s - w
+    return {
+        "weight_error": _norm(off) / _norm(w),
+        "output_error": _norm(got - y) / _norm(y),
+        "cosine": jnp.sum(got * y) / (_norm(got) * _norm(y)),
+    }
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(jnp.square(x)))
+
+
+def picture(entries: list[dict[str, Any]], path: str | Path, title: str) -> None:
+    """A PNG of weight and output errors along the layers, one line per kind of weight.
+
+    Raises JaxLlamaError where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise JaxLlamaError(
+            f"{path}: a picture needs matplotlib: pip install 'jaxllama[experiment]'"
+        ) from None
+    lines: dict[str, tuple[list[int], dict[str, list[float]]]] = {}
+    last = 1 + max((_layer(entry["weight"]) for entry in entries), default=0)
+    for entry in entries:
+        name = entry["weight"].rsplit("/", 1)[-1]
+        at, values = lines.setdefault(name, ([], {}))
+        at.append(_layer(entry["weight"]) if "/" in entry["weight"] else last)
+        for key in ("weight_error", "output_error"):
+            values.setdefault(key, []).append(entry[key])
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots(1, 2)
+    for axis, key, label in zip(
+        axes, ("weight_error", "output_error"), ("weights", "outputs"), strict=True
+    ):
+        for name, (at, values) in lines.items():
+            axis.plot(at, values[key], marker="o", markersize=3, linewidth=1, label=name)
+        axis.set_xlabel("layer")
+        axis.set_ylabel(f"relative error of {label}")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _layer(name: str) -> int:
+    first = name.split("/", 1)[0]
+    return int(first.removeprefix("layer_")) if first.startswith("layer_") else 0
+
+
+def write(report: dict[str, Any], path: str | Path) -> None:
+    """The report of ``quantize_checkpoint`` as JSON, or as a picture, by the file's ending."""
+    path = Path(path)
+    if path.suffix == ".png":
+        title = f"{report['method']} {report['scheme']}"
+        return picture(report["errors"], path, title)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

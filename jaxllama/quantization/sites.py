@@ -1,0 +1,142 @@
+"""Sites: where one activation feeds weights of a block, and what can absorb a scale per channel.
+
+    sites(cfg, kind) -> (Site, ...)
+    fold(cfg, kind, layer, {site: s}) -> layer      the same function of x, for any s > 0
+
+AWQ and SmoothQuant multiply input channel j of a weight by s_j and divide the activation by it.
+The division costs nothing where whatever makes the activation can take it:
+
+    mixer_norm -> qkv, or GLA's q, k, v, g and gk_0      the norm's weight / s
+    v          -> o                                      v's rows of qkv / s
+    g_norm     -> o (GLA)                                g_norm's weight / s
+    mlp_norm   -> gate_up                                the norm's weight / s
+    up         -> down                                   up's rows of gate_up / s
+    norm       -> head                                   the last norm's weight / s
+
+With GQA each v channel is read by the G query heads of its group, and GLA's g_norm is shared by all
+heads, so those input channels of o share one s ("tied": ``Site.channel`` says which).  AWQ's code
+leaves o alone under GQA; tying keeps part of the gain.  Source: AWQ (arXiv 2306.00978), section
+3.2; SmoothQuant (2211.10438), section 4.  A GLA value that went through a short convolution's SiLU
+is no obstacle, since o reads it behind g_norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.config import ModelConfig
+
+Layer = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """readers: the Linears that take the activation, as paths; only ``quantized`` ones of them are
+    ever rounded.  source: what makes it; rows: the slice of the source's rows that does, None for a
+    norm's weight.  channel ``[K]``: the source's channel behind each input channel."""
+
+    name: str
+    readers: tuple[str, ...]
+    source: str
+    rows: tuple[int, int] | None
+    channel: np.ndarray
+
+    @property
+    def n_channels(self) -> int:
+        """Scales that can be chosen freely."""
+        return int(self.channel.max()) + 1
+
+    def tie(self, x: jax.Array) -> jax.Array:
+        """The largest of ``x[K]`` among the input channels that share a scale."""
+        return jax.ops.segment_max(x, jnp.asarray(self.channel), self.n_channels)
+
+    def spread(self, s: jax.Array) -> jax.Array:
+        """Scales of the source's channels as scales of the input channels ``[K]``."""
+        return s[self.channel]
+
+
+def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
+    """The sites of a block of ``kind`` ("attention", "gla"), or of the "head"."""
+    model = np.arange(cfg.d_model)
+    if kind == "head":
+        return (Site("head", ("head",), "norm", None, model),)
+    mlp = (
+        Site("mlp/gate_up", ("mlp/gate_up",), "mlp_norm", None, model),
+        Site(
+            "mlp/down", ("mlp/down",), "mlp/gate_up", (cfg.d_ff, 2 * cfg.d_ff), np.arange(cfg.d_ff)
+        ),
+    )
+    if kind == "attention":
+        n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
+        shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
+        heads = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)
+        rows = ((n + n_kv) * h, (n + 2 * n_kv) * h)
+        return (
+            Site("mixer/qkv", ("mixer/qkv",), "mixer_norm", None, model),
+            Site("mixer/o", ("mixer/o",), "mixer/qkv", rows, heads),
+            *mlp,
+        )
+    assert cfg.gla is not None
+    readers = ("q", "k", "v", "g", "gk_0") if cfg.gla.use_output_gate else ("q", "k", "v", "gk_0")
+    value = np.tile(np.arange(cfg.gla_head_dims[1]), cfg.gla.n_heads)
+    inputs = tuple(f"mixer/{name}" for name in readers)
+    return (
+        Site("mixer/q", inputs, "mixer_norm", None, model),
+        Site("mixer/o", ("mixer/o",), "mixer/g_norm", None, value),
+        *mlp,
+    )
+
+
+def get(layer: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The module's parameters at a path such as ``mlp/down``."""
+    for name in path.split("/"):
+        layer = layer[name]
+    return layer  # type: ignore[return-value]
+
+
+def put(layer: Layer, path: str, leaf: str, value: Any) -> Layer:
+    """A copy of the tree with one leaf replaced."""
+    first, _, rest = path.partition("/")
+    inner = layer[first]
+    new = put(inner, rest, leaf, value) if rest else {**inner, leaf: value}
+    return {**layer, first: new}
+
+
+def fold(cfg: ModelConfig, kind: str, layer: Layer, scales: Mapping[str, jax.Array]) -> Layer:
+    """The layer with every site's channels scaled: readers' columns times s, the source over s.
+
+    scales: by site name, ``s[n_channels]``; a site that is missing stays as it is.  Computed in
+    float32, one cast to each parameter's dtype.
+    """
+    for site in sites(cfg, kind):
+        if site.name not in scales:
+            continue
+        s = scales[site.name].astype(jnp.float32)
+        for reader in site.readers:
+            layer = _times(layer, reader, "weight", site.spread(s)[None, :])
+        inverse = 1.0 / s
+        if site.rows is None:
+            layer = _times(layer, site.source, "weight", inverse)
+            continue
+        whole = row_factor(site, get(layer, site.source)["weight"].shape[0], inverse)
+        layer = _times(layer, site.source, "weight", whole[:, None])
+        if "bias" in get(layer, site.source):
+            layer = _times(layer, site.source, "bias", whole)
+    return layer
+
+
+def row_factor(site: Site, n_rows: int, factor: jax.Array) -> jax.Array:
+    """``factor`` at the site's rows of its source, 1 at the others."""
+    assert site.rows is not None
+    return jnp.ones((n_rows,), jnp.float32).at[site.rows[0] : site.rows[1]].set(factor)
+
+
+def _times(layer: Layer, path: str, leaf: str, factor: jax.Array) -> Layer:
+    value = get(layer, path)[leaf]
+    return put(layer, path, leaf, (value.astype(jnp.float32) * factor).astype(value.dtype))

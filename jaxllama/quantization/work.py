@@ -1,0 +1,131 @@
+"""A folder of finished layers, so that a calibration that was killed goes on where it stopped.
+
+    work = Work(folder);  work.save("layer_3", layer, entries, "layer_4", hidden)
+    work.load("layer_3") -> (layer, entries) | None;   work.hidden("layer_4") -> [h, ...]
+
+A layer counts as finished when its file is there; files appear whole, by rename, hidden states
+before the layer that they follow.  The folder's name carries ``fingerprint`` of everything that the
+result depends on, so that another run's layers are never taken for this one's.  Bits are kept as
+they are, whatever the dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.errors import JaxLlamaError
+from pallas_kernels.qtensor import QTensor
+
+
+def fingerprint(facts: dict[str, Any], arrays: Iterable[Any]) -> str:
+    """A hash of plain facts and of arrays, bit by bit."""
+    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12)
+    for array in arrays:
+        array = np.asarray(array)
+        digest.update(f"{array.dtype.name}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    folder: Path
+
+    def save(
+        self,
+        name: str,
+        layer: dict[str, Any],
+        entries: list[dict[str, Any]],
+        following: str,
+        hidden: list[jax.Array],
+    ) -> None:
+        """Keep a finished layer and the hidden states behind it; those before it go."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        states = {str(index): batch for index, batch in enumerate(hidden)}
+        _write(self.folder / f"hidden-{following}.npz", states, None)
+        _write(self.folder / f"{name}.npz", layer, entries)
+        (self.folder / f"hidden-{name}.npz").unlink(missing_ok=True)
+
+    def load(self, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+        path = self.folder / f"{name}.npz"
+        return _read(path) if path.is_file() else None
+
+    def hidden(self, name: str) -> list[jax.Array]:
+        states, _ = _read(self.folder / f"hidden-{name}.npz")
+        return [states[str(index)] for index in range(len(states))]
+
+
+def _write(path: Path, tree: dict[str, Any], note: Any) -> None:
+    arrays: dict[str, np.ndarray] = {}
+    leaves: dict[str, Any] = {}
+
+    def add(key: str, value: Any) -> None:
+        array = np.asarray(value)
+        leaves[key] = [array.dtype.name, list(array.shape)]
+        arrays[key] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+    for key, leaf in _flatten(tree):
+        if not isinstance(leaf, QTensor):
+            add(key, leaf)
+            continue
+        static = {}
+        for field in dataclasses.fields(leaf):
+            value = getattr(leaf, field.name)
+            if field.metadata.get("static"):
+                static[field.name] = value
+            elif value is not None:
+                add(f"{key}.{field.name}", value)
+        leaves[key] = static
+    head = json.dumps({"leaves": leaves, "note": note}).encode()
+    temporary = path.with_suffix(".partial")
+    with open(temporary, "wb") as file:
+        np.savez(file, head=np.frombuffer(head, np.uint8), **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Any]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            head = json.loads(file["head"].tobytes())
+            values = {
+                key: jnp.asarray(file[key].view(jnp.dtype(spec[0])).reshape(spec[1]))
+                for key, spec in head["leaves"].items()
+                if isinstance(spec, list)
+            }
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise JaxLlamaError(f"{path}: not a finished layer: {error}; delete the folder") from None
+    tree: dict[str, Any] = {}
+    for key, spec in head["leaves"].items():
+        if "." in key:
+            continue
+        leaf = values.get(key)
+        if isinstance(spec, dict):
+            own = {k.partition(".")[2]: v for k, v in values.items() if k.startswith(key + ".")}
+            leaf = QTensor(**own, **spec)
+        *rooms, last = key.split("/")
+        room = tree
+        for name in rooms:
+            room = room.setdefault(name, {})
+        room[last] = leaf
+    return tree, head["note"]
+
+
+def _flatten(tree: dict[str, Any], at: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{at}{key}/")
+        else:
+            yield at + key, value
