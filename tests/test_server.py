@@ -1,0 +1,541 @@
+"""The HTTP server over an engine without a model: bodies, limits, errors, streams, disconnects.
+
+Requests go over real sockets to uvicorn; the official client and a real engine are in
+``test_server_openai``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx2")
+
+from fake_engine import FakeEngine
+from http_server import NAME, byte_tokenizer, client, serving
+from models import LLAMA
+from prometheus_client.parser import text_string_to_metric_families
+from seeded import seeded_params
+
+from jaxllama.language_model import LanguageModel
+from jaxllama.model import Decoder
+from jaxllama.serving.dispatcher import Dispatcher
+from jaxllama.serving.request import Event
+
+CFG = LLAMA.replace(vocab_size=260)
+MAX_LEN = 96
+COMPLETION = {"model": NAME, "prompt": "ab", "max_tokens": 6, "seed": 1}
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return LanguageModel(CFG, jax.tree.map(jnp.asarray, seeded_params(CFG)), byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def engine(lm):
+    engine = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def url(lm, engine):
+    with serving(lm, engine, max_body=20_000) as url:
+        yield url
+
+
+@pytest.fixture
+def http(url):
+    with client(url) as http:
+        yield http
+
+
+def error_of(reply) -> dict:
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def chunks_of(text: str) -> list[dict]:
+    """The chunks of a stream that ended as it should."""
+    lines = [line for line in text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+# Answers
+
+
+def test_a_completion_and_the_stream_of_it_are_the_same(http):
+    body = {**COMPLETION, "logprobs": 2, "n": 2}
+    whole = http.post("/v1/completions", json=body).json()
+    assert whole["object"] == "text_completion" and whole["model"] == NAME
+    assert whole["usage"] == {
+        "prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
+    options = {"include_usage": True}
+    streamed = http.post(
+        "/v1/completions", json={**body, "stream": True, "stream_options": options}
+    )
+    assert streamed.headers["content-type"] == "text/event-stream"
+    *chunks, last = chunks_of(streamed.text)
+    assert last["choices"] == [] and last["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    for choice in whole["choices"]:
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert (
+            "".join(piece["text"] for piece in mine) == choice["text"] and len(choice["text"]) == 6
+        )
+        ends = [piece["finish_reason"] for piece in mine]
+        assert ends == [None] * (len(ends) - 1) + ["length"]
+        for key, want in choice["logprobs"].items():
+            assert [value for piece in mine for value in piece["logprobs"][key]] == want
+        assert choice["logprobs"]["tokens"] == list(choice["text"])
+        assert choice["logprobs"]["text_offset"] == list(range(6))
+        assert choice["logprobs"]["top_logprobs"] == [{"z": 0.0, "y": -1.0}] * 6
+    first, second = whole["choices"]
+    assert first["text"] != second["text"], "choices have seeds of their own"
+
+
+def test_a_chat_answer_and_the_stream_of_it_are_the_same(http, engine):
+    body = {**CHAT, "logprobs": True, "top_logprobs": 1}
+    whole = http.post("/v1/chat/completions", json=body).json()
+    assert engine.requests[-1].prompt == tuple(b"<user>hi\n<assistant>")
+    assert whole["object"] == "chat.completion" and whole["usage"]["prompt_tokens"] == 20
+    [choice] = whole["choices"]
+    assert choice["message"]["role"] == "assistant" and choice["finish_reason"] == "length"
+    chunks = chunks_of(http.post("/v1/chat/completions", json={**body, "stream": True}).text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta["content"] for delta in deltas) == choice["message"]["content"]
+    entries = [e for c in chunks[1:] for e in c["choices"][0]["logprobs"]["content"]]
+    assert entries == choice["logprobs"]["content"] and len(entries) == 6
+    text = choice["message"]["content"]
+    assert [bytes(entry["bytes"]).decode() for entry in entries] == list(text)
+    assert entries[0]["top_logprobs"] == [{"token": "z", "logprob": 0.0, "bytes": [122]}]
+    assert len({chunk["id"] for chunk in chunks}) == 1 and chunks[0]["id"].startswith("chatcmpl-")
+
+
+def test_stop_ends_before_the_text_and_counts_the_stop_token(http):
+    long = http.post("/v1/completions", json={**COMPLETION, "max_tokens": 60}).json()
+    [choice] = long["choices"]
+    assert choice["finish_reason"] == "stop" and len(choice["text"]) == 40
+    assert long["usage"]["completion_tokens"] == 41  # with the stop token
+    stop = choice["text"][10:12]
+    body = {**COMPLETION, "max_tokens": 60, "stop": [stop, "never"]}
+    [cut] = http.post("/v1/completions", json=body).json()["choices"]
+    assert cut["text"] == choice["text"].split(stop)[0] and cut["finish_reason"] == "stop"
+    scored = http.post("/v1/completions", json={**COMPLETION, "max_tokens": 60, "logprobs": 0})
+    assert len(scored.json()["choices"][0]["logprobs"]["tokens"]) == 40
+
+
+def test_every_prompt_has_its_choices_and_ids_are_prompts_too(http):
+    body = {**COMPLETION, "n": 2, "echo": True}
+    texts = http.post("/v1/completions", json={**body, "prompt": ["ab", "xyz"]}).json()
+    ids = http.post("/v1/completions", json={**body, "prompt": [[97, 98], [120, 121, 122]]}).json()
+    assert [choice["text"] for choice in texts["choices"]] == [c["text"] for c in ids["choices"]]
+    assert [choice["index"] for choice in texts["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"][:2] for choice in texts["choices"]] == ["ab", "ab", "xy", "xy"]
+    assert texts["usage"]["prompt_tokens"] == 5  # each prompt once, however many choices
+    one = http.post("/v1/completions", json={**COMPLETION, "prompt": [97, 98]}).json()
+    assert "ab" + one["choices"][0]["text"] == texts["choices"][0]["text"]
+    chunks = chunks_of(http.post("/v1/completions", json={**body, "stream": True}).text)
+    joined = "".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == 0)
+    assert joined == texts["choices"][0]["text"]
+
+
+def test_what_is_asked_reaches_the_engine(http, engine):
+    body = {
+        **COMPLETION, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1,
+        "repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": -0.5,
+        "logit_bias": {"5": -100}, "seed": 11, "n": 2, "stop": "x", "logprobs": 3, "priority": 2,
+        "deadline": 9.5, "ignore_eos": True,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}},
+        "user": "u", "metadata": {"k": "v"},
+    }  # fmt: skip
+    assert http.post("/v1/completions", json=body).status_code == 200
+    first, second = engine.requests[-2:]
+    sampling = first.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (
+        0.5,
+        0.9,
+        0,
+        0.1,
+    )
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    assert penalties == (1.5, 0.25, -0.5) and sampling.logit_bias == ((5, -100.0),)
+    assert (sampling.seed, second.sampling.seed) == (11, 12)
+    assert (first.stop, first.logprobs, first.priority, first.deadline) == (("x",), 3, 2, 9.5)
+    assert first.ignore_eos and first.grammar.kind == "json_schema"
+    assert json.loads(first.grammar.source) == {"a": 1}
+    http.post("/v1/completions", json={"model": NAME, "prompt": "ab"})
+    plain = engine.requests[-1]
+    assert plain.sampling.temperature == 1 and plain.max_new_tokens == 16, "OpenAI's defaults"
+    assert plain.sampling.seed is not None and plain.logprobs is None
+    http.post("/v1/chat/completions", json={**CHAT, "max_tokens": None})
+    assert engine.requests[-1].max_new_tokens == MAX_LEN - 20, "the rest of the context"
+
+
+def test_tools_and_parts_reach_the_template(http, engine):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "content": "r", "tool_call_id": "1"},
+    ]  # fmt: skip
+    body = {**CHAT, "messages": messages, "tools": [tool], "max_tokens": 1}
+    with_tools = {**body, "messages": messages[:1]}
+    assert (
+        http.post("/v1/chat/completions", json=body).status_code == 400
+    )  # longer than the context
+    assert http.post("/v1/chat/completions", json={**body, "tools": []}).status_code == 200
+    assert bytes(engine.requests[-1].prompt) == b"<system>ab\n<assistant>\n<tool>r\n<assistant>"
+    for choice, shown in (("auto", True), ("none", False)):
+        tokens = http.post("/tokenize", json={"messages": messages[:1]}).json()["count"]
+        reply = http.post("/v1/chat/completions", json={**with_tools, "tool_choice": choice})
+        too_long = reply.status_code == 400 and reply.json()["error"]["code"]
+        assert (too_long == "context_length_exceeded") == shown
+        assert tokens == len(b"<system>ab\n<assistant>")
+
+
+def test_embeddings_are_the_unit_mean_of_the_hidden_states(http, lm):
+    rows = [[10, 20, 30], [7]]
+    reply = http.post("/v1/embeddings", json={"model": NAME, "input": rows}).json()
+    assert reply["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
+    tokens, lengths = jnp.asarray([[10, 20, 30], [7, 0, 0]]), jnp.asarray([3, 1])
+    decoder = jax.jit(Decoder(CFG, jnp.dtype("float32")).apply)
+    hidden, _ = decoder({"params": lm.params}, tokens, lengths)
+    for index, (item, row) in enumerate(zip(reply["data"], rows, strict=True)):
+        want = np.asarray(hidden[index, : len(row)], np.float64).mean(0)
+        want /= np.linalg.norm(want)
+        # The same float32 sums in padded rows: a few units in the last place.
+        np.testing.assert_allclose(item["embedding"], want, rtol=0, atol=2e-6)
+    body = {"model": NAME, "input": rows, "encoding_format": "base64"}
+    coded = http.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
+    got = np.frombuffer(base64.b64decode(coded), "<f4")
+    np.testing.assert_array_equal(got, np.float32(reply["data"][0]["embedding"]))
+    text = http.post("/v1/embeddings", json={"model": NAME, "input": "abc"}).json()["data"]
+    ids = http.post("/v1/embeddings", json={"model": NAME, "input": [97, 98, 99]}).json()["data"]
+    assert text == ids
+
+
+def test_tokenize_and_back(http):
+    tokens = http.post("/tokenize", json={"prompt": "é"}).json()
+    assert tokens == {"tokens": [0xC3, 0xA9], "count": 2, "max_model_len": MAX_LEN}
+    assert http.post("/detokenize", json={"tokens": [0xC3, 0xA9]}).json() == {"prompt": "é"}
+    assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+def test_models_health_page_and_their_headers(http):
+    [model] = http.get("/v1/models").json()["data"]
+    assert model["id"] == NAME and model["max_model_len"] == MAX_LEN and model["chat"]
+    assert http.get(f"/v1/models/{NAME}").json() == model
+    assert http.get("/health").json() == {"status": "ok"}
+    page = http.get("/")
+    assert page.headers["content-type"].startswith("text/html") and "page.js" in page.text
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert "://" not in page.text + http.get("/page.js").text + http.get("/page.css").text
+    assert page.headers["x-request-id"] != http.get("/").headers["x-request-id"]
+    reply = http.post("/v1/completions", json=COMPLETION, headers={"X-Request-Id": "mine"})
+    assert reply.headers["x-request-id"] == "mine" and reply.json()["id"] == "cmpl-mine"
+    strange = http.get("/health", headers={"X-Request-Id": 'a"b c'}).headers["x-request-id"]
+    assert len(strange) == 32
+
+
+def test_metrics_count_what_happened(http, engine):
+    def value(name, **labels):
+        page = http.get("/metrics").text
+        samples = [s for f in text_string_to_metric_families(page) for s in f.samples]
+        return sum(
+            sample.value for sample in samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )  # fmt: skip
+
+    name, labels = "jaxllama_http_requests_total", {"path": "/v1/completions", "status": "200"}
+    before, ended = value(name, **labels), value("jaxllama_requests_finished_total")
+    http.post("/v1/completions", json=COMPLETION)
+    assert value(name, **labels) == before + 1
+    assert value("jaxllama_requests_finished_total", reason="length") >= 1
+    assert value("jaxllama_requests_finished_total") == ended + 1
+    assert value("jaxllama_slots") == 16 and value("jaxllama_cache_capacity_tokens") == 100
+    http.get("/wp-admin.php")
+    assert value(name, path="other", status="404") >= 1
+
+
+# Refusals
+
+BAD = {
+    "not JSON": (b"{", "invalid_json"),
+    "not an object": (b"[]", "invalid_json"),
+    "not UTF-8": (b'{"model": "\xff"}', "invalid_json"),
+    "half a surrogate": (b'{"model": "\\ud800"}', "invalid_json"),
+    "deep": (b'{"prompt":' + b"[" * 5000, "invalid_json"),
+    "NaN": (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "invalid_value"),
+    "huge int": (b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", None),
+    "no prompt": ({"prompt": ...}, "missing_parameter"),
+    "no model": ({"model": ...}, "missing_parameter"),
+    "misspelt": ({"max_token": 4}, "unknown_parameter"),
+    "text for a number": ({"temperature": "1"}, "invalid_value"),
+    "true for a number": ({"max_tokens": True}, "invalid_value"),
+    "hot": ({"temperature": 2.1}, "invalid_value"),
+    "no tokens": ({"max_tokens": 0}, "invalid_value"),
+    "empty prompt": ({"prompt": ""}, "empty_prompt"),
+    "no prompts": ({"prompt": []}, "invalid_value"),
+    "mixed prompts": ({"prompt": ["a", 1]}, "invalid_value"),
+    "an empty one": ({"prompt": ["a", ""]}, "empty_prompt"),
+    "id outside": ({"prompt": [1, 260]}, "invalid_value"),
+    "negative id": ({"prompt": [-1]}, "invalid_value"),
+    "empty stop": ({"stop": ""}, "invalid_value"),
+    "many stops": ({"stop": ["x"] * 17}, "invalid_value"),
+    "bias for a word": ({"logit_bias": {"a": 1}}, "invalid_value"),
+    "too long": ({"prompt": "a" * 91}, "context_length_exceeded"),
+    "too many choices": ({"prompt": ["a"] * 2, "n": 100}, "too_many_choices"),
+    "best of": ({"best_of": 3}, "unsupported"),
+    "suffix": ({"suffix": "x"}, "unsupported"),
+    "echo with logprobs": ({"echo": True, "logprobs": 1}, "unsupported"),
+    "logprobs": ({"logprobs": 21}, "invalid_value"),
+    "schema without one": ({"response_format": {"type": "json_schema"}}, "missing_parameter"),
+    "refused by the engine": ({"stop": ["refuse me"]}, None),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_body_is_400_with_a_reason(http, engine, name):
+    body, code = BAD[name]
+    if isinstance(body, dict):
+        merged = {**COMPLETION, **body}
+        body = json.dumps({k: v for k, v in merged.items() if v is not ...}).encode()
+    asked = len(engine.requests)
+    headers = {"Content-Type": "application/json"}
+    reply = http.post("/v1/completions", content=body, headers=headers)
+    error = error_of(reply)
+    assert reply.status_code == 400 and error["type"] == "invalid_request_error"
+    if code is not None:
+        assert error["code"] == code
+    assert len(error["message"]) > 10 and len(error["message"]) < 500
+    assert len(engine.requests) == asked
+
+
+CHAT_BAD = {
+    "no messages": {"messages": []},
+    "role": {"messages": [{"role": "king", "content": "x"}]},
+    "image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+    "top without logprobs": {"top_logprobs": 2},
+    "tool choice": {"tool_choice": "required"},
+    "long": {"messages": [{"role": "user", "content": "x" * 100}]},
+}
+
+
+@pytest.mark.parametrize("name", CHAT_BAD)
+def test_a_bad_chat_is_400_with_a_reason(http, name):
+    reply = http.post("/v1/chat/completions", json={**CHAT, **CHAT_BAD[name]})
+    assert reply.status_code == 400 and error_of(reply)["message"]
+    path = error_of(reply)["message"]
+    if name == "image":
+        assert path.startswith("messages[0].content") and error_of(reply)["param"] == "messages"
+
+
+def test_other_refusals_have_their_status(http):
+    wrong = http.post("/v1/completions", json={**COMPLETION, "model": "gpt-4"})
+    assert (wrong.status_code, error_of(wrong)["code"]) == (404, "model_not_found")
+    assert http.get("/v1/models/gpt-4").status_code == 404
+    assert error_of(http.get("/nowhere"))["type"] == "invalid_request_error"
+    method = http.get("/v1/completions")
+    assert method.status_code == 405 and method.headers["allow"] == "POST" and error_of(method)
+    form = http.post("/v1/completions", data={"prompt": "a"})
+    assert form.status_code == 415 and error_of(form)
+    big = http.post("/v1/completions", json={**COMPLETION, "user": "x" * 20_000})
+    assert (big.status_code, error_of(big)["code"]) == (413, "body_too_large")
+
+    def pieces():  # no Content-Length
+        for _ in range(30):
+            yield b" " * 1000
+
+    headers = {"Content-Type": "application/json"}
+    assert http.post("/v1/completions", content=pieces(), headers=headers).status_code == 413
+    for path, body in {
+        "/v1/embeddings": {"model": NAME, "input": "a" * 97},
+        "/v1/embeddings?": {"model": NAME, "input": "a", "dimensions": 8},
+        "/tokenize": {},
+        "/detokenize": {"tokens": [2**31]},
+    }.items():
+        reply = http.post(path, json=body)
+        assert reply.status_code == 400 and error_of(reply)
+
+
+def test_only_the_key_opens(lm, engine):
+    with serving(lm, engine, api_keys=("secret", "other")) as url, client(url) as http:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            for path in ("/v1/models", "/metrics", "/nowhere"):
+                reply = http.get(path, headers=headers)
+                assert reply.status_code == 401 and error_of(reply)["code"] == "invalid_api_key"
+                assert reply.headers["www-authenticate"] == "Bearer"
+        for key in ("secret", "other"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert http.get("/v1/models", headers=headers).status_code == 200
+        for path in ("/health", "/", "/openapi.json"):
+            assert http.get(path).status_code == 200
+        assert http.get("/openapi.json").json()["security"] == [{"key": []}]
+
+
+# Load, leaving, breaking
+
+
+def test_a_slow_reader_gets_larger_pieces(http, engine):
+    """Events that wait together are one chunk, without losing a token."""
+    ask = {**COMPLETION, "max_tokens": 30, "logprobs": 1, "seed": 4}
+    [whole] = http.post("/v1/completions", json=ask).json()["choices"]
+
+    async def read() -> list[Event]:
+        dispatcher, events = Dispatcher(engine), []
+        stream = await dispatcher.submit([dataclasses.replace(engine.requests[-1], id="slow")])
+        await asyncio.to_thread(engine.wait_for, lambda: not engine._live)
+        async for event in stream:
+            events.append(event)
+        return events
+
+    [event] = asyncio.run(read())
+    assert event.text == whole["text"] and event.finish_reason == whole["finish_reason"]
+    assert list(event.logprobs) == whole["logprobs"]["token_logprobs"]
+    assert len(event.tokens) == len(event.top_logprobs) == event.completion_tokens == 30
+
+
+def test_a_full_queue_is_429_with_retry_after(url, engine):
+    engine.hold(True)
+    try:
+        with ThreadPoolExecutor(engine.options.max_queue) as pool, client(url) as http:
+            waiting = [
+                pool.submit(http.post, "/v1/completions", json=COMPLETION)
+                for _ in range(engine.options.max_queue)
+            ]
+            assert engine.wait_for(lambda: len(engine._live) == engine.options.max_queue)
+            asked = len(engine.requests)
+            never = http.post("/v1/completions", json={**COMPLETION, "n": 9})
+            assert never.status_code == 400, "more than the queue takes: no retry would help"
+            for body in (COMPLETION, {**COMPLETION, "stream": True}, {**COMPLETION, "n": 2}):
+                reply = http.post("/v1/completions", json=body)
+                assert (reply.status_code, error_of(reply)["type"]) == (429, "rate_limit_error")
+                assert reply.headers["retry-after"] == "3"  # 2.5 s, in whole ones
+            assert len(engine.requests) == asked
+            engine.hold(False)
+            texts = {reply.result().json()["choices"][0]["text"] for reply in waiting}
+            assert len(texts) == 1, "all are answered, and alike"
+    finally:
+        engine.hold(False)
+
+
+def test_half_a_body_of_choices_is_taken_back(http, engine):
+    engine.hold(True)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(http.post, "/v1/completions", json={**COMPLETION, "n": 5})
+            assert engine.wait_for(lambda: len(engine._live) == 5)
+            cancelled = len(engine.cancelled)
+            reply = http.post("/v1/completions", json={**COMPLETION, "n": 6})
+            assert reply.status_code == 429 and len(engine._live) == 5
+            assert len(engine.cancelled) >= cancelled + 3
+            engine.hold(False)
+            assert len(first.result().json()["choices"]) == 5
+    finally:
+        engine.hold(False)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_a_client_that_leaves_cancels_its_rows(url, engine, stream):
+    engine.hold(True)
+    try:
+        asked, cancelled = len(engine.requests), len(engine.cancelled)
+        port = int(url.rsplit(":", 1)[1])
+        body = json.dumps({**COMPLETION, "n": 2, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        head += "Content-Type: application/json\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(head.encode() + body)
+            assert engine.wait_for(lambda: len(engine.requests) == asked + 2)
+        assert engine.wait_for(lambda: len(engine.cancelled) == cancelled + 2)
+        mine = {request.id for request in engine.requests[asked:]}
+        assert set(engine.cancelled[cancelled:]) == mine and not engine._live
+    finally:
+        engine.hold(False)
+
+
+def test_an_engine_that_fails_is_told_and_the_server_is_no_longer_healthy(lm):
+    engine = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
+    engine.start()
+    with serving(lm, engine) as url, client(url) as http:
+        engine.break_down = True
+        streamed = http.post("/v1/completions", json={**COMPLETION, "stream": True}).text
+        assert json.loads(streamed.split("\n\n")[-2][6:])["error"]["code"] == "engine_failed"
+        for path, status in (("/v1/completions", 503), ("/v1/chat/completions", 503)):
+            body = COMPLETION if path == "/v1/completions" else CHAT
+            reply = http.post(path, json=body)
+            assert reply.status_code == status and "as asked" in error_of(reply)["message"]
+        assert http.get("/health").status_code == 503
+    engine.stop()
+
+
+def test_rows_that_the_engine_drops_when_it_stops_are_503(lm):
+    engine = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
+    engine.start()
+    engine.hold(True)
+    with serving(lm, engine) as url, client(url) as http, ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(http.post, "/v1/completions", json=COMPLETION)
+        streamed = pool.submit(http.post, "/v1/completions", json={**COMPLETION, "stream": True})
+        assert engine.wait_for(lambda: len(engine._live) == 2)
+        engine.stop()
+        assert whole.result().status_code == 503
+        assert (
+            json.loads(streamed.result().text.split("\n\n")[-2][6:])["error"]["code"] == "stopping"
+        )
+
+
+# What is owed
+
+
+def test_a_new_server_answers_what_the_old_one_owed(lm, tmp_path):
+    first = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
+    first.start()
+    bodies = {
+        "a": ("/v1/completions", {"model": NAME, "prompt": "ab", "max_tokens": 6}),  # no seed
+        "b": ("/v1/chat/completions", {**CHAT, "n": 2, "stream": True, "logprobs": True}),
+    }
+    first.hold(True)
+    with serving(lm, first, state=str(tmp_path)) as url, client(url) as http:
+        with ThreadPoolExecutor(3) as pool:
+            for key, (path, body) in bodies.items():
+                pool.submit(http.post, path, json=body, headers={"X-Request-Id": key})
+            assert first.wait_for(lambda: len(first._live) == 3)
+            waiting = pool.submit(http.get, "/v1/completions/cmpl-a")
+            assert error_of(http.get("/v1/completions/cmpl-zzz"))["code"] == "not_found"
+            first.stop()  # as if killed: nothing has been answered
+            assert waiting.result().status_code == 503
+    second = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
+    second.start()
+    with serving(lm, second, state=str(tmp_path)) as url, client(url) as http:
+        a = http.get("/v1/completions/cmpl-a").json()
+        b = http.get("/v1/chat/completions/chatcmpl-b").json()
+        assert second.requests == first.requests, "the very same, drawn seed included"
+        assert len(a["choices"][0]["text"]) == 6 and a["id"] == "cmpl-a"
+        direct = http.post("/v1/chat/completions", json={**bodies["b"][1], "stream": False}).json()
+        assert b["choices"] == direct["choices"]
+        again = http.post("/v1/completions", json=COMPLETION, headers={"X-Request-Id": "a"})
+        assert error_of(again)["code"] == "duplicate_request_id"
+        assert http.get("/v1/chat/completions/cmpl-a").status_code == 404, "another kind"
+    second.stop()
