@@ -1,0 +1,199 @@
+"""TrainConfig: what one training run is, and the TOML file that says so.
+
+    steps = 1000
+    batch_size = 32                  # sequences a step
+    sequence_length = 512
+    learning_rate = 3e-4             # the peak
+    model = "gla-340m"               # a preset, a model's .toml, or a table [model] with its keys
+    [data]
+    tokens = "data/bible"            # made by `jaxllama tokenize`
+
+Weights begin at random (``model``), as a checkpoint's (``init_from``), or as a student's of a
+teacher (``[distill]`` alone).  Every other key has the default below.  Paths are relative to the
+working directory, but for a model's .toml, which is relative to the file that names it.  A file is
+checked whole before anything is loaded; what only data and checkpoints can tell is checked before
+the first step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxllama.config import ModelConfig, from_dict, load_config, read_toml
+from jaxllama.errors import JaxLlamaError
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """``tokens``: a token file's folder; its last ``validation_tokens`` are never trained on."""
+
+    tokens: str
+    validation_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.validation_tokens >= 0, "data.validation_tokens", self.validation_tokens,
+                 "must not be negative")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW; the learning rate rises linearly for ``warmup_steps``, then falls as a cosine to
+    ``final_share`` of its peak.  Matrices decay, vectors (norms, biases) and scales do not.
+    ``clip_norm``: of the whole gradient; 0 clips nothing."""
+
+    warmup_steps: int = 0
+    final_share: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key in ("b1", "b2"):
+            value = getattr(self, key)
+            _require(0 <= value < 1, f"optimizer.{key}", value, "must be in [0, 1)")
+        _require(self.eps > 0, "optimizer.eps", self.eps, "must be positive")
+        for key in ("warmup_steps", "weight_decay", "clip_norm"):
+            value = getattr(self, key)
+            _require(value >= 0, f"optimizer.{key}", value, "must not be negative")
+        _require(0 <= self.final_share <= 1, "optimizer.final_share", self.final_share,
+                 "must be in [0, 1]")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """A teacher (anything ``load`` takes) and what is learned from it.
+
+    objective "logits": ``kl_weight * temperature^2 * KL(teacher || student) + ce_weight * CE`` on
+    the whole model; "mixers": every GLA mixer learns its teacher's attention on the teacher's own
+    inputs, and nothing else changes.  attention_layers: of a student made from the teacher, those
+    that stay attention (a hybrid).
+    """
+
+    teacher: str
+    objective: Literal["logits", "mixers"] = "logits"
+    kl_weight: float = 1.0
+    ce_weight: float = 0.1
+    temperature: float = 1.0
+    attention_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key in ("kl_weight", "ce_weight"):
+            _require(getattr(self, key) >= 0, f"distill.{key}", getattr(self, key),
+                     "must not be negative")  # fmt: skip
+        _require(self.kl_weight + self.ce_weight > 0, "distill.kl_weight", self.kl_weight,
+                 "with ce_weight = 0 there is nothing to minimise")  # fmt: skip
+        _require(self.temperature > 0, "distill.temperature", self.temperature, "must be positive")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeConfig:
+    """Quantization-aware training of every matmul weight: "w8a16" has one scale per output channel,
+    "w4a16" one per group of inputs; with ``zeros``, one offset beside each scale."""
+
+    scheme: Literal["w8a16", "w4a16"]
+    zeros: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """See the module docstring.  microbatches: parts that a step's sequences go through the model
+    in, one after the other; dtype: of activations (weights and their sums are float32); remat:
+    recompute a layer's insides in the backward pass instead of keeping them; the ``_every`` keys
+    count steps, 0 is only at the end; peak_tflops: of the device, for MFU, where it is not known.
+    """
+
+    data: DataConfig
+    steps: int
+    batch_size: int
+    sequence_length: int
+    learning_rate: float
+    model: ModelConfig | None = None
+    init_from: str | None = None
+    distill: DistillConfig | None = None
+    quantize: QuantizeConfig | None = None
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    seed: int = 0
+    microbatches: int = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: bool = False
+    validate_every: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 1
+    peak_tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "batch_size", "sequence_length", "microbatches", "keep_checkpoints"):
+            _require(getattr(self, key) >= 1, key, getattr(self, key), "must be at least 1")
+        for key in ("validate_every", "checkpoint_every", "seed"):
+            _require(getattr(self, key) >= 0, key, getattr(self, key), "must not be negative")
+        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be positive")
+        _require(self.peak_tflops is None or self.peak_tflops > 0, "peak_tflops", self.peak_tflops,
+                 "must be positive")  # fmt: skip
+        _require(self.batch_size % self.microbatches == 0, "microbatches", self.microbatches,
+                 f"must divide batch_size ({self.batch_size})")  # fmt: skip
+        _require(self.optimizer.warmup_steps < self.steps, "optimizer.warmup_steps",
+                 self.optimizer.warmup_steps, f"must be below steps ({self.steps})")  # fmt: skip
+        _require(not (self.validate_every and not self.data.validation_tokens), "validate_every",
+                 self.validate_every, "needs data.validation_tokens above 0")  # fmt: skip
+        if self.data.validation_tokens:
+            _require(self.data.validation_tokens > self.sequence_length, "data.validation_tokens",
+                     self.data.validation_tokens,
+                     f"must exceed sequence_length ({self.sequence_length})")  # fmt: skip
+        self._check_start()
+        if self.model is not None:
+            _require(self.sequence_length <= self.model.max_position, "sequence_length",
+                     self.sequence_length,
+                     f"exceeds the model's max_position ({self.model.max_position})")  # fmt: skip
+
+    def _check_start(self) -> None:
+        """One beginning for the weights, and nothing that contradicts it."""
+        _require(self.model is None or self.init_from is None, "init_from", self.init_from,
+                 "excludes model, which is the checkpoint's own")  # fmt: skip
+        distill = self.distill
+        if distill is None:
+            _require(self.model is not None or self.init_from is not None, "model", None,
+                     "is needed, or init_from, or [distill]")  # fmt: skip
+            return
+        given = "model" if self.model else "init_from" if self.init_from else None
+        _require(not (distill.attention_layers and given), "distill.attention_layers",
+                 list(distill.attention_layers),
+                 f"is for a student made from the teacher, and here {given} says what it is",
+                 )  # fmt: skip
+        _require(not (distill.objective == "mixers" and self.quantize), "distill.objective",
+                 "mixers", "excludes [quantize]; allowed with it: logits")  # fmt: skip
+        _require(not (distill.objective == "mixers" and self.model), "distill.objective",
+                 "mixers", "learns the teacher's layers: leave model out")  # fmt: skip
+
+
+def load_train_config(path: str | Path) -> TrainConfig:
+    """A TOML file as a TrainConfig.  Raises JaxLlamaError naming the file, the key and what is
+    allowed."""
+    path = Path(path)
+    return train_config_from_dict(read_toml(path), str(path), path.parent)
+
+
+def train_config_from_dict(
+    data: dict[str, Any], where: str, folder: str | Path = "."
+) -> TrainConfig:
+    """The same from a parsed table; ``where`` begins messages, ``folder`` is what a model's .toml
+    is relative to."""
+    data = dict(data)
+    try:
+        model = data.get("model")
+        if isinstance(model, str):
+            named = Path(folder) / model if model.endswith(".toml") else model
+            data["model"] = load_config(named)
+        elif isinstance(model, dict):
+            data["model"] = {"name": Path(where).stem, **model}
+        return from_dict(TrainConfig, data)
+    except JaxLlamaError as error:
+        raise JaxLlamaError(f"{where}: {error}") from None
+
+
+def _require(condition: bool, key: str, value: Any, why: str) -> None:
+    if not condition:
+        raise JaxLlamaError(f"{key} = {value!r}: {why}")

@@ -1,0 +1,123 @@
+"""Text to train on that needs no download of a data set.
+
+    python -m jaxllama.training.corpus --out data [--generate 2000] [--model smollm2-135m]
+
+Writes into DIR:
+
+    bible.txt     the King James Bible, 4.1 MB in the public domain, a verse a line, as Debian's
+                  packages bible-kjv and bible-kjv-text hold it (apt-get install bible-kjv)
+    written.txt   with --generate N: N conversations that a chat model writes itself, each a request
+                  put together from the lists below and the answer it samples at temperature 1, in
+                  its own template.  For a student of that model no text is nearer to what it must
+                  learn.  A row depends on --seed and its number, not on --batch.
+
+A file that is there already is kept.  Left out: filtering, deduplication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxllama.errors import JaxLlamaError
+
+if TYPE_CHECKING:
+    from jaxllama.language_model import LanguageModel
+
+WHOLE_BIBLE = "ge1:1-rev22:21"
+STRIDE = 367  # shares no factor with the number of requests, so that all of them are visited
+FORMS = (
+    "Explain {} to a child.", "Write a short story about {}.", "What is {}?",
+    "Why does {} matter?", "Give five facts about {}.", "Write a letter to a friend about {}.",
+    "Describe {} in one paragraph.", "What are the advantages and disadvantages of {}?",
+    "Write a dialogue between two people who talk about {}.", "How has {} changed over time?",
+    "Write a poem about {}.", "What would the world be like without {}?",
+    "Write a lesson plan about {}.", "List common questions about {}, with answers.",
+    "Summarize what is known about {}.", "Compare {} with something similar.",
+)  # fmt: skip
+SUBJECTS = (
+    "the sea", "bread", "the moon", "railways", "glass", "honey bees", "the heart", "money",
+    "clocks", "the alphabet", "rivers", "volcanoes", "gardens", "music", "chess", "paper",
+    "electricity", "winter", "friendship", "bridges", "maps", "salt", "telescopes", "wool",
+    "democracy", "earthquakes", "libraries", "dogs", "forests", "photography", "numbers", "tea",
+    "the brain", "ships", "dreams", "farming", "iron", "languages", "vaccines", "cities", "rain",
+    "computers", "painting", "birds", "gravity", "theatre", "sleep", "islands", "markets", "stars",
+    "memory", "bicycles", "rice", "deserts", "schools", "magnets", "wind", "museums", "cheese",
+    "the internet", "light", "patience", "pottery", "the ocean floor", "evolution", "football",
+)  # fmt: skip
+
+
+def bible() -> str:
+    """A verse a line, without its number.  Raises JaxLlamaError where the package is missing."""
+    if shutil.which("bible") is None:
+        raise JaxLlamaError("the command `bible` is missing: apt-get install bible-kjv")
+    out = subprocess.run(
+        ["bible", "-f", WHOLE_BIBLE], check=True, capture_output=True, text=True, encoding="latin-1"
+    ).stdout
+    return "".join(line.partition(" ")[2] + "\n" for line in out.splitlines() if line.strip())
+
+
+def conversations(
+    lm: LanguageModel, count: int, *, batch: int, max_new_tokens: int, seed: int
+) -> Iterator[str]:
+    """``count`` conversations in the model's template, special tokens written out."""
+    from jaxllama import chat
+    from jaxllama.sampling import Sampling
+
+    assert lm.tokenizer is not None
+    requests = [form.format(subject) for form, subject in itertools.product(FORMS, SUBJECTS)]
+    for first in range(0, count, batch):
+        numbers = range(first, min(first + batch, count))
+        messages = [[chat.user(requests[number * STRIDE % len(requests)])] for number in numbers]
+        rows = [chat.ids_of(lm, message) for message in messages]
+        seeds = [seed + number for number in numbers]
+        outs = lm.generate(rows, max_new_tokens, Sampling(temperature=1.0, top_p=0.95), seeds)
+        for message, out in zip(messages, outs, strict=True):
+            answer = {"role": "assistant", "content": out.text}
+            yield lm.tokenizer.apply_chat_template([*message, answer], add_generation_prompt=False)
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description="Make text to train on.")
+    words.add_argument("--out", type=Path, required=True, metavar="DIR")
+    words.add_argument("--generate", type=int, default=0, metavar="N", help="conversations")
+    words.add_argument("--model", default="smollm2-135m", metavar="NAME", help="who writes them")
+    words.add_argument("--batch", type=int, default=16, metavar="N", help="written at once")
+    words.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    words.add_argument("--seed", type=int, default=0, metavar="N")
+    args = words.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        if not (args.out / "bible.txt").exists():
+            _write(args.out / "bible.txt", iter([bible()]))
+        if args.generate and not (args.out / "written.txt").exists():
+            from jaxllama.language_model import load
+
+            texts = conversations(
+                load(args.model), args.generate,
+                batch=args.batch, max_new_tokens=args.max_new_tokens, seed=args.seed,
+            )  # fmt: skip
+            _write(args.out / "written.txt", texts)
+    except JaxLlamaError as error:
+        sys.exit(f"error: {error}")
+
+
+def _write(path: Path, texts: Iterator[str]) -> None:
+    """Into a file of another name, which is renamed when it is whole."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "w", encoding="utf-8") as file:
+        for text in texts:
+            file.write(text)
+            file.flush()
+    part.rename(path)
+    print(f"{path}: {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

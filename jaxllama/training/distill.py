@@ -1,0 +1,193 @@
+"""A GLA student out of a Llama teacher: its shape, its first weights, and how its mixers learn.
+
+The student is the teacher with attention replaced by GLA of the same heads, kv groups and head
+size, without an output gate.  Taken over: embeddings, norms, MLPs, head, and q, k, v, o as they
+are (rotations and biases of q, k, v are dropped; the softmax becomes the decayed sum).  New: the
+gate's low-rank projection, random, with a bias that gives each head's channels memories from a few
+tokens to a thousand, and the norm of a head's output, scaled so that the first answers have the
+size of the teacher's (``answer_scales``).
+
+Two objectives, meant one after the other (as in MOHAWK, arXiv 2408.10189, and The Mamba in the
+Llama, 2408.15237):
+
+1. "mixers": each GLA mixer, given what the teacher's attention was given, imitates what it
+   answered; loss = mean over layers of |student - teacher|^2 / |teacher|^2.  Layers do not wait for
+   each other, so this converges in a small part of the tokens.
+2. "logits": the whole student against the teacher's distribution (``loss.distillation``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.attention import Attention
+from jaxllama.config import GLAConfig, ModelConfig, RopeConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.generation import Params, init_params
+from jaxllama.gla import GatedLinearAttention
+from jaxllama.layers import RMSNorm
+from jaxllama.model import Block, add_norm
+from jaxllama.training.forward import embed
+
+# Gate biases of a head's channels, evenly spaced: sigmoid(bias) ** (1 / 16) a token is a half-life
+# of 5 tokens at the lower end and of 600 at the upper one.
+GATE_BIAS = (-2.0, 4.0)
+
+
+def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ()) -> ModelConfig:
+    """Raises JaxLlamaError for a layer that the teacher has not, or a teacher that has GLA."""
+    if "gla" in teacher.layer_types:
+        raise JaxLlamaError(f"distill.teacher: {teacher.name} has GLA layers: give it as init_from")
+    for layer in attention_layers:
+        if not 0 <= layer < teacher.n_layers:
+            raise JaxLlamaError(
+                f"distill.attention_layers: {layer} is not a layer of {teacher.name}; allowed: 0 "
+                f"to {teacher.n_layers - 1}"
+            )
+    if len(set(attention_layers)) == teacher.n_layers:
+        raise JaxLlamaError("distill.attention_layers: every layer: nothing is left to replace")
+    expand = teacher.n_heads * teacher.head_dim / teacher.d_model
+    gla = GLAConfig(
+        n_heads=teacher.n_heads,
+        n_kv_heads=teacher.n_kv_heads,
+        expand_k=expand,
+        expand_v=expand,
+        use_output_gate=False,
+        norm_eps=teacher.norm_eps,
+    )
+    kinds = tuple("attention" if i in attention_layers else "gla" for i in range(teacher.n_layers))
+    student = teacher.replace(name=f"{teacher.name}-gla", layer_types=kinds, gla=gla)
+    if attention_layers:
+        return student
+    # What only attention reads, and GLA's files have no words for.
+    rope = RopeConfig(teacher.rope.theta)
+    return student.replace(rope=rope, qkv_bias=False, sliding_window=None, first_window_layer=0)
+
+
+def student_params(student: ModelConfig, teacher_params: Params, key: jax.Array) -> Params:
+    """The student's first weights, float32; see the module docstring."""
+    params = init_params(student, key)
+    for name, part in teacher_params.items():
+        part = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), part)
+        index = name.removeprefix("layer_")
+        if index != name and student.layer_types[int(index)] == "gla":
+            part["mixer"] = _mixer_params(student, params[name]["mixer"], part["mixer"])
+        params[name] = part
+    return params
+
+
+def _mixer_params(cfg: ModelConfig, fresh: Params, attention: Params) -> Params:
+    gla = cfg.gla
+    assert gla is not None
+    d_k, _ = cfg.gla_head_dims
+    rows = (gla.n_heads * d_k, (gla.n_heads + gla.n_kv_heads) * d_k)
+    q, k, v = jnp.split(attention["qkv"]["weight"], rows)
+    bias = jnp.tile(jnp.linspace(*GATE_BIAS, d_k, dtype=jnp.float32), gla.n_kv_heads)
+    taken = {name: {"weight": weight} for name, weight in (("q", q), ("k", k), ("v", v))}
+    taken["o"] = {"weight": attention["o"]["weight"]}
+    return {**fresh, **taken, "gk_1": {**fresh["gk_1"], "bias": bias}}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def answer_scales(
+    student: ModelConfig,
+    teacher: ModelConfig,
+    params: Params,
+    teacher_params: Params,
+    tokens: jax.Array,
+) -> jax.Array:
+    """float32 ``[n_layers]``: what each GLA mixer's answers are best multiplied by to be the
+    teacher's on ``tokens[B, T]`` (1 for attention).
+
+    A normed head has size 1 whatever the teacher's had; unscaled, the first answers are several
+    times too large.  Least squares, but at least a tenth of what makes the sizes equal.
+    """
+    scales = [jnp.float32(1.0)] * student.n_layers
+    for index, given, answer in _teacher_layers(teacher, teacher_params, tokens, jnp.float32):
+        if student.layer_types[index] == "gla":
+            mine = _answer(student, params[f"layer_{index}"]["mixer"], given)
+            size = jnp.sum(mine**2)
+            best = jnp.sum(mine * answer.astype(jnp.float32)) / size
+            scales[index] = jnp.maximum(best, 0.1 * jnp.sqrt(jnp.sum(answer**2) / size))
+    return jnp.stack(scales)
+
+
+def scaled(params: Params, scales: jax.Array) -> Params:
+    """The student with ``answer_scales`` in its heads' norms."""
+    params = dict(params)
+    for index, scale in enumerate(scales):
+        mixer = params[f"layer_{index}"]["mixer"]
+        if "g_norm" in mixer:
+            mixer = {**mixer, "g_norm": {"weight": mixer["g_norm"]["weight"] * scale}}
+            params[f"layer_{index}"] = {**params[f"layer_{index}"], "mixer": mixer}
+    return params
+
+
+def mixer_loss(
+    student: ModelConfig,
+    teacher: ModelConfig,
+    params: Params,
+    teacher_params: Params,
+    tokens: jax.Array,
+    dtype: jnp.dtype,
+    remat: bool,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Objective 1 on ``tokens[B, T]``."""
+    losses = []
+    for index, given, answer in _teacher_layers(teacher, teacher_params, tokens, dtype):
+        if student.layer_types[index] == "gla":
+            loss = functools.partial(_imitation, student)
+            loss = jax.checkpoint(loss) if remat else loss
+            losses.append(loss(params[f"layer_{index}"]["mixer"], given, answer))
+    return sum(losses) / len(losses), {}
+
+
+def _imitation(cfg: ModelConfig, params: Params, given: jax.Array, answer: jax.Array) -> jax.Array:
+    answer = answer.astype(jnp.float32)
+    return jnp.sum((_answer(cfg, params, given) - answer) ** 2) / jnp.sum(answer**2)
+
+
+def _answer(cfg: ModelConfig, params: Params, given: jax.Array) -> jax.Array:
+    """A GLA mixer's output, float32."""
+    lengths = jnp.full((given.shape[0],), given.shape[1], jnp.int32)
+    mixer = GatedLinearAttention(cfg)
+    return mixer.apply({"params": params}, given, None, None, lengths)[0].astype(jnp.float32)
+
+
+def _teacher_layers(
+    cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: jnp.dtype
+) -> Iterator[tuple[int, jax.Array, jax.Array]]:
+    """(layer, its mixer's input, its mixer's output) of a model of attention."""
+    x, positions, lengths, rope = embed(cfg, params, tokens, dtype)
+    pending = None
+    for index, kind in enumerate(cfg.layer_types):
+        layer, layer_cfg = (
+            params[f"layer_{index}"],
+            cfg.replace(sliding_window=cfg.window_of(index)),
+        )
+        norm = functools.partial(
+            RMSNorm(cfg.d_model, cfg.norm_eps).apply, {"params": layer["mixer_norm"]}
+        )
+        given, x = add_norm(norm, x, pending)
+        answer, _ = Attention(layer_cfg).apply(
+            {"params": layer["mixer"]}, given, None, positions, lengths, rope
+        )
+        yield index, given, answer
+        block = Block(layer_cfg, kind)
+        x, pending = block.apply({"params": layer}, x, answer, method=Block.feed)
+
+
+def learned(student: ModelConfig, params: Params) -> Any:
+    """Objective 1 learns the GLA mixers alone: a tree of booleans."""
+    mixers = [f"layer_{i}" for i, kind in enumerate(student.layer_types) if kind == "gla"]
+
+    def one(path: tuple[Any, ...], _: Any) -> bool:
+        keys = [key.key for key in path]
+        return keys[0] in mixers and keys[1] == "mixer"
+
+    return jax.tree_util.tree_map_with_path(one, params)

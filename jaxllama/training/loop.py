@@ -1,0 +1,190 @@
+"""train: a TrainConfig and a folder to a trained model, through any number of interruptions.
+
+    update, log, now and then validate and save; at the end write model/
+
+A run is a function of its configuration and its data.  The batch and the learning rate of a step
+follow from its number, so a checkpoint of parameters, moments and step is all there is to restore:
+on a CPU the curve after a resume is that of an uninterrupted run to the last bit.  (On a GPU that
+takes XLA_FLAGS=--xla_gpu_deterministic_ops=true; scatters there add in any order.)
+
+Metrics are fetched one step late, so that the device never waits for the host.  Left out: several
+devices, early stopping.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllama.checkpoints import hf, packed
+from jaxllama.data import TokenFile
+from jaxllama.errors import JaxLlamaError
+from jaxllama.generation import Params
+from jaxllama.language_model import enable_compilation_cache
+from jaxllama.training import report
+from jaxllama.training.checkpoint import Checkpoints
+from jaxllama.training.config import TrainConfig
+from jaxllama.training.flops import flops_per_token, peak_flops
+from jaxllama.training.quantization_aware import quantized
+from jaxllama.training.run_directory import RunDirectory
+from jaxllama.training.start import Plan, begin
+from jaxllama.training.step import State, init_state, update, validation_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """``metrics``: one dict a step (step, tokens, loss and its parts, grad_norm, learning_rate,
+    seconds, tokens_per_second, mfu or None); ``validation``: dicts of step, tokens and
+    validation_loss; ``model``: the folder for ``jaxllama.load``."""
+
+    directory: Path
+    metrics: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
+
+    @property
+    def model(self) -> Path:
+        return self.directory / "model"
+
+
+def train(config: TrainConfig, directory: str | Path, *, progress: bool = False) -> TrainResult:
+    """Train, or go on training, or find it done.
+
+    progress: a bar on stderr.  Raises JaxLlamaError for a folder that is another run's, data or a
+    checkpoint that contradicts the configuration, and a loss that is no longer a number.
+    """
+    report.new_figure()  # a missing package shows now, not at the end
+    enable_compilation_cache()
+    data = TokenFile.open(config.data.tokens)
+    run = RunDirectory(directory, config, data.sha256)
+    try:
+        if not run.model.exists():
+            _run(config, data, run, progress)
+        return _result(run)
+    finally:
+        run.close()
+
+
+def _result(run: RunDirectory) -> TrainResult:
+    rows = run.rows()
+    return TrainResult(
+        run.path,
+        [row for row in rows if "loss" in row],
+        [row for row in rows if "validation_loss" in row],
+    )
+
+
+def _run(config: TrainConfig, data: TokenFile, run: RunDirectory, progress: bool) -> None:
+    checkpoints = Checkpoints(run.path / "checkpoints", config.keep_checkpoints)
+    try:
+        plan, params, teacher = begin(config, data, progress)
+        # On a device by name, as a restored state is: both run the same program.
+        state = jax.device_put(init_state(plan, params), jax.devices()[0])
+        del params
+        first = checkpoints.latest() or 0
+        if first:
+            state = checkpoints.restore(first, state)
+        run.keep_until(first)
+        training, held_out = data.split(config.data.validation_tokens)
+        log = _Log(plan, run, first)
+        with report.training_bar(first, config.steps, progress) as show:
+            for step in range(first, config.steps):
+                state, metrics = update(plan, state, teacher, _batch(config, training, step))
+                log.put(step + 1, metrics, show)
+                done = step + 1
+                last = done == config.steps
+                if _is_due(done, config.validate_every, last) and len(held_out):
+                    log.flush(show)
+                    log.validation(done, _validate(plan, state["params"], held_out))
+                if _is_due(done, config.checkpoint_every, last):
+                    log.flush(show)
+                    run.sync()
+                    checkpoints.save(done, state)
+        _finish(plan, state, data, run)
+    finally:
+        checkpoints.close()
+
+
+def _is_due(step: int, every: int, last: bool) -> bool:
+    return last or (every > 0 and step % every == 0)
+
+
+def _batch(config: TrainConfig, data: TokenFile, step: int) -> np.ndarray:
+    """int32 ``[microbatches, rows, T + 1]``."""
+    rows = data.batch(step, config.batch_size, config.sequence_length, config.seed)
+    return rows.reshape(config.microbatches, -1, rows.shape[-1])
+
+
+def _validate(plan: Plan, params: Params, data: TokenFile) -> float:
+    """Mean over the held-out windows, in whole batches as large as a microbatch."""
+    config = plan.config
+    length = config.sequence_length
+    count = data.windows(length)
+    size = min(config.batch_size // config.microbatches, count)
+    losses = []
+    for first in range(0, count - size + 1, size):
+        rows = np.stack([data.window(first + row, length) for row in range(size)])
+        losses.append(validation_loss(plan, params, rows))
+    return float(np.mean(jax.device_get(losses)))
+
+
+def _finish(plan: Plan, state: State, data: TokenFile, run: RunDirectory) -> None:
+    """The picture, and last of all the model: where it is, the run is over."""
+    result = _result(run)
+    report.draw(run.path / "loss.png", result.metrics, result.validation)
+    if plan.config.quantize is not None:
+        packed.save(run.model, plan.model, quantized(state["params"]), data.tokenizer_files)
+        return
+    params = jax.tree.map(lambda leaf: leaf.astype(plan.config.dtype), state["params"])
+    hf.save(run.model, plan.model, params, data.tokenizer_files)
+
+
+class _Log:
+    """Writes a step's metrics when the next step is under way."""
+
+    def __init__(self, plan: Plan, run: RunDirectory, first: int) -> None:
+        config = plan.config
+        self._run = run
+        self._tokens = config.batch_size * config.sequence_length
+        self._flops = flops_per_token(plan.model, config.sequence_length)
+        self._peak = peak_flops(config.peak_tflops)
+        self._waiting: tuple[int, dict[str, jax.Array]] | None = None
+        self._began = time.perf_counter()
+
+    def put(self, step: int, metrics: dict[str, jax.Array], show) -> None:
+        self.flush(show)
+        self._waiting = (step, metrics)
+
+    def flush(self, show) -> None:
+        if self._waiting is None:
+            return
+        (step, metrics), self._waiting = self._waiting, None
+        values = {key: float(value) for key, value in jax.device_get(metrics).items()}
+        seconds = time.perf_counter() - self._began
+        self._began = time.perf_counter()
+        if not math.isfinite(values["loss"]):
+            raise JaxLlamaError(
+                f"{self._run.path}: the loss is {values['loss']} at step {step}; a lower "
+                "learning_rate, or more optimizer.warmup_steps, may help"
+            )
+        rate = self._tokens / seconds
+        row = {
+            "step": step,
+            "tokens": step * self._tokens,
+            **values,
+            "seconds": seconds,
+            "tokens_per_second": rate,
+            "mfu": None if self._peak is None else rate * self._flops / self._peak,
+        }
+        self._run.append([row])
+        show(row)
+
+    def validation(self, step: int, loss: float) -> None:
+        tokens = step * self._tokens
+        self._run.append([{"step": step, "tokens": tokens, "validation_loss": loss}])
+        self._began = time.perf_counter()  # validating is not training

@@ -1,0 +1,137 @@
+"""Cross entropy and distillation over the vocabulary, a few thousand tokens at a time.
+
+Float32 logits of a whole batch would outweigh the model.  So head, loss and gradient are taken
+chunk by chunk in the forward pass, and only the gradients of the states and of the head are kept:
+no two chunks' logits are alive at once, and none are computed twice (as in Liger Kernel, arXiv
+2410.10989).  Products with the head read the activations' dtype and sum in float32, backwards too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK = 2048  # tokens
+
+# chunk(x [C, D], w [V, D], valid [C], per-token operands, others) -> (sum of losses, other sums)
+ChunkLoss = Callable[..., tuple[jax.Array, Any]]
+
+
+def cross_entropy(x: jax.Array, w: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
+    """(mean, {"ce": mean}): the negative natural log-probability of ``targets[B, T]`` under the
+    logits of ``x[B, T, D]`` and the float32 head ``w[V, D]``."""
+    return _mean_over_tokens(_ce_chunk, x, w, targets, None)
+
+
+def distillation(
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    teacher_x: jax.Array,
+    teacher_w: jax.Array,
+    *,
+    kl_weight: float,
+    ce_weight: float,
+    temperature: float,
+) -> tuple[jax.Array, Any]:
+    """(loss, {"ce", "kl"}), means over tokens, with ``loss = kl_weight * temperature^2 * kl +
+    ce_weight * ce``; kl = KL(teacher || student) of the distributions softened by ``temperature``
+    (arXiv 1503.02531)."""
+    chunk = functools.partial(_kl_chunk, kl_weight, ce_weight, temperature)
+    return _mean_over_tokens(chunk, x, w, (targets, teacher_x), teacher_w)
+
+
+def _ce_chunk(x, w, valid, targets, _):
+    ce = jnp.sum(jnp.where(valid, _nll(project(x, w), targets), 0.0))
+    return ce, {"ce": ce}
+
+
+def _kl_chunk(kl_weight, ce_weight, temperature, x, w, valid, tokens, teacher_w):
+    targets, teacher_x = tokens
+    logits = project(x, w)
+    student = jax.nn.log_softmax(logits / temperature, axis=-1)
+    teacher = jax.nn.log_softmax(project(teacher_x, teacher_w) / temperature, axis=-1)
+    kl = jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1)
+    kl = jnp.sum(jnp.where(valid, kl, 0.0))
+    ce = jnp.sum(jnp.where(valid, _nll(logits, targets), 0.0))
+    return kl_weight * temperature**2 * kl + ce_weight * ce, {"ce": ce, "kl": kl}
+
+
+def _nll(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=1) - chosen
+
+
+def _mean_over_tokens(chunk: ChunkLoss, x, w, tokens, others) -> tuple[jax.Array, Any]:
+    """The chunks' sums over all of x's ``[B, T]``, divided by their number."""
+    count = x.shape[0] * x.shape[1]
+    size = min(CHUNK, count)
+    chunks = -(-count // size)
+
+    def split(leaf: jax.Array) -> jax.Array:
+        flat = leaf.reshape(count, *leaf.shape[2:])
+        flat = jnp.pad(flat, [(0, chunks * size - count)] + [(0, 0)] * (flat.ndim - 1))
+        return flat.reshape(chunks, size, *flat.shape[1:])
+
+    valid = jnp.arange(chunks * size).reshape(chunks, size) < count
+    sums = _sums(chunk, split(x), w, (valid, jax.tree.map(split, tokens)), others)
+    return jax.tree.map(lambda total: total / count, sums)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sums(chunk: ChunkLoss, x, w, tokens, others):
+    sums = lax.map(lambda part: chunk(part[0], w, *part[1], others), (x, tokens))
+    return jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums)
+
+
+def _sums_forward(chunk: ChunkLoss, x, w, tokens, others):
+    gradient = jax.value_and_grad(chunk, argnums=(0, 1), has_aux=True)
+
+    def step(d_w, part):
+        sums, (d_x, d_w_part) = gradient(part[0], w, *part[1], others)
+        return d_w + d_w_part, (sums, d_x)
+
+    d_w, (sums, d_x) = lax.scan(step, jnp.zeros_like(w), (x, tokens))
+    return jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums), (d_x, d_w)
+
+
+def _sums_backward(chunk: ChunkLoss, saved, cotangents):
+    """Tokens and others (targets, a teacher) get no gradient, nor does anything from the aux."""
+    d_x, d_w = saved
+    d_loss = cotangents[0]
+    return (d_x.astype(jnp.float32) * d_loss).astype(d_x.dtype), d_w * d_loss, None, None
+
+
+_sums.defvjp(_sums_forward, _sums_backward)
+
+
+@jax.custom_vjp
+def project(x: jax.Array, w: jax.Array) -> jax.Array:
+    """``x[C, D] @ w[V, D].T`` -> float32 logits ``[C, V]``."""
+    return _dot(x, w.astype(x.dtype), 1, 1)
+
+
+def _project_forward(x, w):
+    return project(x, w), (x, w)
+
+
+def _project_backward(saved, d_logits):
+    x, w = saved
+    d_logits = d_logits.astype(x.dtype)
+    d_x = _dot(d_logits, w.astype(x.dtype), 1, 0).astype(x.dtype)
+    return d_x, _dot(d_logits, x, 0, 0).astype(w.dtype)
+
+
+project.defvjp(_project_forward, _project_backward)
+
+
+def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    """Float32 product over one axis of each; without HIGHEST a GPU would take TF32 for float32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision,
+                           preferred_element_type=jnp.float32)  # fmt: skip

@@ -1,0 +1,72 @@
+"""Quantization-aware training: matmul weights that are rounded to a grid in every forward pass.
+
+A weight becomes a ``GridWeight``: the float32 master, its scales and zeros, all of them trained;
+``rounded`` gives the tree of floats that the model multiplies by, with straight-through gradients
+(``pallas_kernels.fake_quantize``), ``quantized`` the QTensors at the end.  The grid starts as
+round-to-nearest's, so step 0 is ``quantize_params`` (without zeros to the last bit).
+
+Left out: quantized activations (w8a8, fp8).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.generation import Params
+from jaxllama.quantization.scheme import quantize_params
+from jaxllama.training.config import QuantizeConfig
+from pallas_kernels.fake_quantize import RANGES, fake_quantize, to_qtensor
+from pallas_kernels.qtensor import QTensor
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GridWeight:
+    """``w[N, K]``, ``scale[N, groups]``, ``zero`` as scale or None, float32; ``words`` "int8" or
+    "int4"."""
+
+    w: jax.Array
+    scale: jax.Array
+    zero: jax.Array | None
+    words: str = dataclasses.field(metadata={"static": True})
+
+
+def prepare(params: Params, config: QuantizeConfig | None) -> Params:
+    """The tree to train: floats with every matmul weight on a grid, or unchanged without one."""
+    if config is None:
+        return params
+    found = quantize_params(params, config.scheme)
+
+    def one(grid: Any, w: jax.Array) -> Any:
+        if not isinstance(grid, QTensor):
+            return w
+        scale, zero = grid.scale.astype(jnp.float32), None
+        if config.zeros:
+            groups = w.reshape(*scale.shape, -1)
+            low, high = jnp.min(groups, axis=-1), jnp.max(groups, axis=-1)
+            zero = (low + high) / 2
+            scale = (high - low) / 2 / RANGES[grid.dtype.name][1]
+        return GridWeight(w, scale, zero, grid.dtype.name)
+
+    return jax.tree.map(one, found, params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+
+
+def rounded(params: Params) -> Params:
+    """Floats for the model."""
+    return _map(lambda g: fake_quantize(g.w, g.scale, g.zero, g.words), params)
+
+
+def quantized(params: Params) -> Params:
+    """QTensors in the place of grids."""
+    return _map(lambda g: to_qtensor(g.w, g.scale, g.zero, g.words), params)
+
+
+def _map(change: Any, params: Params) -> Params:
+    def one(leaf: Any) -> Any:
+        return change(leaf) if isinstance(leaf, GridWeight) else leaf
+
+    return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, GridWeight))

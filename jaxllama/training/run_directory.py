@@ -1,0 +1,141 @@
+"""What a run leaves behind, and who may write there.
+
+    run.json        the resolved configuration, the data's SHA-256, the environment it began in
+    metrics.jsonl   one line a step, and one a validation
+    checkpoints/    orbax's
+    loss.png        the curve
+    model/          the trained model, which ``jaxllama.load`` reads; its presence ends the run
+
+A folder belongs to the run whose configuration is in it, from its first step on: the same one
+resumes, another is refused, and so is a folder with anything else in it, or one that a living
+process is writing to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.training.config import TrainConfig
+
+RUN, METRICS, LOCK = "run.json", "metrics.jsonl", "lock"
+
+
+class RunDirectory:
+    """Opened for ``config``; see the module docstring for what is refused."""
+
+    def __init__(self, directory: str | Path, config: TrainConfig, data_sha256: str) -> None:
+        self.path = Path(directory)
+        identity = _plain({**dataclasses.asdict(config), "data_sha256": data_sha256})
+        try:
+            if self.path.is_dir() and not (self.path / RUN).exists():
+                names = [path.name for path in self.path.iterdir()]
+                foreign = [name for name in names if name not in (LOCK, _part(RUN))]
+                if foreign:
+                    raise JaxLlamaError(f"{self.path}: not a run's folder: it holds {foreign[0]!r}")
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.path / LOCK)
+            if (self.path / RUN).exists() and (self.rows() or self.model.exists()):
+                self._check(identity)
+            else:
+                document = {"config": identity, "environment": _environment()}
+                _write_whole(self.path / RUN, json.dumps(document, indent=2) + "\n")
+        except OSError as error:
+            raise JaxLlamaError(f"{self.path}: {error.strerror or error}") from None
+
+    def _check(self, identity: dict[str, Any]) -> None:
+        try:
+            stored = json.loads((self.path / RUN).read_text(encoding="utf-8"))["config"]
+        except (ValueError, KeyError, TypeError):
+            raise JaxLlamaError(f"{self.path / RUN}: not a run's configuration") from None
+        for key, theirs, ours in _differences(stored, identity):
+            raise JaxLlamaError(
+                f"{self.path}: another run is there: its {key} is {theirs!r}, and here it is "
+                f"{ours!r}; choose another --out"
+            )
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl; one that a kill cut short is no line."""
+        path = self.path / METRICS
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def keep_until(self, step: int) -> None:
+        """Forget what was logged after ``step``: it will be computed again."""
+        lines = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
+        _write_whole(self.path / METRICS, "".join(lines))
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        with open(self.path / METRICS, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def sync(self) -> None:
+        """Lines before a checkpoint must be on the disk when it is."""
+        with open(self.path / METRICS, "a", encoding="utf-8") as file:
+            os.fsync(file.fileno())
+
+
+def _locked(path: Path) -> int:
+    """A lock that the system drops when the process ends, however it ends."""
+    handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise JaxLlamaError(f"{path.parent}: another process is running this") from None
+    return handle
+
+
+def _write_whole(path: Path, text: str) -> None:
+    scratch = path.with_name(_part(path.name))
+    with open(scratch, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+def _part(name: str) -> str:
+    return f".{name}.part"
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(value))
+
+
+def _differences(a: Any, b: Any, key: str = ""):
+    """(key, in a, in b) wherever two JSON values differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for name in [*a, *(name for name in b if name not in a)]:
+            yield from _differences(a.get(name), b.get(name), f"{key}.{name}" if key else name)
+    elif a != b:
+        yield key, a, b
+
+
+def _environment() -> dict[str, Any]:
+    import jaxllama
+
+    return {
+        "jaxllama": jaxllama.__version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+    }

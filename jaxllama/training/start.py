@@ -1,0 +1,107 @@
+"""Where a run begins: its model, its first weights, its teacher.  Everything that data and
+checkpoints can contradict is checked here, before the first step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.checkpoints.hf_config import config_to_hf
+from jaxllama.config import ModelConfig
+from jaxllama.data import TokenFile
+from jaxllama.errors import JaxLlamaError
+from jaxllama.generation import Params, init_params
+from jaxllama.language_model import load
+from jaxllama.tokenizer import Tokenizer
+from jaxllama.training.config import TrainConfig
+from jaxllama.training.distill import answer_scales, scaled, student_config, student_params
+from pallas_kernels.qtensor import QTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is compiled for: hashable."""
+
+    config: TrainConfig
+    model: ModelConfig
+    teacher: ModelConfig | None = None
+
+
+def begin(
+    config: TrainConfig, data: TokenFile, progress: bool = False
+) -> tuple[Plan, Params, Params | None]:
+    """(plan, float32 parameters, the teacher's parameters in the activations' dtype).
+
+    Raises JaxLlamaError naming the key that data or checkpoint contradicts.
+    """
+    distill, teacher, teacher_params = config.distill, None, None
+    if distill is not None:
+        lm = load(distill.teacher, config.dtype, progress=progress)
+        teacher, teacher_params = lm.config, lm.params
+    key = jax.random.key(config.seed)
+    if config.init_from is not None:
+        lm = load(config.init_from, "float32", progress=progress)
+        model, params = lm.config, lm.params
+        if any(isinstance(leaf, QTensor) for leaf in _leaves(params)):
+            raise JaxLlamaError(f"init_from = {config.init_from!r}: quantized weights do not learn")
+    elif config.model is not None:
+        # A new model speaks the data's language.
+        tokenizer = Tokenizer.from_file(data.directory)
+        model = config.model.replace(eos_token_ids=tokenizer.eos_ids, bos_token_id=tokenizer.bos_id)
+        params = init_params(model, key)
+    else:
+        assert distill is not None and teacher is not None
+        model = student_config(teacher, distill.attention_layers)
+        params = student_params(model, teacher_params, key)
+    plan = Plan(config, model, teacher)
+    _check(plan, data)
+    if config.model is None and config.init_from is None:
+        length = config.sequence_length
+        rows = data.batch(0, min(4, config.batch_size), length, config.seed)[:, :length]
+        params = scaled(params, answer_scales(model, teacher, params, teacher_params, rows))
+    # The step donates what it is given, and a checkpoint's arrays may be somebody else's memory.
+    return plan, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params), teacher_params
+
+
+def _leaves(params: Params) -> list:
+    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+
+
+def _check(plan: Plan, data: TokenFile) -> None:
+    config, model, teacher = plan.config, plan.model, plan.teacher
+    config_to_hf(model)  # what could not be saved is not trained
+    if data.vocab_size > model.vocab_size:
+        raise JaxLlamaError(
+            f"data.tokens = {config.data.tokens!r}: ids up to {data.vocab_size - 1}, but "
+            f"{model.name}'s vocab_size is {model.vocab_size}"
+        )
+    if config.sequence_length > model.max_position:
+        raise JaxLlamaError(
+            f"sequence_length = {config.sequence_length}: exceeds {model.name}'s max_position "
+            f"({model.max_position})"
+        )
+    training = len(data) - config.data.validation_tokens
+    if training <= config.sequence_length:
+        raise JaxLlamaError(
+            f"data.tokens = {config.data.tokens!r}: {max(training, 0)} tokens to train on, and "
+            f"one window needs {config.sequence_length + 1}"
+        )
+    if teacher is None:
+        return
+    if teacher.vocab_size != model.vocab_size:
+        raise JaxLlamaError(
+            f"distill.teacher: {teacher.name} has {teacher.vocab_size} tokens, and the student "
+            f"{model.vocab_size}"
+        )
+    distill = config.distill
+    if distill is not None and distill.objective == "mixers":
+        shapes = [(cfg.n_layers, cfg.d_model) for cfg in (teacher, model)]
+        if shapes[0] != shapes[1] or "gla" in teacher.layer_types:
+            raise JaxLlamaError(
+                f"distill.objective = 'mixers': needs a teacher of attention with the student's "
+                f"layers and width; {teacher.name} and {model.name} differ"
+            )
+        if "gla" not in model.layer_types:
+            raise JaxLlamaError("distill.objective = 'mixers': the student has no GLA layers")

@@ -1,0 +1,100 @@
+"""One update, compiled: losses and gradients of the microbatches, their sum, AdamW.
+
+A state is ``{"params", "moments", "step"}``, all arrays, donated at every update.  Nothing random
+happens here: the same state and batch give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxllama.generation import Params
+from jaxllama.training import distill
+from jaxllama.training.forward import head_weight, hidden_states
+from jaxllama.training.loss import cross_entropy, distillation
+from jaxllama.training.optimizer import learning_rate, optimizer
+from jaxllama.training.quantization_aware import prepare, rounded
+from jaxllama.training.start import Plan
+
+State = dict[str, Any]
+
+
+def init_state(plan: Plan, params: Params) -> State:
+    params = prepare(params, plan.config.quantize)
+    return {"params": params, "moments": _rule(plan, params).init(params), "step": jnp.int32(0)}
+
+
+def _rule(plan: Plan, params: Params) -> optax.GradientTransformation:
+    goal = plan.config.distill
+    only_mixers = goal is not None and goal.objective == "mixers"
+    learned = distill.learned(plan.model, params) if only_mixers else True
+    return optimizer(plan.config, learned)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def update(
+    plan: Plan, state: State, teacher_params: Params | None, batch: jax.Array
+) -> tuple[State, dict[str, jax.Array]]:
+    """``batch int32 [microbatches, rows, T + 1]`` -> (state, float32 scalars: "loss", its parts,
+    "grad_norm" before clipping, "learning_rate")."""
+    params = state["params"]
+    gradient = jax.value_and_grad(functools.partial(loss, plan), has_aux=True)
+
+    def one(total: Params | None, tokens: jax.Array):
+        (value, parts), grads = gradient(params, teacher_params, tokens)
+        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        return total, {"loss": value, **parts}
+
+    parts = batch.shape[0]
+    if parts == 1:
+        grads, metrics = one(None, batch[0])
+    else:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grads, metrics = lax.scan(one, zeros, batch)
+        grads = jax.tree.map(lambda g: g / parts, grads)
+        metrics = jax.tree.map(jnp.mean, metrics)
+    squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)]
+    metrics["grad_norm"] = jnp.sqrt(sum(squares))
+    metrics["learning_rate"] = learning_rate(plan.config, state["step"])
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        changes, moments = _rule(plan, params).update(grads, state["moments"], params)
+    params = optax.apply_updates(params, changes)
+    return {"params": params, "moments": moments, "step": state["step"] + 1}, metrics
+
+
+def loss(
+    plan: Plan, params: Params, teacher_params: Params | None, tokens: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(what is minimised on ``tokens[B, T + 1]``, its parts)."""
+    config, cfg, goal = plan.config, plan.model, plan.config.distill
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    dtype = jnp.dtype(config.dtype)
+    params = rounded(params)
+    if goal is not None and goal.objective == "mixers":
+        return distill.mixer_loss(
+            cfg, plan.teacher, params, teacher_params, inputs, dtype, config.remat
+        )
+    x = hidden_states(cfg, params, inputs, dtype, config.remat)
+    if goal is None:
+        value, _ = cross_entropy(x, head_weight(cfg, params), targets)
+        return value, {}
+    teacher_x = hidden_states(plan.teacher, teacher_params, inputs, dtype)
+    return distillation(
+        x, head_weight(cfg, params), targets,
+        teacher_x, head_weight(plan.teacher, teacher_params),
+        kl_weight=goal.kl_weight, ce_weight=goal.ce_weight, temperature=goal.temperature,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def validation_loss(plan: Plan, params: Params, tokens: jax.Array) -> jax.Array:
+    """Mean cross entropy of ``tokens[B, T + 1]``, whatever is minimised."""
+    params = rounded(params)
+    x = hidden_states(plan.model, params, tokens[:, :-1], jnp.dtype(plan.config.dtype))
+    return cross_entropy(x, head_weight(plan.model, params), tokens[:, 1:])[0]
