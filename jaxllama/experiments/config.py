@@ -1,0 +1,248 @@
+"""An experiment's TOML file: checked whole, and expanded into points.
+
+    title = "Schemes by perplexity"      # heading of the table
+    workload = "quality"                 # quality | speed | train | offload
+    seeds = [0, 1, 2]                    # a point is measured once a seed; the spread is the noise
+    [models.tiny]                        # models without a preset: configs/models' keys
+    [settings]                           # the workload's; a list is an axis of the grid
+    model = "smollm2-135m"
+    scheme = ["none", "w8a16"]
+    [[case]]                             # any number: these settings instead, grids one by one
+    [table]                              # columns = [...]: settings and results, in this order
+    [[picture]]                          # x, y, by, x_scale, y_scale, title
+
+A setting that is a list by its type is an axis when it is a list of lists.  Settings of a nested
+table are named with dots ("optimizer.warmup_steps").  Paths are relative to the file.  Two points
+with the same settings are an error, as is everything the settings' own classes refuse; messages
+name the file, the key and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxllama.config import ModelConfig, configs_dir, from_dict, read_toml
+from jaxllama.errors import JaxLlamaError
+from jaxllama.experiments.settings import SETTINGS, TrainSettings, Workload, flatten
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """columns: settings and results; by default what varies, and every number."""
+
+    columns: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """``y`` over ``x``, one line for every combination of ``by``; each names a setting or a result,
+    and results that are lists are curves."""
+
+    x: str
+    y: str
+    by: tuple[str, ...] = ()
+    x_scale: Literal["linear", "log"] = "linear"
+    y_scale: Literal["linear", "log"] = "linear"
+    title: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """The file's own keys."""
+
+    title: str
+    workload: Workload
+    settings: dict
+    seeds: tuple[int, ...] = (0,)
+    models: dict = dataclasses.field(default_factory=dict)
+    case: tuple[dict, ...] = ()
+    table: Table = Table()
+    picture: tuple[Picture, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One combination of settings: ``settings`` as its workload takes it, ``flat`` by dotted name
+    for tables and files, ``name`` for people and file names."""
+
+    settings: Any
+    flat: dict[str, Any]
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A file that was read: nothing in it is left to check but what only data can tell."""
+
+    path: Path
+    title: str
+    workload: Workload
+    seeds: tuple[int, ...]
+    models: dict[str, ModelConfig]
+    points: tuple[Point, ...]
+    axes: tuple[str, ...]
+    columns: tuple[str, ...]
+    pictures: tuple[Picture, ...]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the numbers depend on, in JSON's types; titles, tables and pictures may change."""
+        identity = {
+            "workload": self.workload,
+            "models": {name: cfg.to_dict() for name, cfg in self.models.items()},
+            "points": [point.flat for point in self.points],
+            "seeds": self.seeds,
+        }
+        return json.loads(json.dumps(identity))
+
+    @property
+    def digest(self) -> str:
+        return digest(self.identity)
+
+    def find(self, name: str) -> Path:
+        """A path as the file means it."""
+        return (self.path.parent / Path(name).expanduser()).resolve()
+
+
+def load_experiment(name: str | Path) -> Experiment:
+    """A shipped experiment by name, or a TOML file by path.
+
+    Raises JaxLlamaError naming the file, the key and what is allowed.
+    """
+    path = Path(name)
+    if path.suffix != ".toml":
+        path = configs_dir() / "experiments" / f"{name}.toml"
+        if not path.is_file():
+            known = sorted(p.stem for p in path.parent.glob("*.toml"))
+            raise JaxLlamaError(f"no experiment {str(name)!r}; shipped: {', '.join(known)}")
+    data = read_toml(path)
+    try:
+        return _experiment(path, data)
+    except JaxLlamaError as error:
+        raise JaxLlamaError(f"{path}: {error}") from None
+
+
+def _experiment(path: Path, data: dict[str, Any]) -> Experiment:
+    file = from_dict(_File, data)
+    if not file.seeds or len(set(file.seeds)) < len(file.seeds):
+        raise JaxLlamaError(f"seeds = {list(file.seeds)}: one or more different whole numbers")
+    models = {}
+    for name, table in file.models.items():
+        if not isinstance(table, dict):
+            raise JaxLlamaError(f"models.{name} = {table!r}: expected a table")
+        models[name] = from_dict(ModelConfig, {"name": name, **table}, f"models.{name}.")
+    tables = [_merge(file.settings, case) for case in file.case or ({},)]
+    settings = [
+        _read(file.workload, one, path, models)
+        for table in tables
+        for one in _grid(table, _settings_class(file.workload))
+    ]
+    flats = [flatten(one) for one in settings]
+    keys = list(dict.fromkeys(key for flat in flats for key in flat))
+    axes = [key for key in keys if len({str(flat.get(key)) for flat in flats}) > 1]
+    points: dict[str, Point] = {}
+    for one, flat in zip(settings, flats, strict=True):
+        name = ", ".join(f"{key}={flat.get(key)}" for key in axes) or file.workload
+        if name in points:
+            raise JaxLlamaError(f"two points are the same: {name}")
+        points[name] = Point(one, flat, name)
+    for picture in file.picture:
+        for key in picture.by:
+            _known(key, keys, "picture.by")
+    return Experiment(
+        path.resolve(), file.title, file.workload, file.seeds, models, tuple(points.values()),
+        tuple(axes), file.table.columns, file.picture,
+    )  # fmt: skip
+
+
+def _known(key: str, keys: list[str], where: str) -> None:
+    if key not in keys:
+        raise JaxLlamaError(f"{where} = {key!r}: no such setting; allowed: {', '.join(keys)}")
+
+
+def _settings_class(workload: str) -> type:
+    if workload == "train":
+        from jaxllama.training import TrainConfig
+
+        return TrainConfig
+    return SETTINGS[workload]
+
+
+def _read(workload: str, table: dict[str, Any], path: Path, models: dict[str, ModelConfig]) -> Any:
+    """The typed settings of one point."""
+    if workload != "train":
+        return from_dict(SETTINGS[workload], table, "settings.")
+    from jaxllama.training import train_config_from_dict
+
+    if "seed" in table:
+        raise JaxLlamaError("unknown key 'settings.seed'; the file's own key is seeds")
+    own = {key: table.pop(key) for key in ("text", "tokenizer") if key in table}
+    for key, value in own.items():
+        if not isinstance(value, str):
+            raise JaxLlamaError(f"settings.{key} = {value!r}: expected str")
+    data = dict(table.get("data", {}))
+    if ("text" in own) == ("tokens" in data):
+        raise JaxLlamaError("settings: exactly one of text and data.tokens is needed")
+    tokens = data.get("tokens")
+    data["tokens"] = str(path.parent / tokens) if isinstance(tokens, str) else ""
+    table["data"] = data
+    if table.get("model") in models:
+        table["model"] = models[table["model"]]
+    return TrainSettings(config=train_config_from_dict(table, "settings", path.parent), **own)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``over`` wins, table by table."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = _merge(old, value) if both else value
+    return merged
+
+
+def _grid(table: dict[str, Any], cls: type) -> Iterator[dict[str, Any]]:
+    """Every combination of the axes, the first one slowest."""
+    axes = list(_axes(table, cls, ()))
+    for path, values in axes:
+        if not values:
+            raise JaxLlamaError(f"settings.{'.'.join(path)} = []: an axis needs a value")
+    for chosen in itertools.product(*(values for _, values in axes)):
+        one = _merge({}, table)
+        for (path, _), value in zip(axes, chosen, strict=True):
+            room = one
+            for key in path[:-1]:
+                room[key] = dict(room[key])
+                room = room[key]
+            room[path[-1]] = value
+        yield one
+
+
+def _axes(
+    table: dict[str, Any], cls: Any, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
+    hints = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
+    for key, value in table.items():
+        hint = hints.get(key)
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+        if isinstance(value, dict):
+            yield from _axes(value, hint, (*path, key))
+        elif isinstance(value, list):
+            is_list = typing.get_origin(hint) is tuple
+            if not is_list or any(isinstance(entry, list) for entry in value):
+                yield (*path, key), value
+
+
+def digest(value: Any) -> str:
+    """Ten hex digits of a JSON value."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]

@@ -1,0 +1,115 @@
+"""The pictures that an experiment's file asks for, as PNG, by matplotlib.
+
+``x`` numbers are a line with a marker a point (a curve without, where the results are lists); words
+are bars, or with ``by`` markers.  With several seeds the line is their mean, and a band or bar goes
+from the smallest to the largest.  Without matplotlib nothing is drawn and one warning says how to
+get it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxllama.experiments.config import Experiment, Picture
+from jaxllama.experiments.table import Row, by_point, is_number, value
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MARKERS = "osD^vP*X"
+
+
+def draw(experiment: Experiment, rows: Sequence[Row], directory: Path) -> list[Path]:
+    """Draw every picture; returns the files."""
+    if not experiment.pictures:
+        return []
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        warnings.warn(
+            "no pictures: matplotlib is missing; pip install 'jaxllama[experiment]' and run again",
+            stacklevel=2,
+        )
+        return []
+    paths = []
+    for index, picture in enumerate(experiment.pictures):
+        series = _series(picture, rows)
+        columns = 1 if max(map(len, series)) > 30 else 3
+        legend_rows = -(-len(series) // columns) if picture.by else 0
+        figure = Figure(figsize=(7, 4.3 + 0.22 * legend_rows), layout="constrained")
+        axes = figure.subplots()
+        for number, (label, groups) in enumerate(series.items()):
+            _plot(axes, picture, label, groups, number)
+        axes.set(
+            xlabel=picture.x.replace("_", " "),
+            ylabel=picture.y.replace("_", " "),
+            title=picture.title or experiment.title,
+        )
+        _scale(axes, picture, rows)
+        axes.grid(alpha=0.3)
+        if picture.by:
+            figure.legend(loc="outside lower center", fontsize="small", ncols=columns)
+        path = directory / f"{index + 1}-{picture.y}-by-{picture.x}.png"
+        figure.savefig(path, dpi=150)
+        paths.append(path)
+    return paths
+
+
+Group = Sequence[Row]  # one point's seeds
+
+
+def _series(picture: Picture, rows: Sequence[Row]) -> dict[str, list[Group]]:
+    """Points by what the legend says of them."""
+    series: dict[str, list[Group]] = {}
+    for group in by_point(rows):
+        parts = [value(group[0], key) for key in picture.by]
+        label = ", ".join(str(part) for part in parts if part is not None)
+        series.setdefault(label, []).append(group)
+    return series
+
+
+def _plot(axes: Axes, picture: Picture, label: str, groups: list[Group], number: int) -> None:
+    style: dict[str, Any] = {"label": label, "color": f"C{number}"}
+    first = value(groups[0][0], picture.x)
+    if isinstance(first, list):
+        for group in groups:
+            ys = np.asarray([value(row, picture.y) for row in group], np.float64)
+            axes.plot(first, ys.mean(0), **style)
+            if len(group) > 1:
+                axes.fill_between(first, ys.min(0), ys.max(0), color=style["color"], alpha=0.2)
+            style.pop("label", None)
+        return
+    ys = np.asarray([[value(row, picture.y) for row in group] for group in groups], np.float64)
+    mean = ys.mean(1)
+    spread = np.stack([mean - ys.min(1), ys.max(1) - mean]) if ys.shape[1] > 1 else None
+    xs = [np.mean([value(row, picture.x) for row in group]) if is_number(first)
+          else str(value(group[0], picture.x)) for group in groups]  # fmt: skip
+    marker = _MARKERS[number % len(_MARKERS)]
+    if is_number(first):
+        order = np.argsort(xs)
+        xs, mean = np.asarray(xs)[order], mean[order]
+        spread = None if spread is None else spread[:, order]
+        axes.errorbar(xs, mean, yerr=spread, marker=marker, capsize=2, **style)
+    elif picture.by:
+        axes.errorbar(xs, mean, yerr=spread, marker=marker, linestyle="", capsize=2, **style)
+    else:
+        axes.bar(xs, mean, yerr=spread, capsize=2, color=style["color"])
+
+
+def _scale(axes: Axes, picture: Picture, rows: Sequence[Row]) -> None:
+    """Axes as asked for; few x values that were chosen are the ticks themselves."""
+    first = value(rows[0], picture.x)
+    if is_number(first):
+        axes.set_xscale(picture.x_scale)
+        ticks = sorted({value(row, picture.x) for row in rows})
+        if picture.x_scale == "log" and picture.x in rows[0]["settings"] and len(ticks) <= 12:
+            axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+            axes.minorticks_off()
+    elif isinstance(first, list):
+        axes.set_xscale(picture.x_scale)
+    axes.set_yscale(picture.y_scale)

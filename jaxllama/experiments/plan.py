@@ -1,0 +1,188 @@
+"""``--dry-run``: what an experiment will do, before it does it.
+
+    plan(experiment, directory) -> text
+
+For every point whose model is known without its checkpoint: parameters, bytes of weights and cache
+as an accelerator stores them, and a floor under the time, from bytes and operations and what this
+machine reaches in a short probe.  Left out, and so the truth is above: compiling, loading,
+activations (memory), everything that runs below the machine's rates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.cache import init_cache
+from jaxllama.config import ModelConfig
+from jaxllama.decode_program import cache_bytes_per_step, device_bytes, memory_bandwidth
+from jaxllama.experiments.config import Experiment, Point
+from jaxllama.experiments.run import finished
+from jaxllama.experiments.settings import (
+    OffloadSettings,
+    QualitySettings,
+    SpeedSettings,
+    TrainSettings,
+)
+from jaxllama.experiments.workloads import kv_dtype, model_config
+from jaxllama.language_model import default_dtype
+from jaxllama.quantization.scheme import parse, quantize_params
+from jaxllama.random_params import param_shapes
+
+_ADAM = 4  # float32 copies of the weights: themselves, gradients, two moments
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Of one measurement of a point.  moved: bytes of memory that are read or written one after the
+    other with ``operations``."""
+
+    shapes: str
+    parameters: int
+    weight_bytes: int
+    cache_bytes: int
+    moved: float
+    operations: float
+
+
+def plan(experiment: Experiment, directory: Path) -> str:
+    """For people."""
+    count = len(experiment.points) * len(experiment.seeds)
+    lines = [
+        f"{experiment.title}: {len(experiment.points)} points x {len(experiment.seeds)} seeds of "
+        f"{experiment.workload!r}",
+        f"into {directory}" + (
+            f", where {finished(experiment, directory)} of {count} are done"
+            if directory.exists() else ""
+        ),
+        "",
+    ]  # fmt: skip
+    costs = [cost(experiment, point) for point in experiment.points]
+    bandwidth, rate = memory_bandwidth(), matmul_rate()
+    total = 0.0
+    for point, one in zip(experiment.points, costs, strict=True):
+        if one is None:
+            lines.append(f"{point.name}: known when the model is loaded")
+            continue
+        seconds = one.moved / bandwidth + one.operations / rate
+        total += seconds * len(experiment.seeds)
+        cached = f", cache {_size(one.cache_bytes)}" if one.cache_bytes else ""
+        lines.append(
+            f"{point.name}: {one.shapes}; {one.parameters / 1e6:.1f} M parameters, weights "
+            f"{_size(one.weight_bytes)}{cached}; at least {_time(seconds)}"
+        )
+    unknown = sum(one is None for one in costs)
+    lines += [
+        "",
+        f"at least {_time(total)} in all on this {jax.devices()[0].device_kind} "
+        f"({bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.2f} TFLOP/s), without loading and compiling"
+        + (f", and without {unknown} points whose models are not known yet" if unknown else ""),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def cost(experiment: Experiment, point: Point) -> Cost | None:
+    """None where the model's shape is not known yet."""
+    settings = point.settings
+    cfg = model_config(experiment, settings)
+    if cfg is None:
+        return None
+    if isinstance(settings, TrainSettings):
+        return _training(cfg, settings)
+    shapes = _weights(cfg, settings)
+    n = _parameters(cfg)
+    weights = device_bytes(shapes)
+    if isinstance(settings, QualitySettings):
+        tokens = _text_tokens(experiment, settings)
+        models = 1 if settings.scheme == "none" and settings.kv_dtype is None else 2
+        return Cost(_shape(cfg), n, weights, 0, weights, 2.0 * n * tokens * models)
+    held, batch, runs = _decode(settings)
+    cache = _cache(cfg, batch, held + settings.new_tokens, settings)
+    step = weights + cache_bytes_per_step(cfg, cache, held)
+    return Cost(
+        _shape(cfg), n, weights, device_bytes(cache.layers),
+        float(step * settings.new_tokens * runs),
+        2.0 * n * batch * settings.prompt_tokens * runs,
+    )  # fmt: skip
+
+
+def _text_tokens(experiment: Experiment, settings: QualitySettings) -> int:
+    """As English has them, four bytes each; of a text that is not there, one window."""
+    path = experiment.find(settings.text)
+    size = path.stat().st_size // 4 if path.is_file() else settings.window
+    return min(size, settings.max_tokens or size)
+
+
+def _decode(settings: SpeedSettings | OffloadSettings) -> tuple[int, int, int]:
+    """(tokens held, rows, times it is done)."""
+    if isinstance(settings, SpeedSettings):
+        return settings.context, settings.batch, settings.runs + 2
+    return settings.prompt_tokens, settings.batch, 2
+
+
+def _training(cfg: ModelConfig, settings: TrainSettings) -> Cost:
+    from jaxllama.training import flops_per_token
+
+    config = settings.config
+    n = _parameters(cfg)
+    tokens = config.steps * config.batch_size * config.sequence_length
+    work = flops_per_token(cfg, config.sequence_length) * tokens
+    state = _ADAM * 4 * n
+    shape = f"{_shape(cfg)}, {tokens:,} tokens, weights with gradients and moments"
+    return Cost(shape, n, state, 0, float(state * config.steps), float(work))
+
+
+def _weights(cfg: ModelConfig, settings: Any) -> Any:
+    """Shapes of the parameters under the point's scheme."""
+    dtype = default_dtype() if settings.dtype is None else settings.dtype
+    floats = param_shapes(cfg, dtype)
+    chosen = parse(settings.scheme)
+    if not chosen.schemes:
+        return floats
+    if any(one.static for one in chosen.schemes):  # a scale a weight is what calibration adds
+        chosen = parse("fp8")
+    return jax.eval_shape(functools.partial(quantize_params, scheme=chosen), floats)
+
+
+def _cache(cfg: ModelConfig, batch: int, room: int, settings: Any) -> Any:
+    dtype = kv_dtype(settings.kv_dtype) or settings.dtype or default_dtype()
+    return jax.eval_shape(functools.partial(init_cache, cfg, batch, room, dtype))
+
+
+def _parameters(cfg: ModelConfig) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(cfg)))
+
+
+def _shape(cfg: ModelConfig) -> str:
+    kinds: Mapping[str, int] = {kind: cfg.layer_types.count(kind) for kind in cfg.layer_types}
+    layers = " + ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"{layers} layers of {cfg.d_model}"
+
+
+@functools.cache
+def matmul_rate() -> float:
+    """Operations a second of a large product in the default dtype."""
+    size = 1024 if jax.default_backend() == "cpu" else 8192
+    x = jnp.ones((size, size), default_dtype())
+    product = jax.jit(lambda x: x @ x)
+    best = 0.0
+    for _ in range(4):  # the first compiles
+        begun = time.perf_counter()
+        jax.block_until_ready(product(x))
+        best = max(best, 2 * size**3 / (time.perf_counter() - begun))
+    return best
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.1f} s"

@@ -1,0 +1,207 @@
+"""Measure an experiment's points one by one, into a directory that a killed run continues.
+
+    run(experiment, out) -> directory
+
+    config.json        what the numbers depend on, with the SHA-256 of the files that are read
+    environment.json   machine, versions, commit
+    results/*.json     one file a point and seed, written whole when the point is done
+    work/*             what a workload keeps to continue inside a point (training's checkpoints)
+    results.json  table.md  *.png      made of the above at the end, again every time
+
+Contract: a directory of another configuration, or of this one on another machine or jax, is refused
+and left as it is; a point that is done is not done again.  Left out: two processes in one directory
+at once (they would do some points twice).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxllama
+from jaxllama.errors import JaxLlamaError
+from jaxllama.experiments.config import Experiment, Point, digest
+from jaxllama.experiments.pictures import draw
+from jaxllama.experiments.settings import BIBLE
+from jaxllama.experiments.table import check_columns, markdown
+from jaxllama.experiments.workloads import WORKLOADS
+
+RUNS = Path("runs")
+_FILES = ("text", "calibration")  # settings that are files, whose contents the numbers depend on
+_MACHINE = ("jax", "backend", "device", "devices")  # what must not change inside a run
+
+
+def run(
+    experiment: Experiment,
+    out: Path | None = None,
+    tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> Path:
+    """Measure what is not measured yet, then write table and pictures.  tell: takes progress.
+
+    Raises JaxLlamaError for a directory that is another run's, a file that is missing, or what a
+    workload refuses, naming the point.
+    """
+    directory = run_directory(experiment) if out is None else out
+    _open(directory, experiment)
+    # Seed by seed, not point by point: the spread of a point then has the machine's drift in it.
+    work = [(point, seed) for seed in experiment.seeds for point in experiment.points]
+    missing = [(point, seed) for point, seed in work if not _file(directory, point, seed).exists()]
+    if len(missing) < len(work):
+        tell(f"{directory}: {len(work) - len(missing)} of {len(work)} are there already")
+    begun = time.perf_counter()
+    for index, (point, seed) in enumerate(missing):
+        left = _left(begun, index, len(missing))
+        tell(f"[{index + 1}/{len(missing)}] {point.name}, seed {seed}{left}")
+        _write(_file(directory, point, seed), _measure(experiment, point, seed, directory))
+    rows = [json.loads(_file(directory, *one).read_text(encoding="utf-8")) for one in work]
+    _write(directory / "results.json", {"title": experiment.title, "rows": rows})
+    _write_text(directory / "table.md", markdown(experiment, rows))
+    for picture in draw(experiment, rows, directory):
+        tell(f"{picture}")
+    return directory
+
+
+def run_directory(experiment: Experiment) -> Path:
+    """Where a run goes by default: another configuration is another directory."""
+    return RUNS / f"{experiment.path.stem}-{experiment.digest}"
+
+
+def finished(experiment: Experiment, directory: Path) -> int:
+    """Measurements that are there already."""
+    return sum(
+        _file(directory, point, seed).exists()
+        for point in experiment.points
+        for seed in experiment.seeds
+    )
+
+
+def _left(begun: float, done: int, of: int) -> str:
+    if not done:
+        return ""
+    seconds = (time.perf_counter() - begun) / done * (of - done)
+    return f", about {seconds / 60:.0f} min left" if seconds > 90 else f", {seconds:.0f} s left"
+
+
+def _measure(experiment: Experiment, point: Point, seed: int, directory: Path) -> dict[str, Any]:
+    room = directory / "work" / _stem(point, seed)
+    begun = time.perf_counter()
+    try:
+        results = WORKLOADS[experiment.workload](experiment, point.settings, seed, room)
+    except JaxLlamaError as error:
+        raise JaxLlamaError(f"{experiment.path}: {point.name}: {error}") from None
+    seconds = time.perf_counter() - begun
+    try:
+        check_columns(experiment, results)
+    except JaxLlamaError as error:
+        raise JaxLlamaError(f"{experiment.path}: {error}") from None
+    return {
+        "point": point.name,
+        "settings": point.flat,
+        "seed": seed,
+        "seconds": seconds,
+        "results": results,
+    }
+
+
+def _stem(point: Point, seed: int) -> str:
+    """A file name: readable, and unlike any other point's."""
+    words = re.sub(r"[^\w.=-]+", "_", point.name)[:80]
+    return f"{words}-{digest(point.flat)}-seed{seed}"
+
+
+def _file(directory: Path, point: Point, seed: int) -> Path:
+    return directory / "results" / f"{_stem(point, seed)}.json"
+
+
+def _open(directory: Path, experiment: Experiment) -> None:
+    """Create the directory, or see that it is this run's."""
+    config = {**experiment.identity, "files": dict(_hashes(experiment))}
+    environment = machine()
+    # config.json is written last: what has none was killed here, or is not ours.
+    there = {path.name for path in directory.iterdir()} if directory.exists() else set()
+    if there <= {"results", "environment.json", "environment.json.part", "config.json.part"}:
+        (directory / "results").mkdir(parents=True, exist_ok=True)
+        _write(directory / "environment.json", environment)
+        _write(directory / "config.json", config)
+        return
+    try:
+        before = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        there = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise JaxLlamaError(
+            f"{directory}: not a run's directory; give another with --out"
+        ) from None
+    if before != config:
+        changed = [key for key in config if before.get(key) != config[key]]
+        raise JaxLlamaError(
+            f"{directory}: holds a run with other {', '.join(changed)}; give another with --out"
+        )
+    for key in _MACHINE:
+        if there.get(key) != environment[key]:
+            raise JaxLlamaError(
+                f"{directory}: was begun with {key} {there.get(key)}, and this is "
+                f"{environment[key]}; give another with --out"
+            )
+
+
+def _hashes(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    """(name, SHA-256) of every file that the settings name.  Raises JaxLlamaError for a missing
+    one."""
+    names = {point.flat.get(key) for point in experiment.points for key in _FILES} - {None, BIBLE}
+    for name in sorted(names):
+        path = experiment.find(name)
+        try:
+            yield name, hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            raise JaxLlamaError(f"{experiment.path}: {path}: {error.strerror}") from None
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs."""
+    device = jax.devices()[0]
+    return {
+        "jaxllama": jaxllama.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+        "backend": jax.default_backend(),
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _commit() -> str | None:
+    """The checkout's commit, "+" behind it if files have changed since; None outside of one."""
+    here = ["git", "-C", str(Path(__file__).parent)]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        head, changes = (
+            subprocess.run([*here, *words], capture_output=True, text=True, timeout=10, check=True)
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
+        return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
+    return None
+
+
+def _write(path: Path, value: Any) -> None:
+    _write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

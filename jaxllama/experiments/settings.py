@@ -1,0 +1,170 @@
+"""The settings of each workload: frozen dataclasses that refuse what cannot be.
+
+    quality   QualitySettings     speed   SpeedSettings     offload   OffloadSettings
+    train     TrainSettings, around ``training.TrainConfig``
+
+Contract: a field's type and ``__post_init__`` say everything that is allowed without loading
+anything; messages name the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.offload.policy import Policy
+from jaxllama.quantization.pipeline import check_method
+from jaxllama.quantization.scheme import parse
+
+Method = Literal["rtn", "awq", "gptq", "smoothquant"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+KVDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "fp8"]
+Workload = Literal["quality", "speed", "train", "offload"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """What every workload but training says of its model.
+
+    model: a preset, a name under ``[models]`` (weights are random), a directory, a .gguf or a hub
+    id.  random: weights of the preset's shape, nothing is fetched.  scheme: as ``--scheme`` takes
+    it, "none" for floats; method: how its words are found.
+    """
+
+    model: str
+    random: bool = False
+    dtype: Dtype | None = None
+    scheme: str = "none"
+    method: Method = "rtn"
+    kv_dtype: KVDtype | None = None
+
+    def __post_init__(self) -> None:
+        plan = parse(self.scheme)
+        if self.method != "rtn":
+            check_method(plan, self.method)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QualitySettings(ModelSettings):
+    """Perplexity of the first ``max_tokens`` of ``text`` in windows, as ``jaxllama eval`` has it,
+    and KL and top-1 agreement to ``reference`` (by default the same model in floats).
+
+    calibration: the text that methods and static schemes see, the shipped one by default; of it
+    ``calibration_samples`` windows of ``calibration_window`` tokens.  decode_tokens: also time the
+    decoding of so many in one row.
+    """
+
+    text: str
+    reference: str | None = None
+    window: int = 512
+    max_tokens: int | None = None
+    calibration: str | None = None
+    calibration_samples: int = 32
+    calibration_window: int = 512
+    decode_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("window", "max_tokens", "calibration_window"):
+            at_least(self, key, 2)
+        at_least(self, "calibration_samples", 1)
+        if self.decode_tokens:
+            at_least(self, "decode_tokens", 2)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a text decides the words or the activations' scales."""
+        return self.method != "rtn" or any(one.static for one in parse(self.scheme).schemes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeedSettings(ModelSettings):
+    """``bench.run``'s: ``context`` tokens in every row when decoding begins; ``chunk`` tokens of a
+    prompt at once."""
+
+    batch: int = 1
+    context: int = 5
+    prompt_tokens: int = 512
+    new_tokens: int = 64
+    runs: int = 5
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, least in (("batch", 1), ("context", 5), ("prompt_tokens", 1), ("runs", 1),
+                           ("new_tokens", 2), ("chunk", 1)):  # fmt: skip
+            at_least(self, key, least)
+        no_calibration(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadSettings(ModelSettings):
+    """Generation under an offloading ``policy``: ``offload.policy.Policy``'s text."""
+
+    policy: str
+    batch: int = 1
+    prompt_tokens: int = 32
+    new_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, least in (("batch", 1), ("prompt_tokens", 1), ("new_tokens", 2)):
+            at_least(self, key, least)
+        no_calibration(self)
+        Policy.parse(self.policy)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """``training.TrainConfig``'s keys, flat, and in place of ``data.tokens``, if that is more to
+    the purpose, a ``text``, which is tokenized first: by bytes, or as ``tokenizer``, a model, does
+    it.  A text is a file, or "bible", the one that ``training.corpus`` makes."""
+
+    config: Any
+    text: str | None = None
+    tokenizer: str = "bytes"
+
+
+BIBLE = "bible"
+SETTINGS: dict[str, Any] = {
+    "quality": QualitySettings,
+    "speed": SpeedSettings,
+    "offload": OffloadSettings,
+}
+
+
+def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted name; a model's whole configuration is its name."""
+    if isinstance(settings, TrainSettings):
+        config = flatten(settings.config)
+        config.pop("seed")  # of the file
+        if settings.text is None:
+            return config
+        config.pop("data.tokens")
+        return {"text": settings.text, "tokenizer": settings.tokenizer, **config}
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, ModelConfig):
+            flat[prefix + field.name] = value.name
+        elif dataclasses.is_dataclass(value):
+            flat.update(flatten(value, f"{prefix}{field.name}."))
+        else:
+            flat[prefix + field.name] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def at_least(settings: Any, key: str, least: int) -> None:
+    value = getattr(settings, key)
+    if value is not None and value < least:
+        raise JaxLlamaError(f"{key} = {value!r}: must be at least {least}")
+
+
+def no_calibration(settings: ModelSettings) -> None:
+    """The words' values change no speed, so these workloads round to nearest."""
+    if settings.method != "rtn":
+        raise JaxLlamaError(f"method = {settings.method!r}: allowed values here are rtn")
+    if any(one.static for one in parse(settings.scheme).schemes):
+        raise JaxLlamaError(f"scheme = {settings.scheme!r}: needs calibration, and here is none")

@@ -1,0 +1,274 @@
+"""The workloads: functions from one point's settings to a dict of numbers.
+
+    WORKLOADS[name](experiment, settings, seed, room) -> {result: number | [numbers] | text}
+
+Contract: a result depends on the arguments, the machine and nothing else; ``room`` is a directory
+that is the point's own and may not exist yet, for what lets a killed workload continue.  Lists are
+curves: all lists that one picture uses are equally long.  Here is only what joins an experiment to
+the functions that do the work: ``evaluate``, ``bench``, ``training``, ``offload``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxllama.bench import run as run_bench
+from jaxllama.bench import weight_bytes
+from jaxllama.config import ModelConfig, load_config, preset_names
+from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluate import perplexity
+from jaxllama.experiments.config import Experiment
+from jaxllama.experiments.settings import (
+    BIBLE,
+    ModelSettings,
+    OffloadSettings,
+    QualitySettings,
+    SpeedSettings,
+    TrainSettings,
+)
+from jaxllama.language_model import (
+    LanguageModel,
+    default_dtype,
+    enable_compilation_cache,
+    load,
+)
+from jaxllama.quantization import calibration
+from jaxllama.quantization.pipeline import calibrate
+from jaxllama.quantization.scheme import parse, quantize_params
+from jaxllama.random_params import random_params
+from jaxllama.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxllama.offload.policy import Policy
+
+Results = dict[str, Any]
+# Of the whole process or its caches: they mean nothing where one process measures many points.
+_PROCESS = (
+    "peak_rss_bytes",
+    "peak_device_bytes",
+    "first_token_seconds",
+    "compile_seconds",
+    "compiled_from_cache",
+    "ceiling_gigabytes_per_second",
+)
+_LAST = 0.05  # share of the steps whose mean is the final loss
+
+
+def quality(experiment: Experiment, settings: QualitySettings, seed: int, room: Path) -> Results:
+    """Perplexity, KL and top-1 agreement to the reference, bytes of weights, speed if asked for."""
+    text = _text(experiment, settings.text)
+    plain = _model(experiment, dataclasses.replace(settings, scheme="none", method="rtn"), seed)
+    lm = plain
+    if settings.calibrated:
+        source = settings.calibration
+        sample = (
+            calibration.DEFAULT_TEXT.read_text(encoding="utf-8")
+            if source is None
+            else _text(experiment, source)
+        )
+        tokens = calibration.windows(
+            plain.tokenizer, sample, settings.calibration_window, settings.calibration_samples
+        )
+        params, _ = calibrate(
+            plain.config, plain.params, tokens, parse(settings.scheme), settings.method
+        )
+        lm = dataclasses.replace(plain, params=params)
+    elif settings.scheme != "none":
+        lm = dataclasses.replace(plain, params=quantize_params(plain.params, settings.scheme))
+    reference = plain
+    if settings.reference is not None:
+        other = dataclasses.replace(
+            settings, model=settings.reference, scheme="none", method="rtn", kv_dtype=None
+        )
+        reference = _model(experiment, other, seed)
+    cache = kv_dtype(settings.kv_dtype)
+    report = perplexity(
+        lm, text, min(settings.window, lm.config.max_position), reference=reference,
+        kv_dtype=cache, max_tokens=settings.max_tokens,
+    )  # fmt: skip
+    results = {**report, "weight_megabytes": weight_bytes(lm.params) / 1e6}
+    if settings.decode_tokens:
+        speed = run_bench(lm, prompt_tokens=16, new_tokens=settings.decode_tokens, kv_dtype=cache)
+        results["decode_tokens_per_second"] = speed["decode_tokens_per_second"]
+    return results
+
+
+def speed(experiment: Experiment, settings: SpeedSettings, seed: int, room: Path) -> Results:
+    """``bench.run``'s report, and the weights' bytes.  A model with random weights has been trained
+    at no context, so its limit is raised to what is asked for."""
+    lm = _model(experiment, settings, seed)
+    if is_random(experiment, settings):
+        need = max(settings.prompt_tokens + 1, settings.context + settings.new_tokens)
+        longest = max(need, lm.config.max_position)
+        lm = dataclasses.replace(lm, config=lm.config.replace(max_position=longest))
+    report = run_bench(
+        lm, batch=settings.batch, prompt_tokens=settings.prompt_tokens,
+        new_tokens=settings.new_tokens, runs=settings.runs, context=settings.context,
+        kv_dtype=kv_dtype(settings.kv_dtype), chunk=settings.chunk,
+    )  # fmt: skip
+    given = set(dataclasses.asdict(settings)) | set(_PROCESS)
+    kept = {key: entry for key, entry in report.items() if key not in given}
+    return {
+        **kept,
+        "weight_megabytes": weight_bytes(lm.params) / 1e6,
+        "cache_megabytes": report["cache_bytes"] / 1e6,
+        "program_megabytes": (report["program_bytes"] or 0) / 1e6,
+    }
+
+
+def train(experiment: Experiment, settings: TrainSettings, seed: int, room: Path) -> Results:
+    """Curves of loss by tokens, and their ends; continues in ``room`` where it was killed."""
+    from jaxllama import training
+    from jaxllama.data import tokenize
+    from jaxllama.training.corpus import bible
+    from jaxllama.training.flops import parameters
+
+    config = dataclasses.replace(settings.config, seed=seed)
+    if settings.text is not None:
+        tokens = room.parent / f"tokens-{Path(settings.text).stem}-{Path(settings.tokenizer).stem}"
+        if not tokens.exists():
+            tokens.parent.mkdir(parents=True, exist_ok=True)
+            text = experiment.find(settings.text)
+            if settings.text == BIBLE:
+                text = room.parent / "bible.txt"
+                text.write_text(bible(), encoding="utf-8")
+            tokenize([text], tokens, _tokenizer(settings.tokenizer))
+        data = dataclasses.replace(config.data, tokens=str(tokens))
+        config = dataclasses.replace(config, data=data)
+    result = training.train(config, room)
+    steps, validation = result.metrics, result.validation
+    losses = [step["loss"] for step in steps]
+    last = losses[-max(1, round(len(losses) * _LAST)) :]
+    results: Results = {
+        "tokens": [step["tokens"] for step in steps],
+        "loss": losses,
+        "final_loss": statistics.mean(last),
+        "tokens_per_second": statistics.median(step["tokens_per_second"] for step in steps),
+        "parameters": None if config.model is None else parameters(config.model),
+    }
+    if validation:
+        results |= {
+            "validation_tokens": [step["tokens"] for step in validation],
+            "validation_loss": [step["validation_loss"] for step in validation],
+            "final_validation_loss": validation[-1]["validation_loss"],
+        }
+    return results
+
+
+def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: Path) -> Results:
+    """Generation of random prompts under a policy, prefill included, as FlexGen counts it; and the
+    bytes in each place that the policy needs.  No row stops before ``new_tokens``."""
+    from jaxllama.offload.accounting import footprint
+    from jaxllama.offload.loading import scheme_of
+    from jaxllama.offload.policy import Policy
+
+    policy = Policy.parse(settings.policy)
+    lm = _model(experiment, settings, seed, policy)
+    lm = dataclasses.replace(lm, config=lm.config.replace(eos_token_ids=()))
+    rng = np.random.default_rng(seed)
+    shape = (settings.batch, settings.prompt_tokens)
+    prompts = rng.integers(0, lm.config.vocab_size, shape).tolist()
+
+    def seconds(new_tokens: int) -> float:
+        begun = time.perf_counter()
+        lm.generate(prompts, new_tokens, kv_dtype=kv_dtype(settings.kv_dtype))
+        return time.perf_counter() - begun
+
+    seconds(settings.new_tokens)  # compiles
+    prefill, whole = seconds(1), seconds(settings.new_tokens)
+    bytes_in = footprint(
+        lm.config, policy, rows=min(settings.batch, policy.block_size),
+        width=settings.prompt_tokens, capacity=settings.prompt_tokens + settings.new_tokens,
+        dtype=lm.dtype, kv_dtype=kv_dtype(settings.kv_dtype) or lm.dtype,
+        scheme=scheme_of(policy, None if settings.scheme == "none" else settings.scheme),
+        compile_programs=False,
+    )  # fmt: skip
+    return {
+        "tokens_per_second": settings.batch * settings.new_tokens / whole,
+        "prefill_seconds": prefill,
+        "device_megabytes": bytes_in.device / 1e6,
+        "host_megabytes": bytes_in.host / 1e6,
+        "disk_megabytes": bytes_in.disk / 1e6,
+    }
+
+
+Function = Callable[[Experiment, Any, int, Path], Results]
+WORKLOADS: dict[str, Function] = {
+    "quality": quality,
+    "speed": speed,
+    "train": train,
+    "offload": offload,
+}
+
+
+# What they share
+
+
+def is_random(experiment: Experiment, settings: ModelSettings) -> bool:
+    return settings.random or settings.model in experiment.models
+
+
+def model_config(experiment: Experiment, settings: Any) -> ModelConfig | None:
+    """A model's configuration as far as it is known without its checkpoint."""
+    if isinstance(settings, TrainSettings):
+        return settings.config.model
+    if settings.model in experiment.models:
+        return experiment.models[settings.model]
+    return load_config(settings.model) if settings.model in preset_names() else None
+
+
+def kv_dtype(name: str | None) -> str | None:
+    return "float8_e4m3fn" if name == "fp8" else name
+
+
+def _model(
+    experiment: Experiment, settings: ModelSettings, seed: int, policy: Policy | None = None
+) -> LanguageModel:
+    """The model of a point; random weights are of the seed."""
+    scheme = None if settings.scheme == "none" else settings.scheme
+    if not is_random(experiment, settings):
+        path = experiment.find(settings.model)
+        source = path if path.exists() else settings.model
+        return load(source, settings.dtype, scheme, policy=policy)
+    enable_compilation_cache()
+    cfg = model_config(experiment, settings)
+    if cfg is None:
+        raise JaxLlamaError(
+            f"random = true: model = {settings.model!r} is not a preset; allowed: "
+            f"{', '.join((*experiment.models, *preset_names()))}"
+        )
+    dtype = default_dtype() if settings.dtype is None else settings.dtype
+    tokenizer, key = Tokenizer.byte_level(), jax.random.key(seed)
+    if policy is None:
+        return LanguageModel(cfg, random_params(cfg, key, dtype, scheme), tokenizer)
+    from jaxllama.offload.loading import Placement
+
+    place = Placement(policy, dtype, scheme)
+    return place.model(cfg, random_params(cfg, key, dtype, scheme, place), tokenizer)
+
+
+def _tokenizer(name: str) -> Tokenizer:
+    return Tokenizer.byte_level() if name == "bytes" else _loaded_tokenizer(name)
+
+
+def _loaded_tokenizer(name: str) -> Tokenizer:
+    tokenizer = load(name).tokenizer
+    if tokenizer is None:
+        raise JaxLlamaError(f"tokenizer = {name!r}: this model has none")
+    return tokenizer
+
+
+def _text(experiment: Experiment, name: str) -> str:
+    path = experiment.find(name)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise JaxLlamaError(f"{path}: not UTF-8 text: byte {error.start}") from None
