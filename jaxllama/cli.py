@@ -1,4 +1,4 @@
-"""The ``jaxllama`` command: generate, chat, bench, eval, doctor.
+"""The ``jaxllama`` command: words to one call of the module that does the work.
 
     main(argv) -> exit status
 
@@ -8,7 +8,7 @@ pipe (``| head``) ends quietly.  ``generate`` prints the continuation alone, exa
 wrote it, and a newline.  Values are checked before anything slow begins.
 
 jax is imported by the commands, not here: ``--help`` answers at once.  The words are in
-``cli_options``, the work in ``language_model``, ``chat``, ``bench``, ``evaluate`` and ``doctor``.
+``cli_options``; each command's function names the module of its work.
 """
 
 from __future__ import annotations

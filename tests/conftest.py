@@ -25,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """Free what a module compiled.  A process that keeps all of this suite's programs comes to the
+    system's limit of memory maps (65,530), and the next compilation is a segmentation fault."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def interpreter() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """A context manager under which Mosaic GPU kernels run on the CPU (jax >= 0.11.2).

@@ -170,6 +170,8 @@ def test_a_model_without_a_template_continues_the_text(page):
 
 def test_it_can_be_used_without_seeing_it_or_a_mouse(page):
     browser, _ = page
+    # The page takes the focus a moment after it has loaded.
+    until(browser, lambda: browser.switch_to.active_element.get_attribute("id") == "input")
     order = []
     for _ in range(3):
         order.append(browser.switch_to.active_element.get_attribute("id"))
