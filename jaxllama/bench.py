@@ -39,14 +39,13 @@ from jaxllama.decode_program import (
     DecodeProgram,
     cache_bytes_per_step,
     compile_decode,
-    device_bytes,
     held_cache,
     memory_bandwidth,
 )
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import PREFILL_CHUNK, LanguageModel
 from jaxllama.sampling import Sampling, SamplingParams
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import tree_bytes
 
 SHORT = 5
 _IMPORTED = time.monotonic()
@@ -117,7 +116,7 @@ def run(
         "kernels_per_step": program.kernels_per_step,
         "weight_bytes_per_step": read,
         "weight_gigabytes_per_second": read * steps / decode / 1e9,
-        "cache_bytes": device_bytes(cache.layers),
+        "cache_bytes": tree_bytes(cache.layers),
         "bytes_per_step": moved,
         "gigabytes_per_second": moved * steps / decode / 1e9,
         "ceiling_gigabytes_per_second": ceiling / 1e9,
@@ -200,14 +199,8 @@ class _Loop:
 def bytes_per_step(lm: LanguageModel) -> int:
     """Bytes of weights that one decode step reads: all, but of the embedding only the rows of its
     tokens, unless it is the head as well."""
-    total = weight_bytes(lm.params)
-    return total if lm.config.tie_embeddings else total - weight_bytes(lm.params["embed"])
-
-
-def weight_bytes(tree: Any) -> int:
-    """Bytes of a parameter tree on an accelerator."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, QTensor))
-    return sum(leaf.nbytes for leaf in leaves)
+    total = tree_bytes(lm.params)
+    return total if lm.config.tie_embeddings else total - tree_bytes(lm.params["embed"])
 
 
 def peak_rss() -> int:

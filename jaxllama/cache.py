@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, tree_bytes
 from pallas_kernels.rope_cache import quantize_kv, store
 
 QUANTIZED_CACHE = ("int8", "int4", "float8_e4m3fn")
@@ -66,8 +66,7 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes on an accelerator, where int4 is packed two to a byte."""
-        leaves = jax.tree.leaves(self, is_leaf=lambda leaf: isinstance(leaf, QTensor))
-        return sum(leaf.nbytes for leaf in leaves)
+        return tree_bytes(self)
 
 
 def init_cache(

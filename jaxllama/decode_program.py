@@ -29,6 +29,7 @@ from jaxllama import generation
 from jaxllama.cache import Cache, KVCache, init_cache
 from jaxllama.config import ModelConfig
 from jaxllama.sampling import SamplingParams
+from pallas_kernels.qtensor import tree_bytes
 
 _NOISE = 4099  # numbers that a cache is filled with, over and over; a prime, so no row repeats one
 _BANDWIDTH_BYTES = {"cpu": 1 << 28}  # larger than any last-level cache
@@ -151,21 +152,12 @@ def _kernels(name: str, computations: dict[str, list[Instruction]]) -> int:
 # Bytes
 
 
-def device_bytes(tree: Any) -> int:
-    """Bytes on an accelerator, where int4 is packed, of a tree of arrays or of their shapes."""
-
-    def bits(leaf: Any) -> int:
-        return leaf.size * (4 if leaf.dtype == jnp.int4 else 8 * leaf.dtype.itemsize)
-
-    return sum(-(-bits(leaf) // 8) for leaf in jax.tree.leaves(tree))
-
-
 def cache_bytes_per_step(cfg: ModelConfig, cache: Cache, held: int) -> int:
     """Bytes of cache that a step must move when every row holds ``held`` tokens: keys and values
     that the newest token sees are read, a GLA state is read and written."""
     total = 0
     for index, layer in enumerate(cache.layers):
-        nbytes = device_bytes(layer)
+        nbytes = tree_bytes(layer)
         if isinstance(layer, KVCache):
             seen = min(held, cfg.window_of(index) or held)
             total += nbytes * seen // layer.k.shape[1]

@@ -35,6 +35,7 @@ from jaxllama.decode_program import cache_bytes_per_step, memory_bandwidth
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel, load
 from jaxllama.sampling import Sampling, SamplingParams
+from pallas_kernels.qtensor import packed_bytes
 
 _COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
 _PROMPT = 8
@@ -100,8 +101,7 @@ def _device_bytes(lm: LanguageModel) -> int:
         del params["embed"]
     for leaf in jax.tree.leaves(params):
         for shard in leaf.addressable_shards:
-            bits = 4 if leaf.dtype == jnp.int4 else 8 * leaf.dtype.itemsize
-            held[shard.device.id] += shard.data.size * bits // 8
+            held[shard.device.id] += packed_bytes(shard.data.size, leaf.dtype)
     return max(held.values())
 
 

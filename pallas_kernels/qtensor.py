@@ -69,9 +69,7 @@ class QTensor:
     @property
     def nbytes(self) -> int:
         """Bytes on an accelerator, where int4 is packed two to a byte."""
-        bits = 4 if self.q.dtype == jnp.int4 else 8 * self.q.dtype.itemsize
-        beside = (self.scale, self.zero, self.columns, self.input_scale)
-        return -(-self.q.size * bits // 8) + sum(leaf.nbytes for leaf in beside if leaf is not None)
+        return tree_bytes(self)
 
     def rows(self, index: Any) -> QTensor:
         """The same with its leading axes indexed: rows of a weight, or a slice of them."""
@@ -101,7 +99,18 @@ class RowBlocks:
 
     @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
+        return tree_bytes(self)
+
+
+def packed_bytes(size: int, dtype: DTypeLike) -> int:
+    """Bytes of ``size`` elements on an accelerator, where int4 is packed two to a byte."""
+    dtype = jnp.dtype(dtype)
+    return -(-size // 2) if dtype == jnp.int4 else size * dtype.itemsize
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of a tree of arrays, or of their shapes, on an accelerator."""
+    return sum(packed_bytes(leaf.size, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
 def quantize(

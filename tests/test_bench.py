@@ -20,12 +20,11 @@ from jaxllama.decode_program import (
     cache_bytes_per_step,
     compile_decode,
     count_loop_kernels,
-    device_bytes,
     held_cache,
 )
 from jaxllama.quantization.scheme import quantize_params
 from jaxllama.sampling import Sampling, SamplingParams
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, tree_bytes
 
 HLO = """HloModule jit_loop, is_scheduled=true
 
@@ -95,7 +94,7 @@ def test_compiled_loop_writes_the_tokens_that_generate_writes():
     want = generation.advance(cfg, params, again, sampling, stops, 6)
     np.testing.assert_array_equal(got.tokens, want.tokens)
     assert program.kernels_per_step >= 2 * cfg.n_layers and program.compile_seconds > 0
-    held = device_bytes((params, again.cache))
+    held = tree_bytes((params, again.cache))
     assert held <= program.nbytes < 10 * held
 
 

@@ -17,11 +17,11 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.offload.policy import Policy, Shares
-from jaxllama.offload.store import Store, is_stored, packed_bytes
+from jaxllama.offload.store import Store, is_stored
 from jaxllama.offload.timeline import Recorder
 from jaxllama.quantization.scheme import quantize_params
 from jaxllama.sampling import Sampling
-from pallas_kernels.qtensor import quantize
+from pallas_kernels.qtensor import packed_bytes, quantize
 
 # A long prompt in each batch of two or four, so that every batch has the same padded width.
 PROMPTS = [[5, 6, 7], list(range(3, 24)), [9, 8, 7, 6, 5], list(range(40, 61))]

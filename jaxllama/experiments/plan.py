@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxllama.cache import init_cache
 from jaxllama.config import ModelConfig
-from jaxllama.decode_program import cache_bytes_per_step, device_bytes, memory_bandwidth
+from jaxllama.decode_program import cache_bytes_per_step, memory_bandwidth
 from jaxllama.experiments.config import Experiment, Point
 from jaxllama.experiments.run import finished
 from jaxllama.experiments.settings import (
@@ -35,6 +35,7 @@ from jaxllama.experiments.workloads import kv_dtype, model_config
 from jaxllama.language_model import default_dtype
 from jaxllama.quantization.scheme import parse, quantize_params
 from jaxllama.random_params import param_shapes
+from pallas_kernels.qtensor import tree_bytes
 
 _ADAM = 4  # float32 copies of the weights: themselves, gradients, two moments
 
@@ -98,7 +99,7 @@ def cost(experiment: Experiment, point: Point) -> Cost | None:
         return _training(cfg, settings)
     shapes = _weights(cfg, settings)
     n = _parameters(cfg)
-    weights = device_bytes(shapes)
+    weights = tree_bytes(shapes)
     if isinstance(settings, QualitySettings):
         tokens = _text_tokens(experiment, settings)
         models = 1 if settings.scheme == "none" and settings.kv_dtype is None else 2
@@ -107,7 +108,7 @@ def cost(experiment: Experiment, point: Point) -> Cost | None:
     cache = _cache(cfg, batch, held + settings.new_tokens, settings)
     step = weights + cache_bytes_per_step(cfg, cache, held)
     return Cost(
-        _shape(cfg), n, weights, device_bytes(cache.layers),
+        _shape(cfg), n, weights, tree_bytes(cache.layers),
         float(step * settings.new_tokens * runs),
         2.0 * n * batch * settings.prompt_tokens * runs,
     )  # fmt: skip

@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from jaxllama.bench import run as run_bench
-from jaxllama.bench import weight_bytes
 from jaxllama.config import ModelConfig, load_config, preset_names
 from jaxllama.errors import JaxLlamaError
 from jaxllama.evaluate import perplexity
@@ -45,6 +44,7 @@ from jaxllama.quantization.pipeline import calibrate
 from jaxllama.quantization.scheme import parse, quantize_params
 from jaxllama.random_params import random_params
 from jaxllama.tokenizer import Tokenizer
+from pallas_kernels.qtensor import tree_bytes
 
 if TYPE_CHECKING:
     from jaxllama.offload.policy import Policy
@@ -94,7 +94,7 @@ def quality(experiment: Experiment, settings: QualitySettings, seed: int, room: 
         lm, text, min(settings.window, lm.config.max_position), reference=reference,
         kv_dtype=cache, max_tokens=settings.max_tokens,
     )  # fmt: skip
-    results = {**report, "weight_megabytes": weight_bytes(lm.params) / 1e6}
+    results = {**report, "weight_megabytes": tree_bytes(lm.params) / 1e6}
     if settings.decode_tokens:
         speed = run_bench(lm, prompt_tokens=16, new_tokens=settings.decode_tokens, kv_dtype=cache)
         results["decode_tokens_per_second"] = speed["decode_tokens_per_second"]
@@ -118,7 +118,7 @@ def speed(experiment: Experiment, settings: SpeedSettings, seed: int, room: Path
     kept = {key: entry for key, entry in report.items() if key not in given}
     return {
         **kept,
-        "weight_megabytes": weight_bytes(lm.params) / 1e6,
+        "weight_megabytes": tree_bytes(lm.params) / 1e6,
         "cache_megabytes": report["cache_bytes"] / 1e6,
         "program_megabytes": (report["program_bytes"] or 0) / 1e6,
     }

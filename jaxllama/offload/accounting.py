@@ -24,14 +24,10 @@ from jaxllama.config import ModelConfig
 from jaxllama.offload import units as programs
 from jaxllama.offload.layer_cache import TAIL
 from jaxllama.offload.policy import Policy, Shares
-from jaxllama.offload.store import check_host_memory, packed_bytes
+from jaxllama.offload.store import check_host_memory
 from jaxllama.quantization.scheme import quantize_params
 from jaxllama.random_params import param_shapes
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of a tree of arrays or shapes, int4 two to a byte."""
-    return sum(packed_bytes(leaf.size, leaf.dtype) for leaf in jax.tree.leaves(tree))
+from pallas_kernels.qtensor import packed_bytes, tree_bytes
 
 
 def weight_shapes(cfg: ModelConfig, dtype: Any, scheme: str | None = None) -> dict[str, Any]:

@@ -34,12 +34,12 @@ from jaxllama.offload.accounting import (
     cache_shapes,
     footprint,
     hidden_bytes,
-    tree_bytes,
     unit_shapes,
 )
 from jaxllama.offload.calibration import Calibration, moving
 from jaxllama.offload.layer_cache import TAIL
 from jaxllama.offload.policy import PERCENTAGES, Policy, Shares
+from pallas_kernels.qtensor import tree_bytes
 
 LANES = (
     "load weights", "load cache", "load hidden", "compute", "store cache", "store hidden"

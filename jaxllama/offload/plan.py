@@ -37,9 +37,10 @@ from jaxllama.offload.cost_model import (
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.run import Run
-from jaxllama.offload.store import available_memory, packed_bytes
+from jaxllama.offload.store import available_memory
 from jaxllama.offload.timeline import NO_RECORD, Event, Recorder, draw
 from jaxllama.sampling import Sampling, SamplingParams
+from pallas_kernels.qtensor import packed_bytes
 
 MEASURED = 8  # decode steps that are timed
 

@@ -32,6 +32,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.disk import DiskFile, Extent
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.schedule import LANES
+from pallas_kernels.qtensor import packed_bytes
 
 Leaf = jax.Array | np.ndarray
 
@@ -76,11 +77,6 @@ def wait(tree: Any) -> Any:
         parts = (leaf.device, leaf.host) if is_stored(leaf) else leaf
         jax.block_until_ready(parts)
     return tree
-
-
-def packed_bytes(size: int, dtype: Any) -> int:
-    """Bytes of ``size`` elements, int4 two to a byte."""
-    return -(-size // 2) if np.dtype(dtype) == jnp.int4 else size * np.dtype(dtype).itemsize
 
 
 class Store:
