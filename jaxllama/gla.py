@@ -79,13 +79,20 @@ class GatedLinearAttention(nn.Module):
 
         before = None if state is None else state.state
         if n_new == 1 and before is not None:
-            o, after = gla_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], before)
+            # A row that stands still: no decay and nothing added, so that the state can be updated
+            # in place without a second copy of it to choose from.
+            moves = (lengths > 0)[:, None, None]
+            k, v, log_decay = (
+                jnp.where(moves, x[:, 0], jnp.zeros((), x.dtype)) for x in (k, v, log_decay)
+            )
+            o, after = gla_step(q[:, 0], k, v, log_decay, before)
             o = o[:, None]
-            after = jnp.where((lengths > 0)[:, None, None, None], after, before)
         else:
+            # Padding comes last and so reaches no valid o; only a state to return must be kept
+            # from it, at the price of masking every operand.
             o, after = gla(
-                q, k, v, log_decay,
-                initial_state=before, lengths=lengths, return_state=state is not None,
+                q, k, v, log_decay, initial_state=before,
+                lengths=None if state is None else lengths, return_state=state is not None,
             )  # fmt: skip
 
         gate = None

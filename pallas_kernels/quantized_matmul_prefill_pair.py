@@ -66,6 +66,7 @@ class PairTile:
     cluster: 2 blocks that lie below each other in m share (multicast) the weight tile.
     width: of the planar snake, in tiles of m.
     promote: 0, or fp8: steps of 128 after which the tensor cores' sum is added to a float32 one.
+    split: parts of K, each a tile of its own whose bare sum goes to memory.
     """
 
     m: int = 128
@@ -74,6 +75,7 @@ class PairTile:
     cluster: int = 2
     width: int = 16
     promote: int = 0
+    split: int = 1
 
     @property
     def rows(self) -> int:
@@ -85,37 +87,39 @@ class PairTile:
 
 
 def _body(*refs, tile: PairTile, m: int, n: int, k: int, has_bias: bool, acc_dtype):
-    x, w, sx, sw, *refs = refs
-    bias = refs.pop(0) if has_bias else None
+    whole = tile.split == 1
+    x, w, *refs = refs
+    vectors = [refs.pop(0) for _ in range(2 + has_bias)] if whole else []
     out, *buffers, sx_sm, sw_sm, b_sm, full, empty, s_full, s_empty = refs
     (x_rows, x_sm), (w_rows, w_sm), (o_rows, o_sm) = map(pipeline.views, buffers)
     wg, pair = lax.axis_index("wg"), lax.axis_index("pair")
     n_clusters, stages = pipeline.N_SM // tile.cluster, tile.stages
-    grid = pl.cdiv(pl.cdiv(m, tile.m), tile.cluster), pl.cdiv(n, tile.n)
-    steps = pl.cdiv(k, BLOCK_K)
+    n_tiles = pl.cdiv(n, tile.n)
+    grid = pl.cdiv(pl.cdiv(m, tile.m), tile.cluster), n_tiles * tile.split
+    steps = pl.cdiv(k, BLOCK_K) // tile.split
     tiles = my_tiles(grid[0] * grid[1], n_clusters)
     axes = "pair" if tile.cluster > 1 else None
 
     def origin(t):
         mi, ni = tile_of(t, grid, n_clusters, 0, tile.width)
-        return (mi * tile.cluster + pair) * tile.m, ni * tile.n
+        part, ni = (0, ni) if whole else (ni // n_tiles, lax.rem(ni, n_tiles))
+        return (mi * tile.cluster + pair) * tile.m, ni * tile.n, part
 
     @pl.when(wg == 2)
     def feed():
         plgpu.set_max_registers(REGISTERS[2][0], action="decrease")
 
         def one_tile(t, _):
-            m0, n0 = origin(t)
-            slot = t % 2
-            pl.when(t >= 2)(lambda: plgpu.barrier_wait(s_empty.at[slot]))
-            vectors = [(sx.at[pl.ds(m0, tile.m)], sx_sm), (sw.at[pl.ds(n0, tile.n)], sw_sm)]
-            if bias is not None:
-                vectors.append((bias.at[pl.ds(n0, tile.n)], b_sm))
-            for vector, vector_sm in vectors:
-                plgpu.copy_gmem_to_smem(vector, vector_sm.at[slot], s_full.at[slot])
+            m0, n0, part = origin(t)
+            if whole:
+                slot = t % 2
+                pl.when(t >= 2)(lambda: plgpu.barrier_wait(s_empty.at[slot]))
+                spans = pl.ds(m0, tile.m), *[pl.ds(n0, tile.n)] * 2
+                for ref, span, ref_sm in zip(vectors, spans, (sx_sm, sw_sm, b_sm), strict=False):
+                    plgpu.copy_gmem_to_smem(ref.at[span], ref_sm.at[slot], s_full.at[slot])
 
             def load(j, at):
-                ks = pl.ds(j * BLOCK_K, BLOCK_K)
+                ks = pl.ds((part * steps + j) * BLOCK_K, BLOCK_K)
                 pl.when(t * steps + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
                 plgpu.copy_gmem_to_smem(x.at[pl.ds(m0, tile.m), ks], x_rows.at[at], full.at[at])
                 plgpu.copy_gmem_to_smem(
@@ -127,7 +131,8 @@ def _body(*refs, tile: PairTile, m: int, n: int, k: int, has_bias: bool, acc_dty
 
         lax.fori_loop(0, tiles, one_tile, None)
         drain(empty, tiles * steps, stages)
-        drain(s_empty, tiles, 2)
+        if whole:
+            drain(s_empty, tiles, 2)
 
     @pl.when(wg < 2)
     def compute():
@@ -178,10 +183,11 @@ def _body(*refs, tile: PairTile, m: int, n: int, k: int, has_bias: bool, acc_dty
             return total
 
         def one_tile(t, _):
-            m0, n0 = origin(t)
+            m0, n0, part = origin(t)
             acc = product(t)
             slot = t % 2
-            plgpu.barrier_wait(s_full.at[slot])
+            if whole:
+                plgpu.barrier_wait(s_full.at[slot])
             epi = o_sm.shape[-1]
 
             def vector(ref, start, size, axis):
@@ -190,18 +196,21 @@ def _body(*refs, tile: PairTile, m: int, n: int, k: int, has_bias: bool, acc_dty
 
             pieces = [(r, c) for r in range(0, tile.rows, 64) for c in range(0, tile.cols, epi)]
             for piece, (r, c) in enumerate(pieces):
-                y = acc[r : r + 64, c : c + epi].astype(jnp.float32)
-                y = y * vector(sx_sm, row0 + r, 64, 0) * vector(sw_sm, col0 + c, epi, 1)
-                if bias is not None:
+                y = acc[r : r + 64, c : c + epi]
+                if whole:
+                    y = y.astype(jnp.float32)
+                    y = y * vector(sx_sm, row0 + r, 64, 0) * vector(sw_sm, col0 + c, epi, 1)
+                if has_bias:
                     y = y + vector(b_sm, col0 + c, epi, 1)
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 o_sm[wg, piece % 2] = y.astype(out.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
                     o_rows.at[wg, piece % 2],
-                    out.at[pl.ds(m0 + row0 + r, 64), pl.ds(n0 + col0 + c, epi)],
+                    out.at[part, pl.ds(m0 + row0 + r, 64), pl.ds(n0 + col0 + c, epi)],
                 )
-            plgpu.barrier_arrive(s_empty.at[slot])
+            if whole:
+                plgpu.barrier_arrive(s_empty.at[slot])
 
         lax.fori_loop(0, tiles, one_tile, None)
         plgpu.wait_smem_to_gmem(0)
@@ -220,15 +229,18 @@ def pair_matmul(
     """x [M, K], w [N, K] both int8 or both e4m3; scale_x [M], scale_w [N], bias [N] floats."""
     (m, k), n = x.shape, w.shape[0]
     acc_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
-    epi = 64 // jnp.dtype(out_dtype).itemsize
+    name = "quantized_matmul_" + ("w8a8" if x.dtype == jnp.int8 else "fp8")
+    whole = tile.split == 1
+    has_bias = whole and bias is not None
+    kernel_dtype = out_dtype if whole else acc_dtype
+    epi = 64 // jnp.dtype(kernel_dtype).itemsize
     body = functools.partial(
-        _body, tile=tile, m=m, n=n, k=k, has_bias=bias is not None, acc_dtype=acc_dtype
+        _body, tile=tile, m=m, n=n, k=k, has_bias=has_bias, acc_dtype=acc_dtype
     )
-    has_bias = bias is not None
     scratch = [
         pipeline.rows_and_tiles((tile.stages, tile.m, BLOCK_K), x.dtype),
         pipeline.rows_and_tiles((tile.stages, tile.n, BLOCK_K), w.dtype),
-        pipeline.rows_and_tiles((2, 2, 64, epi), out_dtype),
+        pipeline.rows_and_tiles((2, 2, 64, epi), kernel_dtype),
         plgpu.SMEM((2, tile.m), scale_x.dtype),
         plgpu.SMEM((2, tile.n), scale_w.dtype),
         plgpu.SMEM((2, tile.n), bias.dtype) if has_bias else plgpu.SMEM((32,), jnp.float32),
@@ -236,6 +248,13 @@ def pair_matmul(
         plgpu.Barrier(num_arrivals=2 + has_bias, num_barriers=2),
         plgpu.Barrier(num_arrivals=2, num_barriers=2),
     ]
-    args = (x, w, scale_x, scale_w) + ((bias,) if has_bias else ())
-    name = "quantized_matmul_" + ("w8a8" if x.dtype == jnp.int8 else "fp8")
-    return launch(name, body, args, jax.ShapeDtypeStruct((m, n), out_dtype), scratch, tile.cluster)
+    args = (x, w, *((scale_x, scale_w) if whole else ()), *((bias,) if has_bias else ()))
+    out_type = jax.ShapeDtypeStruct((tile.split, m, n), kernel_dtype)
+    out = launch(name, body, args, out_type, scratch, tile.cluster)
+    if whole:
+        return out[0]
+    # XLA makes one kernel of this; in the same order every time, and int32 is exact anyway.
+    total = functools.reduce(jnp.add, [out[i] for i in range(tile.split)]).astype(jnp.float32)
+    total = total * scale_x.astype(jnp.float32)[:, None] * scale_w.astype(jnp.float32)
+    total = total if bias is None else total + bias.astype(jnp.float32)
+    return total.astype(out_dtype)

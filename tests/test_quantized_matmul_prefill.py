@@ -128,6 +128,8 @@ def test_lowers_for_every_grouping(group, zeros, x_dtype):
         (PairTile(64, 128, stages=3, cluster=1), 72, 136, 256, I8),
         (PairTile(128, 64, stages=2, cluster=2), 200, 192, 384, I8),
         (PairTile(128, 64, stages=3, cluster=1, promote=2), 128, 128, 640, F8),
+        (PairTile(64, 64, stages=3, cluster=1, split=2), 64, 128, 768, I8),
+        (PairTile(64, 64, stages=3, cluster=1, split=2, promote=2), 24, 136, 768, F8),
     ],
 )
 def test_pair_kernel_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k, dtype):
@@ -176,16 +178,16 @@ def test_unsupported_names_the_fact(change, fact):
 def test_tiles_fill_the_gpu():
     """The table's choices at a few shapes, and that none is worse than its neighbours by its own
     measure: a round of tiles never leaves most of the GPU idle when a smaller tile would not."""
-    assert (prefill.choose_pair_tile(8192, 14336).m, prefill.choose_pair_tile(8192, 14336).n) == (
-        128,
-        256,
-    )
-    assert prefill.choose_pair_tile(1, 14336).m == 64
+    large = prefill.choose_pair_tile(8192, 14336, 4096)
+    assert (large.m, large.n, large.split) == (128, 256, 1)
+    small = prefill.choose_pair_tile(1, 4096, 14336)
+    assert (small.m, small.n, small.split) == (64, 128, 4)
+    assert prefill.choose_pair_tile(64, 4096, 4096 + 16).split == 1
     assert prefill.choose_weight_tile(8192, 14336).tokens == 256
     assert prefill.choose_weight_tile(256, 4096).tokens == 64
     for m in (1, 64, 256, 2048):
-        assert prefill.choose_pair_tile(m, 4096, F8).cols <= 192
-        assert prefill.choose_pair_tile(m, 4096, F8).promote == 2
+        assert prefill.choose_pair_tile(m, 4096, 4096, F8).cols <= 192
+        assert prefill.choose_pair_tile(m, 4096, 4096, F8).promote == 2
 
 
 # --- on a Hopper GPU -----------------------------------------------------------------------------
