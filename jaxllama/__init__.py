@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from jaxllama.config import ModelConfig, load_config
     from jaxllama.errors import JaxLlamaError
     from jaxllama.generation import decode_step, generate, init_params, logits, prefill
-    from jaxllama.language_model import Generation, LanguageModel, load
+    from jaxllama.language_model import Generation, LanguageModel
+    from jaxllama.loading import load
     from jaxllama.offload.policy import Policy
     from jaxllama.quantization.scheme import quantize_params
     from jaxllama.sampling import Sampling
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from jaxllama.tokenizer import Tokenizer
 
 _HOME = {
-    "load": "language_model",
+    "load": "loading",
     "LanguageModel": "language_model",
     "Generation": "language_model",
     "load_config": "config",

@@ -123,7 +123,7 @@ def _check_model(args: argparse.Namespace) -> None:
 def _load(args: argparse.Namespace, random: bool = False) -> LanguageModel:
     import dataclasses
 
-    from jaxllama.language_model import load
+    from jaxllama.loading import load
 
     _join(args)
     lm = load(
@@ -274,8 +274,6 @@ def _chat(args: argparse.Namespace) -> None:
 def _serve(args: argparse.Namespace) -> None:
     from jaxllama.serving.command import ServeOptions, serve
 
-    if args.mesh is not None:
-        raise JaxLlamaError("--mesh: serving runs on one device so far")
     _check_model(args)
     engine = {"max_slots": args.slots, "max_len": args.max_len, "max_queue": args.max_queue,
               "kv_dtype": _kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
@@ -326,7 +324,7 @@ def _eval(args: argparse.Namespace) -> None:
     _check_model(args)
     lm, reference = _load(args), None
     if args.reference is not None:
-        from jaxllama.language_model import load
+        from jaxllama.loading import load
 
         reference = load(args.reference, args.dtype, mesh=args.mesh, progress=True)
     with _working("scoring"):
@@ -343,7 +341,7 @@ def _eval(args: argparse.Namespace) -> None:
 
 
 def _quantize(args: argparse.Namespace) -> None:
-    from jaxllama.language_model import load
+    from jaxllama.loading import load
     from jaxllama.quantization import checkpoint
 
     text = None if args.calibration is None else _read_text(args.calibration)
@@ -373,7 +371,7 @@ def _tokenize(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> None:
     from jaxllama.training import command
 
-    report = command.run_file(args.file, args.out)
+    report = command.run_file(args.file, args.out, args.mesh)
     _print_json(report) if args.json else print(command.table(report))
 
 

@@ -209,6 +209,8 @@ def _train(sub: Parser) -> None:
     sub.add_argument("file", type=Path, metavar="FILE", help="a TOML file, as in configs/training")
     sub.add_argument("--out", type=Path, metavar="DIR",
                      help="of the run (default runs/NAME), where it also resumes")  # fmt: skip
+    sub.add_argument("--mesh", metavar="AXES",
+                     help="devices that share every step's rows: data=N")  # fmt: skip
     _json(sub)
 
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxllama.attention import has_cudnn
 from jaxllama.checkpoints import hub
 from jaxllama.config import preset_names
-from jaxllama.language_model import default_dtype, enable_compilation_cache, load
+from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.weight_audit import buffers, decode_program
 from pallas_kernels.dispatch import hopper_reason
 from pallas_kernels.gla import gla, gla_step

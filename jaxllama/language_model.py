@@ -1,6 +1,6 @@
-"""load: a name to a LanguageModel (config, params, tokenizer) that turns prompts into text.
+"""LanguageModel: config, params and tokenizer together, turning prompts into text.
 
-``LanguageModel`` is the convenient face of the pure functions in ``generation``: it tokenizes, pads
+It is the convenient face of the pure functions in ``generation``: it tokenizes, pads
 to a few shape buckets so that a steady state compiles nothing, runs the device loop in slices where
 somebody watches the text (streaming, stop strings), and decodes.  It holds no state between calls.
 """
@@ -8,11 +8,8 @@ somebody watches the text (streaming, stop strings), and decodes.  It holds no s
 from __future__ import annotations
 
 import dataclasses
-import os
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +19,12 @@ from jax.typing import DTypeLike
 
 from jaxllama import generation
 from jaxllama.cache import init_cache
-from jaxllama.checkpoints import gguf, hf, hub
-from jaxllama.config import ModelConfig, load_config, preset_names
-from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.parallel import make_mesh, mesh_of
-from jaxllama.parallel_params import fetch, placing, settle, shard_params
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.parallel import mesh_of
+from jaxllama.parallel_params import fetch
 from jaxllama.sampling import Sampling, SamplingParams
 from jaxllama.tokenizer import StopStrings, TextStream, Tokenizer
-
-if TYPE_CHECKING:
-    from jaxllama.offload.loading import Placement
-    from jaxllama.offload.policy import Policy
 
 # A prompt longer than this goes through the model in pieces, which bounds activation memory.
 PREFILL_CHUNK = 512
@@ -328,119 +320,6 @@ class _Reader:
         n = len(self.tokens)
         reason: Literal["stop", "length"] = "stop" if self.finished else "length"
         return Generation("".join(self._text), self.tokens, logprobs[:n].tolist(), reason)
-
-
-def load(
-    source: str | Path = "smollm2-135m",
-    dtype: DTypeLike | None = None,
-    quantize: str | None = None,
-    *,
-    policy: Policy | None = None,
-    mesh: str | Mapping[str, int] | Mesh | None = None,
-    deterministic: bool = False,
-    random: bool = False,
-    progress: bool = False,
-) -> LanguageModel:
-    """A LanguageModel from a preset name, a directory, a .gguf file or a hub id.
-
-    dtype: of weights and activations; bfloat16 on a GPU, float32 on the CPU by default.
-    quantize: a scheme of ``quantize_params``, applied once after loading.
-    policy: where weights, cache and activations live, for models larger than the device
-        (``offload``).
-    mesh: several devices, "data=1,model=4" (``parallel``); each reads its own part.
-    deterministic: batch invariance; see ``LanguageModel``.
-    random: random weights of the preset's shape and a byte tokenizer, for benchmarks and tests.
-        The GLA and hybrid presets have no published weights that we can fetch, so they always
-        come that way, with a WeightWarning.
-    progress: a bar on stderr.
-    Raises JaxLlamaError naming what was tried.
-    """
-    enable_compilation_cache()
-    dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise JaxLlamaError(f"dtype {dtype.name!r} is not float32, bfloat16 or float16")
-    if not random and str(source) in preset_names() and "gla" in load_config(source).layer_types:
-        warnings.warn(
-            f"{source}: no trained weights are published for this preset: its weights are random",
-            WeightWarning,
-            stacklevel=2,
-        )
-        random = True
-    place = None
-    if policy is not None:
-        from jaxllama.offload.loading import Placement
-
-        place = Placement(policy, dtype, quantize, deterministic)
-    grid = None if mesh is None else make_mesh(mesh)
-    if grid is not None and policy is not None:
-        raise JaxLlamaError("policy and mesh exclude each other: one device offloads")
-    if random:
-        cfg, tokenizer = load_config(source), Tokenizer.byte_level()
-        from jaxllama.random_params import random_params
-
-        if grid is not None:
-            shard, _ = placing(cfg, grid, dtype)
-            params = random_params(cfg, jax.random.key(0), dtype, quantize, shard)
-        else:
-            params = random_params(cfg, jax.random.key(0), dtype, quantize, place)
-    else:
-        cfg, params, tokenizer = _from_checkpoint(source, dtype, progress, place, grid)
-    if tokenizer is not None:
-        tokenizer.check_vocab(cfg.vocab_size)
-    if place is not None:
-        return place.model(cfg, params, tokenizer)
-    if quantize is not None:
-        from jaxllama.quantization.scheme import quantize_params
-
-        params = quantize_params(params, quantize)
-    if grid is not None:
-        cfg, params = settle(cfg, params, grid)
-    return LanguageModel(cfg, params, tokenizer, deterministic)
-
-
-def _from_checkpoint(
-    source: str | Path,
-    dtype: jnp.dtype,
-    progress: bool,
-    place: Placement | None = None,
-    grid: Mesh | None = None,
-) -> tuple[ModelConfig, generation.Params, Tokenizer | None]:
-    path = hub.resolve(source, progress=progress)
-    if path.suffix == ".gguf":
-        cfg = gguf.read_config(path)
-        params = gguf.load_params(path, cfg, dtype, progress=progress)
-        params = params if place is None else place.tree(params)
-        params = params if grid is None else shard_params(cfg, params, grid)[1]
-        tokenizer = Tokenizer.from_gguf(path)
-    else:
-        stream = None
-        if grid is not None:
-            place, stream = placing(hf.read_config(path), grid, dtype)
-        cfg, params = hf.load(path, dtype=dtype, progress=progress, place=place, stream=stream)
-        has_tokenizer = (path / "tokenizer.json").is_file()
-        tokenizer = Tokenizer.from_file(path / "tokenizer.json") if has_tokenizer else None
-    if str(source) in preset_names():
-        hf.check_preset(load_config(source), cfg)
-    is_placed = place is not None or grid is not None
-    return cfg, params if is_placed else jax.device_put(params), tokenizer
-
-
-def default_dtype() -> jnp.dtype:
-    """bfloat16, but float32 on CPUs, where XLA's bfloat16 products are an order slower."""
-    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
-
-
-def enable_compilation_cache() -> None:
-    """Keep compiled programs in our cache folder, unless the user chose otherwise."""
-    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
-        folder = hub.cache_dir() / "xla"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            warnings.warn(f"no compilation cache: {folder}: {error.strerror}", stacklevel=2)
-            return
-        if os.access(folder, os.W_OK):
-            jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def pad_rows(

@@ -371,14 +371,14 @@ def test_what_happens_meanwhile_is_one_line(monkeypatch, capsys, raised, status,
     def load(*_, **__):
         raise raised
 
-    monkeypatch.setattr("jaxllama.language_model.load", load)
+    monkeypatch.setattr("jaxllama.loading.load", load)
     assert main(["generate", "hi"]) == status
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(says) and err.count("\n") == (status == 2)
 
 
 def test_bugs_of_ours_are_not_hidden(monkeypatch):
-    monkeypatch.setattr("jaxllama.language_model.load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("jaxllama.loading.load", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["generate", "hi"])
 

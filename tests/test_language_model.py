@@ -10,7 +10,7 @@ import pytest
 from models import FAMILIES, LLAMA, params_of
 
 import jaxllama as jl
-from jaxllama import language_model
+from jaxllama import language_model, loading
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.generation import init_params
 from jaxllama.language_model import LanguageModel, _bucket
@@ -152,8 +152,8 @@ def test_presets_without_weights_say_so():
 
 def test_gla_presets_come_with_random_weights_and_say_so(monkeypatch):
     tiny = FAMILIES["gla"].replace(vocab_size=256)
-    monkeypatch.setattr(language_model, "preset_names", lambda: ["gla-340m"])
-    monkeypatch.setattr(language_model, "load_config", lambda name: tiny)
+    monkeypatch.setattr(loading, "preset_names", lambda: ["gla-340m"])
+    monkeypatch.setattr(loading, "load_config", lambda name: tiny)
     with pytest.warns(WeightWarning, match="gla-340m: .* random"):
         model = jl.load("gla-340m")
     assert len(model.generate("hello", 4)[0].tokens) == 4

@@ -32,7 +32,7 @@ from jaxllama.experiments.settings import (
     TrainSettings,
 )
 from jaxllama.experiments.workloads import kv_dtype, model_config
-from jaxllama.language_model import default_dtype
+from jaxllama.loading import default_dtype
 from jaxllama.quantization.scheme import parse, quantize_params
 from jaxllama.random_params import param_shapes
 from pallas_kernels.qtensor import tree_bytes

@@ -33,12 +33,8 @@ from jaxllama.experiments.settings import (
     SpeedSettings,
     TrainSettings,
 )
-from jaxllama.language_model import (
-    LanguageModel,
-    default_dtype,
-    enable_compilation_cache,
-    load,
-)
+from jaxllama.language_model import LanguageModel
+from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.quantization import calibration
 from jaxllama.quantization.pipeline import calibrate
 from jaxllama.quantization.scheme import parse, quantize_params
