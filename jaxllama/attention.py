@@ -10,6 +10,10 @@ at positions s <= p (and > p - window).  Two forms:
 
 One new token per row goes to ``pallas_kernels.decode_attention``, which has a kernel for it.
 
+An int4 cache is kept in a basis of its own: what goes in and the queries are ``spread``, what
+comes out is ``unspread`` (``pallas_kernels.rope_cache``; decoding, by the kernels).  o's weights
+could hold that last rotation; they do not, because one set of weights serves caches of every dtype.
+
 ``sparse_decode`` is FlexGen's top-k of V (arXiv 2303.06865, section 5).
 """
 
@@ -37,7 +41,7 @@ from pallas_kernels.blockwise_attention import (
 )
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.qtensor import QTensor, dequantize
-from pallas_kernels.rope_cache import rope_and_write
+from pallas_kernels.rope_cache import rope_and_write, spread, unspread
 
 QUERY_BLOCK = 512
 
@@ -88,16 +92,19 @@ class Attention(nn.Module):
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         if cache is None:
             return attend(q, k, v, positions, window), None
+        q, k, v = spread(cache.k, q, k, v)
         is_new = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
         cache = write(cache, k, v, jnp.where(is_new, positions, cache.k.shape[1]))
         if has_cudnn(q):
             # Rows that begin at position 0 see their own new tokens and nothing else.
-            return lax.cond(
+            out = lax.cond(
                 jnp.all(positions[:, 0] == 0),
                 lambda: attend(q, *_as_stored(cache, k, v), positions, window),
                 lambda: attend_cached(q, cache, positions, lengths, window),
-            ), cache
-        return attend_cached(q, cache, positions, lengths, window), cache
+            )
+        else:
+            out = attend_cached(q, cache, positions, lengths, window)
+        return unspread(cache.v, out), cache
 
     def _decode(
         self,
@@ -116,7 +123,7 @@ class Attention(nn.Module):
         if cfg.attn_sparsity < 1.0:
             q = q[:, None]
             out = sparse_decode(q, cache, positions, cfg.attn_sparsity, cfg.sliding_window)
-            return out[:, 0], cache
+            return unspread(cache.v, out[:, 0]), cache
         # A row without a new token sees nothing and gives zeros.
         seen = jnp.where(lengths > 0, position + 1, 0)
         return decode_attention(q, *kv, seen, window=cfg.sliding_window), cache

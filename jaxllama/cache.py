@@ -30,8 +30,8 @@ QUANTIZED_CACHE = ("int8", "int4", "float8_e4m3fn")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys (rotated) and values, each ``[B, S, K, H]``: an array, or a QTensor with float32 scales
-    per token and head (int4: per 64 features)."""
+    """Keys (after RoPE) and values, each ``[B, S, K, H]``: an array, or a QTensor with one scale
+    per token and head (int4: a scale and a zero point per 64 features, in a rotated basis)."""
 
     k: jax.Array | QTensor
     v: jax.Array | QTensor
@@ -108,10 +108,12 @@ def _init_layer(
 ) -> KVCache | GLAState:
     if kind == "attention":
         shape = (batch, max_len, cfg.n_kv_heads, cfg.head_dim)
-        empty = functools.partial(jnp.zeros, shape, jnp.float32)
         if dtype in QUANTIZED_CACHE:
-            return KVCache(quantize_kv(empty(), dtype), quantize_kv(empty(), dtype))
-        return KVCache(empty().astype(dtype), empty().astype(dtype))
+            # Zeros outright: quantizing them inside a jitted caller would be folded by the
+            # compiler, at seconds a layer.
+            words = jax.eval_shape(lambda: quantize_kv(jnp.zeros(shape, jnp.float32), dtype))
+            return KVCache(_zeros(words), _zeros(words))
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
     assert cfg.gla is not None
     d_k, d_v = cfg.gla_head_dims
     state = jnp.zeros((batch, cfg.gla.n_heads, d_k, d_v), jnp.float32)
@@ -123,6 +125,10 @@ def _init_layer(
     features = (cfg.gla.n_heads * d_k, kv_heads * d_k, kv_heads * d_v)
     window = cfg.gla.conv_size - 1
     return GLAState(state, tuple(jnp.zeros((batch, window, f), conv_dtype) for f in features))
+
+
+def _zeros(like: QTensor) -> QTensor:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
 
 
 def write(cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVCache:

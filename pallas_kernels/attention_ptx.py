@@ -13,14 +13,6 @@ from jax._src.lib.mlir.dialects import arith, scf
 from pallas_kernels.mosaic import Value, ci, f32, i32, i64, ptx
 
 
-def copy_or_zero(to: Value, source: Value, size: Value, width: int, at: int, from_at: int) -> None:
-    """``width`` (4, 8, 16) bytes from device to shared memory, asynchronously: the first ``size``
-    are read, the rest are zeros.  With size 0 nothing is read."""
-    cache = "cg" if width == 16 else "ca"  # only 16 bytes may pass by L1
-    code = f"cp.async.{cache}.shared.global [$0+{at}], [$1+{from_at}], {width}, $2;"
-    ptx(code, to, source, size)
-
-
 def load_shared(base: Value, n: int, at: int, kind: str = "b32") -> list[Value]:
     """n (1, 2, 4) words or floats."""
     result = f32() if kind == "f32" else i32()
@@ -50,6 +42,31 @@ def store_words(base: Value, values: Sequence[Value], at: int = 0) -> None:
     ptx(f"st.global.v{len(values)}.{kind} [$0+{at}], {{{names}}};", base, *values)
 
 
+def load_half(base: Value, at: int = 0) -> Value:
+    """16 bits of device memory that no thread writes, in the low half of a word."""
+    code = f"{{ .reg .b16 h; ld.global.nc.u16 h, [$1+{at}]; cvt.u32.u16 $0, h; }}"
+    return ptx(code, base, results=i32())
+
+
+def store_shared(base: Value, values: Sequence[Value], at: int = 0) -> None:
+    """1, 2 or 4 floats."""
+    if len(values) == 1:
+        ptx(f"st.shared.f32 [$0+{at}], $1;", base, values[0])
+        return
+    names = ",".join(f"${i + 1}" for i in range(len(values)))
+    ptx(f"st.shared.v{len(values)}.f32 [$0+{at}], {{{names}}};", base, *values)
+
+
+def bits(x: Value) -> Value:
+    """The word that an f32 is."""
+    return arith.bitcast(i32(), x)
+
+
+def from_bits(word: Value) -> Value:
+    """The f32 that a word is."""
+    return arith.bitcast(f32(), word)
+
+
 def store_byte(base: Value, word: Value) -> None:
     ptx("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h; }", base, word)
 
@@ -69,6 +86,10 @@ def divide(a: Value, b: Value) -> Value:
 
 def maximum(a: Value, b: Value) -> Value:
     return ptx("max.f32 $0, $1, $2;", a, b, results=f32(), volatile=False)
+
+
+def minimum(a: Value, b: Value) -> Value:
+    return ptx("min.f32 $0, $1, $2;", a, b, results=f32(), volatile=False)
 
 
 def absolute(a: Value) -> Value:
@@ -106,6 +127,11 @@ def select_bits(a: Value, mask: int, c: Value) -> Value:
 def below(a: Value, b: Value) -> Value:
     """Signed ``a < b``."""
     return arith.cmpi(arith.CmpIPredicate.slt, a, b)
+
+
+def at_most(a: Value, b: Value) -> Value:
+    """Signed ``a <= b``."""
+    return arith.cmpi(arith.CmpIPredicate.sle, a, b)
 
 
 def smaller(a: Value, b: Value) -> Value:

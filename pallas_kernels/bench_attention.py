@@ -23,7 +23,7 @@ from pallas_kernels.rope_cache import quantize_kv, rope_and_write
 
 MEMORY = 4.2e12
 N, K, H = 32, 8, 128
-SHAPES = ((64, 8192), (1, 131072), (256, 1024), (1, 1024), (8, 4096))
+SHAPES = ((64, 8192), (1, 131072), (256, 1024), (1, 1152), (8, 4096))
 CACHES = ("bfloat16", "int8", "int4", "float8_e4m3fn")
 
 

@@ -21,6 +21,7 @@ from jax import lax
 from pallas_kernels.blockwise_attention import blockwise_attention
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.rope_cache import unspread, unusual
 
 
 def decode_attention(
@@ -35,8 +36,9 @@ def decode_attention(
 ) -> jax.Array:
     """``q [B, N, H]`` over ``k, v [B, S, K, H]`` -> ``[B, N, H]`` in q's dtype.
 
-    k, v: float arrays, or QTensors of int8, int4 or float8_e4m3fn whose scales are float32
-        ``[B, S, K, n_groups]``.
+    k, v: float arrays, or QTensors as ``rope_cache.quantize_kv`` makes them of int8, int4 or
+        float8_e4m3fn.  q is in the cache's basis, as ``rope_and_write`` gives it, and the result
+        in the model's (``rope_cache.spread``, ``unspread``).
     lengths: int32 ``[B]``, keys that each row sees, 0 to S, the newest token's own included.
     window: of those only the last ``window``.
     scale: of the scores, H ** -0.5 by default.
@@ -55,7 +57,7 @@ def decode_attention(
             q, k, v, lengths, window=window, scale=scale
         )
     out = blockwise_attention(q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale)
-    return out[:, 0]
+    return unspread(v, out[:, 0])
 
 
 def unsupported(q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor) -> str | None:
@@ -73,8 +75,8 @@ def unsupported(q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor) ->
     if name not in ("int8", "int4", "float8_e4m3fn"):
         return f"cache words {name}; the kernel reads int8, int4 and float8_e4m3fn"
     for part in (k, v):
-        if part.scale.dtype != jnp.float32 or part.zero is not None:
-            return "the cache's scales are not plain float32 without zero points"
+        if reason := unusual(part):
+            return reason
         if part.group_size % 64 or part.scale.shape[-1] not in (1, 2, 4):
             return f"one scale per {part.group_size} features; the kernel takes multiples of 64"
     if k.scale.shape != v.scale.shape:
@@ -93,6 +95,7 @@ def decode_attention_reference(
 ) -> jax.Array:
     """The definition in float32, every score of every row at once; never optimised."""
     batch, n, h = q.shape
+    cache = v
     k, v = (x if isinstance(x, jax.Array) else dequantize(x) for x in (k, v))
     k, v = k.astype(jnp.float32), v.astype(jnp.float32)
     capacity, n_kv = k.shape[1:3]
@@ -110,7 +113,7 @@ def decode_attention_reference(
     total = jnp.sum(weights, axis=-1)[..., None]
     out = jnp.einsum("bkgs,bskh->bkgh", weights, v, precision=lax.Precision.HIGHEST)
     out = out / jnp.where(total > 0, total, 1.0)
-    return out.reshape(batch, n, h).astype(q.dtype)
+    return unspread(cache, out.reshape(batch, n, h)).astype(q.dtype)
 
 
 def _check(q, k, v, lengths, window) -> None:

@@ -2,8 +2,9 @@
 
     out = sum_c 2^(top_c - top) out_c / sum_c 2^(top_c - top) sum_c        top = max_c top_c
 
-One block per (row, query head).  A lane holds H / 32 columns, the warps take chunks in turn, and
-their sums meet in shared memory.  Chunks without a visible key were never written and are not read.
+One block per (row, query head).  A lane holds H / 32 columns; the warps take chunks in turn, a
+batch of loads at a time, each with a maximum of its own, and meet in shared memory.  Chunks without
+a visible key were never written and are not read.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attention_ptx as a
 from pallas_kernels import mosaic as p
-from pallas_kernels.attention_words import KIND
+from pallas_kernels.attention_words import KIND, hadamard_of_lanes
 
 NEG_INF = float("-inf")
 
 
 def merge_chunks(
     parts: jax.Array, stats: jax.Array, lengths: jax.Array, *, capacity: int, chunk: int,
-    window: int | None, out_dtype: jnp.dtype,
+    window: int | None, unspread: bool, out_dtype: jnp.dtype,
 ) -> jax.Array:  # fmt: skip
     """``parts [B, chunks, N, H]``, ``stats [B, chunks, N, 2]`` (base-2 maximum and sum), float32
-    -> ``[B, N, H]``; a row of length 0 gives zeros."""
+    -> ``[B, N, H]``, with ``unspread`` rotated by ``hadamard``; a row of length 0 gives zeros."""
     batch, splits, n, h = parts.shape
     warps = 16 if splits > 32 else 4
     merge = functools.partial(
         _merge, chunk=chunk, shape=(batch, capacity, n, h), window=window,
         kind=KIND[jnp.dtype(out_dtype).name], warps=warps,
+        unspread=unspread,
     )  # fmt: skip
 
     def decode_attention_merge(*refs):
@@ -45,7 +47,7 @@ def merge_chunks(
         grid_names=("heads",),
         num_threads=warps // 4,
         thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((warps * 32 * (1 + h // 32),), jnp.float32)],
+        scratch_types=[plgpu.SMEM((warps * 32 * (2 + h // 32),), jnp.float32)],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
@@ -53,7 +55,7 @@ def merge_chunks(
 
 
 def _merge(ctx, part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, shape, window, kind,
-           warps):  # fmt: skip
+           warps, unspread):  # fmt: skip
     """One block per (row, query head): sum the splits' parts, each faded to the common maximum."""
     del ctx
     batch, capacity, n, h = shape
@@ -72,60 +74,61 @@ def _merge(ctx, part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, s
     columns = h // 32
     part = p.offset(p.offset(p.address(part_ref), line, 4 * h), lane, 4 * columns)
 
-    def best(i, carry):
-        index = p.add(i, lane)
-        at = a.offset_rows(stats, a.smaller(index, p.add(stop, -1)), 8 * n)
-        return [a.maximum(carry[0], a.load_words(at, 1, kind="f32", cache=".nc")[0])]
-
-    (top,) = a.loop(first, stop, p.ci(32), [p.cf(NEG_INF)], best)
-    for lanes in (1, 2, 4, 8, 16):
-        top = a.maximum(top, a.shuffle_xor(top, lanes))
-
-    batch_of = 4 if splits > 2 * warps else 2 if splits > warps else 1
+    batch_of = min(8, -(-splits // warps))
     vector = min(columns, 4)
 
     def add(i, carry):
-        total, out = carry[0], carry[1:]
         loaded = []
         for b in range(batch_of):
             index = p.add(i, b * warps)
             inside = a.below(index, stop)
             index = a.smaller(index, p.add(stop, -1))
             at, at_part = a.offset_rows(stats, index, 8 * n), a.offset_rows(part, index, 4 * h * n)
+            peak, whole = a.load_words(at, 2, kind="f32", cache=".nc")
             values = [
                 x
                 for c in range(0, columns, vector)
                 for x in a.load_words(at_part, vector, 4 * c, kind="f32", cache=".nc")
             ]
-            loaded.append((inside, a.load_words(at, 2, kind="f32", cache=".nc"), values))
-        for inside, (peak, whole), values in loaded:
-            weight = arith.select(inside, a.exp2(arith.subf(peak, top)), p.cf(0.0))
-            total = p.fma(whole, weight, total)
-            out = [p.fma(x, weight, y) for x, y in zip(values, out, strict=True)]
-        return [total, *out]
+            loaded.append((arith.select(inside, peak, p.cf(NEG_INF)), whole, values))
+        return _combine([tuple(carry[:2]) + (carry[2:],), *loaded])
 
-    start = [p.cf(0.0)] * (1 + columns)
+    start = [p.cf(NEG_INF)] + [p.cf(0.0)] * (1 + columns)
     sums = a.loop(p.add(first, warp), stop, p.ci(warps * batch_of), start, add)
     table = p.add(p.shared_address(sums_ref), p.mul(lane, 4))
-    if warps > 1:
-        here = p.add(table, p.mul(warp, 4 * 32 * (1 + columns)))
-        for i, x in enumerate(sums):
-            p.store_shared(here, x, 128 * i)
-        p.barrier()
+    here = p.add(table, p.mul(warp, 4 * 32 * len(sums)))
+    for i, x in enumerate(sums):
+        p.store_shared(here, x, 128 * i)
+    p.barrier()
 
     def write():
-        total = sums
-        for w in range(1, warps):
-            total = [
-                arith.addf(x, p.load_shared(table, 128 * (w * (1 + columns) + i)))
-                for i, x in enumerate(total)
-            ]
+        shares = [
+            [p.load_shared(table, 128 * (w * len(sums) + i)) for i in range(len(sums))]
+            for w in range(warps)
+        ]
+        _, whole, *total = _combine([(top, whole, out) for top, whole, *out in shares])
         some = p.less(p.ci(0), length)
-        inverse = a.divide(p.cf(1.0), arith.select(some, total[0], p.cf(1.0)))
-        values = [arith.mulf(x, inverse) for x in total[1:]]
+        inverse = a.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
+        values = [arith.mulf(x, inverse) for x in total]
+        if unspread:
+            values = hadamard_of_lanes(values, lane, 32)
         base = p.offset(p.address(out_ref), p.add(p.mul(row, n), head), 2 * h)
         base = p.offset(base, lane, 2 * columns)
         pairs = [a.pack(x, y, kind) for x, y in zip(values[::2], values[1::2], strict=True)]
         a.store_words(base, pairs)
 
     p.when(p.less(warp, 1), write)
+
+
+def _combine(shares):
+    """[maximum, sum, *out] of shares (maximum, sum, out), in order; the maximum of an empty share
+    is -inf, and what it holds has to be finite."""
+    top = functools.reduce(a.maximum, [peak for peak, _, _ in shares])
+    # Where nothing has been seen, any finite number keeps the weights at zero.
+    base = a.maximum(top, p.cf(-3.0e38))
+    total, sums = p.cf(0.0), [p.cf(0.0)] * len(shares[0][2])
+    for peak, whole, out in shares:
+        weight = a.exp2(arith.subf(peak, base))
+        total = p.fma(whole, weight, total)
+        sums = [p.fma(x, weight, y) for x, y in zip(out, sums, strict=True)]
+    return [top, total, *sums]

@@ -1,52 +1,71 @@
 """Attention of one query token per row over a cache, on Hopper: two kernels, one pass over bytes.
 
-The cache is cut into chunks of tokens; a team of warps takes one chunk of one row, a warp one kv
-head of it, with the G query heads that share it as the narrow side of the mma (padded to 8).
+The cache is cut into chunks of tokens (``decode_attention_plan``); a team of warps takes one chunk
+of one row, a warp one kv head of it, with the G query heads that share it as the narrow side of the
+mma (padded to 8).
 
-    leader's lanes  one bulk copy per token: all of the team's kv heads, one run of memory
-                    K 0 | V 0 | K 1 ...                into a ring, counted by one barrier per slot
-    every warp      wait K | scores = K q^T, tiles of 16 tokens x 8 heads | release K
+    every warp      its share of the team's copies: K 0 | V 0 | K 1 ... into a ring, counted by one
+                    barrier per slot (``decode_attention_ring``)
+                    wait K | scores = K q^T, tiles of 16 tokens x 8 heads | release K
                     | running maximum, exp2 | weights transposed in registers (movmatrix)
-                    | wait V | out^T += V^T weights | release V
+                    | refill the last V | wait V | out^T += V^T weights | release V | refill K
     end             out, maximum and sum of the chunk to memory
-    merge kernel    one block per (row, head): chunks faded to the common maximum and summed;
-                    where one chunk holds the capacity there is no second kernel
+    merge kernel    one block per (row, head): chunks faded to the common maximum and summed, int4's
+                    rotated back; where one chunk holds the capacity there is no second kernel
 
 Neither operand is converted or transposed in shared memory.  Sums over features and over tokens may
 run in any order, so a lane takes the features that lie side by side in memory: of K, 16 bytes of a
-token for two k16 steps; of V, the same features of four tokens, paired by PRMT.  int8, int4 and
-float8 become 16-bit floats between the load and the mma (one LOP3 and one subtraction a pair of
-int4); K's scales multiply scores, V's multiply weights.  The rows of two tokens are 32 bytes apart
-in the banks and a tile's rows are numbered so that no read conflicts.
+token for two k16 steps; of V, the same features of four tokens, paired by PRMT.  int8 and float8
+become 16-bit floats between the load and the mma; int4 words are masked out and multiplied as they
+are (``attention_words``).  K's scales multiply scores, V's multiply weights.  Zero points cost two
+multiply-adds a score: K's meet the sum of the query's features, V's are summed beside the outputs.
 
-The split depends on the capacity and the cache's dtype alone.  Nothing is added atomically: the
-same bits every time, whatever the other rows hold.  Past a row's end the last token is copied once
-more and its scores are -inf; teams with no token leave at once.
+The split depends on the batch, the capacity and the cache's dtype alone.  Nothing is added
+atomically: the same bits every time, whatever the other rows hold.  Past a row's end the last token
+is copied once more and its scores are -inf; teams with no token leave at once.
 
 NOTES.  Floor: the bytes of K, V and scales at 4.2 TB/s; cuDNN's decode shows that 4.46 can be read.
-H200, 32/8 heads of 128, microseconds of both kernels (XLA: its own; the merge takes 4 to 7):
+H200, 32/8 heads of 128, microseconds of both kernels (XLA: its own), int4 with float16 scales and
+zero points:
 
-                     64 rows x 8192            1 row x 131072
-    bfloat16   535   4.01 TB/s  95%        132   4.05 TB/s  96%
-    int8       281   3.94 TB/s  94%         77   3.58 TB/s  85%
-    int4       262   2.31 TB/s  55%         71   2.13 TB/s  51%
+                     64 rows x 8192            1 row x 131072        1 row x 1152 (1056 full)
+    bfloat16   536   4.00 TB/s  95%        125   4.28 TB/s 102%        4.8
+    int8       283   3.91 TB/s  93%         78   3.54 TB/s  84%        5.2
+    int4       155   3.91 TB/s  93%         46   3.29 TB/s  78%        5.1
     cuDNN      481 (bfloat16 only)          126
-    XLA       3085, 2912, 2809             1100, 1200, 1193
+    XLA       3085, 2912, 2854             1100, 1200, 1193
 
+int4's way, 64 rows x 8192 and 1 row x 131072, with the instructions of a warp's 16 tokens x 128
+features (K and V) in the compiled loop:
+* 262 and 71 us, 366 instructions and 32 copies a step by the leader: words to bf16 by shift, LOP3
+  and subtraction.
+* 193 and 56, about 280 (176 LOP3, SHF and PRMT instead of 242, no subtractions): words as float16
+  subnormals, the bias in the zero points, copies of four tokens shared out among the warps, a lane
+  per token for the scales.  Predicted: 155 to 165.  The warps of a team met at every refill.
+* 166 and 46: a slot is refilled half a step after it was read, when the others have read it too.
+  The merge kernel without its pass over the maxima: 1 us of one row x 1152.
+* Without loading scales 148: ptxas had put their first use right behind the load.  They are now
+  used at the end of the step.  Without fading the outputs 165, without half of V's mmas 161:
+  neither limits.  Chunks of 2048 tokens, one wave of teams, 147 (4.11 TB/s): a chunk's start is
+  what is left.  They are 1024 now, so that rows of unequal lengths still share the SMs: with the
+  scales at the end of the step 155 and 46 (512: 165).
+* 3 steps in the ring 181, 4 tiles a step and one in the ring 183, refills at once 175, all copies
+  by one warp 170, 8 warps a block 210.
+* One row x 1152, merged inside a cluster of 8 blocks (each warp 18 tokens of one head, shares read
+  through distributed shared memory) instead of by a second kernel: bfloat16 6.9 against 5.6 then,
+  int4 7.7 against 7.0, int8 7.5 against 7.0.  int4 with 8 warps a block and one tile a step 5.0,
+  with 16 and two 6.5.
+Elsewhere:
 * Every warp its own ring of cp.async, each lane copying what it reads: no barriers at all, but 3.1
   TB/s for bfloat16 and int8 alike (679 and 353 us), more bytes in flight or not.  The pieces were
   64 bytes a token.  One run per token by the copy engine brought 4.0.
-* int4 is bound by instructions, not bytes: that first form took 220 and 62 us.  Two reasons are
-  known: the leader issues 32 copies a step one after another while the others wait, and widening
-  takes 11 operations per 8 words.  Not yet run: copies shared out among the team's warps, and
-  words left as subnormal 16-bit floats (n times the smallest one), 5 operations per 8 words.
 * int8: 2 tiles a step and one step in the ring 281 us, 1 and two 308; 8 warps a block 477 (160
-  registers a thread: one block an SM).  bfloat16 with 16 warps 531, chunks of 1024 tokens 551.
+  registers a thread: one block an SM).  bfloat16 with 16 warps 531, chunks of 640 or 1024 tokens
+  551.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -57,78 +76,31 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attention_ptx as a
 from pallas_kernels import mosaic as p
-from pallas_kernels.attention_words import KIND, Words
+from pallas_kernels.attention_words import KIND, Words, as_float16, query_sums_of
 from pallas_kernels.decode_attention_merge import merge_chunks
+from pallas_kernels.decode_attention_plan import HEADS, make_plan, shared_bytes, team_of
+from pallas_kernels.decode_attention_ring import Ring, Scales, ring_bytes, scale_bytes
 from pallas_kernels.qtensor import QTensor
 
-SHARED_BYTES = 226 * 1024
-PAD = 32  # bytes between the rows of two tokens in shared memory
-TILE = 16  # tokens of one mma
-HEADS = 8  # query heads of one mma
 LOG2E = math.log2(math.e)
 NEG_INF = float("-inf")
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How the work is cut: ``chunk`` tokens to a team of warps, ``tiles`` mma tiles of tokens per
-    step, ``depth`` steps of keys and of values in the ring, ``warps`` to a block."""
-
-    chunk: int
-    tiles: int
-    depth: int
-    warps: int
-
-
-def make_plan(capacity: int, n_kv: int, group: int, words: Words, **given) -> Plan:
-    """What was fastest, cut down to the shared memory there is; given: fields to set instead."""
-    chunk = min(512, max(128, capacity // 16))
-    if words.bits == 16:
-        chunk = max(chunk, min(1024, capacity // 128))
-    # Two blocks of 8 warps fit where a thread needs 128 registers by itself; 16 warps force that.
-    tiles, depth, warps = {16: (1, 1, 8), 8: (2, 1, 16), 4: (2, 2, 16)}[words.bits]
-    plan = Plan(1 << (chunk - 1).bit_length(), tiles, depth, warps)
-    plan = dataclasses.replace(plan, **given)
-    while sum(_shared_bytes(plan, n_kv, group, words)) > SHARED_BYTES:
-        if plan.depth > 1:
-            plan = dataclasses.replace(plan, depth=plan.depth - 1)
-        elif plan.warps > 8:
-            plan = dataclasses.replace(plan, warps=8)
-        else:
-            plan = dataclasses.replace(plan, tiles=plan.tiles // 2)
-    return plan
-
-
-def _shared_bytes(plan: Plan, n_kv: int, group: int, words: Words) -> tuple[int, int, int]:
-    """Of a block: ring, scales, barriers."""
-    heads, _, teams = _team(n_kv, -(-group // HEADS), plan.warps)
-    slot = plan.tiles * TILE * (heads * words.row_bytes + PAD)
-    scales = plan.warps * plan.tiles * 4 * 32 * 4 * words.groups if words.quantized else 16
-    return teams * 2 * plan.depth * slot, scales, teams * 2 * plan.depth * 16
-
-
-def _team(n_kv: int, subs: int, warps: int) -> tuple[int, int, int]:
-    """(kv heads of a team, warps of a team, teams of a block): a team reads neighbouring heads of
-    the same tokens, so that what it copies per token is one run of memory."""
-    heads = max(d for d in range(1, n_kv + 1) if n_kv % d == 0 and d * subs <= 8)
-    return heads, heads * subs, warps // (heads * subs)
-
-
-def _attend(ctx, *refs, plan, words, shape, window, scale, direct):
+def _attend(ctx, *refs, plan, words, shape, window, scale, direct, kind):
     del ctx
     batch, capacity, n_kv, n, h = shape
     outs = 1 if direct else 2
-    k_refs, v_refs = refs[1 : 2 + words.quantized], refs[2 + words.quantized : -4 - outs]
+    arrays = 1 + words.quantized + words.zeros  # words, scales, zero points
+    k_refs, v_refs = refs[1 : 1 + arrays], refs[1 + arrays : 1 + 2 * arrays]
     q_ref, lengths_ref, out_ref = refs[0], refs[-4 - outs], refs[-3 - outs]
-    stats_ref = None if direct else refs[-4]
-    ring_ref, scale_ring_ref, barrier_ref = refs[-3:]
+    stats_ref = refs[-4]  # where there are two outputs
+    ring_ref, scale_ref, barrier_ref = refs[-3:]
     group = n // n_kv
     subs = -(-group // HEADS)  # mma-fuls of query heads of a kv head
-    heads, members, teams = _team(n_kv, subs, plan.warps)
+    heads, members, teams = team_of(n_kv, subs, plan.warps)
     splits = -(-capacity // plan.chunk)
     units = splits * (n_kv // heads)  # of work for a team, in a row
     blocks = -(-units // teams)
-    per_step = plan.tiles * TILE
 
     thread, block = p.register("tid.x"), p.register("ctaid.x")
     warp, lane = p.shift_right(thread, 5), arith.andi(thread, p.ci(31))
@@ -149,128 +121,95 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, direct):
     if window is not None:
         begin = a.larger(begin, p.add(length, -window))
 
-    token_bytes = n_kv * words.row_bytes
-    scale_bytes = 4 * words.groups
-    token_scales = n_kv * scale_bytes
-    run_bytes = heads * words.row_bytes  # of one token, for the team
-    stride = run_bytes + PAD
-    slot_bytes = per_step * stride
-    ring = p.add(p.shared_address(ring_ref), p.mul(team, 2 * plan.depth * slot_bytes))
-    # Barriers of a team: [keys | values] x depth x [full | empty].
-    barriers = p.add(p.shared_address(barrier_ref), p.mul(team, 2 * plan.depth * 16))
-    # A tile's row r holds token order(r): with it and PAD no read below has a bank conflict.
-    even = p.shift_right(g, 1)
-    odd = p.add(arith.xori(even, p.ci(2)), 4)
-    k_token = arith.select(p.less(arith.andi(g, p.ci(1)), 1), even, odd)
-    v_tokens = [quad, p.add(arith.xori(quad, p.ci(2)), 4)]
-    own_at = p.add(ring, p.mul(own, words.row_bytes))
-    k_at = p.add(own_at, p.mul(k_token, stride), p.mul(quad, words.k_chunk))
-    v_at = [
-        p.add(own_at, p.mul(t, stride), p.mul(g, words.v_chunk), plan.depth * slot_bytes)
-        for t in v_tokens
-    ]
-    s_bytes = plan.tiles * 2 * scale_bytes * 32 if words.quantized else 0
-    s_at = p.add(
-        p.shared_address(scale_ring_ref), p.mul(warp, 2 * s_bytes), p.mul(lane, scale_bytes)
-    )
-
-    def barrier(slot, values: bool, empty: bool):
-        return p.add(barriers, p.mul(slot, 16), (16 * plan.depth if values else 0) + 8 * empty)
-
-    def init():
-        for i in range(2 * plan.depth * teams):
-            at = p.add(p.shared_address(barrier_ref), 16 * i)
-            a.barrier_init(at, 1)
-            a.barrier_init(p.add(at, 8), members)
-        a.barriers_ready()
-
-    p.when(p.less(thread, 1), init)
-    p.barrier()
-
-    def body():
-        last = p.add(end, -1)
-        bases = [
+    order = Ring.order(g)
+    barriers = p.shared_address(barrier_ref)
+    last = p.add(end, -1)
+    ring = Ring(
+        plan, words, heads=heads, n_kv=n_kv, members=members, member=member, lane=lane,
+        ring=p.add(p.shared_address(ring_ref), p.mul(team, ring_bytes(plan, heads, words))),
+        barriers=p.add(barriers, p.mul(team, 2 * plan.depth * 16)),
+        bases=[
             p.offset(
-                p.offset(p.address(refs_[0]), row, capacity * token_bytes),
+                p.offset(p.address(refs_[0]), row, capacity * n_kv * words.row_bytes),
                 first_head, words.row_bytes,
             )
             for refs_ in (k_refs, v_refs)
-        ]  # fmt: skip
+        ],
+        last=last,
+    )  # fmt: skip
+    k_token = p.mul(order, ring.per_run)
+    own_at = p.add(ring.ring, p.mul(own, words.row_bytes))
+    k_at = p.add(own_at, p.mul(order, ring.stride), p.mul(quad, words.k_chunk))
+    v_at = [
+        p.add(own_at, p.mul(run, ring.stride), p.mul(g, words.v_chunk),
+              plan.depth * ring.slot_bytes)
+        for run in (Ring.order(p.mul(quad, 2)), Ring.order(p.add(p.mul(quad, 2), 1)))
+    ]  # fmt: skip
 
-        def fill(token0, slot, values: bool):
-            """One lane a token; past the end the last token is copied once more."""
-            full = barrier(slot, values, False)
-            p.when(p.less(lane, 1), lambda: a.barrier_expect(full, per_step * run_bytes))
-            a.warp_barrier()
-            to = p.add(ring, p.mul(slot, slot_bytes), plan.depth * slot_bytes if values else 0)
+    p.when(p.less(thread, 1), lambda: ring.initialise(teams, barriers))
+    p.barrier()
 
-            def copy(first):
-                index = p.add(lane, first)
-                token = a.smaller(p.add(token0, index), last)
-                source = a.offset_rows(bases[values], token, token_bytes)
-                a.copy_bulk(p.add(to, p.mul(index, stride)), source, run_bytes, full)
-
-            if per_step < 32:
-                p.when(p.less(lane, per_step), lambda: copy(0))
-            else:
-                for first in range(0, per_step, 32):
-                    copy(first)
-
-        if words.quantized:
-            ks_base, vs_base = (
-                p.offset(
-                    p.offset(p.address(refs_[1]), row, capacity * token_scales), head, scale_bytes
-                )
-                for refs_ in (k_refs, v_refs)
-            )
-
-        def issue_scales(token0):
-            """Every lane reads what it copied itself: no barrier.  No token, no scale: zero."""
-            for u in range(plan.tiles):
-                for half in range(2):
-                    token = p.add(token0, k_token, u * TILE + 8 * half)
-                    size = arith.select(a.below(token, end), p.ci(scale_bytes), p.ci(0))
-                    token = a.smaller(token, last)
-                    for i, base in enumerate((ks_base, vs_base)):
-                        source = a.offset_rows(base, token, token_scales)
-                        to = (u * 2 + half) * scale_bytes * 32 + i * s_bytes
-                        a.copy_or_zero(s_at, source, size, scale_bytes, to, 0)
-            p.copies_commit()
-
+    def body():
         def start_ring():
             for i in range(plan.depth):
-                token0 = p.add(begin, i * per_step)
+                token0 = p.add(begin, i * ring.per_step)
 
                 def both(token0=token0, i=i):
-                    fill(token0, p.ci(i), False)
-                    fill(token0, p.ci(i), True)
+                    ring.fill(token0, p.ci(i), False)
+                    ring.fill(token0, p.ci(i), True)
 
                 p.when(a.below(token0, end), both) if i else both()
 
-        leader = p.less(member, 1)
-        p.when(leader, start_ring)
-        if words.quantized:
-            issue_scales(begin)
+        def adjust(scale, zero, values):
+            """A product is scale times the words' and zero times the sum of what they meet."""
+            if zero is None:
+                return (scale if values else arith.mulf(scale, factor),)
+            # Words come 8 too large.
+            zero = p.fma(scale, p.cf(-8.0), zero)
+            if values:
+                return scale, zero
+            step = arith.mulf(factor, p.cf(words.steps[0]))
+            return arith.mulf(scale, step), arith.mulf(zero, factor)
 
+        def sources(refs_):
+            size = words.groups * words.scale_size
+            return [
+                p.offset(p.offset(p.address(ref), row, capacity * n_kv * size), head, size)
+                for ref in refs_[1:]
+            ]
+
+        start_ring()
+        scales = None
+        if words.quantized:
+            at = p.add(p.shared_address(scale_ref), p.mul(warp, scale_bytes(plan, words)))
+            scales = Scales(plan, words, n_kv=n_kv, lane=lane, at=at, last=last, adjust=adjust,
+                            sources=[sources(k_refs), sources(v_refs)])  # fmt: skip
+            coming = scales.load(begin)
         # Query features in the order that key words come in; heads past the group are copies.
         query_head = p.add(p.mul(sub, HEADS), a.smaller(g, p.add(p.mul(sub, -HEADS), group - 1)))
         query_head = p.add(p.mul(head, group), query_head)
         q_base = p.offset(p.address(q_ref), p.add(p.mul(row, n), query_head), 2 * h)
         features = words.k_chunk * 8 // words.bits
         q_base = p.offset(q_base, p.mul(quad, 2 * features))
-        query = []
-        for j in range(words.k_chunks):
-            loaded = []
-            for i in range(features // 8):
-                loaded += a.load_words(q_base, 4, 8 * features * j + 16 * i, cache=".nc")
-            per = words.per_word // 2
-            query.append([
-                pair
-                for w in range(words.k_chunk // 4)
-                for pair in words.query_pairs(loaded[w * per : (w + 1) * per])
-            ])  # fmt: skip
+        raw = [
+            [w for i in range(features // 8)
+             for w in a.load_words(q_base, 4, 8 * features * j + 16 * i, cache=".nc")]
+            for j in range(words.k_chunks)
+        ]  # fmt: skip
+        factor = p.cf(scale * LOG2E)
+        if words.zeros:
+            raw, factor = as_float16(raw, factor, kind)
+        per = words.per_word // 2
+        query = [
+            [pair for w in range(0, len(loaded), per)
+             for pair in words.query_pairs(loaded[w : w + per])]
+            for loaded in raw
+        ]  # fmt: skip
 
-        zero, factor = p.cf(0.0), p.cf(scale * LOG2E)
+        zero = p.cf(0.0)
+        query_sums = query_sums_of(query, words) if words.zeros else None
+        if words.quantized:
+            scales.store(coming)
 
         def tile_words(u, at):
             """Key words of a tile: rows g and g + 8."""
@@ -280,25 +219,13 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, direct):
                     for j in range(words.k_chunks)
                     for w in a.load_shared(
                         at, words.k_chunk // 4,
-                        (u * TILE + 8 * half) * stride + j * 4 * words.k_chunk,
+                        (2 * u + half) * ring.token_bytes + j * 4 * words.k_chunk,
                     )
                 ]
                 for half in range(2)
             ]  # fmt: skip
 
-        def tile_scales(u):
-            """[keys | values][row g | g + 8][group]."""
-            return [
-                [
-                    a.load_shared(
-                        s_at, words.groups, (u * 2 + half) * scale_bytes * 32 + i * s_bytes, "f32"
-                    )
-                    for half in range(2)
-                ]
-                for i in range(2)
-            ]
-
-        def tile_products(rows, scales):
+        def tile_products(rows, numbers):
             """Base-2 scores of a tile: [row g | g + 8] x [head 2 quad | 2 quad + 1]."""
             acc = [[zero] * 4 for _ in range(words.groups)]
             count = words.k_chunk // 4
@@ -311,51 +238,39 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, direct):
                 for s in range(0, len(low), 2):
                     left = [low[s], high[s], low[s + 1], high[s + 1]]
                     acc[of] = p.mma(acc[of], left, query[j][s : s + 2], words.q_kind)
-            if scales is None:
+            if numbers is None:
                 return [arith.mulf(x, factor) for x in acc[0]]
             out = []
             for i in range(4):
                 total = zero
                 for of in range(words.groups):
-                    weight = arith.mulf(scales[0][i // 2][of], factor)
-                    total = p.fma(acc[of][i], weight, total)
+                    total = p.fma(acc[of][i], numbers[i // 2][0][of], total)
+                    if words.zeros:
+                        total = p.fma(query_sums[of][i % 2], numbers[i // 2][1][of], total)
                 out.append(total)
             return out
 
-        def release(slot, values):
-            a.warp_barrier()
-            p.when(p.less(lane, 1), lambda: a.barrier_arrive(barrier(slot, values, True)))
-
-        def refill(token0, slot, parity, values):
-            token = p.add(token0, plan.depth * per_step)
-
-            def go():
-                a.barrier_wait(barrier(slot, values, True), parity)
-                fill(token, slot, values)
-
-            p.when(arith.andi(leader, a.below(token, end)), go)
+        sums = 2 * words.groups if words.zeros else 0  # of weights times zero points
 
         def step(token0, carry):
             slot, parity = carry[:2]
-            top, total, out = carry[2:4], carry[4:6], carry[6:]
-            slot_at = p.mul(slot, slot_bytes)
-            scales = [None] * plan.tiles
-            if words.quantized:
-                p.copies_wait(0)
-                scales = [tile_scales(u) for u in range(plan.tiles)]
-                issue_scales(p.add(token0, per_step))
-            a.barrier_wait(barrier(slot, False, False), parity)
+            top, total, zeros, out = carry[2:4], carry[4:6], carry[6 : 6 + sums], carry[6 + sums :]
+            slot_at = p.mul(slot, ring.slot_bytes)
+            coming = scales.load(p.add(token0, ring.per_step)) if words.quantized else None
+            ring.wait(slot, parity, False)
             scores = []
             for u in range(plan.tiles):
                 rows = tile_words(u, p.add(k_at, slot_at))
                 if u == plan.tiles - 1:
-                    release(slot, False)
-                products = tile_products(rows, scales[u])
+                    ring.release(slot, False)
+                numbers = None
+                if words.quantized:
+                    numbers = [scales.read(order, 2 * u + half, False) for half in range(2)]
+                products = tile_products(rows, numbers)
                 for i in range(4):
-                    token = p.add(token0, k_token, u * TILE + 8 * (i // 2))
+                    token = p.add(token0, k_token, 2 * u + i // 2)
                     products[i] = arith.select(a.below(token, end), products[i], p.cf(NEG_INF))
                 scores.append(products)
-            value_scales = [None if x is None else x[1] for x in scales]
             new_top, fade = [], []
             for c in range(2):
                 best = functools.reduce(a.maximum, [s[i] for s in scores for i in (c, c + 2)])
@@ -374,18 +289,30 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, direct):
                 for c in range(2)
             ]
             out = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(out)]
+            zeros = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(zeros)]
             # The weights as the right operand of an mma: per group of features, transposed.
             right = []
             for u in range(plan.tiles):
                 right.append([])
+                numbers = None
+                if words.quantized:
+                    numbers = [scales.read(order, 2 * u + half, True) for half in range(2)]
                 for of in range(words.groups):
                     w = weights[u]
+                    if words.zeros:
+                        for i, x in enumerate(w):
+                            at = 2 * of + i % 2
+                            zeros[at] = p.fma(x, numbers[i // 2][1][of], zeros[at])
                     if words.quantized:
-                        w = [arith.mulf(x, value_scales[u][i // 2][of]) for i, x in enumerate(w)]
+                        w = [arith.mulf(x, numbers[i // 2][0][of]) for i, x in enumerate(w)]
                     halves = [a.pack(w[2 * i], w[2 * i + 1], words.v_kind) for i in range(2)]
                     right[u].append([a.transpose_8x8(x) for x in halves])
-            refill(token0, slot, parity, False)
-            a.barrier_wait(barrier(slot, True, False), parity)
+            if plan.depth == 1:
+                ring.refill(token0, slot, parity, False)
+            else:
+                before, emptied = p.add(token0, -ring.per_step), ring.neighbour(slot, parity, -1)
+                p.when(a.at_most(begin, before), lambda: ring.refill(before, *emptied, True))
+            ring.wait(slot, parity, True)
             for u in range(plan.tiles):
                 tokens = [
                     [
@@ -393,13 +320,13 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, direct):
                         for j in range(words.v_chunks)
                         for w in a.load_shared(
                             p.add(v_at[t % 2], slot_at), words.v_chunk // 4,
-                            (u * TILE + 8 * (t // 2)) * stride + j * 8 * words.v_chunk,
+                            (2 * u + t // 2) * ring.token_bytes + j * 8 * words.v_chunk,
                         )
                     ]
                     for t in range(4)
                 ]  # fmt: skip
                 if u == plan.tiles - 1:
-                    release(slot, True)
+                    ring.release(slot, True)
                 tile = 0
                 for w in range(words.v_chunks * words.v_chunk // 4):
                     of = w // (words.v_chunk // 4) * 8 * words.v_chunk // words.group_bytes
@@ -410,30 +337,21 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, direct):
                         acc = out[4 * tile : 4 * tile + 4]
                         out[4 * tile : 4 * tile + 4] = p.mma(acc, left, right[u][of], words.v_kind)
                         tile += 1
-            refill(token0, slot, parity, True)
-            if plan.depth == 1:
-                following = slot, arith.xori(parity, p.ci(1))
-            else:
-                wraps = arith.cmpi(arith.CmpIPredicate.eq, slot, p.ci(plan.depth - 1))
-                following = (
-                    arith.select(wraps, p.ci(0), p.add(slot, 1)),
-                    arith.select(wraps, arith.xori(parity, p.ci(1)), parity),
-                )
-            return [*following, *new_top, *total, *out]
+            ring.refill(token0, slot, parity, plan.depth == 1)
+            if words.quantized:
+                scales.store(coming)
+            following = ring.neighbour(slot, parity, 1)
+            return [*following, *new_top, *total, *zeros, *out]
 
-        start = [p.ci(0)] * 2 + [p.cf(NEG_INF)] * 2 + [zero] * (2 + h // 4)
-        carry = a.loop(begin, end, p.ci(per_step), start, step)
-        if words.quantized:
-            p.copies_wait(0)
-        top, total, out = carry[2:4], carry[4:6], carry[6:]
+        start = [p.ci(0)] * 2 + [p.cf(NEG_INF)] * 2 + [zero] * (2 + sums + h // 4)
+        carry = a.loop(begin, end, p.ci(ring.per_step), start, step)
+        top, total, zeros, out = carry[2:4], carry[4:6], carry[6 : 6 + sums], carry[6 + sums :]
         run = words.v_chunk * 8 // words.bits  # features of a lane that lie side by side
         for c in range(2):
-            whole = total[c]
-            for lanes in (4, 8, 16):
-                whole = arith.addf(whole, a.shuffle_xor(whole, lanes))
+            whole, *parts = [_over_rows(x) for x in (total[c], *zeros[c::2])]
             mine_head = p.add(p.mul(sub, HEADS), p.mul(quad, 2), c)
 
-            def write(c=c, whole=whole, mine_head=mine_head):
+            def write(c=c, whole=whole, parts=parts, mine_head=mine_head):
                 to_head = p.add(p.mul(head, group), mine_head)
                 if direct:
                     inverse = a.divide(p.cf(1.0), whole)
@@ -448,10 +366,16 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, direct):
                 for j in range(words.v_chunks):
                     first = j * run * 2  # of out's floats: two features and two heads an mma tile
                     values = [out[first + 4 * (i // 2) + 2 * (i % 2) + c] for i in range(run)]
+                    if words.zeros:
+                        of = j * 8 * words.v_chunk // words.group_bytes
+                        values = [
+                            p.fma(x, p.cf(words.steps[i % 2]), parts[of])
+                            for i, x in enumerate(values)
+                        ]
                     if direct:
                         values = [arith.mulf(x, inverse) for x in values]
                         pairs = zip(values[::2], values[1::2], strict=True)
-                        values = [a.pack(x, y, words.q_kind) for x, y in pairs]
+                        values = [a.pack(x, y, kind) for x, y in pairs]
                     size = 2 if direct else 4
                     for i in range(0, len(values), 4):
                         a.store_words(base, values[i : i + 4], size * j * 8 * run + 4 * i)
@@ -462,6 +386,13 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, direct):
     p.when(arith.andi(busy, a.below(begin, end)), body)
     if direct:
         _zero_empty_rows(out_ref, row, p.add(unit, member), length, n, h, lane)
+
+
+def _over_rows(x):
+    """The sum over the lanes that share a quad's place."""
+    for lanes in (4, 8, 16):
+        x = arith.addf(x, a.shuffle_xor(x, lanes))
+    return x
 
 
 def _zero_empty_rows(out_ref, row, rank, length, n, h, lane):
@@ -486,18 +417,18 @@ def decode_attention(
     _, capacity, n_kv, _ = k.shape
     kind = KIND[q.dtype.name]
     words = Words(k.dtype, h, k.scale.shape[-1] if isinstance(k, QTensor) else 1, kind)
-    plan = make_plan(capacity, n_kv, n // n_kv, words, **given)
+    plan = make_plan(batch, capacity, n_kv, n // n_kv, words, **given)
     splits = -(-capacity // plan.chunk)
-    direct = splits == 1
-    heads, _, teams = _team(n_kv, -(-(n // n_kv) // HEADS), plan.warps)
+    direct = splits == 1 and not words.zeros  # the merge rotates back
+    heads, _, teams = team_of(n_kv, -(-(n // n_kv) // HEADS), plan.warps)
     blocks = -(-(splits * (n_kv // heads)) // teams)
     attend = functools.partial(
         _attend, plan=plan, words=words, shape=(batch, capacity, n_kv, n, h), window=window,
-        scale=scale, direct=direct,
+        scale=scale, direct=direct, kind=kind,
     )  # fmt: skip
     operands = [q]
     for x in (k, v):
-        operands += [x.q, x.scale] if isinstance(x, QTensor) else [x]
+        operands += jax.tree.leaves(x)  # words, scales, zero points
     operands.append(lengths)
 
     def decode_attention_kernel(*refs):
@@ -520,11 +451,11 @@ def decode_attention(
         thread_name="warpgroup",
         scratch_types=[
             plgpu.SMEM((size // 4,), jnp.float32)
-            for size in _shared_bytes(plan, n_kv, n // n_kv, words)
+            for size in shared_bytes(plan, n_kv, n // n_kv, words)
         ],
         compiler_params=params,
     )(*operands)
     if direct:
         return result
     return merge_chunks(*result, lengths, capacity=capacity, chunk=plan.chunk, window=window,
-                        out_dtype=q.dtype)  # fmt: skip
+                        unspread=words.zeros, out_dtype=q.dtype)  # fmt: skip

@@ -6,8 +6,14 @@ Contract: the cache is returned updated, in place where the caller donates it; a
 capacity writes nothing, which is how idle rows are kept out.  A quantized cache gets the words and
 scales that ``quantize_kv`` would give.
 
-Rotation is the "rotate half" form: feature i of the first half of a head turns with feature i of
-the second (RoFormer, arXiv 2104.09864).  Left out: more than one token per row.
+RoPE is the "rotate half" form: feature i of the first half of a head turns with feature i of the
+second (RoFormer, arXiv 2104.09864).
+
+An int4 cache holds k and v in another basis (``spread``), because four bits do not survive outlier
+channels: q comes out in it too.  ``decode_attention`` brings its result back; what
+``blockwise_attention`` gives, ``unspread`` does.
+
+Left out: more than one token per row.
 """
 
 from __future__ import annotations
@@ -18,7 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.qtensor import QTensor, quantize
+from pallas_kernels.hadamard import hadamard
+from pallas_kernels.qtensor import QTensor, quantize, to_words
 
 Cached = jax.Array | QTensor
 
@@ -34,7 +41,7 @@ def rope_and_write(
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, Cached, Cached]:
     """``qkv [B, N + 2K, H]`` (heads of q, then k, then v) and a cache ``k, v [B, S, K, H]`` ->
-    (rotated ``q [B, N, H]``, k, v).
+    (q ``[B, N, H]`` that meets these keys, k, v).
 
     cos, sin: float32 ``[B, H / 2]``, the tables at each row's position.
     slots: int32 ``[B]``, where in its row of the cache each token goes, >= 0.
@@ -58,6 +65,7 @@ def rope_and_write(
     q, new_k, new_v = jnp.split(qkv[:, None], (n, n + n_kv), axis=2)
     tables = cos[:, None], sin[:, None]
     q, new_k = rotate(q, *tables), rotate(new_k, *tables)
+    q, new_k, new_v = spread(k, q, new_k, new_v)
     return q[:, 0], store(k, new_k, slots[:, None]), store(v, new_v, slots[:, None])
 
 
@@ -75,8 +83,8 @@ def unsupported(qkv: jax.Array, k: Cached, v: Cached) -> str | None:
         return f"cache words {jnp.dtype(k.dtype).name}"
     if k.dtype != v.dtype or k.scale.shape != v.scale.shape:
         return "keys and values are quantized differently"
-    if k.scale.dtype != jnp.float32 or k.zero is not None or v.zero is not None:
-        return "the cache's scales are not float32 without zero points"
+    if reason := unusual(k) or unusual(v):
+        return reason
     if k.group_size not in (h, 64):
         return f"one scale per {k.group_size} features; the kernel takes 64 and {h}"
     return None
@@ -89,12 +97,52 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate((first * c - second * s, second * c + first * s), -1).astype(x.dtype)
 
 
+def spread(kv: Cached, *heads: jax.Array) -> tuple[jax.Array, ...]:
+    """q, k or v ``[..., H]`` in the basis of the cache ``kv``: rotated by ``hadamard`` for int4,
+    as they are for any other."""
+    return tuple(hadamard(x) for x in heads) if kv.dtype == jnp.int4 else heads
+
+
+def unspread(kv: Cached, out: jax.Array) -> jax.Array:
+    """Attention over the cache ``kv``, ``[..., H]``, back in the basis of the model."""
+    return hadamard(out) if kv.dtype == jnp.int4 else out
+
+
 def quantize_kv(x: jax.Array, dtype: str) -> QTensor:
-    """Keys or values ``[..., H]`` as a cache QTensor: one scale per token and head, int4 in groups
-    of 64 features (FlexGen's group-wise compression, arXiv 2303.06865, section 5)."""
+    """Keys or values ``[..., H]`` as a cache QTensor.
+
+    int8, float8_e4m3fn: one float32 scale per token and head, the largest magnitude's.
+    int4: 16 levels from the smallest to the largest of each 64 features (of the head where 64 does
+        not divide it), as a float16 scale and a float16 zero point: x = scale q + zero (FlexGen's
+        group-wise compression, arXiv 2303.06865, section 5).  Rounding to float16 costs no more
+        than an array of float16 would; magnitudes past 65504 are clipped to it.
+    """
     head_dim = x.shape[-1]
-    group = 64 if dtype == "int4" and head_dim % 64 == 0 else head_dim
-    return quantize(x, dtype, group_size=group, scale_dtype=jnp.float32)
+    if dtype != "int4":
+        return quantize(x, dtype, group_size=head_dim, scale_dtype=jnp.float32)
+    group = 64 if head_dim % 64 == 0 else head_dim
+    parts = jnp.clip(x.astype(jnp.float32), -65504.0, 65504.0)
+    parts = parts.reshape(*x.shape[:-1], head_dim // group, group)
+    low, high = jnp.min(parts, axis=-1), jnp.max(parts, axis=-1)
+    scale = ((high - low) * (1 / 15)).astype(jnp.float16)
+    step = scale.astype(jnp.float32)
+    # Words run from -8 to 7: their middle stands for the group's.
+    zero = ((low + high) * 0.5 + step * 0.5).astype(jnp.float16)
+    inverse = jnp.where(step > 0, 1.0 / jnp.where(step > 0, step, 1.0), 0.0)
+    steps = (parts - zero.astype(jnp.float32)[..., None]) * inverse[..., None]
+    return QTensor(to_words(steps, dtype).reshape(x.shape), scale, zero)
+
+
+def unusual(kv: QTensor) -> str | None:
+    """How a cache differs from what ``quantize_kv`` makes of its words, or None."""
+    zero = None if kv.zero is None else kv.zero.dtype
+    if kv.dtype == jnp.int4:
+        if kv.scale.dtype == zero == jnp.float16:
+            return None
+        return "an int4 cache whose scales and zero points are not float16"
+    if kv.scale.dtype == jnp.float32 and zero is None:
+        return None
+    return "the cache's scales are not float32 without zero points"
 
 
 def store(kv: Cached, new: jax.Array, slots: jax.Array) -> Any:

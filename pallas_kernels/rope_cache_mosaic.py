@@ -1,15 +1,17 @@
 """RoPE and the cache write of one token per row on Hopper: one small kernel, the cache in place.
 
-    warp: slot -> its head of q | k | v -> rotate (not v) -> round
-          -> [absmax over a group, by shuffles] -> q out, or words and scales into the cache
+    warp: slot -> its head of q | k | v -> rotate (not v) -> round -> [int4: hadamard -> round]
+          -> [extremes of a group, by shuffles] -> q out, or words and scales into the cache
 
 One warp per (row, head) of the N + 2K heads of the fused projection, four warps a block; nothing is
 shared.  A lane holds features (2 lane, 2 lane + 1) of each 64 of the first half of a head and their
-partners in the second half.
+partners in the second half, so every bit of a feature's number is a bit of the lane's number or of
+a register's, and a butterfly of the Walsh-Hadamard transform is a shuffle or two additions.
 
 NOTES.  Floor: a launch; 64 rows of 48 heads of 128 are 0.8 MB.  H200, that shape, one turn of a
 jitted loop over the cache, kernel against XLA's fusions and scatters, microseconds: bfloat16 12.0
-and 15.5, int8 8.8 and 16.9, int4 8.6 and 16.7, float8 12.3 and 18.8.  Neither copies the cache.
+and 15.5, int8 8.8 and 16.9, int4 8.6 and 16.7 (both before int4 was rotated), float8 12.3 and
+18.8.  Neither copies the cache.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attention_ptx as a
 from pallas_kernels import mosaic as p
+from pallas_kernels.attention_words import hadamard_of_lanes
 from pallas_kernels.qtensor import QTensor
 
 WARPS = 4
@@ -35,7 +38,8 @@ def _write(ctx, *refs, shape, words, groups, kind):
     batch, n, n_kv, h, capacity = shape
     quantized = words in _QMAX
     qkv_ref, cos_ref, sin_ref, slots_ref, out_ref = refs[0], refs[1], refs[2], refs[3], refs[-1]
-    k_refs, v_refs = refs[4 : 5 + quantized], refs[5 + quantized : 6 + 2 * quantized]
+    arrays = 1 + quantized + (words == "int4")  # words, scales, zero points
+    k_refs, v_refs = refs[4 : 4 + arrays], refs[4 + arrays : 4 + 2 * arrays]
     heads, half = n + 2 * n_kv, h // 2
     runs = max(1, half // 64)  # of 64 features, two to a lane
 
@@ -74,6 +78,10 @@ def _write(ctx, *refs, shape, words, groups, kind):
         arith.select(is_v, w, t) for w, t in zip(raw, rounded(low) + rounded(high), strict=True)
     ]
 
+    if words == "int4":
+        values = [f(w, kind) for w in packed for f in (p.widen, p.widen_high)]
+        packed = rounded(hadamard_of_lanes(values, lane, min(32, h // 4)))
+
     def feature(i):
         """First feature of word i, beside the lane's own offset."""
         return i // runs * half + 64 * (i % runs)
@@ -84,6 +92,11 @@ def _write(ctx, *refs, shape, words, groups, kind):
             a.store_words(to, [word], 2 * feature(i))
 
     p.when(p.less(head, n), write_query)
+
+    def group_of(i):
+        """Of word i: a group is at least 64 features, so a word's lanes lie in one; with heads of
+        64 one group holds both halves."""
+        return feature(i) * groups // h
 
     def line(ref, first_head, size):
         """Where this warp's token and kv head lie in a cache of ``size`` bytes per head."""
@@ -98,16 +111,35 @@ def _write(ctx, *refs, shape, words, groups, kind):
                 a.store_words(to, [word], 2 * feature(i))
             return
         values = [f(w, kind) for w in packed for f in (p.widen, p.widen_high)]
-        scale_base = line(of[1], first_head, 4 * groups)
-        scales, inverses = _scales(values, h, groups, runs, words)
-        for s in range(groups):
-            p.when(p.less(lane, 1), lambda s=s: a.store_words(scale_base, [scales[s]], 4 * s))
+        if words == "int4":
+            values = [a.minimum(a.maximum(v, p.cf(-65504.0)), p.cf(65504.0)) for v in values]
+        numbers = [
+            _numbers([v for i in range(len(packed)) if group_of(i) == s
+                      for v in values[2 * i : 2 * i + 2]], words)
+            for s in range(groups)
+        ]  # fmt: skip
+        for at, ref in enumerate(of[1:]):
+            size = 2 if words == "int4" else 4
+            base = line(ref, first_head, size * groups)
+
+            def write(at=at, size=size, base=base):
+                for s in range(groups):
+                    x = numbers[s][at]
+                    if size == 4:
+                        a.store_words(base, [x], 4 * s)
+                    else:
+                        p.store_global_half(p.offset(base, p.ci(2 * s)), p.narrow(x, "f16"))
+
+            p.when(p.less(lane, 1), write)
         bits = 4 if words == "int4" else 8
         base = line(of[0], first_head, h * bits // 8)
         base = p.offset(base, p.shift_right(p.mul(pair, bits), 3))
         for i in range(len(packed)):
-            inverse = inverses(i)
-            steps = [arith.mulf(v, inverse) for v in values[2 * i : 2 * i + 2]]
+            steps = values[2 * i : 2 * i + 2]
+            *_, zero, inverse = numbers[group_of(i)]
+            if words == "int4":
+                steps = [arith.subf(v, zero) for v in steps]
+            steps = [arith.mulf(v, inverse) for v in steps]
             at = feature(i) * bits // 8
             if words == "float8_e4m3fn":
                 word = p.ptx(
@@ -135,29 +167,31 @@ def _write(ctx, *refs, shape, words, groups, kind):
     p.when(arith.andi(there, is_v), lambda: write_cache(v_refs, n + n_kv))
 
 
-def _scales(values, h, groups, runs, words):
-    """(scale of each group, inverse scale for word i): absmax / qmax as ``quantize`` has it."""
-    size = h // groups
-    half = h // 2
+def _numbers(values, words):
+    """(scale, zero point, inverse scale), float32, of a group of which this lane holds ``values``,
+    as ``quantize_kv`` has them."""
 
-    def group_of(i):
-        return (i // runs * half + 64 * (i % runs)) // size
-
-    # A group is at least 64 features, so a word's lanes lie in one group; with heads of 64 one
-    # group holds both halves.
-    scales, inverses = [], []
-    for s in range(groups):
-        mine = [v for i in range(len(values) // 2) if group_of(i) == s
-                for v in values[2 * i : 2 * i + 2]]  # fmt: skip
-        best = functools.reduce(a.maximum, [a.absolute(v) for v in mine])
+    def over_lanes(f, x):
         for lanes in (1, 2, 4, 8, 16):
-            best = a.maximum(best, a.shuffle_xor(best, lanes))
-        scale = a.divide(best, p.cf(_QMAX[words]))
-        some = arith.cmpf(arith.CmpFPredicate.OGT, scale, p.cf(0.0))
-        inverse = a.divide(p.cf(1.0), arith.select(some, scale, p.cf(1.0)))
-        scales.append(scale)
-        inverses.append(arith.select(some, inverse, p.cf(0.0)))
-    return scales, lambda i: inverses[group_of(i)]
+            x = f(x, a.shuffle_xor(x, lanes))
+        return x
+
+    if words == "int4":
+        high = over_lanes(a.maximum, functools.reduce(a.maximum, values))
+        low = over_lanes(a.minimum, functools.reduce(a.minimum, values))
+        scale = _to_float16(arith.mulf(arith.subf(high, low), p.cf(1 / 15)))
+        middle = arith.mulf(arith.addf(low, high), p.cf(0.5))
+        zero = _to_float16(p.fma(scale, p.cf(0.5), middle))
+    else:
+        best = over_lanes(a.maximum, functools.reduce(a.maximum, [a.absolute(v) for v in values]))
+        scale, zero = a.divide(best, p.cf(_QMAX[words])), p.cf(0.0)
+    some = arith.cmpf(arith.CmpFPredicate.OGT, scale, p.cf(0.0))
+    inverse = a.divide(p.cf(1.0), arith.select(some, scale, p.cf(1.0)))
+    return scale, zero, arith.select(some, inverse, p.cf(0.0))
+
+
+def _to_float16(x):
+    return p.widen(p.narrow(x, "f16"), "f16")
 
 
 @jax.jit

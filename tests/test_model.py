@@ -17,6 +17,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import decode_step, generate, logits, prefill
 from jaxllama.sampling import Sampling
 from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.rope_cache import spread
 
 BOUND = 2e-5
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -192,12 +193,13 @@ def test_sparse_decode_keeps_the_heaviest_and_the_newest(sparsity):
             assert relative_error(got[b, 0, n], want) < 1e-5
 
 
-def test_full_sparsity_is_dense_and_less_is_not():
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_full_sparsity_is_dense_and_less_is_not(dtype):
     params, tokens = params_of(LLAMA), tokens_of(LLAMA, 1, 30)
     lengths = jnp.asarray([30], jnp.int32)
 
     def step(cfg):
-        _, cache = prefill(cfg, params, tokens, lengths, init_cache(cfg, 1, 32))
+        _, cache = prefill(cfg, params, tokens, lengths, init_cache(cfg, 1, 32, dtype))
         return np.asarray(decode_step(cfg, params, tokens[:, 0], cache)[0])
 
     dense = step(LLAMA)
@@ -210,7 +212,8 @@ def test_full_sparsity_is_dense_and_less_is_not():
 def test_a_narrow_cache_costs_its_rounding_and_nothing_else(dtype):
     """Decoding over a narrow cache is decoding over the floats it stands for (1e-5, float32
     roundings), and those are within half a step of what was written: 2^-9 relative for bfloat16,
-    2^-4 for fp8, scale / 2 for integers."""
+    2^-4 for fp8, scale / 2 for integers (int4: of 15 steps from the smallest to the
+    largest, in the cache's basis, and 2^-10 for what is kept in float16)."""
     cfg = LLAMA.replace(head_dim=64)
     params, tokens = params_of(cfg), tokens_of(cfg, 2, 20)
     lengths = jnp.asarray([20, 11], jnp.int32)
@@ -225,7 +228,8 @@ def test_a_narrow_cache_costs_its_rounding_and_nothing_else(dtype):
     )  # fmt: skip
     floats = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), floats)
     wide = prefill(cfg, params, tokens, lengths, init_cache(cfg, 2, 32))[1].layers[0]
-    for got, want in ((floats[0].k, wide.k), (floats[0].v, wide.v)):
+    for got, want in zip((floats[0].k, floats[0].v), spread(narrow.layers[0].k, wide.k, wide.v),
+                         strict=True):  # fmt: skip
         for row, length in enumerate([20, 11]):
             x, y = np.asarray(got)[row, :length], np.asarray(want)[row, :length]
             largest = np.abs(y).max(axis=-1, keepdims=True)
@@ -233,7 +237,7 @@ def test_a_narrow_cache_costs_its_rounding_and_nothing_else(dtype):
                 "bfloat16": np.abs(y) * 2.0**-8,
                 "float8_e4m3fn": np.abs(y) * 2.0**-4 + largest * 2.0**-10,
                 "int8": largest / 254,
-                "int4": largest / 14,
+                "int4": np.ptp(y, axis=-1, keepdims=True) / 30 + largest * 2.0**-10,
             }[dtype]
             assert (np.abs(x - y) <= half_step * 1.001 + 1e-12).all()
             assert np.abs(x - y).max() > 0
@@ -243,6 +247,18 @@ def test_a_narrow_cache_costs_its_rounding_and_nothing_else(dtype):
     got = attend_cached(q, narrow.layers[0], positions, one, None)
     want = attend_cached(q, floats[0], positions, one, None)
     assert relative_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("head_dim", [48, 64])
+def test_an_int4_cache_is_read_alike_by_prefill_and_decode(head_dim):
+    """Both enter and leave the cache's basis: the same words, so the same logits but for float32
+    roundings (1e-4)."""
+    cfg = LLAMA.replace(head_dim=head_dim)
+    params, tokens = params_of(cfg), tokens_of(cfg, 2, 20)
+    want, _ = prefill(cfg, params, tokens, jnp.asarray([20, 20]), init_cache(cfg, 2, 32, "int4"))
+    _, cache = prefill(cfg, params, tokens, jnp.asarray([19, 19]), init_cache(cfg, 2, 32, "int4"))
+    got, _ = decode_step(cfg, params, tokens[:, 19], cache)
+    assert relative_error(got, want) < 1e-4
 
 
 def test_cache_nbytes_counts_packed_words():

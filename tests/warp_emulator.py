@@ -55,11 +55,10 @@ class Block:
         keep = self.masks[-1]
         self.memory[self.at(np.asarray(address, np.int64) + offset, raw.shape[1])[keep]] = raw[keep]
 
-    def copy(self, to, source, size, width):
+    def copy(self, to, source, size):
         for i in np.flatnonzero(self.masks[-1]):
-            start, take = int(to[i]), int(size[i])
-            self.memory[start : start + width] = 0
-            self.memory[start : start + take] = self.memory[int(source[i]) :][:take]
+            start = int(to[i])
+            self.memory[start : start + size] = self.memory[int(source[i]) :][:size]
 
     def when(self, condition, body):
         self.masks.append(self.masks[-1] & condition)
@@ -137,6 +136,11 @@ def _pack(low, high, kind):
     return np.stack([low, high], 1).astype(_HALF[kind]).view(U32)[:, 0]
 
 
+def _half(word, high, kind):
+    halves = np.ascontiguousarray(word).view(np.uint16).reshape(-1, 2)[:, high]
+    return np.ascontiguousarray(halves).view(_HALF[kind]).astype(np.float32)
+
+
 def _permute(a, b, selector):
     source = np.concatenate([x[:, None].view(np.uint8).reshape(-1, 4) for x in (a, b)], 1)
     return np.ascontiguousarray(
@@ -163,7 +167,8 @@ def _modules(block: Block):
     p = SimpleNamespace(
         register=lambda name: block.special[name], ci=ci, add=add,
         cf=lambda v: block.c(v, np.float32), mul=lambda x, k: x * U32(k & 0xFFFFFFFF),
-        address=lambda ref: block.c(ref, np.int64), shared_address=lambda ref: block.c(ref),
+        address=lambda ref: block.c(ref, np.int64),
+        shared_address=lambda ref: block.c(ref),
         offset=wide, less=lambda x, y: x < number(y), when=block.when, barrier=lambda: None,
         shift_right=lambda x, k: x >> U32(k), minimum=lambda x, y: np.minimum(x, U32(y)),
         and_xor=lambda w, m, f: (w & U32(m)) ^ U32(f), permute=_permute,
@@ -171,6 +176,7 @@ def _modules(block: Block):
         copies_wait=lambda n: None, fma=lambda x, y, z: (x * y + z).astype(np.float32),
         load_shared=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
         store_shared=lambda base, v, at=0: block.store(base, [v], at),
+        widen=lambda w, kind: _half(w, 0, kind), widen_high=lambda w, kind: _half(w, 1, kind),
     )  # fmt: skip
 
     def expect(barrier, size):
@@ -187,7 +193,7 @@ def _modules(block: Block):
 
     def copy_bulk(to, source, size, barrier):
         assert size % 16 == 0
-        block.copy(to, source, block.c(size), size)
+        block.copy(to, source, size)
 
         def act(state, _):
             state[3] -= size
@@ -199,8 +205,10 @@ def _modules(block: Block):
             block.barriers[int(barrier[i])] = [0, arrivals, arrivals, 0]
 
     a = SimpleNamespace(
-        copy_or_zero=lambda to, source, size, width, at, from_at: block.copy(
-            to + U32(at), np.asarray(source) + from_at, size, width),
+        load_half=lambda base, at=0: block.load(base, 1, at, U32)[0] & U32(0xFFFF),
+        store_shared=lambda base, values, at=0: block.store(base, values, at),
+        bits=lambda x: x.astype(np.float32).view(U32), from_bits=lambda w: w.view(np.float32),
+        absolute=np.abs, at_most=lambda x, y: signed(x) <= signed(y),
         load_shared=lambda base, n, at, kind="b32": block.load(
             base, n, at, np.float32 if kind == "f32" else U32),
         load_words=lambda base, n, at=0, kind="b32", cache="": block.load(
@@ -219,7 +227,8 @@ def _modules(block: Block):
     arith = SimpleNamespace(
         andi=np.bitwise_and, ori=np.bitwise_or, xori=np.bitwise_xor,
         shli=lambda x, k: x << k, divui=lambda x, k: x // k, remui=lambda x, k: x % k,
-        select=np.where, addf=np.add, subf=np.subtract, mulf=np.multiply,
+        subi=lambda x, y: x - y, muli=lambda x, y: x * y, select=np.where,
+        addf=np.add, subf=np.subtract, mulf=np.multiply,
         cmpi=lambda predicate, x, y: x == y, CmpIPredicate=SimpleNamespace(eq=None),
     )  # fmt: skip
     return {"p": p, "a": a, "arith": arith}

@@ -27,7 +27,7 @@ from jaxllama.model import Block, add_norm
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.units import Hidden, Rope
 from pallas_kernels.blockwise_attention import blockwise_attention
-from pallas_kernels.rope_cache import rope_and_write
+from pallas_kernels.rope_cache import rope_and_write, unspread
 
 Parts = tuple[KVCache | None, KVCache | None]  # rows on the device, rows on the CPU
 
@@ -123,10 +123,10 @@ def _attend(
         out = sparse_decode(
             q[:, None], cache, position[:, None], cfg.attn_sparsity, cfg.sliding_window
         )
-        return out[:, 0], cache
+        return unspread(cache.v, out[:, 0]), cache
     last = jnp.where(lengths > 0, position, -1)[:, None]
     out = blockwise_attention(q[:, None], *kv, last, window=cfg.sliding_window)
-    return out[:, 0], cache
+    return unspread(cache.v, out[:, 0]), cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
