@@ -1,15 +1,17 @@
 """Device times of the kernels at real shapes: ``python -m pallas_kernels.bench quantized_matmul``.
 
 Prints one row per scheme, shape and number of tokens: microseconds of the kernel (CUPTI, median of
-ten, every kernel the call launches), bytes or operations per second, the share of the floor, and
-XLA's form beside it in the same run.  Cold L2: distinct weights are rotated, more than 100 MB of
-them.  The floor is the larger of bytes over 4.3 TB/s and operations over the matrix units' rate.
-Needs a Hopper GPU; the tables in ``quantized_matmul`` and the kernels' NOTES come from here.
+ten, every kernel the call launches), bytes or operations per second, the share of the floor, and in
+the same run XLA's form of the same product and its dot with a bf16 weight.  A row whose XLA form is
+the faster is marked.  Cold L2: distinct weights are rotated, more than 100 MB of them.  The floor
+is the larger of bytes over 4.3 TB/s and operations over the matrix units' rate.  Needs a Hopper
+GPU; the tables in ``quantized_matmul`` and the kernels' NOTES come from here.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable
 
@@ -54,8 +56,17 @@ def _weights(scheme: str, n: int, k: int, copies: int) -> list[QTensor]:
     return [one(jax.random.key(i)) for i in range(copies)]
 
 
+@functools.cache
+def dense_us(m: int, n: int, k: int) -> float:
+    """XLA's dot of bf16 operands."""
+    count = max(2, min(8, -(-int(ROTATED_BYTES) // (2 * n * k))))
+    ws = [jax.random.normal(jax.random.key(i), (n, k), jnp.bfloat16) for i in range(count)]
+    x = jax.random.normal(jax.random.key(99), (m, k), jnp.bfloat16)
+    return device_us(jax.jit(lambda x, ws: [x @ w.T for w in ws]), x, ws) / count
+
+
 def quantized_matmul_rows(schemes, shapes, tokens, copies=None):
-    """Yields (scheme, shape name, M, kernel us or reason, XLA us, floor us)."""
+    """Yields (scheme, shape name, M, kernel us or reason, XLA us, bf16 us, floor us)."""
     for scheme in schemes:
         words, _, _, quantized = SCHEMES[scheme]
         for name, n, k in shapes:
@@ -83,7 +94,7 @@ def quantized_matmul_rows(schemes, shapes, tokens, copies=None):
                 moved = ws[0].nbytes + x.nbytes + 2 * m * n
                 floor = 1e6 * max(moved / BANDWIDTH, 2 * m * n * k / rate)
                 ours = reason if reason is not None else times("mosaic")
-                yield scheme, name, m, ours, times("xla"), floor
+                yield scheme, name, m, ours, times("xla"), dense_us(m, n, k), floor
 
 
 def main() -> None:
@@ -98,19 +109,22 @@ def main() -> None:
         raise SystemExit(f"no Hopper GPU to measure: {reason}")
     shapes = [s for s in LLAMA_8B if s[0] in args.shapes.split(",")]
     tokens = [int(m) for m in args.tokens.split(",")]
-    print(f"{'scheme':16s} {'shape':22s} {'M':>5s} {'us':>9s} {'rate':>13s} {'floor':>6s} XLA us")
+    columns = f"{'us':>9s} {'rate':>13s} {'floor':>6s} {'XLA us':>9s} {'bf16':>9s}"
+    print(f"{'scheme':16s} {'shape':22s} {'M':>5s} {columns}")
     rows = quantized_matmul_rows(args.schemes.split(","), shapes, tokens, args.copies)
-    for scheme, name, m, ours, xla, floor in rows:
+    for scheme, name, m, ours, xla, dense, floor in rows:
         n, k = next((n, k) for s, n, k in LLAMA_8B if s == name)
         label = f"{scheme:16s} {name + f' {n}x{k}':22s} {m:5d}"
         if isinstance(ours, str):
-            print(f"{label} {'-':>9s} {'':13s} {'':6s} {xla:9.2f}  {ours}", flush=True)
+            print(f"{label} {'-':>9s} {'':13s} {'':6s} {xla:9.2f} {dense:9.2f}  {ours}", flush=True)
             continue
         size = n * k / (2 if scheme.startswith("w4") else 1)
         rate = f"{size / ours / 1e6:.2f} TB/s"
         if m > 64:
             rate = f"{2 * m * n * k / ours / 1e6:.0f} TFLOP/s"
-        print(f"{label} {ours:9.2f} {rate:>13s} {floor / ours:6.0%} {xla:9.2f}", flush=True)
+        mark = "  XLA is faster" if xla < ours else ""
+        times = f"{ours:9.2f} {rate:>13s} {floor / ours:6.0%} {xla:9.2f} {dense:9.2f}"
+        print(f"{label} {times}{mark}", flush=True)
 
 
 if __name__ == "__main__":

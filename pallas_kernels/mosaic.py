@@ -130,9 +130,18 @@ def store_global(base: Value, value: Value) -> None:
     ptx(f"st.global.{kind} [$0], $1;", base, value)
 
 
-def copy_async(to: Value, source: Value, at: int, from_at: int = 0) -> None:
-    """16 bytes from device memory to shared memory, past L1, in the open group of copies."""
-    ptx(f"cp.async.cg.shared.global [$0+{at}], [$1+{from_at}], 16;", to, source)
+def copy_async(
+    to: Value, source: Value, at: int, from_at: int = 0, size: Value | None = None
+) -> None:
+    """16 bytes from device memory to shared memory, past L1, in the open group of copies.
+
+    size: how many of the 16 are read; the rest is zeros.
+    """
+    code = f"cp.async.cg.shared.global [$0+{at}], [$1+{from_at}], 16"
+    if size is None:
+        ptx(f"{code};", to, source)
+    else:
+        ptx(f"{code}, $2;", to, source, size)
 
 
 def copies_commit() -> None:
@@ -149,6 +158,12 @@ def load_shared_words(base: Value, n: int, at: int = 0) -> list[Value]:
     kind, outs = _vector("b32", n, 0)
     code = f"ld.shared.{kind} {outs}, [${n}+{at}];"
     return list(ptx(code, base, results=[i32()] * n))
+
+
+def store_shared_words(base: Value, words: Sequence[Value], at: int = 0) -> None:
+    """1, 2 or 4 words."""
+    kind, names = _vector("b32", len(words), 1)
+    ptx(f"st.shared.{kind} [$0+{at}], {names};", base, *words)
 
 
 def load_shared_narrow(base: Value, kind: str, at: int = 0) -> Value:
@@ -169,6 +184,11 @@ def store_shared(base: Value, value: Value, at: int = 0) -> None:
 def barrier() -> None:
     """All threads of the block."""
     gpu.barrier()
+
+
+def warp_barrier() -> None:
+    """All threads of the warp; shared memory written before is visible after."""
+    ptx("bar.warp.sync -1;", convergent=True)
 
 
 def and_xor(word: Value, mask: int, flip: int) -> Value:

@@ -5,11 +5,13 @@ f16.  The weights are the 16-row operand of mma.m16n8k16, so 8 tokens cost one i
 
 Who does what.  One block of 16 warps per SM, alone or in clusters of ``split`` that share K.  A
 cluster walks over tiles of 16 rows of w; a warp owns the same run of columns of every tile and
-keeps x's fragments for it in registers.  Each lane brings its own weights, 16 bytes of one row at
-a time, through its own places in a ring in shared memory (cp.async), and reads back only what it
-wrote: between the first and the last barrier no warp waits for another.
+keeps x's fragments for it in registers (or, ``resident``, in shared memory).  Each lane brings its
+own weights, 16 bytes of one row at a time, through its own places in a ring in shared memory
+(cp.async), and reads back only what it wrote: between the first and the last barrier no warp waits
+for another.
 
-    all      scales of the first batch -> smem, ring filled, x fragments -> registers | barrier
+    all      x, scales of the first batch -> smem, ring filled
+    warp     its run of x -> registers | barrier
     warp     per tile: wait, words -> registers, refill, dequantize, mma, partial sum -> smem
     all      barrier | sum of the warps' partials in a fixed order, bias, one rounding, store
              (with split > 1 through the peers' shared memory)
@@ -24,29 +26,41 @@ symmetric or integer zeros: the group's sum is scaled in float32.  Smaller group
 zeros (bf16 only): the weight is rounded once to bf16 (``fold``).  Sums are float32 throughout.
 
 NOTES.  K = 4096, N = 14336, group 128, H200, cold L2, CUPTI.  Floor: 29.4 MB of words + 0.9 of
-scales at 4.3 TB/s, 7.0 us; the same ring without arithmetic takes 9.2 (launch and first bytes are
-2 of them: the SMs are active for 8.7 of 11.3 us under ncu).
+scales at 4.3 TB/s, 7.0 us; an empty kernel of this shape takes 0.6, the same ring without
+arithmetic 9.2.
+  * Where the time goes, by leaving parts out (M = 1, of 10.3): no words brought 7.75, no dequantize
+    9.6, no mma 9.9, no subtraction 10.1, no x 10.2.  So arithmetic and latency (128 instructions
+    per warp and block, of which the ALU, at half rate, has 56) take nearly as long as memory, and
+    what is left in the ring when the last word comes is added at the end.
+  * That is why fewer ring slots are faster (8: 12.7, 4: 10.4, 3: 10.3, 2: 10.5; M = 16 2: 14.9, 3:
+    15.9) although the bare stream does not care (8: 9.4).
+  * x through shared memory by cp.async, whole lines an instruction: M = 1 / 8 / 16 from 10.3 / 11.4
+    / 14.9 to 10.1 / 10.8 / 12.4 (4096 x 4096, M = 16: 7.4 to 6.0).  Straight to registers, a load
+    touches 16 lines (8 tokens x 4 lanes, 64 bytes apart) and the L1 looks up one a cycle: 2.3 us at
+    M = 16, during which the ring stands still.  By bulk copies of 128 bytes: 11.0 / 13.1 / 15.8.
+  * Clusters of 2 along K, two rows of tiles a block, to halve x's 17 MB from L2 at M = 16: 14.3
+    (the sum over a cluster costs 1.6).  Starting each warp when its own x is there: no change.
+  * 4096 x 14336, clusters of 4: 32 of them 19.7, 31 21.1, 30 12.0: only 30 fit at a time.  Clusters
+    of 2 with 512 columns a warp: 11.9 to 12.8.  M = 8: 13.1 and 13.2; M = 16: 18.0, staged x 16.4.
   * Words straight from global to registers: 11.1 at M = 1, 17.7 at M = 16; the compiler fills the
-    registers and sinks the loads to their use.  cp.async through a ring: 10.4 and 15.0.
+    registers and sinks the loads to their use.
   * ``(w & mask) ^ flip`` written as two operations with two immediates becomes two LOP3; one
-    lop3.b32 with a register halves the logic (the ALU is the busiest pipe, 34%).
+    lop3.b32 with a register halves the logic.
   * A pre-tiled layout is not needed: nibbles of one row are paired by the trick above, x follows.
-  * Fewer ring slots are faster (8: 12.7, 4: 10.4, 3: 10.3, 2: 10.5) although the bare stream does
-    not care (8: 9.4).  It is not x waiting behind the ring: x first costs 1 us at M = 1 and 3 at
-    M = 8 (all SMs ask for the same lines at once and the words wait); x through shared memory, by
-    fragments or by whole lines, costs more (M = 8: 16 to 18).  L2 prefetch of later tiles: 10.8
-    to 12.4.  Clusters of 2 along K to halve x: 18.8 at M = 16 (five sums instead of one).
-  * M = 16 has twice the mma and x takes 64 of 128 registers.
-Microseconds at M = 1 / 8 / 16 (humming in the same session 15.5 / 15.6 / 17.1; with zeros 17.1 /
-17.2 / 19.3; int8 23.1 / 23.4 / 24.6): group 128 10.3 / 11.1 / 15.0; with zeros 10.9 at M = 1; int8
-17.0 at M = 1, 19.3 at M = 16.  Other shapes at M = 1: 4096 x 4096 5.8, 6144 x 4096 6.9, 28672 x
-4096 18.7, 128256 x 4096 72.6, 4096 x 14336 19.5 (four blocks along K; their sum is not hidden).
+  * L2 prefetch of later tiles: 10.8 to 12.4.  Programmatic launch (prefetch or fill before
+    griddepcontrol.wait): XLA's command buffers record every call by itself, so nothing overlaps
+    (a layer of four products 56 us without, 65 with); without command buffers the host is the
+    limit (64.5, 60 to 64).
+Microseconds at M = 1 / 8 / 16 (humming 15.5 / 15.6 / 17.1; int8 23.1 / 23.4 / 24.6): group 128 10.1
+/ 11.2 / 12.1; with zeros 10.6 / - / 12.7; int8 16.7 / - / 18.8.  Other shapes at M = 1 / 16: 4096 x
+4096 5.0 / 6.0, 6144 x 4096 6.1 / 7.6, 4096 x 14336 11.5 / 16.7, 3584 x 18944 (``resident``) 13.8;
+in a decode step at M = 1 28672 x 4096 17.5, 128256 x 4096 67.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -55,89 +69,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic as p
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.quantized_matmul_decode_plan import PITCH, SLOT, WARPS, Plan, make_plan, slices
 
 MAX_TOKENS = 16
-WARPS = 16
 THREADS = 32 * WARPS
-SMS = 132
-SHARED = 226 * 1024
-SLOT = WARPS * 1024  # bytes of a ring slot: one block of columns of a tile, 2 x 16 bytes per lane
-# Floats from one token to the next in a partial sum of 16 rows: stores hit every bank once.
-PITCH = 20
 _KIND = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4}
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The division of one product among blocks and warps; see the module docstring."""
-
-    m: int
-    split: int
-    warps: int  # of a block that have columns of their own
-    k_warp: int  # columns of a warp
-    clusters: int
-    per: int  # tiles of the busiest cluster
-    batch: int  # tiles between two sums over warps
-    depth: int  # ring slots
-    param_bytes: int  # scales and zeros of one tile
-
-    @property
-    def n_tiles(self) -> int:
-        """Groups of 8 tokens."""
-        return -(-self.m // 8)
-
-    @property
-    def buffers(self) -> int:
-        return min(2, -(-self.per // self.batch))
-
-    @property
-    def partial_floats(self) -> int:
-        """Partial sums of the batches in flight."""
-        return self.buffers * self.batch * WARPS * self.n_tiles * 8 * PITCH
-
-    @property
-    def shared_bytes(self) -> int:
-        params = self.buffers * self.batch * self.param_bytes
-        return self.depth * SLOT + 4 * self.partial_floats + params
-
-
-def slices(k: int, bits: int, n_tiles: int) -> tuple[int, int, int] | None:
-    """(split, warps, columns of a warp) with split * warps * columns == k, or None.
-
-    x's fragments take n_tiles * columns / 8 registers of a thread; 64 is what fits.
-    """
-    block = 128 if bits == 4 else 64
-    for k_warp in (256, 128, 64, 512):
-        if k_warp % block or k % k_warp or n_tiles * k_warp > 512:
-            continue
-        parts = k // k_warp
-        for split in (1, 2, 4, 8):
-            if parts % split == 0 and 8 <= parts // split <= WARPS:
-                return split, parts // split, k_warp
-    return None
-
-
-def make_plan(m: int, w: QTensor, *, depth: int | None = None) -> Plan | None:
-    """The plan for m tokens and w, or None if its scales outgrow shared memory."""
-    n, k = w.shape
-    cut = slices(k, 4 if w.dtype == jnp.int4 else 8, -(-m // 8))
-    if cut is None:
-        return None
-    split, warps, k_warp = cut
-    depth = depth or (3 if m <= 8 else 2)
-    tiles = n // 16
-    # Some GPU processing clusters have an odd number of SMs: clusters of 4 would leave a rest.
-    clusters = min(tiles, (SMS if split <= 2 else 128) // split)
-    per = -(-tiles // clusters)
-    zero_bytes = 0 if w.zero is None else w.zero.dtype.itemsize
-    param_bytes = 16 * w.scale.shape[1] * (w.scale.dtype.itemsize + zero_bytes)
-    for slots in (depth, 2):
-        for batch in (-(-per // i) for i in range(1, per + 1)):
-            plan = Plan(m, split, warps, k_warp, clusters, per, batch, slots, param_bytes)
-            if plan.shared_bytes <= SHARED:
-                return plan
-    return None
 
 
 class Scheme:
@@ -232,19 +169,24 @@ class _Kernel:
         self.warp = warp
         # Warps without columns of their own repeat the last one's; nobody reads their sums.
         working = p.minimum(warp, plan.warps - 1)
-        run = p.add(p.mul(self.rank, plan.warps), working)
-        k0 = p.mul(run, plan.k_warp)
+        k0 = p.mul(p.add(p.mul(self.rank, plan.warps), working), plan.k_warp)
+        self.overlap = plan.split * plan.warps * plan.k_warp - k
+        if self.overlap:
+            k0 = p.minimum(k0, k - plan.k_warp)
+        self.k0, self.working, self.lane = k0, working, lane
+        self.x_mine = p.add(self.partial, p.mul(working, 2 * plan.m * plan.k_warp))
+        if plan.resident:
+            self.x_mine = p.add(self.x_mine, plan.partial_bytes)
         self.lane_k = p.add(k0, p.mul(self.quad, scheme.columns // 4))
         self.n_blocks = plan.k_warp // scheme.columns
         self.row_bytes = k * scheme.bits // 8
         self.w_mine = p.offset(self.w, self.row, self.row_bytes)
-        self.w_mine = p.offset(self.w_mine, run, plan.k_warp * scheme.bits // 8)
+        self.w_mine = p.offset(self.w_mine, p.shift_right(k0, 1 if scheme.bits == 4 else 0))
         self.w_mine = p.offset(self.w_mine, self.quad, 16)
         self.ring = p.add(p.shared_address(ring), p.mul(warp, 1024), p.mul(lane, 16))
 
         self.scale_row = scheme.n_groups * scheme.scale_bytes
         self.zero_row = scheme.n_groups * scheme.zero_bytes
-        self.groups = max(1, plan.k_warp // scheme.group)
         first = p.ci(0)
         if scheme.n_groups > 1 and not scheme.fold:
             first = arith.divui(k0, p.ci(scheme.group))
@@ -257,6 +199,13 @@ class _Kernel:
             p.mul(self.row, self.zero_row),
             p.mul(first, scheme.zero_bytes),
         )
+
+    def working_warps(self, body) -> None:
+        """body() in the warps that have columns of their own."""
+        if self.plan.warps < WARPS:
+            p.when(p.less(self.warp, self.plan.warps), body)
+        else:
+            body()
 
     def threads(self, count: int, body) -> None:
         """body(i) for i below count, divided among the block's threads."""
@@ -306,25 +255,88 @@ class _Kernel:
                 self.copy_words(p.ci(u // self.n_blocks), u % self.n_blocks, slot)
             p.copies_commit()
 
-    def x_fragments(self):
-        """[block][8 tokens][word] pairs, for the whole kernel."""
-        pieces, per = self.scheme.columns // 32, self.scheme.per_word // 2
-        out = []
-        for b in range(self.n_blocks):
-            out.append([])
-            for t in range(self.plan.n_tiles):
-                # Columns of mma beyond the last token repeat it and are not stored.
-                token = p.minimum(p.add(self.row, 8 * t), self.plan.m - 1)
-                at = p.offset(self.x, p.add(p.mul(token, self.k), self.lane_k), 2)
-                words = [
-                    word
-                    for i in range(pieces)
-                    for word in p.load_global(at, 4, 2 * b * self.scheme.columns + 16 * i)
-                ]
-                out[b].append(
-                    [self.scheme.x_pairs(words[i : i + per]) for i in range(0, len(words), per)]
-                )
-        return out
+    # --- x ---
+
+    def granule(self, token, index):
+        """Address of 8 columns of a token in the warp's run of x.
+
+        A load of fragments takes 4 granules of 2 tokens at a time; the exchange puts those 8 in
+        different banks.
+        """
+        odd = arith.andi(token, p.ci(1))
+        if self.scheme.bits == 4:
+            odd = arith.xori(p.mul(odd, 2), arith.andi(p.shift_right(index, 3), p.ci(1)))
+        row = p.mul(token, 2 * self.plan.k_warp)
+        return p.add(self.x_mine, row, p.mul(arith.xori(index, odd), 16))
+
+    def copy_x(self) -> None:
+        """The warp's run of x to shared memory, whole lines at a time."""
+        per_token = self.plan.k_warp // 8
+        repeated = None
+        if self.overlap:
+            last = p.less(p.ci(self.plan.warps - 2), self.working)
+            repeated = arith.select(last, p.ci(self.overlap // 8), p.ci(0))
+        count = self.plan.m * per_token
+        for first in range(0, count, 32):
+            piece = p.add(self.lane, first)
+
+            def copy(piece=piece):
+                token, index = (f(piece, p.ci(per_token)) for f in (arith.divui, arith.remui))
+                source = p.offset(self.x, token, 2 * self.k)
+                source = p.offset(source, p.add(self.k0, p.mul(index, 8)), 2)
+                to = self.granule(token, index)
+                if repeated is None:
+                    p.copy_async(to, source, 0)
+                else:
+                    size = arith.select(p.less(index, repeated), p.ci(0), p.ci(16))
+                    p.copy_async(to, source, 0, size=size)
+
+            if first + 32 <= count:
+                copy()
+            else:
+                p.when(p.less(piece, count), copy)
+
+    def x_granules(self, tile: int):
+        """Addresses of the lane's columns of the first block; the next block's are x_step after."""
+        pieces = self.scheme.columns // 32
+        # Columns of mma beyond the last token repeat it and are not stored.
+        token = p.minimum(p.add(self.row, 8 * tile), self.plan.m - 1)
+        mine = p.mul(self.quad, pieces)
+        return [self.granule(token, p.add(mine, i)) for i in range(pieces)]
+
+    def load_x(self, block: int, tile: int):
+        step = 2 * self.scheme.columns
+        return [v for at in self.x_at[tile] for v in p.load_shared_words(at, 4, step * block)]
+
+    def arrange_x(self):
+        """[block][8 tokens][word] pairs in the order of the words, or None and left in place."""
+        blocks, tokens = range(self.n_blocks), range(self.plan.n_tiles)
+        self.x_at = [self.x_granules(t) for t in tokens]
+        if not self.plan.resident:
+            return [
+                [self.by_word(self.permuted(self.load_x(b, t))) for t in tokens] for b in blocks
+            ]
+
+        def in_place():
+            for b, t in itertools.product(blocks, tokens):
+                words = self.permuted(self.load_x(b, t))
+                p.warp_barrier()  # lanes beyond the last token read its words, and write the same
+                for i, at in enumerate(self.x_at[t]):
+                    step = 2 * self.scheme.columns
+                    p.store_shared_words(at, words[4 * i : 4 * i + 4], step * b)
+            p.warp_barrier()
+
+        self.working_warps(in_place)
+        return None
+
+    def permuted(self, words):
+        per = self.scheme.per_word // 2
+        groups = [self.scheme.x_pairs(words[i : i + per]) for i in range(0, len(words), per)]
+        return [pair for group in groups for pair in group]
+
+    def by_word(self, pairs):
+        per = self.scheme.per_word // 2
+        return [pairs[i : i + per] for i in range(0, len(pairs), per)]
 
     # --- one tile ---
 
@@ -334,10 +346,10 @@ class _Kernel:
             return p.load_shared(at, byte)
         return p.widen(p.load_shared_narrow(at, "u16", byte), self.scheme.scale_kind)
 
-    def load_params(self, slot):
-        """By row half: scales, pairs to take off the words, floating zeros.
+    def load_params(self, slot, groups: range):
+        """By row half: scales, pairs to take off the words, floating zeros of these groups.
 
-        One per group of the warp; with ``fold`` one per block, of the lane's own columns.
+        A group of the warp; with ``fold`` a block, and what its columns of the lane need.
         """
         scheme = self.scheme
         scales, biases, zeros = [], [], []
@@ -349,7 +361,7 @@ class _Kernel:
             if scheme.fold:
                 in_block = [
                     arith.divui(p.add(self.lane_k, b * scheme.columns), p.ci(scheme.group))
-                    for b in range(self.n_blocks)
+                    for b in groups
                 ]
                 scale_at = [p.add(at, p.mul(g, scheme.scale_bytes)) for g in in_block]
                 zero_at = [p.add(at_zero, p.mul(g, scheme.zero_bytes)) for g in in_block]
@@ -357,20 +369,20 @@ class _Kernel:
                 if scheme.zero == "float":
                     zeros.append([self.doubled(self.load_scale(a)) for a in zero_at])
             else:
-                zero_at = [p.add(at_zero, g) for g in range(self.groups)]
-                scales.append(self.group_scales(at))
-            biases.append([offset] * max(self.groups, self.n_blocks))
+                zero_at = [p.add(at_zero, g) for g in groups]
+                scales.append(self.group_scales(at, groups))
+            biases.append([offset] * len(groups))
             if scheme.zero == "int":
                 raw = [p.load_shared_narrow(a, "s8") for a in zero_at]
                 biases[half] = [arith.addi(offset, p.mul(z, 0x00010001)) for z in raw]
         return scales, biases, zeros
 
-    def group_scales(self, at):
+    def group_scales(self, at, groups: range):
         scheme = self.scheme
-        if scheme.scale_kind != "f32" and self.groups % 2 == 0 and scheme.n_groups % 2 == 0:
-            words = [p.load_shared_words(at, 1, 4 * g)[0] for g in range(self.groups // 2)]
+        if scheme.scale_kind != "f32" and len(groups) % 2 == 0 and scheme.n_groups % 2 == 0:
+            words = [p.load_shared_words(at, 1, 2 * g)[0] for g in groups[::2]]
             return [f(w, scheme.scale_kind) for w in words for f in (p.widen, p.widen_high)]
-        return [self.load_scale(at, scheme.scale_bytes * g) for g in range(self.groups)]
+        return [self.load_scale(at, scheme.scale_bytes * g) for g in groups]
 
     def doubled(self, value):
         half = p.narrow(value, self.scheme.kind)
@@ -384,19 +396,27 @@ class _Kernel:
             return [p.mul_pairs(v, scale) for v in pairs]
         return pairs
 
-    def compute_tile(self, params, x, take):
+    def compute_tile(self, slot, x, take):
         """The warp's partial sums [8 tokens][4]; ``take(block)`` gives two rows' words."""
         scheme, tokens = self.scheme, range(self.plan.n_tiles)
-        scales, biases, zeros = params
         nothing = p.cf(0.0)
         total = [[nothing] * 4 for _ in tokens]
         acc = [[nothing] * 4 for _ in tokens]
         in_group = max(1, min(self.n_blocks, scheme.group // scheme.columns))
+        groups = self.n_blocks // in_group
         if scheme.fold:
-            in_group = self.n_blocks
+            in_group, groups = 1, self.n_blocks
+        at_once = groups if groups <= 4 else 1  # more scales than that crowd the registers
         for b in range(self.n_blocks):
-            g = b if scheme.fold else b // in_group
+            g = b // in_group
+            if b % (in_group * at_once) == 0:
+                scales, biases, zeros = self.load_params(slot, range(g, g + at_once))
+            g %= at_once
             rows = take(b)
+            if x is None:
+                columns = [self.by_word(self.load_x(b, t)) for t in tokens]
+            else:
+                columns = x[b]
             for j in range(4):
                 low, high = (
                     self.weights(
@@ -410,7 +430,7 @@ class _Kernel:
                 for s in range(0, len(low), 2):
                     a = [low[s], high[s], low[s + 1], high[s + 1]]
                     for t in tokens:
-                        acc[t] = p.mma(acc[t], a, x[b][t][j][s : s + 2], scheme.kind)
+                        acc[t] = p.mma(acc[t], a, columns[t][j][s : s + 2], scheme.kind)
             if not scheme.fold and b % in_group == in_group - 1:
                 by_row = [scales[0][g]] * 2 + [scales[1][g]] * 2
                 total = [
@@ -495,11 +515,13 @@ class _Kernel:
 
     def run(self) -> None:
         plan, depth = self.plan, self.plan.depth
+        self.working_warps(self.copy_x)
         self.copy_params(p.ci(0), p.ci(0), plan.batch)
         p.copies_commit()
         self.fill()
-        x = self.x_fragments()
         p.copies_wait(depth)
+        p.warp_barrier()
+        x = self.arrange_x()
         p.barrier()
 
         def run_batch(batch, slot, count, final):
@@ -525,7 +547,7 @@ class _Kernel:
                     slots.append(arith.select(p.less(moved, depth * SLOT), moved, p.ci(0)))
                     return rows
 
-                self.store_partial(at, self.compute_tile(self.load_params(at), x, take))
+                self.store_partial(at, self.compute_tile(at, x, take))
             # The next batch's scales are in the first group of this one.
             p.copies_wait(min(depth, count * self.n_blocks) - 1)
             p.barrier()
@@ -557,11 +579,11 @@ def unsupported(m: int, x_dtype, w: QTensor, out_dtype=None) -> str | None:
     if n % 16:
         return f"N = {n} is not a multiple of 16"
     scheme = Scheme(w, _KIND[jnp.dtype(x_dtype).name])
-    cut = slices(k, scheme.bits, -(-m // 8))
-    if cut is None:
-        return f"K = {k} does not cut into 8 to 128 equal runs of 64 to 512 columns"
-    if make_plan(m, w) is None:
-        return f"{w.scale.shape[1]} groups a row are more than shared memory holds"
+    if not slices(k, scheme.bits, -(-m // 8)):
+        return f"K = {k} is not a multiple of {scheme.columns}, or below {8 * scheme.columns}"
+    plan = make_plan(m, w)
+    if plan is None:
+        return f"{w.scale.shape[1]} groups a row and {m} tokens are more than shared memory holds"
     if scheme.bits == 8 and w.zero is not None:
         return "int8 words with zero points"
     if scheme.zero == "float" and w.zero.dtype != w.scale.dtype:
@@ -573,8 +595,11 @@ def unsupported(m: int, x_dtype, w: QTensor, out_dtype=None) -> str | None:
             return f"groups of {scheme.group} or floating zeros with float16 activations"
         if scheme.group % (scheme.columns // 4):
             return f"groups of {scheme.group}; multiples of {scheme.columns // 4} are needed"
-    elif scheme.n_groups > 1 and cut[2] % scheme.group and scheme.group % cut[2]:
-        return f"groups of {scheme.group} columns straddle runs of {cut[2]}"
+    elif scheme.n_groups > 1 and (
+        (plan.k_warp % scheme.group and scheme.group % plan.k_warp)
+        or (plan.resident and scheme.group > scheme.columns)
+    ):
+        return f"groups of {scheme.group} columns straddle runs of {plan.k_warp}"
     return None
 
 
@@ -614,7 +639,7 @@ def matmul(
         num_threads=WARPS // 4,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((plan.partial_floats,), jnp.float32),
+            plgpu.SMEM((plan.arena_bytes // 4,), jnp.float32),
             plgpu.SMEM((plan.depth * SLOT // 4,), jnp.float32),
             plgpu.SMEM((plan.buffers * plan.batch * plan.param_bytes // 4,), jnp.float32),
         ],

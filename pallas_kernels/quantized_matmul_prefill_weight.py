@@ -32,9 +32,11 @@ NOTES (H200, K=4096, N=14336, int4 in groups of 128 unless said; TFLOP/s at M = 
                                                785 / 786;  int8 745 -> 758
     5 stages: same; int8 with stores of 32 tokens, to make room: 771 (timed, values not checked)
     integer zeros 762 / 751; tokens = 128: 563, 192: 661 (a weight is dequantized more often)
-    M=64 (64 tokens): 28.8 us with one pair of warpgroups, 25.9 with two (``parts``), 23.3 at
-    N=4096: the feeder's ~640 cycles a slot, as its 128 threads each arrive for every copy on one
-    barrier.  Fewer copies a slot or a feeder of one warp is the next thing to try there.
+    M=64 (64 tokens): 28.8 us with one pair of warpgroups, 25.9 with two (``parts``).  Without XLA's
+    transpose of the scales (1.4 us): 23.9, and 22.6 with a feeder of one warp, as all four of a
+    warpgroup arrive on the slot's barrier for every copy (M=128: 31.8 to 30.6; M=32 and M=2048: no
+    change).  A cluster of one: 22.4.  The rest is issue: ~115 instructions a slot and thread on
+    112 of 132 SMs are 8.4 us, and the memory's 7 do not hide behind them.
 """
 
 from __future__ import annotations
@@ -136,33 +138,48 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
     def feed():
         plgpu.set_max_registers(feeder_registers, action="decrease")
 
-        def one_tile(t, _):
-            m0, n0 = origin(t)
-            slot, rows = t % 2, pl.ds(n0, ROWS)
+        def copy_tiles():
+            def one_tile(t, _):
+                m0, n0 = origin(t)
+                slot, rows = t % 2, pl.ds(n0, ROWS)
+                if vectors:
+                    pl.when(t >= 2)(lambda: plgpu.barrier_wait(r_empty.at[slot]))
+                    for vector, vector_sm in vectors:
+                        plgpu.copy_gmem_to_smem(
+                            vector.at[rows], vector_sm.at[slot], r_full.at[slot]
+                        )
+
+                def load(j, at):
+                    ks = pl.ds(j * BLOCK_K, BLOCK_K)
+                    pl.when(t * steps + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
+                    plgpu.copy_gmem_to_smem(
+                        x.at[pl.ds(m0, tokens), ks],
+                        x_rows.at[at],
+                        full.at[at],
+                        collective_axes=axes,
+                    )
+                    plgpu.copy_gmem_to_smem(w.at[rows, ks], w_sm.at[at], full.at[at])
+                    first = (j // scheme.slots_per_group) * scheme.groups_per_slot
+                    groups = pl.ds(first, scheme.groups_per_slot)
+                    for vector, vector_sm in grouped:
+                        plgpu.copy_gmem_to_smem(
+                            vector.at[groups, rows], vector_sm.at[at], full.at[at]
+                        )
+                    return ring_next(at, 1, stages)
+
+                lax.fori_loop(0, steps, load, ring_slot(t * steps, stages))
+
+            lax.fori_loop(0, tiles, one_tile, None)
+            drain(empty, tiles * steps, stages)
             if vectors:
-                pl.when(t >= 2)(lambda: plgpu.barrier_wait(r_empty.at[slot]))
-                for vector, vector_sm in vectors:
-                    plgpu.copy_gmem_to_smem(vector.at[rows], vector_sm.at[slot], r_full.at[slot])
+                drain(r_empty, tiles, 2)
 
-            def load(j, at):
-                ks = pl.ds(j * BLOCK_K, BLOCK_K)
-                pl.when(t * steps + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
-                plgpu.copy_gmem_to_smem(
-                    x.at[pl.ds(m0, tokens), ks], x_rows.at[at], full.at[at], collective_axes=axes
-                )
-                plgpu.copy_gmem_to_smem(w.at[rows, ks], w_sm.at[at], full.at[at])
-                first = (j // scheme.slots_per_group) * scheme.groups_per_slot
-                groups = pl.ds(first, scheme.groups_per_slot)
-                for vector, vector_sm in grouped:
-                    plgpu.copy_gmem_to_smem(vector.at[groups, rows], vector_sm.at[at], full.at[at])
-                return ring_next(at, 1, stages)
-
-            lax.fori_loop(0, steps, load, ring_slot(t * steps, stages))
-
-        lax.fori_loop(0, tiles, one_tile, None)
-        drain(empty, tiles * steps, stages)
-        if vectors:
-            drain(r_empty, tiles, 2)
+        # One warp: each of four would arrive on the slot's barrier for every copy.
+        @plgpu.warp_map
+        def of_warp(warp):
+            @pl.when(warp == 0)
+            def _():
+                copy_tiles()
 
     @pl.when(wg < computing)
     def compute():

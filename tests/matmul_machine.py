@@ -66,7 +66,8 @@ class Machine:
         return np.minimum(a, np.uint32(b))
 
     def less(self, a, b):
-        return a < (np.uint32(b) if isinstance(b, int) else b)
+        a, b = (np.uint32(v) if isinstance(v, int) else v for v in (a, b))
+        return a < b
 
     def when(self, condition, body):
         outer, self.mask = self.mask, self.mask & condition
@@ -105,13 +106,16 @@ class Machine:
         rank = self.rank if rank is None else rank
         return rank[:, None], first[:, None] + np.arange(count)
 
-    def copy_async(self, to, source, at, from_at=0):
+    def copy_async(self, to, source, at, from_at=0, size=None):
         memory, where = self._bytes(source, from_at, 16)
         assert (where[:, 0] % 16 == 0)[self.mask].all()
         rank, place = self._shared(to, at, 16)
         assert (place[:, 0] % 16 == 0)[self.mask].all()
         m = self.mask
-        self.shared[rank[m], place[m]] = memory[where[m]]
+        data = memory[where[m]]
+        if size is not None:
+            data = np.where(np.arange(16) < size[m, None], data, 0)
+        self.shared[rank[m], place[m]] = data
 
     def load_shared_words(self, base, n, at=0):
         return list(self.shared[self._shared(base, at, 4 * n)].copy().view(np.uint32).T)
@@ -128,6 +132,10 @@ class Machine:
         rank, place = self._shared(base, at, 4)
         m = self.mask
         self.shared[rank[m], place[m]] = value.view(np.uint8).reshape(-1, 4)[m]
+
+    def store_shared_words(self, base, words, at=0):
+        for i, word in enumerate(words):
+            self.store_shared(base, word, at + 4 * i)
 
     def peer_address(self, base, rank):
         return base + np.uint32((rank + 1) << 24)
@@ -202,7 +210,7 @@ class Machine:
     def nothing(self, *args):
         del args
 
-    barrier = cluster_barrier = copies_commit = copies_wait = nothing
+    barrier = warp_barrier = cluster_barrier = copies_commit = copies_wait = nothing
 
 
 ARITH = types.SimpleNamespace(
@@ -235,7 +243,7 @@ def run_decode(decode, monkeypatch, x, w, bias, out_dtype, **changes):
     out = np.full((m, n), np.nan, jnp.dtype(out_dtype))
     bias = None if bias is None else np.asarray(bias, np.float32)
     sizes = (
-        4 * plan.partial_floats,
+        plan.arena_bytes,
         plan.depth * decode.SLOT,
         plan.buffers * plan.batch * plan.param_bytes,
     )

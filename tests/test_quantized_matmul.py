@@ -9,6 +9,7 @@ from matmul_machine import Machine, run_decode
 
 from pallas_kernels import QTensor, dequantize, quantize, quantized_matmul
 from pallas_kernels import quantized_matmul_decode_mosaic as decode
+from pallas_kernels import quantized_matmul_decode_plan as planning
 from pallas_kernels.quantized_matmul import quantized_matmul_reference, unsupported
 from pallas_kernels.shapes import LLAMA_8B
 
@@ -190,6 +191,23 @@ def test_a_row_is_bitwise_its_own(implementation, m):
     assert np.isnan(changed[1:]).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "k,m", [(2688, 3), (8192, 1), (8192, 16), (14336, 1), (14336, 16), (18944, 1), (18944, 4)]
+)
+def test_long_and_odd_rows_in_the_decode_kernel(k, m):
+    """K divided among blocks, or x kept in shared memory; and a row is bitwise its own."""
+    w = weights("w4-g128-zero", 2144, k, jnp.bfloat16)  # 134 tiles: some blocks have two
+    x = activations((m, k), jnp.bfloat16)
+    assert decode.unsupported(m, x.dtype, w) is None
+    call = jax.jit(lambda x, w: quantized_matmul(x, w, implementation="mosaic"))
+    first = call(x, w)
+    check(first, product(x, w), "bfloat16")
+    other = call(x.at[1:].set(jnp.nan), w)
+    for out in (call(x, w)[0], other[0]):
+        assert (np.asarray(out, np.float32) == np.asarray(first[0], np.float32)).all()
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["w4-g64-zero", "w4-g128-minimum", "w8-row"])
 def test_gradients(implementation, name):
@@ -281,6 +299,10 @@ EMULATED = [  # weights, m, K, activations, changes to the plan
     ("w4-row", 2, 1024, "float16", {}),
     ("w4-g128", 16, 8192, "bfloat16", {"clusters": 2, "per": 3, "batch": 1}),
     ("w4-g128-zero", 1, 14336, "float16", {"clusters": 1, "per": 5, "batch": 5}),
+    ("w4-g128", 9, 14336, "bfloat16", {"clusters": 1, "per": 5, "batch": 5}),
+    ("w4-g128-zero", 2, 2688, "bfloat16", {}),
+    ("w4-g32-minimum", 3, 2688, "bfloat16", {"clusters": 2, "per": 3, "batch": 2}),
+    ("w8-row", 5, 1728, "float16", {}),
     ("w8-row", 4, 1024, "bfloat16", {}),
     ("w8-g128", 16, 2048, "float16", {}),
     ("w8-g32", 3, 1024, "bfloat16", {}),
@@ -340,12 +362,32 @@ def test_pairs_of_words_meet_their_columns(words, kind, monkeypatch):
 
 
 def test_slices_cover_k():
-    for k in (1024, 2048, 4096, 8192, 14336, 28672):
+    for k in (1024, 2048, 2688, 3584, 4096, 8192, 14336, 18944, 28672):
         for bits in (4, 8):
-            split, warps, k_warp = decode.slices(k, bits, 1)
-            assert split * warps * k_warp == k and warps <= decode.WARPS
-    assert decode.slices(576, 4, 1) is None
-    assert decode.slices(4096, 4, 2)[2] * 2 <= 512
+            for split, warps, k_warp, resident in planning.slices(k, bits, 1):
+                over = split * warps * k_warp - k
+                assert 8 <= warps <= planning.WARPS and k_warp % (512 // bits) == 0
+                assert 0 <= over < k_warp if resident else over == 0
+    assert planning.slices(576, 4, 1) == []
+    assert all(resident or columns <= 256 for *_, columns, resident in planning.slices(4096, 4, 2))
+
+
+def test_every_block_is_placed_at_once():
+    """No cluster waits for another to end, and K is shared only where x fits no other way."""
+    S = jax.ShapeDtypeStruct
+
+    def plan(m, n, k):
+        w = QTensor(S((n, k), jnp.int4), S((n, k // 128), jnp.bfloat16))
+        return planning.make_plan(m, w)
+
+    for m in (1, 8, 16):
+        for _, n, k in LLAMA_8B:
+            chosen = plan(m, n, k)
+            assert chosen.clusters <= planning.CLUSTERS[chosen.split]
+            assert chosen.shared_bytes <= planning.SHARED
+    assert plan(16, 14336, 4096).split == 1 and plan(8, 8192, 8192).split == 1
+    assert plan(8, 4096, 14336).split == 4 and plan(8, 8192, 28672).split == 4
+    assert plan(1, 3584, 18944).resident and plan(16, 3584, 18944) is None
 
 
 # --- lowering, refusals ---------------------------------------------------------------------------
