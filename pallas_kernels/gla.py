@@ -80,9 +80,9 @@ def gla(
         # A state is forgotten exactly by a decay of exp(-inf) = 0.
         starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
         log_decay = jnp.where(starts[:, :, None, None], -jnp.inf, log_decay)
-    if initial_state is None:
-        initial_state = jnp.zeros((batch, heads, d_k, v.shape[-1]), jnp.float32)
     chosen = choose("gla", implementation, _reason(implementation, q, k, v, log_decay))
+    if initial_state is None and chosen == "xla":
+        initial_state = jnp.zeros((batch, heads, d_k, v.shape[-1]), jnp.float32)
     o, state = _gla(scale, chunk, chosen, q, k, v, log_decay, initial_state, lengths)
     return o, state if return_state else None
 
@@ -105,7 +105,11 @@ def gla_step(
     scale = _check(q, k, v, log_decay, scale, state, token_axes=1, state_name="state")
     _check_decay(log_decay)
     log_decay = log_decay.astype(jnp.float32)
-    reason = _reason(implementation, q, k, v, log_decay)
+    reason = None
+    if wants_kernel(implementation):
+        from pallas_kernels import gla_mosaic
+
+        reason = gla_mosaic.step_unsupported(q, k, v, log_decay)
     if choose("gla_step", implementation, reason) == "mosaic":
         from pallas_kernels import gla_mosaic
 
@@ -118,7 +122,7 @@ def gla_step(
 
 
 def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> str | None:
-    """Why ``gla`` and ``gla_step`` have no Mosaic kernel for these operands, or None."""
+    """Why ``gla`` has no Mosaic kernel for these operands, or None."""
     from pallas_kernels import gla_mosaic
 
     return gla_mosaic.unsupported(q, k, v, log_decay)
@@ -137,7 +141,7 @@ def _gla(
     k: jax.Array,
     v: jax.Array,
     g: jax.Array,
-    initial_state: jax.Array,
+    initial_state: jax.Array | None,
     lengths: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     if chosen == "mosaic":
@@ -158,7 +162,7 @@ def _gla_forward(
     k: jax.Array,
     v: jax.Array,
     g: jax.Array,
-    initial_state: jax.Array,
+    initial_state: jax.Array | None,
     lengths: jax.Array | None,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     residuals = (q, k, v, g, initial_state, lengths)
@@ -194,6 +198,7 @@ def _gla_backward(
     else:
         *inputs, d_o = inputs
         *grads, d_initial = chunked_backward(*inputs, saved, d_o, d_state, scale=scale, chunk=chunk)
+    d_initial = None if initial_state is None else d_initial
     return (*_zero_padding(lengths, *grads), d_initial, None)
 
 

@@ -12,8 +12,10 @@ the loop runs inside the kernel over a segment of chunks, and ``segments_for`` p
 segments a row has, so that value blocks x heads x rows x segments just fits the GPU's 132 SMs.
 
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length;
-Dk in 64, 128, 256; Dv a multiple of 128.  Everything is read and written in [B, T, H, D].  A reset
-inside a row (packed sequences) is log_decay = -inf at the first token of the new segment.
+Dk in 64, 128, 256; Dv a multiple of 64, padded here with channels of zeros to one of 128 where it
+is none (``gla_step`` takes multiples of 128 only).  Everything is read and written in
+[B, T, H, D].  A reset inside a row (packed sequences) is log_decay = -inf at the first token of the
+new segment.
 
 NOTES.  H200, sum of the kernels of one jitted call in ms (bench_gla.py), and what follows the
 slash: flash-linear-attention 0.6.0, run after it on the same machine (* on another of the kind).
@@ -59,9 +61,23 @@ def unsupported(
     dk, dv = q.shape[-1], v.shape[-1]
     if dk not in (64, 128, 256):
         return f"Dk = {dk} is not 64, 128 or 256"
-    if dv % VALUE_BLOCK:
-        return f"Dv = {dv} is not a multiple of {VALUE_BLOCK}"
+    if dv % 64:
+        return f"Dv = {dv} is not a multiple of 64"
     return None
+
+
+def step_unsupported(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> str | None:
+    """The same for ``gla_step``, whose state is updated in place and so cannot be padded."""
+    if v.shape[-1] % VALUE_BLOCK:
+        return f"Dv = {v.shape[-1]} is not a multiple of {VALUE_BLOCK}"
+    return unsupported(q, k, v, log_decay)
+
+
+def _padded(x: jax.Array | None) -> jax.Array | None:
+    """Zero channels up to whole blocks: they are a state of zeros that nothing else reads."""
+    if x is None or x.shape[-1] % VALUE_BLOCK == 0:
+        return x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % VALUE_BLOCK)])
 
 
 def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
@@ -140,18 +156,20 @@ def gla_forward(
         if save != "nothing":
             raise ValueError("gla_forward: save needs whole rows; zero the padding, omit lengths")
         lengths = lengths.astype(jnp.int32)
+    dv = v.shape[-1]
     qg, kg, attention, decay = gates(q, k, log_decay, lengths, float(scale))
     o, borders, state = _scan_in_segments(
         qg,
         kg,
         attention,
         decay,
-        v,
-        initial_state,
+        _padded(v),
+        _padded(initial_state),
         lengths,
         segments=segments,
         want_borders=save != "nothing",
     )
+    o, state = o[..., :dv], state[..., :dv]
     if save == "nothing":
         return o, state
     gated = (qg, kg, attention, decay) if save == "all" else None
@@ -178,6 +196,8 @@ def gla_backward(
     forward pass; the same scan backwards for the states' gradients and dv; the chunk-local
     gradients.  Where exp(log_decay) is 0 its gradient is 0.
     """
+    width = v.shape[-1]
+    v, d_out, d_state, initial_state = map(_padded, (v, d_out, d_state, initial_state))
     gated, before = saved if saved is not None else (None, None)
     if gated is None:
         gated = gates(q, k, log_decay, None, float(scale))
@@ -208,4 +228,4 @@ def gla_backward(
         want_borders=True,
     )
     dq, dk, dg = chunk_gradients(q, k, log_decay, v, d_out, before, after, float(scale))
-    return dq, dk, dv, dg, d_initial
+    return dq, dk, dv[..., :width], dg, d_initial[..., :width]

@@ -10,11 +10,14 @@ is printed, and judged by the test.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import re
 import sys
+import tempfile
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +26,12 @@ import numpy as np
 from jaxllama import generation, parallel
 from jaxllama.cache import init_cache
 from jaxllama.config import GLAConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.evaluate import perplexity
+from jaxllama.loading import load
 from jaxllama.quantization.scheme import quantize_params
 from jaxllama.sampling import Sampling, SamplingParams
+from jaxllama.training import loop, train
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from tests.models import LLAMA, params_of, tokens_of
 
@@ -186,6 +193,71 @@ def gradients() -> None:
         )
 
 
+def training() -> None:
+    """The curves of one run on one device and on meshes, one of which is changed midway."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from training_cases import TEXT, byte_model, run_config, token_file
+
+    curves = {}
+    with tempfile.TemporaryDirectory() as folder:
+        room = Path(folder)
+        tokens = str(token_file(room))
+        config = run_config(
+            room, byte_model("hybrid"), batch_size=16, microbatches=2, checkpoint_every=4,
+            data={"tokens": tokens, "validation_tokens": 25 * 10},
+        )  # fmt: skip
+        for name, meshes in {"one": [None], "data=4": ["data=4"], "again": ["data=4"] * 2,
+                             "moved": ["data=4", "data=2"]}.items():  # fmt: skip
+            for mesh in meshes[:-1]:
+                with contextlib.suppress(InterruptedError), interrupted_at(7):
+                    train(config, room / name, mesh=mesh)
+                assert not (room / name / "model").exists()
+            result = train(config, room / name, mesh=meshes[-1])
+            curves[name] = [
+                [row[key] for row in result.metrics] for key in ("loss", "grad_norm")
+            ] + [[row["validation_loss"] for row in result.validation]]
+        scores = [
+            perplexity(load(result.model, mesh=mesh), TEXT[:300], window=64)["nll"]
+            for mesh in (None, "data=2,model=2")
+        ]
+        for mesh, words in (("data=3", "does not divide the 8 rows of a microbatch"),
+                            ("data=2,model=2", "splits the data only"),
+                            ("data=16", "needs 16 devices")):  # fmt: skip
+            try:
+                train(config, room / "refused", mesh=mesh)
+            except JaxLlamaError as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError(mesh)
+    off = {
+        name: max(
+            np.max(np.abs(np.divide(a, b) - 1)) for a, b in zip(curve, curves["one"], strict=True)
+        )
+        for name, curve in curves.items()
+    }
+    fell = curves["one"][0][-1] / curves["one"][0][0]
+    same = curves["again"] == curves["data=4"]
+    report(case="training", off=off, fell=fell, same=same, scores=scores)
+
+
+@contextlib.contextmanager
+def interrupted_at(step: int):
+    """A run that ends before the metrics of ``step`` are written."""
+    append = loop.RunDirectory.append
+
+    def deadly(self, rows):
+        rows = list(rows)
+        if rows[0]["step"] == step:
+            raise InterruptedError
+        append(self, rows)
+
+    loop.RunDirectory.append = deadly
+    try:
+        yield
+    finally:
+        loop.RunDirectory.append = append
+
+
 def report(**result) -> None:
     print(json.dumps(result), flush=True)
 
@@ -197,6 +269,8 @@ def main(names: list[str]) -> None:
             packed()
         elif name == "gradients":
             gradients()
+        elif name == "training":
+            training()
         else:  # family:scheme:meshes:sampled|greedy[:kv dtype]
             family, scheme, meshes, how, *kv = name.split(":")
             names = MESHES if meshes == "all" else meshes.split("+")

@@ -179,7 +179,7 @@ def operands(b, t, h, dk, dv, dtype=jnp.bfloat16):
 
 @pytest.mark.parametrize(
     "change, reason",
-    [({"dtype": jnp.float32}, "q is float32"), ({"dk": 96}, "Dk = 96"), ({"dv": 64}, "Dv = 64")],
+    [({"dtype": jnp.float32}, "q is float32"), ({"dk": 96}, "Dk = 96"), ({"dv": 96}, "Dv = 96")],
 )
 def test_unsupported_names_the_fact(change, reason):
     shape = {"b": 1, "t": 64, "h": 1, "dk": 128, "dv": 128} | change
@@ -193,7 +193,7 @@ def test_ragged_rows_cannot_be_saved():
 
 
 def test_supported_shapes_have_no_reason():
-    for dk, dv in ((64, 128), (128, 128), (256, 512)):
+    for dk, dv in ((64, 64), (64, 128), (128, 128), (256, 512)):
         assert gla_mosaic.unsupported(*operands(2, 100, 3, dk, dv)) is None
 
 
@@ -271,6 +271,7 @@ CASES = [  # (B, T, H, Dk, Dv), gates, segments
     ((1, 64, 1, 64, 128), "weak", 1),
     ((2, 300, 2, 128, 256), "mixed", None),
     ((1, 1003, 3, 64, 128), "strong", 1),
+    ((2, 300, 3, 64, 64), "weak", None),  # Dv padded to 128
     ((2, 520, 2, 256, 512), "weak", 3),
     ((2, 700, 2, 128, 128), "mixed", 4),
 ]

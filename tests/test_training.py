@@ -20,6 +20,7 @@ from jaxllama import generation
 from jaxllama.checkpoints.tensor_map import tensor_table
 from jaxllama.data import TokenFile
 from jaxllama.errors import JaxLlamaError
+from jaxllama.random_params import random_params
 from jaxllama.training import loop, train
 from jaxllama.training import loss as loss_module
 from jaxllama.training.flops import flops_per_token, matmul_weights, parameters
@@ -84,16 +85,25 @@ def test_chunked_losses_and_gradients_are_those_of_all_tokens_at_once(monkeypatc
 
 def test_the_head_s_products_read_16_bits():
     """In bfloat16 no operand of a large product may be float32: a GPU would run it 15x slower."""
-    x, w = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((16, 8), jnp.float32)
-    gradient = jax.grad(lambda x, w: jnp.sum(loss_module.project(x, w)), (0, 1))
-    products = [
-        eqn for eqn in jax.make_jaxpr(gradient)(x, w).eqns if eqn.primitive.name == "dot_general"
-    ]
-    assert len(products) >= 2
+    x, w = jnp.ones((1, 4, 8), jnp.bfloat16), jnp.ones((16, 8), jnp.float32)
+    targets = jnp.zeros((1, 4), jnp.int32)
+    gradient = jax.grad(lambda x, w: cross_entropy(x, w, targets)[0], (0, 1))
+    products = list(_products(jax.make_jaxpr(gradient)(x, w).jaxpr))
+    assert len(products) == 3
     for eqn in products:
         assert {operand.aval.dtype for operand in eqn.invars} == {jnp.dtype(jnp.bfloat16)}
         assert eqn.outvars[0].aval.dtype == jnp.float32
     assert [g.dtype for g in gradient(x, w)] == [jnp.bfloat16, jnp.float32]
+
+
+def _products(jaxpr):
+    """Every dot_general, also in the bodies of loops."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for value in eqn.params.values():
+            if hasattr(value, "jaxpr"):
+                yield from _products(value.jaxpr)
 
 
 @pytest.mark.parametrize("family", ["gqa", "gla"])
@@ -157,7 +167,7 @@ def test_the_curve_is_torch_s(family, tmp_path, folder):
     cfg = byte_model(family)
     config = run_config(folder, cfg, microbatches=2 if family == "gla" else 1)
     result = train(config, tmp_path / "run")
-    params = generation.init_params(cfg, jax.random.key(config.seed))
+    params = random_params(cfg, jax.random.key(config.seed))
     if family == "gla":
         model, leaves = gla_model(cfg, params, torch.float32)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from training_cases import byte_model, run_config
@@ -10,6 +11,7 @@ from training_cases import byte_model, run_config
 from jaxllama import cli
 from jaxllama.config import configs_dir, load_config
 from jaxllama.errors import JaxLlamaError
+from jaxllama.tokenizer import Tokenizer
 from jaxllama.training import corpus as corpus_module
 from jaxllama.training import load_train_config, train_config_from_dict
 
@@ -157,3 +159,21 @@ def test_verses_lose_their_numbers(monkeypatch, tmp_path):
 def test_requests_are_all_visited_before_one_returns():
     count = len(corpus_module.FORMS) * len(corpus_module.SUBJECTS)
     assert len({number * corpus_module.STRIDE % count for number in range(count)}) == count
+
+
+def test_documents_begin_with_the_token_that_begins_documents():
+    """And a text depends on its number, not on the batch it is written in."""
+
+    class Writer:
+        tokenizer = SimpleNamespace(encode=lambda text, add_special: [7])
+
+        def generate(self, rows, max_new_tokens, sampling, seeds):
+            assert rows == [[7]] * len(seeds) and sampling.temperature == 1.0
+            return [SimpleNamespace(text=f"{seed}:{max_new_tokens}") for seed in seeds]
+
+    texts = [list(corpus_module.documents(Writer(), 5, batch=batch, max_new_tokens=9, seed=3))
+             for batch in (2, 5)]  # fmt: skip
+    assert texts[0] == texts[1] == [f"<|endoftext|>{n}:9\n" for n in range(3, 8)]
+    Writer.tokenizer = Tokenizer.byte_level()
+    with pytest.raises(JaxLlamaError, match=r"no token <\|endoftext\|>"):
+        list(corpus_module.documents(Writer(), 1, batch=1, max_new_tokens=9, seed=0))

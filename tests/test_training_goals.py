@@ -107,6 +107,31 @@ def test_training_begins_at_round_to_nearest_s_words(scheme):
     assert floats["embed"]["weight"] is params["embed"]["weight"]
 
 
+def test_quantization_aware_training_beats_rounding(folder, teacher, tmp_path):
+    """Where rounding costs something: columns of ``down`` are 16 times larger than their neighbours
+    and the rows that feed them smaller, which is the same function until it is rounded in groups.
+    Step 0 is rounding to nearest; what counts is the distance to the model that was rounded."""
+    lm = jl.load(teacher)
+    params = jax.tree.map(jnp.asarray, lm.params)
+    for name in ("layer_0", "layer_1"):
+        mlp = params[name]["mlp"]
+        factors = jnp.ones((64,)).at[::16].set(16.0)
+        gate_up = mlp["gate_up"]["weight"].at[64:].divide(factors[:, None])
+        mlp["gate_up"], mlp["down"] = (
+            {"weight": weight} for weight in (gate_up, mlp["down"]["weight"] * factors)
+        )
+    hf.save(tmp_path / "planted", lm.config, params,
+            TokenFile.open(token_file(folder)).tokenizer_files)  # fmt: skip
+    config = run_config(
+        folder, init_from=str(tmp_path / "planted"), learning_rate=2e-3, steps=40, batch_size=8,
+        quantize={"scheme": "w4a16"}, optimizer={"warmup_steps": 2, "weight_decay": 0.0},
+        distill={"teacher": str(tmp_path / "planted"), "ce_weight": 0.0},
+    )  # fmt: skip
+    curve = [row["kl"] for row in train(config, tmp_path / "run").metrics]
+    assert curve[0] > 1e-3, "rounding costs nothing here"
+    assert np.mean(curve[-5:]) < curve[0] / 10
+
+
 def test_quantization_aware_training_learns_weights_scales_and_zeros(folder, teacher, tmp_path):
     """It begins at the rounded checkpoint's loss, and ends on a grid that has moved."""
     config = run_config(folder, init_from=str(teacher), learning_rate=2e-3, remat=True,

@@ -19,9 +19,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllama import generation
 from jaxllama.config import configs_dir
 from jaxllama.data import TokenFile, tokenize
+from jaxllama.random_params import random_params
 from jaxllama.tokenizer import Tokenizer
 from jaxllama.training import load_train_config, train
 from jaxllama.training.corpus import bible
@@ -56,7 +56,7 @@ def test_loss_falls_to_what_torch_reaches(family, tokens, tmp_path):
     config = shipped(f"tiny-{family}", tokens, steps=200)
     config = dataclasses.replace(config, model=config.model.replace(eos_token_ids=()))
     got = [row["loss"] for row in train(config, tmp_path / "run").metrics]
-    params = generation.init_params(config.model, jax.random.key(config.seed))
+    params = random_params(config.model, jax.random.key(config.seed))
     if family == "gla":
         model, leaves = gla_model(config.model, params, torch.float32)
     else:

@@ -15,10 +15,10 @@ from jaxllama.training.config import load_train_config
 from jaxllama.training.loop import TrainResult, train
 
 
-def run_file(file: Path, out: Path | None) -> dict[str, Any]:
+def run_file(file: Path, out: Path | None, mesh: str | None = None) -> dict[str, Any]:
     """Train what ``file`` says in ``out`` (by default runs/NAME) and sum it up."""
     config = load_train_config(file)
-    return summary(train(config, out or Path("runs") / file.stem, progress=True))
+    return summary(train(config, out or Path("runs") / file.stem, mesh=mesh, progress=True))
 
 
 def summary(result: TrainResult) -> dict[str, Any]:

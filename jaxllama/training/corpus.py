@@ -1,6 +1,6 @@
 """Text to train on that needs no download of a data set.
 
-    python -m jaxllama.training.corpus --out data [--generate 2000] [--model smollm2-135m]
+    python -m jaxllama.training.corpus --out data [--generate 2000] [--documents 2000]
 
 Writes into DIR:
 
@@ -8,8 +8,12 @@ Writes into DIR:
                   packages bible-kjv and bible-kjv-text hold it (apt-get install bible-kjv)
     written.txt   with --generate N: N conversations that a chat model writes itself, each a request
                   put together from the lists below and the answer it samples at temperature 1, in
-                  its own template.  For a student of that model no text is nearer to what it must
-                  learn.  A row depends on --seed and its number, not on --batch.
+                  its own template.
+    documents.txt with --documents N: N texts that the model begins and ends as it likes, sampled
+                  from its start-of-document token alone: what it was trained on, as it remembers it
+
+For a student of that model no text is nearer to what it must learn.  A text depends on --seed and
+its number, not on --batch.
 
 A file that is there already is kept.  Left out: filtering, deduplication.
 """
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from jaxllama.language_model import LanguageModel
 
 WHOLE_BIBLE = "ge1:1-rev22:21"
+DOCUMENT = "<|endoftext|>"
 STRIDE = 367  # shares no factor with the number of requests, so that all of them are visited
 FORMS = (
     "Explain {} to a child.", "Write a short story about {}.", "What is {}?",
@@ -83,10 +88,31 @@ def conversations(
             yield lm.tokenizer.apply_chat_template([*message, answer], add_generation_prompt=False)
 
 
+def documents(
+    lm: LanguageModel, count: int, *, batch: int, max_new_tokens: int, seed: int
+) -> Iterator[str]:
+    """``count`` texts, each behind the start-of-document token, a line end after it.  Raises
+    JaxLlamaError for a model whose tokenizer has no such token."""
+    from jaxllama.sampling import Sampling
+
+    assert lm.tokenizer is not None
+    start = lm.tokenizer.encode(DOCUMENT, add_special=False)
+    if len(start) != 1:
+        raise JaxLlamaError(f"--documents: the model's tokenizer has no token {DOCUMENT}")
+    for first in range(0, count, batch):
+        numbers = range(first, min(first + batch, count))
+        seeds = [seed + number for number in numbers]
+        rows = [list(start) for _ in numbers]
+        sampling = Sampling(temperature=1.0, top_p=0.95)
+        for out in lm.generate(rows, max_new_tokens, sampling, seeds):
+            yield f"{DOCUMENT}{out.text}\n"
+
+
 def main() -> None:
     words = argparse.ArgumentParser(description="Make text to train on.")
     words.add_argument("--out", type=Path, required=True, metavar="DIR")
     words.add_argument("--generate", type=int, default=0, metavar="N", help="conversations")
+    words.add_argument("--documents", type=int, default=0, metavar="N", help="texts of any kind")
     words.add_argument("--model", default="smollm2-135m", metavar="NAME", help="who writes them")
     words.add_argument("--batch", type=int, default=16, metavar="N", help="written at once")
     words.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
@@ -96,14 +122,17 @@ def main() -> None:
     try:
         if not (args.out / "bible.txt").exists():
             _write(args.out / "bible.txt", iter([bible()]))
-        if args.generate and not (args.out / "written.txt").exists():
-            from jaxllama.language_model import load
+        wanted = {"written.txt": (conversations, args.generate),
+                  "documents.txt": (documents, args.documents)}  # fmt: skip
+        wanted = {name: job for name, job in wanted.items()
+                  if job[1] and not (args.out / name).exists()}  # fmt: skip
+        if wanted:
+            from jaxllama.loading import load
 
-            texts = conversations(
-                load(args.model), args.generate,
-                batch=args.batch, max_new_tokens=args.max_new_tokens, seed=args.seed,
-            )  # fmt: skip
-            _write(args.out / "written.txt", texts)
+            lm = load(args.model)
+            options = {"batch": args.batch, "max_new_tokens": args.max_new_tokens}
+            for name, (write, count) in wanted.items():
+                _write(args.out / name, write(lm, count, seed=args.seed, **options))
     except JaxLlamaError as error:
         sys.exit(f"error: {error}")
 

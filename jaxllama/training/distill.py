@@ -28,10 +28,11 @@ import jax.numpy as jnp
 from jaxllama.attention import Attention
 from jaxllama.config import GLAConfig, ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.generation import Params, init_params
+from jaxllama.generation import Params
 from jaxllama.gla import GatedLinearAttention
 from jaxllama.layers import RMSNorm
 from jaxllama.model import Block, add_norm
+from jaxllama.random_params import random_params
 from jaxllama.training.forward import embed
 
 # Gate biases of a head's channels, evenly spaced: sigmoid(bias) ** (1 / 16) a token is a half-life
@@ -71,7 +72,7 @@ def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ())
 
 def student_params(student: ModelConfig, teacher_params: Params, key: jax.Array) -> Params:
     """The student's first weights, float32; see the module docstring."""
-    params = init_params(student, key)
+    params = random_params(student, key)
     for name, part in teacher_params.items():
         part = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), part)
         index = name.removeprefix("layer_")
@@ -93,13 +94,14 @@ def _mixer_params(cfg: ModelConfig, fresh: Params, attention: Params) -> Params:
     return {**fresh, **taken, "gk_1": {**fresh["gk_1"], "bias": bias}}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 5))
 def answer_scales(
     student: ModelConfig,
     teacher: ModelConfig,
     params: Params,
     teacher_params: Params,
     tokens: jax.Array,
+    dtype: str = "float32",
 ) -> jax.Array:
     """float32 ``[n_layers]``: what each GLA mixer's answers are best multiplied by to be the
     teacher's on ``tokens[B, T]`` (1 for attention).
@@ -108,11 +110,12 @@ def answer_scales(
     times too large.  Least squares, but at least a tenth of what makes the sizes equal.
     """
     scales = [jnp.float32(1.0)] * student.n_layers
-    for index, given, answer in _teacher_layers(teacher, teacher_params, tokens, jnp.float32):
+    for index, given, answer in _teacher_layers(teacher, teacher_params, tokens, jnp.dtype(dtype)):
         if student.layer_types[index] == "gla":
+            answer = answer.astype(jnp.float32)
             mine = _answer(student, params[f"layer_{index}"]["mixer"], given)
             size = jnp.sum(mine**2)
-            best = jnp.sum(mine * answer.astype(jnp.float32)) / size
+            best = jnp.sum(mine * answer) / size
             scales[index] = jnp.maximum(best, 0.1 * jnp.sqrt(jnp.sum(answer**2) / size))
     return jnp.stack(scales)
 

@@ -7,8 +7,11 @@ follow from its number, so a checkpoint of parameters, moments and step is all t
 on a CPU the curve after a resume is that of an uninterrupted run to the last bit.  (On a GPU that
 takes XLA_FLAGS=--xla_gpu_deterministic_ops=true; scatters there add in any order.)
 
-Metrics are fetched one step late, so that the device never waits for the host.  Left out: several
-devices, early stopping.
+Metrics are fetched one step late, so that the device never waits for the host.
+
+With a mesh its devices share the rows of every step; weights and moments are whole on each.  A mesh
+is not part of a run: it may be resumed on another, with the same curve up to the order in which
+gradients are added.  Left out: several hosts, splitting the weights or moments, early stopping.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxllama.checkpoints import hf, packed
 from jaxllama.data import TokenFile
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import Params
-from jaxllama.language_model import enable_compilation_cache
+from jaxllama.loading import enable_compilation_cache
+from jaxllama.parallel import DATA_AXIS, make_mesh
 from jaxllama.training import report
 from jaxllama.training.checkpoint import Checkpoints
 from jaxllama.training.config import TrainConfig
@@ -52,19 +57,27 @@ class TrainResult:
         return self.directory / "model"
 
 
-def train(config: TrainConfig, directory: str | Path, *, progress: bool = False) -> TrainResult:
+def train(
+    config: TrainConfig,
+    directory: str | Path,
+    *,
+    mesh: str | Mesh | None = None,
+    progress: bool = False,
+) -> TrainResult:
     """Train, or go on training, or find it done.
 
-    progress: a bar on stderr.  Raises JaxLlamaError for a folder that is another run's, data or a
-    checkpoint that contradicts the configuration, and a loss that is no longer a number.
+    mesh: devices that share every step's rows, "data=2".  progress: a bar on stderr.  Raises
+    JaxLlamaError for a folder that is another run's, data, a checkpoint or a mesh that contradicts
+    the configuration, and a loss that is no longer a number.
     """
     report.new_figure()  # a missing package shows now, not at the end
     enable_compilation_cache()
+    grid = None if mesh is None else _data_mesh(config, mesh)
     data = TokenFile.open(config.data.tokens)
     run = RunDirectory(directory, config, data.sha256)
     try:
         if not run.model.exists():
-            _run(config, data, run, progress)
+            _run(config, data, run, grid, progress)
         return _result(run)
     finally:
         run.close()
@@ -79,28 +92,52 @@ def _result(run: RunDirectory) -> TrainResult:
     )
 
 
-def _run(config: TrainConfig, data: TokenFile, run: RunDirectory, progress: bool) -> None:
+def _data_mesh(config: TrainConfig, mesh: str | Mesh) -> Mesh:
+    """The mesh, if this run can use it.  Raises JaxLlamaError naming what it does not divide."""
+    grid = make_mesh(mesh)
+    data, model = grid.shape.values()
+    rows = config.batch_size // config.microbatches
+    if model > 1:
+        raise JaxLlamaError(f"mesh: model={model}: training splits the data only; allowed: 1")
+    if rows % data:
+        raise JaxLlamaError(f"mesh: data={data} does not divide the {rows} rows of a microbatch")
+    if len({device.process_index for device in grid.devices.flat}) > 1:
+        raise JaxLlamaError("mesh: training runs on the devices of one host")
+    held_out = max(config.data.validation_tokens - 1, 0) // config.sequence_length
+    if 0 < held_out < data:
+        raise JaxLlamaError(
+            f"mesh: data={data}: data.validation_tokens are {held_out} rows; each device needs one"
+        )
+    return grid
+
+
+def _run(
+    config: TrainConfig, data: TokenFile, run: RunDirectory, mesh: Mesh | None, progress: bool
+) -> None:
     checkpoints = Checkpoints(run.path / "checkpoints", config.keep_checkpoints)
     try:
         plan, params, teacher = begin(config, data, progress)
-        # On a device by name, as a restored state is: both run the same program.
-        state = jax.device_put(init_state(plan, params), jax.devices()[0])
+        # On devices by name, as a restored state is: both run the same program.
+        whole = _sharding(mesh)
+        state = jax.device_put(init_state(plan, params), whole)
+        teacher = jax.device_put(teacher, whole)
         del params
         first = checkpoints.latest() or 0
         if first:
             state = checkpoints.restore(first, state)
         run.keep_until(first)
         training, held_out = data.split(config.data.validation_tokens)
-        log = _Log(plan, run, first)
+        log = _Log(plan, run, first, 1 if mesh is None else mesh.size)
         with report.training_bar(first, config.steps, progress) as show:
             for step in range(first, config.steps):
-                state, metrics = update(plan, state, teacher, _batch(config, training, step))
+                batch = jax.device_put(_batch(config, training, step), _sharding(mesh, 1))
+                state, metrics = update(plan, state, teacher, batch)
                 log.put(step + 1, metrics, show)
                 done = step + 1
                 last = done == config.steps
                 if _is_due(done, config.validate_every, last) and len(held_out):
                     log.flush(show)
-                    log.validation(done, _validate(plan, state["params"], held_out))
+                    log.validation(done, _validate(plan, state["params"], held_out, mesh))
                 if _is_due(done, config.checkpoint_every, last):
                     log.flush(show)
                     run.sync()
@@ -108,6 +145,14 @@ def _run(config: TrainConfig, data: TokenFile, run: RunDirectory, progress: bool
         _finish(plan, state, data, run)
     finally:
         checkpoints.close()
+
+
+def _sharding(mesh: Mesh | None, rows: int | None = None) -> Sharding:
+    """Whole on every device, or with the rows along axis ``rows`` shared out."""
+    if mesh is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    axes = () if rows is None else (None,) * rows + (DATA_AXIS,)
+    return NamedSharding(mesh, PartitionSpec(*axes))
 
 
 def _is_due(step: int, every: int, last: bool) -> bool:
@@ -120,15 +165,17 @@ def _batch(config: TrainConfig, data: TokenFile, step: int) -> np.ndarray:
     return rows.reshape(config.microbatches, -1, rows.shape[-1])
 
 
-def _validate(plan: Plan, params: Params, data: TokenFile) -> float:
+def _validate(plan: Plan, params: Params, data: TokenFile, mesh: Mesh | None) -> float:
     """Mean over the held-out windows, in whole batches as large as a microbatch."""
     config = plan.config
     length = config.sequence_length
     count = data.windows(length)
     size = min(config.batch_size // config.microbatches, count)
+    size -= size % (1 if mesh is None else mesh.shape[DATA_AXIS])
     losses = []
     for first in range(0, count - size + 1, size):
         rows = np.stack([data.window(first + row, length) for row in range(size)])
+        rows = jax.device_put(rows, _sharding(mesh, 0))
         losses.append(validation_loss(plan, params, rows))
     return float(np.mean(jax.device_get(losses)))
 
@@ -147,12 +194,13 @@ def _finish(plan: Plan, state: State, data: TokenFile, run: RunDirectory) -> Non
 class _Log:
     """Writes a step's metrics when the next step is under way."""
 
-    def __init__(self, plan: Plan, run: RunDirectory, first: int) -> None:
+    def __init__(self, plan: Plan, run: RunDirectory, first: int, devices: int) -> None:
         config = plan.config
         self._run = run
         self._tokens = config.batch_size * config.sequence_length
         self._flops = flops_per_token(plan.model, config.sequence_length)
-        self._peak = peak_flops(config.peak_tflops)
+        peak = peak_flops(config.peak_tflops)
+        self._peak = None if peak is None else peak * devices
         self._waiting: tuple[int, dict[str, jax.Array]] | None = None
         self._began = time.perf_counter()
 

@@ -3,7 +3,8 @@
 Float32 logits of a whole batch would outweigh the model.  So head, loss and gradient are taken
 chunk by chunk in the forward pass, and only the gradients of the states and of the head are kept:
 no two chunks' logits are alive at once, and none are computed twice (as in Liger Kernel, arXiv
-2410.10989).  Products with the head read the activations' dtype and sum in float32, backwards too.
+2410.10989).  A loss gives its gradient by its formula (probabilities minus targets), which is one
+pass over the logits.  Products with the head read the activations' dtype and sum in float32.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-CHUNK = 2048  # tokens
+CHUNK = 4096  # tokens
 
-# chunk(x [C, D], w [V, D], valid [C], per-token operands, others) -> (sum of losses, other sums)
-ChunkLoss = Callable[..., tuple[jax.Array, Any]]
+# chunk(logits [C, V], valid [C], per-token operands, others)
+#   -> (sum of losses, other sums, gradient of the former by the logits)
+ChunkLoss = Callable[..., tuple[jax.Array, Any, jax.Array]]
 
 
 def cross_entropy(x: jax.Array, w: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
@@ -43,28 +45,36 @@ def distillation(
     ce_weight * ce``; kl = KL(teacher || student) of the distributions softened by ``temperature``
     (arXiv 1503.02531)."""
     chunk = functools.partial(_kl_chunk, kl_weight, ce_weight, temperature)
+    teacher_w = teacher_w.astype(teacher_x.dtype)
     return _mean_over_tokens(chunk, x, w, (targets, teacher_x), teacher_w)
 
 
-def _ce_chunk(x, w, valid, targets, _):
-    ce = jnp.sum(jnp.where(valid, _nll(project(x, w), targets), 0.0))
-    return ce, {"ce": ce}
+def _ce_chunk(logits, valid, targets, _):
+    ce, d_logits = _nll(logits, targets)
+    ce = jnp.sum(jnp.where(valid, ce, 0.0))
+    return ce, {"ce": ce}, jnp.where(valid[:, None], d_logits, 0.0)
 
 
-def _kl_chunk(kl_weight, ce_weight, temperature, x, w, valid, tokens, teacher_w):
+def _kl_chunk(kl_weight, ce_weight, temperature, logits, valid, tokens, teacher_w):
     targets, teacher_x = tokens
-    logits = project(x, w)
     student = jax.nn.log_softmax(logits / temperature, axis=-1)
-    teacher = jax.nn.log_softmax(project(teacher_x, teacher_w) / temperature, axis=-1)
-    kl = jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1)
-    kl = jnp.sum(jnp.where(valid, kl, 0.0))
-    ce = jnp.sum(jnp.where(valid, _nll(logits, targets), 0.0))
-    return kl_weight * temperature**2 * kl + ce_weight * ce, {"ce": ce, "kl": kl}
+    teacher = jax.nn.log_softmax(_dot(teacher_x, teacher_w, 1, 1) / temperature, axis=-1)
+    p = jnp.exp(teacher)
+    kl = jnp.sum(jnp.where(valid, jnp.sum(p * (teacher - student), axis=-1), 0.0))
+    ce, d_ce = _nll(logits, targets)
+    ce = jnp.sum(jnp.where(valid, ce, 0.0))
+    d_logits = kl_weight * temperature * (jnp.exp(student) - p) + ce_weight * d_ce
+    loss = kl_weight * temperature**2 * kl + ce_weight * ce
+    return loss, {"ce": ce, "kl": kl}, jnp.where(valid[:, None], d_logits, 0.0)
 
 
-def _nll(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-    return jax.nn.logsumexp(logits, axis=1) - chosen
+def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(negative log-probability ``[C]``, its gradient ``[C, V]``)."""
+    ids = lax.broadcasted_iota(targets.dtype, logits.shape, 1)
+    hit = ids == targets[:, None]
+    logp = jax.nn.log_softmax(logits, axis=-1)
+    # Unlike a gather, this is fused into the pass that sums.
+    return -jnp.sum(jnp.where(hit, logp, 0.0), axis=-1), jnp.exp(logp) - hit.astype(jnp.float32)
 
 
 def _mean_over_tokens(chunk: ChunkLoss, x, w, tokens, others) -> tuple[jax.Array, Any]:
@@ -85,16 +95,19 @@ def _mean_over_tokens(chunk: ChunkLoss, x, w, tokens, others) -> tuple[jax.Array
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sums(chunk: ChunkLoss, x, w, tokens, others):
-    sums = lax.map(lambda part: chunk(part[0], w, *part[1], others), (x, tokens))
+    head = w.astype(x.dtype)
+    sums = lax.map(lambda part: chunk(_dot(part[0], head, 1, 1), *part[1], others)[:2], (x, tokens))
     return jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums)
 
 
 def _sums_forward(chunk: ChunkLoss, x, w, tokens, others):
-    gradient = jax.value_and_grad(chunk, argnums=(0, 1), has_aux=True)
+    head = w.astype(x.dtype)
 
     def step(d_w, part):
-        sums, (d_x, d_w_part) = gradient(part[0], w, *part[1], others)
-        return d_w + d_w_part, (sums, d_x)
+        *sums, d_logits = chunk(_dot(part[0], head, 1, 1), *part[1], others)
+        d_logits = d_logits.astype(x.dtype)
+        d_x = _dot(d_logits, head, 1, 0).astype(x.dtype)
+        return d_w + _dot(d_logits, part[0], 0, 0), (tuple(sums), d_x)
 
     d_w, (sums, d_x) = lax.scan(step, jnp.zeros_like(w), (x, tokens))
     return jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums), (d_x, d_w)
@@ -108,26 +121,6 @@ def _sums_backward(chunk: ChunkLoss, saved, cotangents):
 
 
 _sums.defvjp(_sums_forward, _sums_backward)
-
-
-@jax.custom_vjp
-def project(x: jax.Array, w: jax.Array) -> jax.Array:
-    """``x[C, D] @ w[V, D].T`` -> float32 logits ``[C, V]``."""
-    return _dot(x, w.astype(x.dtype), 1, 1)
-
-
-def _project_forward(x, w):
-    return project(x, w), (x, w)
-
-
-def _project_backward(saved, d_logits):
-    x, w = saved
-    d_logits = d_logits.astype(x.dtype)
-    d_x = _dot(d_logits, w.astype(x.dtype), 1, 0).astype(x.dtype)
-    return d_x, _dot(d_logits, x, 0, 0).astype(w.dtype)
-
-
-project.defvjp(_project_forward, _project_backward)
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:

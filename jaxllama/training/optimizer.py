@@ -1,7 +1,13 @@
-"""AdamW with clipping, linear warm-up and a cosine (Loshchilov and Hutter, arXiv 1711.05101)."""
+"""AdamW with clipping, linear warm-up and a cosine (Loshchilov and Hutter, arXiv 1711.05101).
+
+Adam moves every number by about the learning rate, whatever its gradient's size.  A grid's scale is
+much smaller than the weights it spans, so it moves by the learning rate over the largest word: then
+the ends of the range move as fast as a weight does (the balance that LSQ, arXiv 1902.08153, wants).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,6 +16,7 @@ import optax
 
 from jaxllama.generation import Params
 from jaxllama.training.config import TrainConfig
+from pallas_kernels.fake_quantize import RANGES
 
 
 def learning_rate(config: TrainConfig, update: jax.Array | int) -> jax.Array:
@@ -39,11 +46,26 @@ def optimizer(config: TrainConfig, learned: Any = True) -> optax.GradientTransfo
             mask=decays,
         )  # fmt: skip
     )
+    steps.append(optax.stateless(lambda changes, _: _slow_scales(changes)))
     rule = optax.chain(*steps)
     if learned is True:
         return rule
     labels = jax.tree.map(lambda flag: "learned" if flag else "still", learned)
     return optax.partition({"learned": rule, "still": optax.set_to_zero()}, labels)
+
+
+def _slow_scales(changes: Params) -> Params:
+    """See the module docstring.  A grid is anything with ``words`` and a ``scale``."""
+
+    def is_grid(leaf: Any) -> bool:
+        return hasattr(leaf, "words")
+
+    def one(leaf: Any) -> Any:
+        if not is_grid(leaf):
+            return leaf
+        return dataclasses.replace(leaf, scale=leaf.scale / RANGES[leaf.words][1])
+
+    return jax.tree.map(one, changes, is_leaf=is_grid)
 
 
 def decays(params: Params) -> Any:

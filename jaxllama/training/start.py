@@ -12,8 +12,9 @@ from jaxllama.checkpoints.hf_config import config_to_hf
 from jaxllama.config import ModelConfig
 from jaxllama.data import TokenFile
 from jaxllama.errors import JaxLlamaError
-from jaxllama.generation import Params, init_params
-from jaxllama.language_model import load
+from jaxllama.generation import Params
+from jaxllama.loading import load
+from jaxllama.random_params import random_params
 from jaxllama.tokenizer import Tokenizer
 from jaxllama.training.config import TrainConfig
 from jaxllama.training.distill import answer_scales, scaled, student_config, student_params
@@ -50,7 +51,7 @@ def begin(
         # A new model speaks the data's language.
         tokenizer = Tokenizer.from_file(data.directory)
         model = config.model.replace(eos_token_ids=tokenizer.eos_ids, bos_token_id=tokenizer.bos_id)
-        params = init_params(model, key)
+        params = random_params(model, key)  # compiles a program a shape, not one of all weights
     else:
         assert distill is not None and teacher is not None
         model = student_config(teacher, distill.attention_layers)
@@ -60,7 +61,8 @@ def begin(
     if config.model is None and config.init_from is None:
         length = config.sequence_length
         rows = data.batch(0, min(4, config.batch_size), length, config.seed)[:, :length]
-        params = scaled(params, answer_scales(model, teacher, params, teacher_params, rows))
+        scales = answer_scales(model, teacher, params, teacher_params, rows, config.dtype)
+        params = scaled(params, scales)
     # The step donates what it is given, and a checkpoint's arrays may be somebody else's memory.
     return plan, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params), teacher_params
 

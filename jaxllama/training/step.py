@@ -2,6 +2,9 @@
 
 A state is ``{"params", "moments", "step"}``, all arrays, donated at every update.  Nothing random
 happens here: the same state and batch give the same bits.
+
+With the state on a mesh, whole on every device, each device takes its part of every microbatch's
+rows; their gradients are averaged once a step, and all devices make the same update.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import optax
 from jax import lax
 
 from jaxllama.generation import Params
+from jaxllama.parallel import data_parallel
 from jaxllama.training import distill
 from jaxllama.training.forward import head_weight, hidden_states
 from jaxllama.training.loss import cross_entropy, distillation
@@ -44,21 +48,9 @@ def update(
     """``batch int32 [microbatches, rows, T + 1]`` -> (state, float32 scalars: "loss", its parts,
     "grad_norm" before clipping, "learning_rate")."""
     params = state["params"]
-    gradient = jax.value_and_grad(functools.partial(loss, plan), has_aux=True)
-
-    def one(total: Params | None, tokens: jax.Array):
-        (value, parts), grads = gradient(params, teacher_params, tokens)
-        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
-        return total, {"loss": value, **parts}
-
-    parts = batch.shape[0]
-    if parts == 1:
-        grads, metrics = one(None, batch[0])
-    else:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        grads, metrics = lax.scan(one, zeros, batch)
-        grads = jax.tree.map(lambda g: g / parts, grads)
-        metrics = jax.tree.map(jnp.mean, metrics)
+    # Rows lead, because that is what the devices of a mesh share out.
+    gradient = data_parallel(functools.partial(_gradient, plan))
+    grads, metrics = gradient(params, teacher_params, jnp.swapaxes(batch, 0, 1))
     squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)]
     metrics["grad_norm"] = jnp.sqrt(sum(squares))
     metrics["learning_rate"] = learning_rate(plan.config, state["step"])
@@ -66,6 +58,25 @@ def update(
         changes, moments = _rule(plan, params).update(grads, state["moments"], params)
     params = optax.apply_updates(params, changes)
     return {"params": params, "moments": moments, "step": state["step"] + 1}, metrics
+
+
+def _gradient(
+    plan: Plan, params: Params, teacher_params: Params | None, rows: jax.Array
+) -> tuple[Params, dict[str, jax.Array]]:
+    """Means over the microbatches of ``rows[rows, microbatches, T + 1]``."""
+    gradient = jax.value_and_grad(functools.partial(loss, plan), has_aux=True)
+
+    def one(total: Params | None, tokens: jax.Array):
+        (value, parts), grads = gradient(params, teacher_params, tokens)
+        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        return total, {"loss": value, **parts}
+
+    parts = rows.shape[1]
+    if parts == 1:
+        return one(None, rows[:, 0])
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    grads, metrics = lax.scan(one, zeros, jnp.swapaxes(rows, 0, 1))
+    return jax.tree.map(lambda g: g / parts, grads), jax.tree.map(jnp.mean, metrics)
 
 
 def loss(
@@ -95,6 +106,10 @@ def loss(
 @functools.partial(jax.jit, static_argnums=0)
 def validation_loss(plan: Plan, params: Params, tokens: jax.Array) -> jax.Array:
     """Mean cross entropy of ``tokens[B, T + 1]``, whatever is minimised."""
-    params = rounded(params)
-    x = hidden_states(plan.model, params, tokens[:, :-1], jnp.dtype(plan.config.dtype))
-    return cross_entropy(x, head_weight(plan.model, params), tokens[:, 1:])[0]
+
+    def mean(params: Params, tokens: jax.Array) -> jax.Array:
+        params = rounded(params)
+        x = hidden_states(plan.model, params, tokens[:, :-1], jnp.dtype(plan.config.dtype))
+        return cross_entropy(x, head_weight(plan.model, params), tokens[:, 1:])[0]
+
+    return data_parallel(mean)(params, tokens)
