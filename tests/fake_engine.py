@@ -15,7 +15,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.engine import Stats
 from jaxllama.serving.options import EngineOptions
 from jaxllama.serving.output import OutputReader
-from jaxllama.serving.request import Event, QueueFull, Request
+from jaxllama.serving.request import EngineClosed, Event, QueueFull, Request
 from jaxllama.tokenizer import Tokenizer
 
 
@@ -46,6 +46,8 @@ class FakeEngine:
         if request.stop and "refuse me" in request.stop:
             raise JaxLlamaError("refused, as asked")
         with self._changed:
+            if self._stopping:
+                raise EngineClosed("the engine has stopped")
             if len(self._live) >= self.options.max_queue:
                 raise QueueFull(len(self._live), 2.5)
             eos = () if request.ignore_eos else (self._eos,)

@@ -18,7 +18,7 @@ from jaxllama import generation
 from jaxllama.language_model import LanguageModel
 from jaxllama.sampling import SamplingParams
 from jaxllama.serving.engine import Engine
-from jaxllama.serving.request import Event, Grammar, QueueFull, Request
+from jaxllama.serving.request import EngineClosed, Event, Grammar, QueueFull, Request
 from jaxllama.tokenizer import Tokenizer
 
 MAX_LEN, MAX_NEW = 96, 24
@@ -392,7 +392,7 @@ def test_thread_serves_many_submitters_and_drains():
     assert eng.drain()
     for request in requests:
         check_answer("llama", request, events[request.id])
-    with pytest.raises(jl.JaxLlamaError, match="shutting down"):
+    with pytest.raises(EngineClosed, match="shutting down"):
         eng.submit(requests[0], print)
     eng.stop()
 

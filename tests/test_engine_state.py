@@ -14,6 +14,7 @@ from test_engine import OPTIONS, PROMPTS, SAMPLINGS, check_answer, engine, model
 
 import jaxllama as jl
 from jaxllama.cache import init_cache
+from jaxllama.serving import pool
 from jaxllama.serving import slots as device
 from jaxllama.serving.engine import Engine
 from jaxllama.serving.request import Event, Grammar, Request
@@ -173,9 +174,9 @@ def test_rows_and_blocks_move_unchanged(dtype):
         return jax.tree.map(fill, cache)
 
     source = noise(init_cache(cfg, 2, 24, dtype=dtype), 1)
-    slots = device.init_slots(cfg, 2, 24, dtype)
-    row = device.make_row(jl.Sampling(), [5, 6], [], 4, False, cfg.vocab_size)
-    slots = device.insert(slots, np.int32(1), source, np.int32(0), row)
+    slots = device.init_slots(cfg, init_cache(cfg, 2, 24, dtype=dtype))
+    newcomer = device.Newcomer(1, jl.Sampling(), [5, 6], [], 4, False)
+    slots = device.insert(slots, source, device.make_rows({0: newcomer}, 2, 24, cfg.vocab_size))
     slots = device.resize(slots, np.array([-1, 1, -1, -1], np.int32))
     slots = device.resize(slots, np.array([1], np.int32))
     assert bool(slots.active[0]) and int(slots.token[0]) == 6
@@ -185,13 +186,12 @@ def test_rows_and_blocks_move_unchanged(dtype):
 
     assert bits(slots.cache, 0) == bits(source, 0)
 
-    pool = device.init_pool(cfg, 4, block, dtype)
-    rows = np.array([2, 0], np.int32)
-    pool = device.store_blocks(
-        pool, source, np.int32(1), np.int32(8), rows, np.int32(0)
-    )  # tokens 8 .. 23 of row 1
+    blocks = init_cache(cfg, 4, block, dtype=dtype)
+    rows = np.array([[4, 4], [2, 0]], np.int32)  # nothing of row 0, tokens 8 .. 23 of row 1
+    states = np.array([4, 0], np.int32)
+    blocks = pool.store_blocks(blocks, source, np.int32(8), rows, states)
     rows = np.array([2, 0, 3], np.int32)
-    loaded = device.load_blocks(pool, rows, np.int32(2), np.int32(16))
+    loaded = pool.load_blocks(blocks, rows, np.int32(2), np.int32(16))
     gla, attention = loaded.layers
     assert bits(attention, (0, slice(0, 16))) == bits(source.layers[1], (1, slice(8, 24)))
     assert bits(gla, 0) == bits(source.layers[0], 1)

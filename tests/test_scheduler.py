@@ -64,14 +64,16 @@ def test_a_long_prompt_goes_in_chunks_while_rows_run():
         seen.append(spans(plan))
         assert plan.steps == 1  # the running row writes in every step
         write(plan, sch)
-    # Chunks end at multiples of 8; the budget of 10 less one running row allows a second one only
-    # where tokens are left.
-    assert seen == [
-        [("r1", 0, 8), ("r1", 8, 16)],
-        [("r1", 16, 24), ("r1", 24, 29)],
-        [],
-        [],
-    ]
+    # Chunks end at multiples of 8, and no two of them are within the budget of 10.
+    assert seen == [[("r1", 0, 8)], [("r1", 8, 16)], [("r1", 16, 24)], [("r1", 24, 29)]]
+
+
+def test_short_prompts_count_as_wide_as_their_prefill_call():
+    sch = scheduler(max_slots=8, token_budget=16, widths=(4, 8))
+    for order, n_prompt in enumerate((3, 6, 5, 2, 9)):  # one token less each: 2, 5, 4, 1, 8
+        sch.add(make(n_prompt, order=order))
+    assert [name for name, *_ in spans(sch.plan())] == ["r0", "r1", "r2"]  # 4 + 8 + 4
+    assert [name for name, *_ in spans(sch.plan())] == ["r3", "r4"]  # 4 + 8
 
 
 def test_budget_is_one_chunk_when_it_is_no_larger():
@@ -243,6 +245,7 @@ arrivals = st.lists(
 @given(arrivals, st.integers(1, 4), st.integers(42, 90), st.integers(1, 3), st.integers(1, 4))
 def test_every_load_is_served_within_the_limits(load, slots, cache, lanes, steps_per_call):
     sch = scheduler(max_slots=slots, cache_tokens=cache, lanes=lanes, steps_per_call=steps_per_call)
+    load = sorted(load, key=lambda entry: entry[3])  # the engine numbers by arrival
     sequences = [
         make(n_prompt, n_new, order=order, priority=priority)
         for order, (n_prompt, n_new, priority, _, _) in enumerate(load)

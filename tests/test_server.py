@@ -504,6 +504,9 @@ def test_rows_that_the_engine_drops_when_it_stops_are_503(lm):
         assert (
             json.loads(streamed.result().text.split("\n\n")[-2][6:])["error"]["code"] == "stopping"
         )
+        late = http.post("/v1/completions", json=COMPLETION)  # not the client's fault: no 400
+        assert late.status_code == 503 and error_of(late)["code"] == "stopping"
+        assert int(late.headers["retry-after"]) >= 1
 
 
 # What is owed

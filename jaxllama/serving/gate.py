@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.dispatcher import EngineFailed
 from jaxllama.serving.metrics import Metrics
-from jaxllama.serving.request import QueueFull
+from jaxllama.serving.request import EngineClosed, QueueFull
 from jaxllama.serving.request_bodies import ApiError
 
 CLIENT_GONE = 499  # nginx's status for a client that left; nobody reads it but the log
@@ -126,6 +126,8 @@ def answer_error(error: Exception) -> Response:
     if isinstance(error, QueueFull):
         retry = max(1, round(error.retry_after + 0.5))
         error = ApiError(429, str(error), code="queue_full", retry_after=retry)
+    elif isinstance(error, EngineClosed):
+        error = ApiError(503, str(error), code="stopping", retry_after=1)
     elif isinstance(error, JaxLlamaError):
         error = ApiError(400, str(error))
     elif isinstance(error, EngineFailed):

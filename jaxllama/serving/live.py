@@ -9,8 +9,8 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.grammar import Matcher
 from jaxllama.serving.output import OutputReader
 from jaxllama.serving.request import Event, FinishReason
+from jaxllama.serving.runner import Written
 from jaxllama.serving.scheduler import Sequence
-from jaxllama.serving.slots import Drawn
 
 OnEvent = Callable[[Event], None]
 
@@ -33,20 +33,17 @@ class Live:
         self.logprobs: list[float] = []
         self.reason: FinishReason | None = None
 
-    def read(self, drawn: Drawn, slot: int) -> dict[str, Any] | None:
-        """What a row has newly written, as fields of an Event; None if nothing."""
-        sequence, n = self.sequence, int(drawn.counts[slot])
-        if not n:
-            return None
-        kept, text = self.reader.read(drawn.tokens[slot, :n].tolist())
+    def read(self, written: Written) -> dict[str, Any]:
+        """What is news of what a row has written, as fields of an Event."""
+        sequence = self.sequence
+        kept, text = self.reader.read(written.tokens)
         news: dict[str, Any] = {
-            "tokens": tuple(drawn.tokens[slot, :kept].tolist()),
-            "logprobs": tuple(drawn.logprobs[slot, :kept].tolist()),
+            "tokens": tuple(written.tokens[:kept]),
+            "logprobs": tuple(written.logprobs[:kept]),
         }
         n_top = sequence.request.logprobs
         if n_top:
-            ids = drawn.top_tokens[slot, :kept, :n_top].tolist()
-            values = drawn.top_logprobs[slot, :kept, :n_top].tolist()
+            ids, values = (array[:kept, :n_top].tolist() for array in written.top)
             news["top_logprobs"] = tuple(
                 tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)
             )

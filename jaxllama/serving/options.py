@@ -11,6 +11,9 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 
 DEFAULT_MAX_LEN = 1024
+# Tokens that several prompts are prefilled at once with: enough to fill a GPU, and a short stall
+# for those who decode.
+PREFILL_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +23,10 @@ class EngineOptions:
     max_slots: requests that run at once.  max_len: tokens of a request, prompt and answer.
     kv_dtype: of the cache, as for ``init_cache``; the activations' by default.
     prefill_chunk: tokens of a prompt between two decode steps; 64 on a CPU, else 512.
-    prefill_rows: prompts that fit one chunk are prefilled so many at a time.
-    token_budget: tokens, of prompts and of running rows, that a step is given; by default one
-        chunk of ``prefill_rows`` prompts beside all slots.
+    prefill_rows: prompts that fit one chunk are prefilled so many at a time, long ones fewer
+        (``rows``); 1 on a CPU, else a 32nd of the slots.
+    token_budget: tokens of prompts, with their padding, between two decode steps; by default those
+        of one prefill call.
     cache_tokens: that all admitted requests may hold together; all that the slots have by default.
     prefix_block: tokens in a block of the prefix cache; 16, with GLA layers prefill_chunk.
     prefix_blocks: in the pool; as much memory as half the slots by default, 0 is no prefix cache.
@@ -34,7 +38,7 @@ class EngineOptions:
     max_len: int | None = None
     kv_dtype: str | None = None
     prefill_chunk: int | None = None
-    prefill_rows: int = 1
+    prefill_rows: int | None = None
     token_budget: int | None = None
     cache_tokens: int | None = None
     prefix_block: int | None = None
@@ -62,6 +66,7 @@ class EngineOptions:
                 f"max_len = {max_len}: {cfg.name} has a context of {cfg.max_position}"
             )
         chunk = self.prefill_chunk or min(64 if jax.default_backend() == "cpu" else 512, max_len)
+        rows = 1 if jax.default_backend() == "cpu" else max(self.max_slots // 32, 1)
         has_gla = "gla" in cfg.layer_types
         block = self.prefix_block or (chunk if has_gla else min(16, chunk))
         if chunk % block or (has_gla and block != chunk):
@@ -73,16 +78,23 @@ class EngineOptions:
         if blocks is None:
             per_row = 1 if set(cfg.layer_types) == {"gla"} else max_len // block
             blocks = max(self.max_slots * per_row // 2, 1)
-        return dataclasses.replace(
+        resolved = dataclasses.replace(
             self,
             max_len=max_len,
             kv_dtype=self.kv_dtype or jnp.dtype(dtype).name,
             prefill_chunk=chunk,
-            token_budget=self.token_budget or chunk * self.prefill_rows + self.max_slots,
+            prefill_rows=self.prefill_rows or rows,
             cache_tokens=self.cache_tokens or self.max_slots * max_len,
             prefix_block=block,
             prefix_blocks=blocks,
         )
+        call = max(width * resolved.rows(width) for width in resolved.widths)
+        return dataclasses.replace(resolved, token_budget=self.token_budget or call)
+
+    def rows(self, width: int) -> int:
+        """Prompts that a prefill call of ``width`` tokens a row takes."""
+        assert self.prefill_rows is not None
+        return max(min(self.prefill_rows, PREFILL_TOKENS // width), 1)
 
     @property
     def capacity(self) -> int:

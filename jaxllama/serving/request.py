@@ -27,6 +27,10 @@ class QueueFull(JaxLlamaError):
         self.retry_after = retry_after
 
 
+class EngineClosed(JaxLlamaError):
+    """The engine takes no more requests: it is shutting down, has stopped or has failed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Grammar:
     """What the output must match: a JSON schema (its JSON text; "{}" is any JSON) or a regular

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxllama.cache import Cache
+from jaxllama.cache import Cache, init_cache
 from jaxllama.config import ModelConfig
-from jaxllama.sampling import Sampling
+from jaxllama.parallel import mesh_of, row_axis
+from jaxllama.serving import pool
 from jaxllama.serving import slots as device
 from jaxllama.serving.options import EngineOptions
 from jaxllama.serving.prefix_cache import Node, PrefixCache
@@ -25,7 +28,7 @@ from jaxllama.serving.scheduler import Fill, Sequence
 PATIENCE = 32
 _PROGRAMS = (
     device.empty_cache, device.fill, device.fill_new, device.insert, device.resize, device.decode,
-    device.load_blocks, device.store_blocks,
+    pool.load_blocks, pool.store_blocks,
 )  # fmt: skip
 
 
@@ -43,20 +46,29 @@ class Lane:
     nodes: list[Node]
 
 
+class Written(NamedTuple):
+    """What one row has written in a decode call.  top: ids and logprobs of the likeliest tokens,
+    each ``[width, n]``, if somebody asked."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    top: tuple[np.ndarray, ...] = ()
+
+
 class Runner:
     def __init__(self, cfg: ModelConfig, params: device.Params, options: EngineOptions) -> None:
         self.cfg, self.params, self.options = cfg, params, options
+        self.mesh = mesh_of(params)
         self.slots = self._init_slots()
         self.prefix = PrefixCache(options.prefix_blocks, options.prefix_block)
         self.pool = None
         if options.prefix_blocks:
-            self.pool = device.init_pool(
-                cfg, options.prefix_blocks, options.prefix_block, options.kv_dtype
-            )
+            self.pool = self.empty(options.prefix_blocks, options.prefix_block)
         self.lanes: dict[Sequence, Lane] = {}
         self.patience = 0
         self._stop_ids = jax.device_put(np.array(cfg.eos_token_ids, np.int32))
-        self._blank = self.empty(options.prefill_rows, options.prefill_chunk)
+        width = options.widths[0]
+        self._blank = self.empty(options.rows(width), width)
         words = -(-cfg.vocab_size // 32)
         self._no_masks = {
             size: jax.device_put(np.full((size, words), 2**32 - 1, np.uint32))
@@ -64,10 +76,17 @@ class Runner:
         }
 
     def _init_slots(self) -> device.Slots:
-        return device.init_slots(self.cfg, 1, self.options.capacity, self.options.kv_dtype)
+        return device.init_slots(self.cfg, self.empty(1, self.options.capacity))
 
     def empty(self, rows: int, capacity: int) -> Cache:
-        return device.empty_cache(self.cfg, rows, capacity, self.options.kv_dtype)
+        dtype = self.options.kv_dtype
+        if self.mesh is None:
+            return device.empty_cache(self.cfg, rows, capacity, dtype)
+        cache = init_cache(self.cfg, rows, capacity, dtype, mesh=self.mesh)
+        # jit tells P(None) from P(), which is what programs give: it would compile each twice.
+        axis = row_axis(self.mesh, rows)
+        place = NamedSharding(self.mesh, P() if axis is None else P(axis))
+        return dataclasses.replace(cache, lengths=jax.device_put(cache.lengths, place))
 
     # Prompts
 
@@ -79,7 +98,7 @@ class Runner:
         rows = np.zeros(self.options.capacity // self.options.prefix_block, np.int32)
         rows[: len(nodes)] = [node.row for node in nodes]
         length = len(nodes) * self.prefix.block
-        cache = device.load_blocks(self.pool, rows, np.int32(len(nodes)), np.int32(length))
+        cache = pool.load_blocks(self.pool, rows, np.int32(len(nodes)), np.int32(length))
         self.lanes[sequence] = Lane(cache, 0, nodes)
         return length
 
@@ -90,70 +109,65 @@ class Runner:
             self.prefix.release(lane.nodes)
 
     def fill(self, fills: list[Fill]) -> None:
-        group: list[Fill] = []
+        whole: dict[int, list[Fill]] = {}
         for fill in fills:
             if fill.begin == 0 and fill.completes:
-                group.append(fill)
-                if len(group) == self.options.prefill_rows:
-                    self._fill_new(group)
-                    group = []
+                whole.setdefault(self._width(fill), []).append(fill)
             else:
                 self._fill_lane(fill)
-        if group:
-            self._fill_new(group)
+        for width, group in whole.items():
+            rows = self.options.rows(width)
+            for first in range(0, len(group), rows):
+                self._fill_new(group[first : first + rows], width)
 
-    def _fill_new(self, fills: list[Fill]) -> None:
+    def _width(self, fill: Fill) -> int:
+        return next(width for width in self.options.widths if width >= fill.end - fill.begin)
+
+    def _fill_new(self, fills: list[Fill], width: int) -> None:
         """Whole prompts of up to one chunk, several at once."""
-        tokens, lengths, totals = self._pad(fills, self.options.prefill_rows)
+        tokens, lengths, totals = _pad(fills, self.options.rows(width), width)
         cache = device.fill_new(
-            self.cfg, self.params, self.options.prefill_chunk, self.options.kv_dtype,
-            tokens, lengths, totals,
-        )  # fmt: skip
+            self.cfg, self.params, self.options.kv_dtype, tokens, lengths, totals
+        )
         for row, fill in enumerate(fills):
             self.lanes[fill.sequence] = Lane(cache, row, [])
-            self._remember(fill)
+        self._remember(fills, cache, width)
 
     def _fill_lane(self, fill: Fill) -> None:
         lane = self.lanes.get(fill.sequence)
         if lane is None:
             lane = self.lanes[fill.sequence] = Lane(self.empty(1, self.options.capacity), 0, [])
-        lane.cache = device.fill(self.cfg, self.params, lane.cache, *self._pad([fill], 1))
-        self._remember(fill)
+        inputs = _pad([fill], 1, self._width(fill))
+        lane.cache = device.fill(self.cfg, self.params, lane.cache, *inputs)
+        self._remember([fill], lane.cache, self.options.prefill_chunk)
 
-    def _pad(self, fills: list[Fill], rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        longest = max(fill.end - fill.begin for fill in fills)
-        width = next(width for width in self.options.widths if width >= longest)
-        tokens = np.zeros((rows, width), np.int32)
-        lengths, totals = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        for row, fill in enumerate(fills):
-            lengths[row] = fill.end - fill.begin
-            totals[row] = len(fill.sequence.request.prompt)
-            tokens[row, : lengths[row]] = fill.sequence.tokens[fill.begin : fill.end]
-        return tokens, lengths, totals
-
-    def _remember(self, fill: Fill) -> None:
-        """Put the blocks that a chunk has completed into the pool."""
-        block, lane = self.prefix.block, self.lanes[fill.sequence]
-        if self.pool is None or len(lane.nodes) * block != fill.begin:
-            return  # the pool was full before
-        rows = np.full(self.options.prefill_chunk // block, self.prefix.rows, np.int32)
-        tokens, is_new = fill.sequence.tokens, False
-        for index, begin in enumerate(range(fill.begin, fill.end - block + 1, block)):
-            found = self.prefix.extend(lane.nodes, tokens[begin : begin + block])
-            if found is None:
-                break
-            node, is_new = found
-            lane.nodes.append(node)
-            if is_new:
-                rows[index] = node.row
-        if np.all(rows == self.prefix.rows):
+    def _remember(self, fills: list[Fill], cache: Cache, width: int) -> None:
+        """Put the blocks that these chunks, rows of ``cache``, have completed into the pool."""
+        block = self.prefix.block
+        if self.pool is None or width < block:
             return
-        # Blocks with GLA layers are whole chunks, so the state is that of the block's end.
-        state_row = lane.nodes[-1].row if is_new else self.prefix.rows
-        self.pool = device.store_blocks(
-            self.pool, lane.cache, np.int32(lane.row), np.int32(fill.begin), rows,
-            np.int32(state_row),
-        )  # fmt: skip
+        nowhere = self.prefix.rows
+        rows = np.full((cache.batch, width // block), nowhere, np.int32)
+        state_rows = np.full(cache.batch, nowhere, np.int32)
+        for fill in fills:
+            lane = self.lanes[fill.sequence]
+            if len(lane.nodes) * block != fill.begin:
+                continue  # the pool was full before
+            tokens, is_new = fill.sequence.tokens, False
+            for index, begin in enumerate(range(fill.begin, fill.end - block + 1, block)):
+                found = self.prefix.extend(lane.nodes, tokens[begin : begin + block])
+                if found is None:
+                    break
+                node, is_new = found
+                lane.nodes.append(node)
+                if is_new:
+                    rows[lane.row, index] = node.row
+            if is_new:
+                # Blocks with GLA layers are whole chunks: the state is that of the block's end.
+                state_rows[lane.row] = lane.nodes[-1].row
+        if np.any(rows != nowhere):
+            begin = np.int32(fills[0].begin)  # 0 where there are several
+            self.pool = pool.store_blocks(self.pool, cache, begin, rows, state_rows)
 
     # Slots
 
@@ -184,18 +198,32 @@ class Runner:
         self.slots = device.resize(self.slots, index)
         return moves
 
-    def start(self, sequence: Sequence) -> None:
-        """Insert a sequence whose prompt is filled into its slot."""
-        request, lane = sequence.request, self.lanes.get(sequence)
-        row = device.make_row(
-            request.sampling, request.prompt, sequence.output, sequence.remaining,
-            request.ignore_eos, self.cfg.vocab_size,
-        )  # fmt: skip
-        source, source_row = (self._blank, 0) if lane is None else (lane.cache, lane.row)
-        self.slots = device.insert(
-            self.slots, np.int32(sequence.slot), source, np.int32(source_row), row
-        )
-        self.drop(sequence)
+    def start(self, started: list[Sequence]) -> None:
+        """Insert sequences whose prompts are filled into their slots."""
+        groups: dict[int, tuple[Cache, dict[int, Sequence]]] = {}
+        for sequence in started:
+            lane = self.lanes.get(sequence)
+            if lane is None:  # a prompt of one token
+                self._insert(self._blank, {0: sequence})
+            else:
+                groups.setdefault(id(lane.cache), (lane.cache, {}))[1][lane.row] = sequence
+        for cache, sequences in groups.values():
+            self._insert(cache, sequences)
+
+    def _insert(self, cache: Cache, sequences: Mapping[int, Sequence]) -> None:
+        newcomers = {
+            row: device.Newcomer(
+                sequence.slot, sequence.request.sampling, sequence.request.prompt, sequence.output,
+                sequence.remaining, sequence.request.ignore_eos,
+            )
+            for row, sequence in sequences.items()
+        }  # fmt: skip
+        self.slots = device.insert(self.slots, cache, self._rows(newcomers, cache.batch))
+        for sequence in sequences.values():
+            self.drop(sequence)
+
+    def _rows(self, newcomers: Mapping[int, device.Newcomer], rows: int) -> device.Rows:
+        return device.make_rows(newcomers, rows, self.options.max_len, self.cfg.vocab_size)
 
     def decode(
         self,
@@ -203,8 +231,8 @@ class Runner:
         masks: Mapping[int, np.ndarray],
         steps: int,
         is_contended: bool,
-    ) -> device.Drawn:
-        """Up to ``steps`` tokens for every running row; numpy arrays."""
+    ) -> list[Written]:
+        """Up to ``steps`` tokens for every running row; by slot."""
         keep = np.zeros(self.slots.size, bool)
         keep[list(running)] = True
         words: Any = self._no_masks[self.slots.size]
@@ -212,13 +240,20 @@ class Runner:
             words = np.full(words.shape, 2**32 - 1, np.uint32)
             for slot, mask in masks.items():
                 words[slot] = mask
+            words = jax.device_put(words)
         requests = [sequence.request for sequence in running.values()]
         level = device.level_of([request.sampling for request in requests], bool(masks))
         wants_top = any(request.logprobs for request in requests)
         drawn = self._decode(keep, words, steps, level, wants_top, is_contended)
-        if not wants_top:
-            drawn = dataclasses.replace(drawn, top_tokens=None, top_logprobs=None)
-        return jax.device_get(drawn)
+        top = (drawn.top_tokens, drawn.top_logprobs) if wants_top else None
+        rows, top = jax.device_get(((drawn.counts, drawn.tokens, drawn.logprobs), top))
+        written = (  # lists at once: many small slices of arrays would cost more than the rest
+            Written(tokens[:n], logprobs[:n])
+            for n, tokens, logprobs in zip(*(array.tolist() for array in rows), strict=True)
+        )
+        if top is None:
+            return list(written)
+        return [row._replace(top=tuple(pair)) for row, *pair in zip(written, *top, strict=True)]
 
     def _decode(self, keep, words, steps, level, wants_top, is_contended) -> device.Drawn:
         self.slots, drawn = device.decode(
@@ -232,34 +267,46 @@ class Runner:
 
     def warm_up(self) -> None:
         """Run every program in every shape once, on slots of their own; the state stays."""
-        options, block = self.options, self.prefix.block
+        options = self.options
         kept, self.slots = self.slots, self._init_slots()
-        caches = [self._blank, self.empty(1, options.capacity)]
+        lane = self.empty(1, options.capacity)
+        caches = []
         for width in options.widths:
-            shapes = np.zeros((options.prefill_rows, width), np.int32)
-            none = np.zeros(options.prefill_rows, np.int32)
-            device.fill_new(
-                self.cfg, self.params, options.prefill_chunk, options.kv_dtype, shapes, none, none
-            )
-            one = np.zeros(1, np.int32)
-            caches[1] = device.fill(
-                self.cfg, self.params, caches[1], np.zeros((1, width), np.int32), one, one
-            )
+            empty = _pad([], options.rows(width), width)
+            caches.append(device.fill_new(self.cfg, self.params, options.kv_dtype, *empty))
+            lane = device.fill(self.cfg, self.params, lane, *_pad([], 1, width))
         if self.pool is not None:
-            rows = np.zeros(options.capacity // block, np.int32)
-            device.load_blocks(self.pool, rows, np.int32(1), np.int32(block))
-            nowhere = np.full(options.prefill_chunk // block, self.prefix.rows, np.int32)
-            for cache in caches:
-                self.pool = device.store_blocks(
-                    self.pool, cache, np.int32(0), np.int32(0), nowhere, np.int32(self.prefix.rows)
-                )
-        row = device.make_row(Sampling(), [0], [], 0, False, self.cfg.vocab_size)
+            self._warm_up_pool(
+                [*zip(caches, options.widths, strict=True), (lane, options.prefill_chunk)]
+            )
+        caches.append(lane)
         for size, smaller in zip(options.sizes, (1, *options.sizes[:-1]), strict=True):
             if self.slots.size != size:
                 self.slots = device.resize(self.slots, np.full(size, -1, np.int32))
                 device.resize(self.slots, np.full(smaller, -1, np.int32))
             for cache in caches:
-                self.slots = device.insert(self.slots, np.int32(0), cache, np.int32(0), row)
+                self.slots = device.insert(self.slots, cache, self._rows({}, cache.batch))
             keep = np.zeros(size, bool)
             self._decode(keep, self._no_masks[size], 0, 0, False, False)
         self.slots = kept
+
+    def _warm_up_pool(self, caches: list[tuple[Cache, int]]) -> None:
+        block, nowhere = self.prefix.block, self.prefix.rows
+        rows = np.zeros(self.options.capacity // block, np.int32)
+        pool.load_blocks(self.pool, rows, np.int32(1), np.int32(block))
+        for cache, width in caches:
+            if width >= block:
+                rows = np.full((cache.batch, width // block), nowhere, np.int32)
+                states = np.full(cache.batch, nowhere, np.int32)
+                self.pool = pool.store_blocks(self.pool, cache, np.int32(0), rows, states)
+
+
+def _pad(fills: list[Fill], rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens ``[rows, width]``, lengths, lengths of the whole prompts)."""
+    tokens = np.zeros((rows, width), np.int32)
+    lengths, totals = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    for row, fill in enumerate(fills):
+        lengths[row] = fill.end - fill.begin
+        totals[row] = len(fill.sequence.request.prompt)
+        tokens[row, : lengths[row]] = fill.sequence.tokens[fill.begin : fill.end]
+    return tokens, lengths, totals

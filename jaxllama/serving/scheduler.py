@@ -6,8 +6,9 @@
 
 ``plan`` makes one step: end what is over, admit, hand out chunks of prompts, make room.  Contract:
 
-* No more than about ``token_budget`` prompt tokens between two decode steps, so a long prompt never
-  stalls running rows; chunks end at multiples of ``chunk``.
+* Between two decode steps one chunk, or several of together no more than ``token_budget`` tokens,
+  each counted as wide as its prefill call (``widths``): a long prompt, or many short ones, never
+  stall running rows.  Chunks end at multiples of ``chunk``.
 * At most ``max_slots`` sequences are admitted, and together they hold at most ``cache_tokens``.
 * Strict order: nobody overtakes an earlier request of the same priority.
 * When the cache is short, or a more urgent request finds no slot, the last of the least urgent
@@ -23,7 +24,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterable
+import heapq
+import operator
+from collections.abc import Callable, Collection, Iterable
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.request import FinishReason, Request
@@ -69,6 +72,9 @@ class Sequence:
         return (-self.request.priority, self.order)
 
 
+_urgency = operator.attrgetter("urgency")
+
+
 @dataclasses.dataclass(frozen=True)
 class Fill:
     """Tokens ``begin .. end - 1`` of a sequence are to be put into its cache."""
@@ -106,12 +112,13 @@ class Scheduler:
         cache_tokens: int,
         chunk: int,
         token_budget: int,
+        widths: tuple[int, ...] = (),
         steps_per_call: int = 1,
         lanes: int = 2,
         lookup: Callable[[Sequence], int] = lambda sequence: 0,
     ) -> None:
         self.max_slots, self.cache_tokens = max_slots, cache_tokens
-        self.chunk, self.token_budget = chunk, token_budget
+        self.chunk, self.token_budget, self.widths = chunk, token_budget, widths
         self.steps_per_call, self.lanes = steps_per_call, lanes
         self._lookup = lookup
         self.waiting: list[Sequence] = []
@@ -127,6 +134,10 @@ class Scheduler:
     @property
     def admitted(self) -> list[Sequence]:
         return [*self.prefilling, *self.running.values()]
+
+    @property
+    def n_admitted(self) -> int:
+        return len(self.prefilling) + len(self.running)
 
     @property
     def used_tokens(self) -> int:
@@ -146,7 +157,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self.check(sequence.request)
-        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.urgency)
+        bisect.insort(self.waiting, sequence, key=_urgency)
 
     def put(self, sequence: Sequence, slot: int | None, is_prefilling: bool) -> None:
         """Put a sequence where a snapshot says it was."""
@@ -185,6 +196,7 @@ class Scheduler:
 
     def plan(self) -> Plan:
         self._preempted: list[Sequence] = []
+        self._used = self.used_tokens  # kept up to date below: summing costs what rows there are
         self._make_room()
         fills, started, is_more = self._fill()
         steps = min(self.steps_per_call, self._longest())
@@ -200,8 +212,10 @@ class Scheduler:
 
     def _fits(self, steps: int) -> bool:
         """Can every admitted sequence write so many more tokens?"""
+        if self._used + steps * self.n_admitted <= self.cache_tokens:
+            return True
         growth = sum(min(steps, sequence.remaining) for sequence in self.admitted)
-        return self.used_tokens + growth <= self.cache_tokens
+        return self._used + growth <= self.cache_tokens
 
     def _make_room(self) -> None:
         while not self._fits(1):
@@ -210,49 +224,62 @@ class Scheduler:
     def _fill(self) -> tuple[list[Fill], list[Sequence], bool]:
         """Hand out the token budget in order of urgency: (chunks, whose prompt is complete, whether
         the budget was too small)."""
-        budget = max(self.token_budget - len(self.running), 1)
+        budget = self.token_budget
         fills: list[Fill] = []
         started: list[Sequence] = []
-        for sequence in sorted([*self.prefilling, *self.waiting], key=lambda seq: seq.urgency):
+        began = sorted(self.prefilling, key=_urgency)
+        for sequence in heapq.merge(began, list(self.waiting), key=_urgency):
             if sequence in self._preempted:
                 break
-            if sequence not in self.prefilling and not self._admit(sequence):
-                break
-            while budget > 0 and sequence.filled < sequence.to_fill:
-                border = (sequence.filled // self.chunk + 1) * self.chunk
-                fill = Fill(sequence, sequence.filled, min(border, sequence.to_fill))
+            if sequence not in self.prefilling:
+                # What the prefix cache has of it is not known yet.
+                if fills and self._cost(self._next_fill(sequence)) > budget:
+                    return fills, started, True
+                if not self._admit(sequence):
+                    break
+            while sequence.filled < sequence.to_fill:
+                fill = self._next_fill(sequence)
+                if fills and self._cost(fill) > budget:
+                    return fills, started, True
                 fills.append(fill)
-                budget -= fill.end - fill.begin
+                budget -= self._cost(fill)
                 sequence.filled = fill.end
-            if sequence.filled < sequence.to_fill:
-                return fills, started, True
             self._start(sequence)
             started.append(sequence)
         return fills, started, False
 
+    def _next_fill(self, sequence: Sequence) -> Fill:
+        border = (sequence.filled // self.chunk + 1) * self.chunk
+        return Fill(sequence, sequence.filled, min(border, sequence.to_fill))
+
+    def _cost(self, fill: Fill) -> int:
+        size = fill.end - fill.begin
+        return next((width for width in self.widths if width >= size), size)
+
     def _admit(self, sequence: Sequence) -> bool:
         """From waiting to prefilling, if there is a lane, a slot and cache, or if less urgent
         sequences have them."""
-        priority = sequence.request.priority
-        victims = [other for other in self.admitted if other.request.priority < priority]
-        if not self._has_room(sequence, without=victims):
-            return False
-        while not self._has_room(sequence):
-            in_lanes = len(self.prefilling) >= self.lanes
-            self._preempt([v for v in victims if not in_lanes or v in self.prefilling])
-            victims = [v for v in victims if v not in self._preempted]
+        if not self._has_room(sequence):
+            priority = sequence.request.priority
+            victims = [other for other in self.admitted if other.request.priority < priority]
+            if not victims or not self._has_room(sequence, without=victims):
+                return False
+            while not self._has_room(sequence):
+                in_lanes = len(self.prefilling) >= self.lanes
+                self._preempt([v for v in victims if not in_lanes or v in self.prefilling])
+                victims = [v for v in victims if v not in self._preempted]
         self.waiting.remove(sequence)
         self.prefilling.append(sequence)
+        self._used += sequence.length
         sequence.filled = self._lookup(sequence)
         return True
 
-    def _has_room(self, sequence: Sequence, without: Iterable[Sequence] = ()) -> bool:
-        others = [other for other in self.admitted if other not in without]
+    def _has_room(self, sequence: Sequence, without: Collection[Sequence] = ()) -> bool:
+        n_others = self.n_admitted - len(without)
         # Everybody may write one more token before anything else can be done about it.
-        need = sum(other.length + 1 for other in others) + sequence.length + 1
-        lanes = sum(other in self.prefilling for other in others)
-        is_slot_free = len(others) < self.max_slots
-        return lanes < self.lanes and is_slot_free and need <= self.cache_tokens
+        need = self._used - sum(other.length for other in without) + n_others + sequence.length + 1
+        lanes = sum(other not in without for other in self.prefilling)
+        return lanes < self.lanes and n_others < self.max_slots and need <= self.cache_tokens
 
     def _start(self, sequence: Sequence) -> None:
         self.prefilling.remove(sequence)
@@ -263,6 +290,7 @@ class Scheduler:
         """Send the least urgent of ``victims`` back to waiting."""
         victim = max(victims, key=lambda sequence: sequence.urgency)
         self.finish(victim)
+        self._used -= victim.length
         victim.filled = 0
         self._preempted.append(victim)
         self.add(victim)

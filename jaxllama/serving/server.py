@@ -54,7 +54,7 @@ from jaxllama.serving.gate import (
 from jaxllama.serving.journal import Accepted, Journal
 from jaxllama.serving.metrics import Metrics
 from jaxllama.serving.openai_api import Call, Prompts
-from jaxllama.serving.request import QueueFull
+from jaxllama.serving.request import EngineClosed, QueueFull
 from jaxllama.serving.request_bodies import (
     ApiError,
     Chat,
@@ -219,6 +219,9 @@ class _Server:
                     stream = await self._dispatcher.submit(call.requests)
                 except QueueFull as full:
                     await asyncio.sleep(full.retry_after)
+        except EngineClosed:  # the next server owes it
+            self._finish(accepted.id, None)
+            return
         except Exception as error:
             body = json.loads(answer_error(error).body)
             self._finish(accepted.id, lambda: body)

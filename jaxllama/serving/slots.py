@@ -3,14 +3,10 @@
     Slots(cache, token, active, remaining, ignore_eos, sampling, history)     every leaf [B, ...]
 
 A running request is one row.  Life of a row: its prompt but for the last token is prefilled into a
-cache of its own (``fill``, ``fill_new``), ``insert`` puts that into a free slot, whole, and
-``decode`` appends the row's newest token and draws the next, several times a call.  A free slot may
-hold anything, NaN included.  Llama, GLA and hybrid rows and every cache dtype differ in
-``Cache``'s leaves only, so nothing here knows which they are, but for the pool:
-
-The **pool** of the prefix cache is a Cache too: ``rows`` rows of ``block`` tokens.  ``load_blocks``
-makes the cache of a new row out of pool rows; ``store_blocks`` copies a prompt's blocks into the
-pool (of GLA layers: the state after the last block).
+cache outside (``fill``, ``fill_new``), ``insert`` puts the rows of such a cache into free slots,
+whole, and ``decode`` appends each row's newest token and draws the next, several times a call.  A
+free slot may hold anything, NaN included.  Llama, GLA and hybrid rows and every cache dtype differ
+in ``Cache``'s leaves only, so nothing here knows which they are.
 
 Sampling: all features of ``sample`` are compiled into one program and a ``lax.switch`` runs what
 some row of the batch needs (``level_of``), so a request with another feature compiles nothing.
@@ -23,19 +19,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxllama.cache import Cache, GLAState, KVCache, init_cache
-from jaxllama.cache import insert as insert_cache
+from jaxllama.cache import Cache, init_cache
 from jaxllama.config import ModelConfig
-from jaxllama.errors import JaxLlamaError
 from jaxllama.model import Decoder
+from jaxllama.parallel import cache_shardings, mesh_of, traced_mesh
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
 from jaxllama.serving.request import MAX_LOGPROBS
 
@@ -79,61 +76,60 @@ class Drawn:
     top_logprobs: jax.Array
 
 
+class Newcomer(NamedTuple):
+    """A request on its way into slot ``slot``; ``output`` is what it has written already."""
+
+    slot: int
+    sampling: Sampling
+    prompt: Sequence[int]
+    output: Sequence[int]
+    remaining: int
+    ignore_eos: bool
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """What ``insert`` needs to know of a request beside its cache."""
+class Rows:
+    """What ``insert`` needs to know of the rows of a cache, all ``[R, ...]``.
 
-    token: np.ndarray
+    slot int32: where each goes, past the last slot for one that is nobody's.  tokens int32
+    ``[R, max_len]``: the prompt, then the output; n_prompt and n_tokens count them.
+    """
+
+    slot: np.ndarray
+    tokens: np.ndarray
+    n_prompt: np.ndarray
+    n_tokens: np.ndarray
     remaining: np.ndarray
     ignore_eos: np.ndarray
     sampling: SamplingParams
-    history: History
 
 
-def make_row(
-    sampling: Sampling,
-    prompt: Sequence[int],
-    output: Sequence[int],
-    remaining: int,
-    ignore_eos: bool,
-    vocab_size: int,
-) -> Row:
-    """The Row of a request that has written ``output``."""
-    history = History(np.zeros((1, vocab_size), bool), np.zeros((1, vocab_size), np.int32))
-    if sampling.has_penalties:
-        history.prompt[0, list(prompt)] = True
-        np.add.at(history.counts[0], list(output), 1)
-    return Row(
-        np.array([output[-1] if output else prompt[-1]], np.int32),
-        np.array([remaining], np.int32),
-        np.array([ignore_eos]),
-        _one_sampling(sampling, vocab_size),
-        history,
-    )
+def make_rows(newcomers: Mapping[int, Newcomer], rows: int, max_len: int, vocab_size: int) -> Rows:
+    """newcomers: by the row of the cache that is theirs; the others of ``rows`` are nobody's."""
+    slot = np.arange(2**30, 2**30 + rows, dtype=np.int32)  # distinct, as insert promises
+    tokens = np.zeros((rows, max_len), np.int32)
+    n_prompt, n_tokens, remaining = (np.zeros(rows, np.int32) for _ in range(3))
+    ignore_eos = np.zeros(rows, bool)
+    sampling = [Sampling()] * rows
+    for row, new in newcomers.items():
+        slot[row], sampling[row] = new.slot, new.sampling
+        n_prompt[row], n_tokens[row] = len(new.prompt), len(new.prompt) + len(new.output)
+        tokens[row, : n_prompt[row]] = new.prompt
+        tokens[row, n_prompt[row] : n_tokens[row]] = new.output
+        remaining[row], ignore_eos[row] = new.remaining, new.ignore_eos
+    params = _stack(sampling, vocab_size)
+    return Rows(slot, tokens, n_prompt, n_tokens, remaining, ignore_eos, params)
 
 
-def check_sampling(sampling: Sampling, vocab_size: int) -> None:
-    """JaxLlamaError if a row cannot have these parameters."""
-    bias = sampling.logit_bias or ()
-    if len(bias) > MAX_BIAS:
-        raise JaxLlamaError(
-            f"logit_bias has {len(bias)} entries: the engine takes up to {MAX_BIAS}"
-        )
-    for token, _ in bias:
-        if token >= vocab_size:
-            raise JaxLlamaError(
-                f"logit_bias: token id {token} is outside the vocabulary of {vocab_size}"
-            )
-
-
-def _one_sampling(sampling: Sampling, vocab_size: int) -> SamplingParams:
-    """One row's parameters in the shape that all rows have: every feature's arrays are there."""
-    params = SamplingParams.stack([sampling], vocab_size, 0)
-    ids = np.full((1, MAX_BIAS), vocab_size, np.int32)
-    values = np.zeros((1, MAX_BIAS), np.float32)
-    for column, (token, value) in enumerate(sampling.logit_bias or ()):
-        ids[0, column], values[0, column] = token, value
+def _stack(rows: Sequence[Sampling], vocab_size: int) -> SamplingParams:
+    """The rows' parameters in the shape that all rows have: every feature's arrays are there."""
+    params = SamplingParams.stack(rows, vocab_size, 0)
+    ids = np.full((len(rows), MAX_BIAS), vocab_size, np.int32)
+    values = np.zeros((len(rows), MAX_BIAS), np.float32)
+    for row, sampling in enumerate(rows):
+        for column, (token, value) in enumerate(sampling.logit_bias or ()):
+            ids[row, column], values[row, column] = token, value
     return dataclasses.replace(params, bias_ids=ids, bias_values=values, features=())
 
 
@@ -144,14 +140,27 @@ def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
     return int(is_masked or any(row.has_penalties or row.logit_bias for row in requests))
 
 
-def init_slots(cfg: ModelConfig, size: int, max_len: int, dtype: str) -> Slots:
-    """``size`` free slots."""
-    row = make_row(Sampling(), [0], [], 0, False, cfg.vocab_size)
-    row = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf), size, axis=0), row)
-    row = jax.device_put(row)
-    active = jax.device_put(np.zeros(size, bool))
-    cache = empty_cache(cfg, size, max_len, dtype)
-    return Slots(cache, row.token, active, row.remaining, row.ignore_eos, row.sampling, row.history)
+def init_slots(cfg: ModelConfig, cache: Cache) -> Slots:
+    """A free slot for every row of the cache."""
+    size, vocab = cache.batch, cfg.vocab_size
+    none, no = np.zeros(size, np.int32), np.zeros(size, bool)
+    history = History(np.zeros((size, vocab), bool), np.zeros((size, vocab), np.int32))
+    rest = (none, no, none, no, _stack([Sampling()] * size, vocab), history)
+    mesh = traced_mesh(cache.lengths)
+    place = None if mesh is None else NamedSharding(mesh_of(cache.lengths), P())
+    return Slots(cache, *jax.device_put(rest, place))
+
+
+def _settled(slots: Slots, like: Slots) -> Slots:
+    """The arrays where they belong on the mesh of ``like``, if any, whatever the compiler would
+    choose: what a program gives, it takes again without being compiled anew."""
+    mesh = traced_mesh(like.cache.lengths)
+    if mesh is None:
+        return slots
+    everywhere = NamedSharding(mesh, P())
+    places = jax.tree.map(lambda leaf: everywhere, slots)
+    places = dataclasses.replace(places, cache=cache_shardings(slots.cache, mesh))
+    return jax.lax.with_sharding_constraint(slots, places)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -177,45 +186,54 @@ def fill(
     return cache
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def fill_new(
     cfg: ModelConfig,
     params: Params,
-    capacity: int,
     dtype: str,
     tokens: jax.Array,
     lengths: jax.Array,
     totals: jax.Array,
 ) -> Cache:
-    """``fill`` of a new cache with room for ``capacity`` tokens a row."""
-    return fill(
-        cfg, params, init_cache(cfg, tokens.shape[0], capacity, dtype), tokens, lengths, totals
-    )
+    """``fill`` of a new cache with room for these tokens."""
+    return fill(cfg, params, init_cache(cfg, *tokens.shape, dtype), tokens, lengths, totals)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def insert(slots: Slots, slot: jax.Array, source: Cache, source_row: jax.Array, row: Row) -> Slots:
-    """Row ``source_row`` of ``source`` and ``row`` into slot ``slot``, which becomes active."""
+def insert(slots: Slots, source: Cache, rows: Rows) -> Slots:
+    """The rows of ``source`` into their slots, which become active.  No two go to one slot."""
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(old, new, slot, axis=0)
+        # A cache may have less room than the slots: the rest of a slot is beyond its length.
+        where = (rows.slot, *(slice(size) for size in new.shape[1:]))
+        return old.at[where].set(new, mode="drop", unique_indices=True)
 
-    return Slots(
-        cache=insert_cache(slots.cache, slot, source, source_row),
-        token=put(slots.token, row.token),
-        active=put(slots.active, jnp.ones((1,), bool)),
-        remaining=put(slots.remaining, row.remaining),
-        ignore_eos=put(slots.ignore_eos, row.ignore_eos),
-        sampling=jax.tree.map(put, slots.sampling, row.sampling),
-        history=jax.tree.map(put, slots.history, row.history),
+    newest = jnp.take_along_axis(rows.tokens, rows.n_tokens[:, None] - 1, axis=1)[:, 0]
+    inserted = Slots(
+        cache=jax.tree.map(put, slots.cache, source),
+        token=put(slots.token, newest),
+        active=put(slots.active, jnp.ones(newest.shape, bool)),
+        remaining=put(slots.remaining, rows.remaining),
+        ignore_eos=put(slots.ignore_eos, rows.ignore_eos),
+        sampling=jax.tree.map(put, slots.sampling, rows.sampling),
+        history=jax.tree.map(put, slots.history, _history(rows, slots.history.counts.shape[1])),
     )
+    return _settled(inserted, slots)
+
+
+def _history(rows: Rows, vocab_size: int) -> History:
+    history = History.of_prompt(rows.tokens, rows.n_prompt, vocab_size)
+    columns = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
+    written = (columns >= rows.n_prompt[:, None]) & (columns < rows.n_tokens[:, None])
+    where = jnp.arange(rows.tokens.shape[0])[:, None], jnp.where(written, rows.tokens, vocab_size)
+    return dataclasses.replace(history, counts=history.counts.at[where].add(1, mode="drop"))
 
 
 @jax.jit
 def resize(slots: Slots, index: jax.Array) -> Slots:
     """Slots of another number: new slot i is old slot ``index[i]``, or free where that is -1."""
     moved = jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=0, mode="clip"), slots)
-    return dataclasses.replace(moved, active=moved.active & (index >= 0))
+    return _settled(dataclasses.replace(moved, active=moved.active & (index >= 0)), slots)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="width", donate_argnums=2)
@@ -297,8 +315,8 @@ def decode(
         jnp.zeros((batch, width, n_top), jnp.int32),
         jnp.zeros((batch, width, n_top), jnp.float32),
     )
-    _, slots, drawn = lax.while_loop(unfinished, one_token, (jnp.int32(0), slots, blank))
-    return slots, drawn
+    _, after, drawn = lax.while_loop(unfinished, one_token, (jnp.int32(0), slots, blank))
+    return _settled(after, slots), drawn
 
 
 def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -315,52 +333,3 @@ def _unpack(masks: jax.Array, vocab_size: int) -> jax.Array:
     """uint32 ``[B, ceil(V / 32)]`` -> bool ``[B, V]``, the lowest bit first."""
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)
     return (bits & jnp.uint32(1)).astype(bool).reshape(masks.shape[0], -1)[:, :vocab_size]
-
-
-def init_pool(cfg: ModelConfig, rows: int, block: int, dtype: str) -> Cache:
-    """The prefix cache's memory: one block of tokens a row."""
-    return empty_cache(cfg, rows, block, dtype)
-
-
-@jax.jit
-def load_blocks(pool: Cache, rows: jax.Array, n_blocks: jax.Array, length: jax.Array) -> Cache:
-    """One row with room for ``len(rows)`` blocks, of which the first ``n_blocks`` (at least 1) are
-    the pool's ``rows``: ``length`` tokens.  What follows is beyond its length."""
-
-    def joined(leaf: jax.Array) -> jax.Array:  # [rows, block, ...] -> [1, n * block, ...]
-        return leaf[rows].reshape(1, -1, *leaf.shape[2:])
-
-    def last(leaf: jax.Array) -> jax.Array:
-        return leaf[rows[n_blocks - 1]][None]
-
-    layers = tuple(
-        jax.tree.map(joined if isinstance(layer, KVCache) else last, layer) for layer in pool.layers
-    )
-    return Cache(layers, length[None])
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def store_blocks(
-    pool: Cache,
-    source: Cache,
-    source_row: jax.Array,
-    begin: jax.Array,
-    rows: jax.Array,
-    state_row: jax.Array,
-) -> Cache:
-    """The blocks of ``source``'s row from token ``begin`` on go to the pool's ``rows``, and its GLA
-    states to ``state_row``; row numbers past the pool's end are dropped."""
-
-    def put_blocks(old: jax.Array, new: jax.Array) -> jax.Array:
-        where = begin + jnp.arange(rows.shape[0] * old.shape[1], dtype=jnp.int32)
-        blocks = jnp.take(new[source_row], where, axis=0, mode="clip")
-        return old.at[rows].set(blocks.reshape(rows.shape[0], *old.shape[1:]), mode="drop")
-
-    def put_state(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[state_row].set(new[source_row], mode="drop")
-
-    layers = tuple(
-        jax.tree.map(put_state if isinstance(old, GLAState) else put_blocks, old, new)
-        for old, new in zip(pool.layers, source.layers, strict=True)
-    )
-    return Cache(layers, pool.lengths)

@@ -20,6 +20,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -32,8 +33,9 @@ import numpy as np
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.serving.options import EngineOptions
-from jaxllama.serving.request import Event
+from jaxllama.serving.request import Event, Request
 from jaxllama.serving.runner import Lane
+from jaxllama.serving.scheduler import Sequence
 
 if TYPE_CHECKING:
     from jaxllama.serving.engine import Engine
@@ -194,6 +196,8 @@ def load_state(
     options, runner = engine.options, engine.runner
     n_lanes = sum(entry["lane_nodes"] is not None for entry in meta["sequences"])
     like = (runner.slots, runner.pool, [runner.empty(1, options.capacity)] * n_lanes)
+    if runner.mesh is not None:
+        leaves = jax.device_put(leaves, [leaf.sharding for leaf in jax.tree.leaves(like)])
     runner.slots, runner.pool, lanes = jax.tree.unflatten(jax.tree.structure(like), leaves)
     runner.prefix.restore(meta["prefix"])
     runner.patience = meta["patience"]
@@ -202,7 +206,7 @@ def load_state(
     engine.on_script_event = on_event
     caches = iter(lanes)
     for entry in meta["sequences"]:
-        sequence = engine.revive(entry, on_event)
+        sequence = _revive(engine, entry, on_event)
         if entry["lane_nodes"] is not None:
             known = sequence.tokens[: entry["lane_nodes"] * options.prefix_block]
             runner.lanes[sequence] = Lane(next(caches), 0, runner.prefix.match(known))
@@ -211,6 +215,25 @@ def load_state(
         engine.script = Script(entries[meta["log"] :])
         engine.log = RequestLog(log, options, written=len(entries))
     return engine
+
+
+def _revive(engine: Engine, entry: dict[str, Any], on_event: Callable[[Event], None]) -> Sequence:
+    """One request of a snapshot, back where it was; its listener gets what was written before."""
+    request = Request.from_json(entry["request"])
+    sequence = Sequence(
+        request, entry["order"], time.monotonic(), list(entry["output"]), None, entry["filled"],
+        entry["cached"],
+    )  # fmt: skip
+    live = engine.follow(sequence, on_event, engine.admission.check(request))
+    live.logprobs += entry["logprobs"]
+    _, text = live.reader.read(sequence.output)
+    if live.matcher is not None:
+        live.matcher.read(sequence.output)
+    engine.scheduler.put(sequence, entry["slot"], entry["is_prefilling"])
+    if sequence.output:
+        tokens, logprobs = tuple(sequence.output), tuple(live.logprobs)
+        engine.emit(live, tokens=tokens, text=text, logprobs=logprobs)
+    return sequence
 
 
 def _fingerprint(lm: LanguageModel) -> str:

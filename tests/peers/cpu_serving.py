@@ -3,106 +3,125 @@ static batching.  Run as ``python tests/peers/cpu_serving.py [--model smollm2-13
 
 A client sends its next request when the last is answered.  The mixed-length load has log-normal
 answer lengths (sigma 1.5); static batching is ``lm.generate`` on 16 requests at a time, which ends
-with the longest.  Wall time and CPU time are printed: on a busy machine the second is the
-steadier one.
+with the longest.  The two sides take turns in one process, after a round that is not counted, and
+medians of the rounds' ratios are printed, in time and in CPU time: on a busy machine the second is
+the steadier one.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 import jaxllama as jl
 from jaxllama.serving.request import Request
 
+SLOTS = 16
+PROMPT = 32
 
-def timed(work) -> tuple[float, float]:
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds on the wall, and of the CPU."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def prompts(rng: np.random.Generator, n: int, length: int) -> list[tuple[int, ...]]:
-    return [tuple(rng.integers(100, 40000, length).tolist()) for _ in range(n)]
+def prompts(rng: np.random.Generator, n: int) -> list[tuple[int, ...]]:
+    return [tuple(rng.integers(100, 40000, PROMPT).tolist()) for _ in range(n)]
 
 
-def clients(engine: jl.Engine, n_clients: int, n_each: int, n_new: int) -> None:
-    rng = np.random.default_rng(0)
-    work = prompts(rng, n_clients * n_each, 32)
-    seconds: list[tuple[float, float]] = []
+def clients(engine: jl.Engine, seed: int, n_clients: int, n_each: int, n_new: int) -> None:
+    pending = list(enumerate(prompts(np.random.default_rng(seed), n_clients * n_each)))
 
-    def serve() -> None:
-        pending = list(enumerate(work))
+    def next_request(event=None) -> None:
+        if pending and (event is None or event.finish_reason):
+            index, prompt = pending.pop()
+            engine.submit(Request(f"c{index}", prompt, n_new, ignore_eos=True), next_request)
 
-        def next_request(event=None) -> None:
-            if pending and (event is None or event.finish_reason):
-                index, prompt = pending.pop()
-                request = Request(f"c{index}", prompt, n_new, ignore_eos=True)
-                engine.submit(request, next_request)
-
-        for _ in range(n_clients):
-            next_request()
-        while engine.step():
-            pass
-
-    seconds.append(timed(serve))
-    wall, cpu = seconds[0]
-    total = n_clients * n_each * n_new
-    print(
-        f"{n_clients:3d} clients: {total} tokens, {total / wall:7.1f} tokens/s, "
-        f"{total / cpu:7.1f} tokens per CPU second",
-        flush=True,
-    )
+    for _ in range(n_clients):
+        next_request()
+    while engine.step():
+        pass
 
 
-def mixed(engine: jl.Engine, lm: jl.LanguageModel, n: int, median: float) -> None:
+def many_against_one(engine: jl.Engine, n_new: int, rounds: int) -> None:
+    ratios = []
+    for turn in range(rounds + 1):
+        rates = []
+        for n_clients, n_each in ((1, 3), (SLOTS, 2)):
+            work = lambda: clients(engine, turn, n_clients, n_each, n_new)  # noqa: B023, E731
+            rates.append([n_clients * n_each * n_new / seconds for seconds in timed(work)])
+        one, many = rates
+        print(
+            f"1 client {one[0]:.1f} tokens/s, {one[1]:.1f} a CPU second; {SLOTS} clients "
+            f"{many[0]:.1f}, {many[1]:.1f}",
+            flush=True,
+        )
+        ratios.append([of_many / of_one for of_one, of_many in zip(one, many, strict=True)])
+    tell(f"{SLOTS} clients / 1 client", ratios)
+
+
+def tell(what: str, ratios: list[list[float]]) -> None:
+    wall, cpu = (statistics.median(column) for column in zip(*ratios[1:], strict=True))
+    print(f"{what}, medians of {len(ratios) - 1}: {wall:.2f}x in time, {cpu:.2f}x in CPU time")
+
+
+def mixed(engine: jl.Engine, lm: jl.LanguageModel, n: int, median: float, rounds: int) -> None:
     rng = np.random.default_rng(1)
-    lengths = np.clip(rng.lognormal(np.log(median), 1.5, n).round(), 1, 40 * median)
-    lengths = lengths.astype(int).tolist()
-    work = prompts(rng, n, 32)
-    before = engine.stats().steps
+    drawn = np.clip(rng.lognormal(np.log(median), 1.5, n).round(), 1, 40 * median)
+    lengths, work = drawn.astype(int).tolist(), prompts(rng, n)
     requests = [
         Request(f"m{index}", prompt, new, ignore_eos=True)
         for index, (prompt, new) in enumerate(zip(work, lengths, strict=True))
     ]
-    wall, cpu = timed(lambda: engine.generate(requests))
-    steps = engine.stats().steps - before
-    print(f"continuous: {steps} steps, {wall:.1f} s, {cpu:.1f} CPU s", flush=True)
-
-    batches = range(0, n, 16)
-    static_steps = sum(max(lengths[begin : begin + 16]) for begin in batches)
+    batches = range(0, n, SLOTS)
 
     def static() -> None:
         for begin in batches:
-            rows = [list(prompt) for prompt in work[begin : begin + 16]]
+            rows = [list(prompt) for prompt in work[begin : begin + SLOTS]]
             # No stop tokens: every answer has its given length.
-            lm.generate(rows, max(lengths[begin : begin + 16]))
+            lm.generate(rows, max(lengths[begin : begin + SLOTS]))
 
-    static_wall, static_cpu = timed(static)
-    print(
-        f"static: {static_steps} steps, {static_wall:.1f} s, {static_cpu:.1f} CPU s\n"
-        f"continuous / static: {static_steps / steps:.2f}x steps, {static_wall / wall:.2f}x time, "
-        f"{static_cpu / cpu:.2f}x CPU time",
-        flush=True,
-    )
+    ratios = []
+    for _ in range(rounds + 1):
+        before = engine.stats().steps
+        continuous, fixed = timed(lambda: engine.generate(requests)), timed(static)
+        steps = engine.stats().steps - before
+        ratios.append([old / new for old, new in zip(fixed, continuous, strict=True)])
+        print(
+            f"continuous {continuous[0]:.1f} s, {continuous[1]:.1f} CPU s; static {fixed[0]:.1f} s,"
+            f" {fixed[1]:.1f} CPU s",
+            flush=True,
+        )
+    static_steps = sum(max(lengths[begin : begin + SLOTS]) for begin in batches)
+    print(f"{sum(lengths)} tokens: {steps} steps against {static_steps}")
+    tell("static / continuous", ratios)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--random", action="store_true", help="random weights of its shape")
+    parser.add_argument("--requests", type=int, default=64, help="of mixed length")
     parser.add_argument("--new", type=int, default=48, help="tokens a client asks for")
-    parser.add_argument("--median", type=float, default=16.0)
+    parser.add_argument("--median", type=float, default=16.0, help="of the mixed lengths")
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    lm = jl.load(args.model)
+    lm = jl.load(args.model, random=args.random)
     lm = jl.LanguageModel(lm.config.replace(eos_token_ids=()), lm.params, lm.tokenizer)
-    engine = jl.Engine(lm, max_slots=16, max_len=512, steps_per_call=1, max_queue=1000)
+    # No prefix cache: later rounds would find the prompts of earlier ones in it.
+    engine = jl.Engine(
+        lm, max_slots=SLOTS, max_len=PROMPT + int(40 * args.median), steps_per_call=1,
+        max_queue=1000, prefix_blocks=0,
+    )  # fmt: skip
     print("warm-up: {:.1f} s, {:.1f} CPU s".format(*timed(engine.warm_up)), flush=True)
-    for n_clients, n_each in ((1, 3), (16, 2), (1, 3), (16, 2)):
-        clients(engine, n_clients, n_each, args.new)
-    mixed(engine, lm, args.requests, args.median)
+    many_against_one(engine, args.new, args.rounds)
+    mixed(engine, lm, args.requests, args.median, args.rounds)
     print(engine.stats())
 
 
