@@ -85,6 +85,18 @@ def test_host_memory_short(on_disk, monkeypatch):
         stores.check_host_memory(2000)
 
 
+def test_pinned_memory_short(tmp_path, monkeypatch):
+    """As XLA's allocator of pinned memory says it."""
+    store = stores.Store(tmp_path)
+
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes")
+
+    monkeypatch.setattr(stores.jax, "device_put", full)
+    with pytest.raises(JaxLlamaError, match="no room for 0.00 GB more of pinned host memory"):
+        store.put(np.zeros((4, 4), np.float32), stores.Shares(0, 100))
+
+
 def test_the_command_names_a_bad_policy(capsys):
     assert main(["generate", "hi", "--policy", "1 2 3"]) == 2
     assert capsys.readouterr().err.startswith("error: policy '1 2 3': expected six percentages")

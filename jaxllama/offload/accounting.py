@@ -24,6 +24,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.offload import units as programs
 from jaxllama.offload.layer_cache import TAIL
 from jaxllama.offload.policy import Policy, Shares
+from jaxllama.offload.schedule import AHEAD
 from jaxllama.offload.store import check_host_memory
 from jaxllama.quantization.scheme import quantize_params
 from jaxllama.random_params import param_shapes
@@ -205,12 +206,16 @@ def footprint(
         # One in use, one being loaded from its parts, one being stored.
         largest = max(one_cache, key=tree_bytes)
         loading_cache = 3 * tree_bytes(largest) + loading_bytes(largest, policy.cache)
-    pair = 2 * hidden_bytes(cfg, size, -(-width // chunk) * chunk, dtype)
+    padded = -(-width // chunk) * chunk
+    pair = 2 * hidden_bytes(cfg, size, padded, dtype)
     hidden = split_bytes(jax.ShapeDtypeStruct((pair,), jnp.int8), Shares(100, 0))
-    loading_hidden = 0
+    loading_hidden = AHEAD * pair  # what is being made, before what it is made of is gone
     if policy.activations.device < 100:
         shape = jax.ShapeDtypeStruct((pair // cfg.d_model, cfg.d_model), jnp.int8)
-        hidden, loading_hidden = split_bytes(shape, policy.activations), 4 * pair
+        hidden, loading_hidden = split_bytes(shape, policy.activations), (3 + AHEAD) * pair
+    ints = jax.ShapeDtypeStruct((size,), jnp.int32)
+    words = jax.eval_shape(functools.partial(programs.positions_of, cfg, n_new=padded), ints, ints)
+    hidden += Tiers(device=tree_bytes(words) + 4 * size * padded)  # positions, rotations, tokens
     needs = 0
     if compile_programs:
         needs = _program_bytes(cfg, policy, size, chunk, capacity, dtype, kv_dtype, scheme)

@@ -1,53 +1,124 @@
-"""Offloading against the link: ``python -m jaxllama.offload.bench [--small] [--out JSON]``.
+"""Offloading against the link: ``python -m jaxllama.offload.bench [--only PART] [--out JSON]``.
 
-Three results, each printed as it is ready, in about eight minutes on one H200:
+Parts, each printed and written as it is ready:
 
+    link     bytes a second between pinned host memory and the device, each way, by size of copy
     stream   Llama-3.1-8B's shape, bfloat16, weights in host memory: bytes a second beside those of
-             one large copy over the same link in the same run, and the overlap
+             one large copy in the same run, and the overlap
              max(loading alone, computing alone) / step
     zigzag   the same model: tokens a second with 8 batches a block and with 1
-    budget   a 70B shape in 4 bit under a device budget of 16 GB, prompt 512, 32 new, 144 rows:
-             tokens a second, the allocator's peak, the link's bound, and attention's share
+    budget   a 70B shape in 4 bit under a device budget of 16 GB, prompt 512, 32 new, 144 rows: a
+             whole run, the allocator's peak and the link's bound
+    cpu      the same 70B shape on the CPU alone (JAX_PLATFORMS=cpu): one layer and the head are
+             timed and counted as often as they occur
 
-``--small`` runs the same code on a small shape, which is what a CPU can do.  Start the process with
-``XLA_PYTHON_CLIENT_PREALLOCATE=false``, or the allocator's peak is not the model's.
+All but ``budget`` and ``cpu`` run by default.  The allocator's peak is that of a process, so
+``budget`` wants one of its own, which its allocator keeps to the budget:
+
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.106 python -m jaxllama.offload.bench --only budget
+
+Weights are random bytes, one layer's repeated: what they say does not change how long they take.
+``--small`` runs the same code on a small shape, which is what a CPU can do.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
+import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jaxllama.config import ModelConfig, load_config
-from jaxllama.language_model import default_dtype, enable_compilation_cache, load
-from jaxllama.offload.accounting import unit_shapes, weights_footprint
-from jaxllama.offload.calibration import moving
+from jaxllama.loading import default_dtype, enable_compilation_cache
+from jaxllama.offload import units as programs
+from jaxllama.offload.accounting import cache_shapes, unit_shapes, weight_shapes, weights_footprint
 from jaxllama.offload.cost_model import Settings, Task, need_of
+from jaxllama.offload.fitting import moving
+from jaxllama.offload.loading import Placement
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.offload.plan import measure
 from jaxllama.offload.policy import Policy
+from jaxllama.offload.run import Run
 from jaxllama.offload.store import Store
+from jaxllama.sampling import Sampling, SamplingParams
 
 BUDGET = 16 * 10**9  # bytes of device memory for the 70B shape
+Tell = Callable[[str, Any], None]
 
 
-def link_rate(store: Store, nbytes: int, repeats: int = 5) -> float:
-    """Bytes a second of pinned host memory to the device: the best of a few large copies."""
-    source = jax.device_put(jnp.zeros((nbytes // 1024, 1024), jnp.int8), store.on_host)
+def repeated_model(
+    cfg: ModelConfig, dtype: Any, policy: Policy, scheme: str | None = None
+) -> OffloadedModel:
+    """A model whose layers, all of one kind, hold copies of one layer's random bytes."""
+    place = Placement(policy, dtype, scheme)
+    shapes = weight_shapes(cfg, dtype, place.scheme)
+    params: dict[str, Any] = {}
+    layers = [name for name in shapes if name.startswith("layer_")]
+    for name in [name for name in shapes if name not in layers] + layers[:1]:
+        drawn = random_tree(shapes[name])
+        for target in layers if name in layers else [name]:
+            params[target] = _placed(place, drawn, (target,))
+        del drawn
+    return place.model(cfg, params, None)
+
+
+def random_tree(shapes: Any) -> Any:
+    """Random arrays of a tree of shapes."""
+    leaves, treedef = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    drawn = [_draw(key, x.shape, x.dtype.name) for key, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(treedef, drawn)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    if len(shape) == 1:
+        return jnp.ones(shape, dtype)
+    if dtype == "int4":
+        half = (*shape[:-1], shape[-1] // 2)
+        bits = lax.bitcast_convert_type(jax.random.bits(key, half, jnp.uint8), jnp.int8)
+        return lax.bitcast_convert_type(bits, jnp.int4).reshape(shape)
+    bits = lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), jnp.int8)
+    return (bits.astype(jnp.float32) * (0.02 / 74)).astype(dtype)
+
+
+def _placed(place: Placement, tree: Any, path: tuple[str, ...]) -> Any:
+    if isinstance(tree, dict):
+        return {name: _placed(place, child, (*path, name)) for name, child in tree.items()}
+    return place(path, tree)
+
+
+def link_rate(store: Store, nbytes: int, repeats: int = 5, up: bool = True) -> float:
+    """Bytes a second from pinned host memory to the device, or down: the best of a few copies."""
+    source, target = (store.on_host, store.on_device) if up else (store.on_device, store.on_host)
+    array = jax.block_until_ready(jax.device_put(jnp.zeros((nbytes >> 10, 1024), jnp.int8), source))
     times = []
     for _ in range(repeats):
-        jax.block_until_ready(source)
         begin = time.perf_counter()
-        jax.block_until_ready(jax.device_put(source, store.on_device))
+        jax.block_until_ready(jax.device_put(array, target))
         times.append(time.perf_counter() - begin)
-    return source.nbytes / min(times)
+    return array.nbytes / min(times)
+
+
+def links(store: Store, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """Gigabytes a second each way, by megabytes a copy."""
+    return {
+        f"{size >> 20} MB": {
+            name: link_rate(store, size, up=up) / 1e9
+            for name, up in (("up", True), ("down", False))
+        }
+        for size in sizes
+    }
 
 
 def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: Settings) -> float:
@@ -59,13 +130,12 @@ def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: Settings) -> floa
 
 def stream(lm: OffloadedModel, task: Task, settings: Settings, link: float) -> dict[str, Any]:
     """How much of the link an overlapped step uses, and how much of the other work it hides."""
-    found, events = measure(lm, task, settings)
+    found, _ = measure(lm, task, settings)
     moved = streamed_bytes(lm.config, lm.policy, settings)
     serial = dataclasses.replace(lm, policy=dataclasses.replace(lm.policy, overlap=False))
     alone, _ = measure(serial, task, settings, steps=2)
     loading, computing = alone["lanes"]["load weights"], alone["lanes"]["compute"]
     rows = min(lm.policy.block_size, task.rows)
-    del events
     return {
         "step_seconds": found["step"],
         "tokens_per_second": rows / found["step"],
@@ -73,54 +143,123 @@ def stream(lm: OffloadedModel, task: Task, settings: Settings, link: float) -> d
         "streamed_gigabytes_per_second": moved / found["step"] / 1e9,
         "share_of_link": moved / found["step"] / link,
         "overlap": max(loading, computing) / found["step"],
+        "loading_alone_seconds": loading,
+        "computing_alone_seconds": computing,
         "serial_step_seconds": alone["step"],
         "peak_device_bytes": found["device_bytes"],
     }
 
 
-def budget(source: str, task: Task, settings: Settings, policy: Policy, link: float) -> Any:
-    """The large model under the budget: rate, peak and bounds."""
-    cfg = load_config(source)
-    need = need_of(cfg, policy, task, settings)
-    lm = load(source, settings.dtype, policy=policy, random=True)
-    assert isinstance(lm, OffloadedModel)
-    found, _ = measure(lm, task, settings, steps=3)
-    moved = streamed_bytes(cfg, policy, settings)
-    rows = min(policy.block_size, task.rows)
-    seconds = found["prefill"] + (task.new - 1) * found["step"]
-    return {
+def start_run(lm: OffloadedModel, rows: int, task: Task, kv_dtype: Any) -> Run:
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, lm.config.vocab_size, (rows, task.prompt)), jnp.int32)
+    sampling = SamplingParams.stack([Sampling()] * rows, lm.config.vocab_size)
+    return Run(
+        lm, tokens, jnp.full((rows,), task.prompt, jnp.int32), sampling,
+        jnp.zeros((0,), jnp.int32), room=task.new, limit=task.new, capacity=task.capacity,
+        kv_dtype=kv_dtype, chunk=lm.policy.prefill_batch_size or task.chunk,
+    )  # fmt: skip
+
+
+def budget(
+    cfg: ModelConfig, task: Task, settings: Settings, policy: Policy, link: float, tell: Tell
+) -> None:
+    """The large model under the budget: a whole run's rate, the peak and the bounds."""
+    begin = time.perf_counter()
+    lm = repeated_model(cfg, settings.dtype, policy, settings.scheme)
+    stats = functools.partial(_memory, lm.store)
+    about: dict[str, Any] = {
         "policy": str(policy),
-        "weights_bytes": dataclasses.asdict(weights_footprint(cfg, policy, *_words(settings))[0]),
-        "predicted_device_bytes": need.device,
-        "peak_device_bytes": found["device_bytes"],
-        "within_budget": found["device_bytes"] <= BUDGET,
-        "prefill_seconds": found["prefill"],
-        "step_seconds": found["step"],
-        "tokens_per_second": rows * task.new / seconds,
-        "decode_tokens_per_second": rows / found["step"],
-        "link_bound_tokens_per_second": rows / (moved / link),
-        "lanes": found["lanes"],
+        "weights_bytes": dataclasses.asdict(
+            weights_footprint(cfg, policy, settings.dtype, settings.scheme)[0]
+        ),
+        "allocator_limit": stats("bytes_limit"),
+        "creation_seconds": time.perf_counter() - begin,
+        "peak_after_creation": stats("peak_bytes_in_use"),
+    }
+    tell("budget", about)
+    begin = time.perf_counter()
+    warm = start_run(
+        lm, policy.gpu_batch_size, task, settings.kv_dtype
+    )  # the programs of one batch
+    for _ in range(2):
+        warm.step()
+        warm.end_rows()
+    del warm
+    about["warm_up_seconds"] = time.perf_counter() - begin
+    tell("budget", about)
+    run, seconds = start_run(lm, task.rows, task, settings.kv_dtype), []
+    moved = streamed_bytes(cfg, policy, settings)
+    for done in range(1, task.new + 1):
+        begin = time.perf_counter()
+        run.step()
+        run.end_rows()
+        seconds.append(time.perf_counter() - begin)
+        if done in (1, 2, 4, 8, 16, task.new):
+            step = statistics.median(seconds[1:]) if done > 1 else None
+            peak = stats("peak_bytes_in_use")
+            about |= {
+                "new_tokens": done,
+                "prefill_seconds": seconds[0],
+                "step_seconds": step,
+                "total_seconds": sum(seconds),
+                "tokens_per_second": task.rows * done / sum(seconds),
+                "decode_tokens_per_second": step and task.rows / step,
+                "link_bound_tokens_per_second": task.rows * link / moved,
+                "peak_device_bytes": peak,
+                "within_budget": peak and peak <= BUDGET,
+            }
+            tell("budget", about)
+    about["predicted_device_bytes"] = need_of(cfg, policy, task, settings).device
+    tell("budget", about)
+
+
+def _memory(store: Store, name: str) -> int | None:
+    return (store.device.memory_stats() or {}).get(name)
+
+
+def on_cpu(cfg: ModelConfig, task: Task, settings: Settings) -> dict[str, Any]:
+    """A decode step without a GPU, for all rows in one program."""
+    units = unit_shapes(cfg, jnp.dtype(settings.dtype).name, settings.scheme, False)
+    weights = {unit.kind: random_tree(tree) for unit, tree in units[1:2] + units[-1:]}
+    rows = task.rows
+    [state] = cache_shapes(cfg.replace(n_layers=1, layer_types=cfg.layer_types[:1]), rows,
+                           task.capacity, settings.kv_dtype)  # fmt: skip
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+    alike, kind = programs.layer_config(cfg, units[1][0])
+    at = jnp.full((rows,), task.prompt, jnp.int32)
+    one = jnp.ones_like(at)
+    positions, rope = programs.positions_of(cfg, at, at + one, 1)
+    x = jnp.ones((rows, 1, cfg.d_model), settings.dtype)
+    times: dict[str, list[float]] = {"layer": [], "head": []}
+    for _ in range(3):
+        begin = time.perf_counter()
+        hidden, state = programs.run_layer(
+            alike, kind, "layer", weights["layer"], (x, x), state, positions, one, rope
+        )
+        jax.block_until_ready(hidden)
+        times["layer"].append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        jax.block_until_ready(programs.head_logits(cfg, weights["head"], x[:, 0]))
+        times["head"].append(time.perf_counter() - begin)
+    step = cfg.n_layers * min(times["layer"]) + min(times["head"])
+    return {
+        "device": jax.devices()[0].device_kind,
+        "layer_seconds": times["layer"],
+        "head_seconds": times["head"],
+        "step_seconds": step,
+        "decode_tokens_per_second": rows / step,
     }
 
 
-def _words(settings: Settings) -> tuple[Any, str | None]:
-    return settings.dtype, settings.scheme
-
-
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--small", action="store_true")
     options.add_argument("--out", type=Path)
-    options.add_argument("--only", choices=("stream", "zigzag", "budget"))
+    options.add_argument("--only", choices=("link", "stream", "zigzag", "budget", "cpu"))
+    options.add_argument("--policy", type=Policy.parse, help="of the budget part")
     args = options.parse_args()
     enable_compilation_cache()
-    dtype = default_dtype()
-    plain, packed = Settings(dtype, dtype), Settings(dtype, "int4", "w4a16")
-    small, large = ("smollm2-135m", "smollm2-135m") if args.small else (
-        "llama-3.1-8b", "llama-3.1-70b"
-    )  # fmt: skip
-    prompt, rows, new = (32, 4, 6) if args.small else (128, 16, 12)
-    host = Policy(weights_device=0, weights_host=100, gpu_batch_size=rows)
     report: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
     def tell(name: str, value: Any) -> None:
@@ -129,23 +268,38 @@ def main() -> None:
         if args.out is not None:
             args.out.write_text(json.dumps(report, indent=1))
 
-    lm = None
-    link = link_rate(Store("."), 1 << (26 if args.small else 30))
-    # First, because the allocator's peak is that of the whole process.
-    if args.only in (None, "budget"):
-        task = Task(8, 32, 6) if args.small else Task(144, 512, 32)
-        policy = Policy.parse(
-            "0 100 0 100 100 0 compress_weight=true compress_cache=true sep_layer=true "
+    dtype = default_dtype()
+    packed = Settings(dtype, "int4", "w4a16")
+    task = Task(8, 32, 6) if args.small else Task(144, 512, 32)
+    large = load_config("smollm2-135m" if args.small else "llama-3.1-70b")
+    if args.only == "cpu":
+        tell("cpu", on_cpu(large, task, packed))
+        return
+    store = Store(".")
+    link = link_rate(store, 1 << (26 if args.small else 30))
+    tell("link_gigabytes_per_second", link / 1e9)
+    if args.only == "budget":
+        policy = args.policy or Policy.parse(
+            "0 100 100 0 100 0 compress_weight=true compress_cache=true "
             + ("gpu_batch_size=4 num_gpu_batches=2" if args.small
                else "gpu_batch_size=24 num_gpu_batches=6 prefill_batch_size=128")
         )  # fmt: skip
-        tell("budget", budget(large, task, packed, policy, link))
-    if args.only in (None, "stream", "zigzag"):
-        lm = load(small, dtype, policy=host, random=True)
-        one = stream(lm, Task(rows, prompt, new), plain, link)
-        tell("stream", one)
+        budget(large, task, packed, policy, link, tell)
+        return
+    if args.only in (None, "link"):
+        tell("links", links(store, (1 << 20, 1 << 23, 1 << (25 if args.small else 27))))
+    if args.only == "link":
+        return
+    small = load_config("smollm2-135m" if args.small else "llama-3.1-8b")
+    prompt, rows, new = (32, 4, 6) if args.small else (128, 16, 12)
+    plain = Settings(dtype, dtype)
+    host = Policy(weights_device=0, weights_host=100, gpu_batch_size=rows)
+    begin = time.perf_counter()
+    lm = repeated_model(small, dtype, host)
+    tell("creation_seconds", time.perf_counter() - begin)
+    one = stream(lm, Task(rows, prompt, new), plain, link)
+    tell("stream", one)
     if args.only in (None, "zigzag"):
-        assert isinstance(lm, OffloadedModel)
         eight = dataclasses.replace(lm, policy=dataclasses.replace(host, num_gpu_batches=8))
         found = stream(eight, Task(8 * rows, prompt, new), plain, link)
         gain = found["tokens_per_second"] / one["tokens_per_second"]

@@ -2,17 +2,20 @@
 
     calibrate(cfg, dtype, scheme, kv_dtype) -> Calibration      seconds as linear functions of bytes
 
-A model of one layer a kind, with random weights, is run unit by unit under a few policies that put
-everything on one tier or half on two; the recorder gives the seconds of every load, store and
-computation, and each kind is fitted by non-negative least squares:
+A model of a few layers a kind, with random weights, is run unit by unit under a few policies that
+put everything on one tier or half on two, and non-negative least squares fit what was seen:
 
     load, store   latency + host bytes / rate + disk bytes / rate + joined bytes / rate
-    compute       overhead + rows * a + rows * context * b         a decode step of one layer
-                  rows * tokens * c                                prefill, in pieces of one size
+                  from the recorder's events of serial steps
+    layer         overhead + rows * a + rows * context * b         a decode step of one layer
+                  overhead + rows * tokens * a + rows * tokens^2 * b         prefill
+    head          overhead + rows * a         all of a step that does not grow with the depth
 
-Then the same policies run overlapped: ``contention`` is the share of the work beside the longest
-lane that is not hidden (0 on a machine whose links and cores do not share memory, near 1 on a CPU,
-where a "link" is a copy made by the cores that also compute).  The result is kept in a file.
+Layer and head are taken from whole overlapped steps of a resident model at two depths, so dispatch
+and the loop's own work are in them as often as they occur.  Then policies that move run overlapped,
+with one batch and with several: ``contention`` is the share of the work beside the longest lane
+that is not hidden (near 0 where links and cores share nothing; on a CPU a "link" is a copy made by
+the cores that also compute, and it may pass 1).  The result is kept in a file.
 """
 
 from __future__ import annotations
@@ -32,32 +35,24 @@ import numpy as np
 
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig
-from jaxllama.offload.accounting import cache_shapes, hidden_bytes, split_bytes, unit_shapes
+from jaxllama.offload.accounting import cache_shapes, hidden_bytes, unit_shapes
+from jaxllama.offload.fitting import Moving, contention, fit_moving, moving, nnls
+from jaxllama.offload.layer_cache import snapshot_columns
 from jaxllama.offload.loading import Placement, scheme_of
 from jaxllama.offload.model import KV_DTYPE, OffloadedModel
-from jaxllama.offload.policy import Policy, Shares
+from jaxllama.offload.policy import Policy
 from jaxllama.offload.run import Run
 from jaxllama.offload.timeline import NO_RECORD, Event, Recorder
 from jaxllama.random_params import random_params
 from jaxllama.sampling import Sampling, SamplingParams
 
-ROWS = (1, 2, 8)
+ROWS = (1, 8)
 CONTEXTS = (64, 256)
-STEPS = 5  # decode steps that are timed
+DEPTHS = (1, 4)  # layers of each kind
+BATCHES = (1, 4)
+STEPS = 12  # decode steps that are timed
+SHARES = {"resident": (100, 0), "host": (0, 100), "disk": (0, 0), "half": (50, 50)}
 Progress = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Moving:
-    """Seconds of one transfer: latency, then seconds a byte by tier and of joining pieces."""
-
-    latency: float
-    host: float
-    disk: float
-    join: float
-
-    def seconds(self, host: float, disk: float, joined: float) -> float:
-        return self.latency + self.host * host + self.disk * disk + self.join * joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +66,22 @@ class Calibration:
     load_hidden: Moving
     store_hidden: Moving
     decode: tuple[float, float, float]  # overhead, a row, a row and token of context; a layer
-    prefill: float  # a row and token; a layer
+    prefill: tuple[float, float, float]  # overhead, a row and token, a row and token^2; a layer
     head: tuple[float, float]  # overhead, a row
-    slot: float  # of the loop itself, a unit and batch
     contention: float
     disk_cold: float  # seconds a byte when the system's page cache holds nothing of the file
+
+    def cold(self) -> Calibration:
+        """For models that the page cache cannot hold."""
+        names = ("load_weights", "load_cache", "load_hidden")
+        slower = {name: getattr(self, name) for name in names}
+        return dataclasses.replace(
+            self,
+            **{
+                name: dataclasses.replace(moving, disk=max(moving.disk, self.disk_cold))
+                for name, moving in slower.items()
+            },
+        )
 
 
 def calibrate(
@@ -95,7 +101,10 @@ def calibrate(
     kv_dtype = dtype if kv_dtype is None else kv_dtype
     kinds = tuple(dict.fromkeys(cfg.layer_types))
     small = cfg.replace(
-        n_layers=2 * len(kinds), layer_types=2 * kinds, first_window_layer=0, name="calibration"
+        n_layers=DEPTHS[1] * len(kinds),
+        layer_types=DEPTHS[1] * kinds,
+        first_window_layer=0,
+        name="calibration",
     )
     path = _path(small, dtype, scheme, kv_dtype, chunk)
     if path.is_file() and not fresh:
@@ -125,22 +134,31 @@ def _read(path: Path) -> Calibration:
 
 @dataclasses.dataclass(frozen=True)
 class _Sample:
-    """One policy's run: events of the decode steps, of the prefill, and seconds a step."""
+    """A policy's serial run: events of the decode steps and of the prefill."""
 
     policy: Policy
     rows: int
     context: int
     events: list[Event]
     prefill: list[Event]
-    step: float
 
-    def median(self, lane: str, kinds: Sequence[str], prefill: bool = False) -> float:
+    def seconds(self, lane: str, kinds: Sequence[str], prefill: bool = False) -> float:
         times = [
             event.seconds
             for event in (self.prefill if prefill else self.events)
             if event.lane == lane and (event.unit.split("_")[0] in kinds or not event.unit)
         ]
-        return statistics.median(times) if times else 0.0
+        return lower(times) if times else 0.0
+
+    def loads(self, kind: str) -> list[float]:
+        """Seconds of a unit's lanes but the computation; the weights' first."""
+        lanes = ["load weights"]
+        if kind == "layer":
+            lanes += ["load cache", "load hidden", "store cache", "store hidden"]
+        return [self.seconds(lane, (kind,)) for lane in lanes]
+
+
+Point = tuple[int, int]  # rows, context
 
 
 class _Measure:
@@ -150,32 +168,49 @@ class _Measure:
     ) -> None:  # fmt: skip
         self.cfg, self.dtype, self.scheme, self.kv_dtype = cfg, jnp.dtype(dtype), scheme, kv_dtype
         self.chunk, self.progress = chunk, progress
+        self.layers = [depth * cfg.n_layers // DEPTHS[1] for depth in DEPTHS]
 
     def run(self) -> Calibration:
-        shares = {"resident": (100, 0), "host": (0, 100), "disk": (0, 0), "half": (50, 50)}
-        samples: dict[tuple[str, int, int], _Sample] = {}
-        overlapped: list[tuple[_Sample, _Sample]] = []
-        for name, (device, host) in shares.items():
-            text = f"{device} {host} " * 3 + "overlap=false"
-            points = [(rows, CONTEXTS[1]) for rows in ROWS]
+        largest = ROWS[-1], CONTEXTS[-1]
+        points = [(rows, CONTEXTS[-1]) for rows in ROWS]
+        still: dict[Point, list[tuple[float, float]]] = {}
+        moved: list[_Sample] = []
+        overlapped: list[tuple[_Sample, int, float]] = []
+        for name, (device, host) in SHARES.items():
+            model = self._model(Policy.parse(f"{device} {host} " * 3))
+            self.progress(f"calibrating: {name}")
             if name == "resident":
-                points.append((ROWS[-1], CONTEXTS[0]))
-            model = self._model(Policy.parse(f"{text} gpu_batch_size={ROWS[-1]}"))
-            for rows, context in points if name in ("resident", "host") else points[-1:]:
-                self.progress(f"calibrating: {name}, {rows} rows of {context} tokens")
-                samples[name, rows, context] = self._sample(model, rows, context)
+                for point in [*points, (ROWS[-1], CONTEXTS[0])]:
+                    both = [self._shallow(model), model]
+                    still[point] = self._times([self._runs(lm, *point) for lm in both])
+                continue
+            serial = _with(model, overlap=False)
+            for point in points if name == "host" else [largest]:
+                moved.append(self._sample(serial, *point))
             if name in ("host", "half"):
-                policy = dataclasses.replace(model.policy, overlap=True)
-                other = self._sample(dataclasses.replace(model, policy=policy), *points[-1])
-                overlapped.append((samples[name, *points[-1]], other))
-        return self._fit(samples, overlapped)
+                runs = [
+                    self._runs(_with(model, num_gpu_batches=count), ROWS[-1] * count, CONTEXTS[-1])
+                    for count in BATCHES
+                ]
+                for count, (_, step) in zip(BATCHES, self._times(runs), strict=True):
+                    overlapped.append((moved[-1], count, step))
+        return self._fit(still, moved, overlapped)
 
     def _model(self, policy: Policy) -> OffloadedModel:
-        place = Placement(policy, self.dtype, self.scheme)
+        place = Placement(
+            dataclasses.replace(policy, gpu_batch_size=ROWS[-1]), self.dtype, self.scheme
+        )
         params = random_params(self.cfg, jax.random.key(0), self.dtype, self.scheme, place)
         return place.model(self.cfg, params, None)
 
-    def _sample(self, model: OffloadedModel, rows: int, context: int) -> _Sample:
+    def _shallow(self, model: OffloadedModel) -> OffloadedModel:
+        """The first layers of a model."""
+        count = self.layers[0]
+        cfg = self.cfg.replace(n_layers=count, layer_types=self.cfg.layer_types[:count])
+        return dataclasses.replace(model, config=cfg)
+
+    def _runs(self, model: OffloadedModel, rows: int, context: int) -> Callable[[], Run]:
+        """Makes runs of one task, the programs of which are compiled."""
         rng = np.random.default_rng(0)
         tokens = jnp.asarray(rng.integers(0, self.cfg.vocab_size, (rows, context)), jnp.int32)
         lengths = jnp.full((rows,), context, jnp.int32)
@@ -184,36 +219,44 @@ class _Measure:
         def begin() -> Run:
             return Run(
                 model, tokens, lengths, sampling, jnp.zeros((0,), jnp.int32),
-                room=16, limit=16, capacity=context + 64, kv_dtype=self.kv_dtype, chunk=self.chunk,
+                room=32, limit=32, capacity=context + 64, kv_dtype=self.kv_dtype, chunk=self.chunk,
             )  # fmt: skip
 
         run = begin()
-        for _ in range(3):  # compile
-            run.step()
-        run = begin()
-        prefill = self._record(run, 1)[0]
-        run.step()
-        events, step = self._record(run, STEPS)
-        return _Sample(model.policy, rows, context, events, prefill, step)
+        for _ in range(3):
+            _step(run)
+        return begin
 
-    def _record(self, run: Run, steps: int) -> tuple[list[Event], float]:
+    def _times(self, runs: Sequence[Callable[[], Run]]) -> list[tuple[float, float]]:
+        """(prefill, step) of each; they alternate, so that a busy machine slows all alike."""
+        prefills = []
+        for _ in range(3):
+            begun = [begin() for begin in runs]
+            prefills.append([_step(run) for run in begun])
+        steps = [[_step(run) for run in begun] for _ in range(STEPS + 1)][1:]
+        quartiles = [list(map(lower, zip(*times, strict=True))) for times in (prefills, steps)]
+        return list(zip(*quartiles, strict=True))
+
+    def _sample(self, model: OffloadedModel, rows: int, context: int) -> _Sample:
+        run = self._runs(model, rows, context)()
+        prefill = self._record(run, 1)
+        run.step()
+        return _Sample(model.policy, rows, context, self._record(run, STEPS), prefill)
+
+    def _record(self, run: Run, steps: int) -> list[Event]:
         run.record = Recorder()
-        begin = time.perf_counter()
         for _ in range(steps):
-            run.step()
-            run.end_rows()
-        seconds = (time.perf_counter() - begin) / steps
+            _step(run)
         events, run.record = run.record.finish(), NO_RECORD
-        return events, seconds
+        return events
 
     def _fit(
         self,
-        samples: dict[tuple[str, int, int], _Sample],
-        overlapped: list[tuple[_Sample, _Sample]],
+        still: dict[Point, list[tuple[float, float]]],
+        moved: list[_Sample],
+        overlapped: list[tuple[_Sample, int, float]],
     ) -> Calibration:
         layer = ("layer",)
-        moved = [sample for (name, *_), sample in samples.items() if name != "resident"]
-        still = [sample for (name, *_), sample in samples.items() if name == "resident"]
         weights, caches, stores, hiddens, puts = [], [], [], [], []
         for sample in moved:
             policy = sample.policy
@@ -221,34 +264,50 @@ class _Measure:
                 if self.cfg.tie_embeddings and unit.kind == "head":
                     continue  # its table is not loaded twice
                 if unit.layer in (-1, 0):
-                    seconds = sample.median("load weights", (unit.kind,))
+                    seconds = sample.seconds("load weights", (unit.kind,))
                     weights.append((*moving(shapes, policy.weights), seconds))
             [one] = cache_shapes(self.cfg.replace(n_layers=1, layer_types=self.cfg.layer_types[:1]),
                                  sample.rows, sample.context + 64, self.kv_dtype)  # fmt: skip
-            amounts = moving(one, policy.cache)
-            caches.append((*amounts, sample.median("load cache", layer)))
-            stores.append((*amounts, sample.median("store cache", layer, prefill=True)))
+            capacity = sample.context + 64
+            share = snapshot_columns(capacity, sample.context) / capacity
+            amounts = tuple(share * part for part in moving(one, policy.cache))
+            caches.append((*amounts, sample.seconds("load cache", layer)))
+            stores.append((*amounts, sample.seconds("store cache", layer, prefill=True)))
             for prefill, width in ((False, 1), (True, sample.context)):
                 pair = 2 * hidden_bytes(self.cfg, sample.rows, width, self.dtype)
                 amounts = moving(jax.ShapeDtypeStruct((pair // 8, 8), jnp.int8), policy.activations)
-                hiddens.append((*amounts, sample.median("load hidden", layer, prefill)))
-                puts.append((*amounts, sample.median("store hidden", layer, prefill)))
-        decode = nnls(
-            [(1.0, s.rows, s.rows * s.context) for s in still],
-            [s.median("compute", layer) for s in still],
+                hiddens.append((*amounts, sample.seconds("load hidden", layer, prefill)))
+                puts.append((*amounts, sample.seconds("store hidden", layer, prefill)))
+        fewer, more = self.layers
+        steps = {
+            point: max(1e-9, (long[1] - short[1]) / (more - fewer))
+            for point, (short, long) in still.items()
+        }
+        rests = {
+            point: max(1e-9, short[1] - fewer * steps[point]) for point, (short, _) in still.items()
+        }
+        decode = nnls([(1.0, rows, rows * at) for rows, at in steps], list(steps.values()))
+        head = nnls([(1.0, rows) for rows, _ in rests], list(rests.values()))
+        prefill = nnls(
+            [(1.0, rows * width, rows * width**2) for rows, width in still],
+            [max(1e-9, (long[0] - short[0]) / (more - fewer)) for short, long in still.values()],
         )
-        head = nnls([(1.0, s.rows) for s in still], [s.median("compute", ("head",)) for s in still])
-        largest = max(still, key=lambda s: s.rows * s.context)
-        slots = self.cfg.n_layers + 1
-        slot = statistics.median(
-            max(0.0, s.step - sum(e.seconds for e in s.events) / STEPS) / slots for s in still
-        )
+        largest = ROWS[-1], CONTEXTS[-1]
+        lanes = []
+        for sample, count, seconds in overlapped:
+            own = [(more, "layer", steps[largest]), (1, "head", rests[largest])]
+            longest = beside = 0.0
+            for times, kind, compute in own:
+                first, *others = sample.loads(kind)
+                unit = [first, count * compute, *(count * other for other in others)]
+                longest += times * max(unit)
+                beside += times * (sum(unit) - max(unit))
+            lanes.append((longest, beside, seconds))
         return Calibration(
             fit_moving(weights), fit_moving(caches), fit_moving(stores),
-            statistics.median(s.median("store cache", layer) for s in moved),
-            fit_moving(hiddens), fit_moving(puts), decode,
-            largest.median("compute", layer, prefill=True) / (largest.rows * largest.context),
-            head, slot, _contention(overlapped), self._cold_disk(),
+            statistics.median(s.seconds("store cache", layer) for s in moved),
+            fit_moving(hiddens), fit_moving(puts), decode, prefill, head, contention(lanes),
+            self._cold_disk(),
         )  # fmt: skip
 
     def _cold_disk(self) -> float:
@@ -264,43 +323,20 @@ class _Measure:
         return (time.perf_counter() - begin) / (len(extents) * block.nbytes)
 
 
-def moving(tree: Any, shares: Shares) -> tuple[float, float, float]:
-    """(host bytes, disk bytes, joined bytes) of getting a tree of shapes that ``shares`` split."""
-    if shares.device >= 100:
-        return 0.0, 0.0, 0.0
-    part = split_bytes(tree, shares)
-    whole = part.device + part.host + part.disk
-    pure = 100 in (shares.host, shares.disk)
-    return part.host, part.disk, 0.0 if pure else whole
+def lower(times: Sequence[float]) -> float:
+    """The lower quartile: what the machine takes when others leave it alone."""
+    return sorted(times)[(len(times) - 1) // 4]
 
 
-def nnls(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Non-negative coefficients that explain ``seconds`` with the least relative squared error."""
-    from scipy.optimize import nnls as solve
-
-    matrix, target = np.asarray(rows, float), np.asarray(seconds, float)
-    target = np.maximum(target, 1e-9)
-    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-30)
-    found, _ = solve(matrix / scale / target[:, None], np.ones(len(target)))
-    return tuple(float(value) for value in found / scale)
+def _with(model: OffloadedModel, **changes: Any) -> OffloadedModel:
+    return dataclasses.replace(model, policy=dataclasses.replace(model.policy, **changes))
 
 
-def fit_moving(samples: Sequence[tuple[float, float, float, float]]) -> Moving:
-    """Samples are (host, disk, joined bytes, seconds)."""
-    return Moving(*nnls([(1.0, *amounts) for *amounts, _ in samples], [s for *_, s in samples]))
-
-
-def _contention(pairs: Sequence[tuple[_Sample, _Sample]]) -> float:
-    """Of a serial step's work beside its longest lane, the share that overlapping did not hide."""
-    shares = []
-    for serial, overlapped in pairs:
-        lanes: dict[str, float] = {}
-        for event in serial.events:
-            lanes[event.lane] = lanes.get(event.lane, 0.0) + event.seconds / STEPS
-        longest = max(lanes.values())
-        beside = max(serial.step - longest, 1e-9)
-        shares.append(min(1.0, max(0.0, (overlapped.step - longest) / beside)))
-    return statistics.mean(shares)
+def _step(run: Run) -> float:
+    begin = time.perf_counter()
+    run.step()
+    run.end_rows()
+    return time.perf_counter() - begin
 
 
 def settings_of(

@@ -36,8 +36,9 @@ from jaxllama.offload.accounting import (
     hidden_bytes,
     unit_shapes,
 )
-from jaxllama.offload.calibration import Calibration, moving
-from jaxllama.offload.layer_cache import TAIL
+from jaxllama.offload.calibration import Calibration
+from jaxllama.offload.fitting import moving
+from jaxllama.offload.layer_cache import TAIL, snapshot_columns
 from jaxllama.offload.policy import PERCENTAGES, Policy, Shares
 from pallas_kernels.qtensor import tree_bytes
 
@@ -122,11 +123,10 @@ def _step(
             for lane, value in lanes.items()
         }
         longest, total = max(lanes.values()), sum(lanes.values())
-        loop = costs.slot * batches
         if policy.overlap:
-            seconds += loop + longest + costs.contention * (total - longest)
+            seconds += longest + costs.contention * (total - longest)
         else:
-            seconds += loop + total
+            seconds += total
         for lane, value in lanes.items():
             totals[lane] += value
     return seconds, totals
@@ -156,14 +156,17 @@ def _units(
             continue
         half = 0.5 if policy.sep_layer else 1.0
         if width > 1:
-            lanes["compute"] = half * costs.prefill * rows * width
+            fixed, a_word, a_pair = costs.prefill
+            lanes["compute"] = half * (fixed + rows * width * (a_word + a_pair * width))
         else:
             lanes["compute"] = half * (overhead + a_row * rows + a_token * rows * context)
         if policy.activations.device < 100:
             lanes["load hidden"] = costs.load_hidden.seconds(*hidden)
             lanes["store hidden"] = costs.store_hidden.seconds(*hidden)
         if moves_cache and unit.has_cache:
-            share = min(1.0, max(context, width) / task.capacity)  # of the columns are filled
+            share = 1.0  # a GLA state moves whole
+            if cfg.layer_types[unit.layer] == "attention":
+                share = snapshot_columns(task.capacity, max(context, width)) / task.capacity
             amounts = [share * part for part in state[unit.layer]]
             written = costs.store_cache.seconds(*amounts)
             if width > 1:

@@ -1,6 +1,7 @@
 """DiskFile: a checked scratch file, read and written by threads.
 
     extent = file.write(array)      file.read(extent) -> array      file.free(extent)
+    file.begin(extent)() is file.read(extent); begun ahead, it keeps the disk busy meanwhile
 
 Contract: what ``read`` returns is what was written, or it raises JaxLlamaError: every chunk's
 length and CRC-32 are compared.  The file has no name (it is unlinked as it is made), so nothing is
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import weakref
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -79,8 +81,8 @@ class DiskFile:
             raise self._error(error, len(view)) from None
         return Extent(offset, len(view), checks, array.shape, array.dtype)
 
-    def read(self, extent: Extent) -> np.ndarray:
-        """The array, 64-byte aligned.  Raises JaxLlamaError for bytes that are missing or wrong."""
+    def begin(self, extent: Extent) -> Callable[[], np.ndarray]:
+        """Begin to read; what comes back waits, and gives what ``read`` does."""
         out = aligned_empty(extent.nbytes, np.dtype(np.uint8))
         view = memoryview(out)
         jobs = [
@@ -89,9 +91,17 @@ class DiskFile:
             )
             for i, at in enumerate(range(0, extent.nbytes, CHUNK))
         ]
-        for job in jobs:
-            job.result()
-        return out.view(extent.dtype).reshape(extent.shape)
+
+        def result() -> np.ndarray:
+            for job in jobs:
+                job.result()
+            return out.view(extent.dtype).reshape(extent.shape)
+
+        return result
+
+    def read(self, extent: Extent) -> np.ndarray:
+        """The array, 64-byte aligned.  Raises JaxLlamaError for bytes that are missing or wrong."""
+        return self.begin(extent)()
 
     def read_rows(self, extent: Extent, rows: np.ndarray) -> np.ndarray:
         """Some rows of the array, without its checks: an embedding table's look-up."""

@@ -28,6 +28,13 @@ from jaxllama.offload.units import LayerState
 TAIL = 16  # tokens a row that stay on the device between two writes of a snapshot
 
 
+def snapshot_columns(capacity: int, filled: int) -> int:
+    """Columns of a snapshot that holds ``filled``: few different widths, because each is a program
+    of its own."""
+    unit = max(TAIL, capacity // 8)
+    return min(capacity, -(-filled // unit) * unit)
+
+
 class LayerCache:
     """See the module docstring.  empty: a function that makes the state before the first token."""
 
@@ -76,10 +83,7 @@ class LayerCache:
             self._held += 1
             return
         capacity = state.k.shape[1]
-        # Few different widths, because each is a program of its own.
-        unit = max(TAIL, capacity // 8)
-        columns = min(capacity, -(-filled // unit) * unit)
-        self._replace(_first_columns(state, columns))
+        self._replace(_first_columns(state, snapshot_columns(capacity, filled)))
         self._tail, self._slots = _empty_tail(state)
         self._held = 0
 

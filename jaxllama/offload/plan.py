@@ -23,7 +23,8 @@ import numpy as np
 from jaxllama.checkpoints import gguf, hf, hub
 from jaxllama.config import ModelConfig, load_config, preset_names
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import default_dtype, enable_compilation_cache, load
+from jaxllama.loading import default_dtype, enable_compilation_cache, load
+from jaxllama.offload.accounting import model_bytes
 from jaxllama.offload.calibration import Progress, calibrate, settings_of
 from jaxllama.offload.cost_model import (
     LANES,
@@ -78,6 +79,9 @@ def run(
     scheme, kv_dtype = settings_of(base, dtype, scheme, kv_dtype)
     settings = Settings(dtype, kv_dtype, scheme)
     costs = calibrate(cfg, dtype, scheme, kv_dtype, chunk=task.chunk, progress=progress)
+    memory = available_memory()
+    if memory is not None and model_bytes(cfg, dtype, scheme) > memory:
+        costs = costs.cold()  # the page cache will not hold the disk's share
     if policy is None:
         limits = Limits(*_limits(device_bytes, host_bytes, disk_bytes))
         policy = solve(cfg, costs, task, limits, settings)
@@ -162,7 +166,7 @@ def measure(
     for _ in range(min(3, task.new)):
         warm.step()
         warm.end_rows()
-    peak = _device_bytes(lm)
+    peak = held_on_device(lm)
     del warm
     run = begin()
     prefill = _timed(run, 1)
@@ -175,7 +179,7 @@ def measure(
     disk = lm.store.disk.nbytes if need_disk(lm.policy) else 0
     report = {
         "prefill": prefill, "step": step, "lanes": lanes, "disk_bytes": disk,
-        "device_bytes": max(peak, _device_bytes(lm)),
+        "device_bytes": max(peak, held_on_device(lm)),
     }  # fmt: skip
     return report, events
 
@@ -192,7 +196,7 @@ def _timed(run: Run, steps: int) -> float:
     return (time.perf_counter() - begin) / steps
 
 
-def _device_bytes(lm: OffloadedModel) -> int:
+def held_on_device(lm: OffloadedModel) -> int:
     stats = lm.store.device.memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]

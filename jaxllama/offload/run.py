@@ -25,7 +25,7 @@ from jaxllama.offload import units as programs
 from jaxllama.offload.cpu_attention import SplitCache, decode_layer
 from jaxllama.offload.layer_cache import LayerCache
 from jaxllama.offload.schedule import Overlapped, serial
-from jaxllama.offload.store import Rows, is_stored, moves, wait
+from jaxllama.offload.store import Pending, Rows, is_pending, is_stored, moves, wait
 from jaxllama.offload.units import LayerState, Rope, Unit, layer_config
 from jaxllama.sampling import History, SamplingParams
 
@@ -92,7 +92,7 @@ class Run:
         self.filled, self.steps = tokens.shape[1], 0
         self.rows = tokens.shape[0]
         self.batches = [self._batch(*part, chunk) for part in self._cut(tokens, lengths, sampling)]
-        self._known: tuple[Any, Any] = (None, None)  # the weights loaded last
+        self._known: dict[int, Pending] = {}  # a tied table that was loaded last
         self._overlapped = Overlapped(model.store.lanes) if self.policy.overlap else None
 
     # Rows to batches
@@ -209,17 +209,19 @@ class Run:
 
     def load_weights(self, unit: Unit) -> Any:
         tree = unit.weights(self.model.params, self.cfg.tie_embeddings)
-        with self.record("load weights", unit):
-            # A tied table serves the head of one step and the embedding of the next.
-            stored, arrays = self._known
-            known = {}
-            if stored is not None:
-                leaves = jax.tree.leaves(stored, is_leaf=is_stored)
-                known = dict(zip(map(id, leaves), jax.tree.leaves(arrays), strict=True))
-            loaded = jax.block_until_ready(self.model.store.get(tree, known))
+        stored = [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_stored) if is_stored(leaf)]
+        with self.record.watching("load weights", unit) as out:
+            pending = self.model.store.begin(tree, self._known)
+            leaves = jax.tree.leaves(pending, is_leaf=is_pending)
+            begun = [leaf for leaf in leaves if is_pending(leaf)]
+            out.append([leaf.moved for leaf in begun])
+        # A tied table serves the head of one step and the embedding of the next.
         shared = self.cfg.tie_embeddings and unit.kind in ("head", "embed")
-        self._known = (tree, loaded) if shared else (None, None)
-        return loaded
+        self._known = dict(zip(map(id, stored), begun, strict=True)) if shared else {}
+        return pending
+
+    def finish_weights(self, pending: Any) -> Any:
+        return self.model.store.finish(pending)
 
     def load_cache(self, unit: Unit, batch: int) -> LayerState | None:
         if not unit.has_cache:
@@ -240,7 +242,7 @@ class Run:
     def compute(
         self, unit: Unit, index: int, weights: Any, cache: LayerState | None, hidden: Any
     ) -> tuple[LayerState | None, Any]:
-        with self.record.computing(unit, index) as out:
+        with self.record.watching("compute", unit, index) as out:
             batch = self.batches[index]
             if unit.kind == "embed":
                 hidden = [

@@ -9,13 +9,15 @@ batch (FlexGen's zig-zag): the weights of a unit are loaded once for all batches
 
 Both call the same methods of a ``Work`` with the same arguments, so both give the same tokens.  At
 most two units' weights and two batches' caches are on the device: a load begins when the
-computation that used its room is done.
+computation that used its room is done.  Nor are more than ``AHEAD`` computations dispatched ahead,
+because each holds what it reads and what it writes until it is done.
 
 Source: FlexGen (arXiv 2303.06865), section 4.1 and Algorithm 1.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -25,10 +27,12 @@ import jax
 from jaxllama.offload.units import Unit
 
 LANES = ("weights", "cache", "hidden", "store")
+AHEAD = 2  # computations that are dispatched and not known to be done
 
 
 class Work(Protocol):
-    """What a step is made of.  ``compute`` returns at once with arrays that are still being
+    """What a step is made of.  ``load_weights`` returns when every transfer is under way, and
+    ``finish_weights`` waits for them; ``compute`` returns at once with arrays that are still being
     computed; everything else returns when it is done."""
 
     units: list[Unit]
@@ -36,6 +40,7 @@ class Work(Protocol):
 
     def active_batches(self) -> list[int]: ...
     def load_weights(self, unit: Unit) -> Any: ...
+    def finish_weights(self, pending: Any) -> Any: ...
     def load_cache(self, unit: Unit, batch: int) -> Any: ...
     def load_hidden(self, batch: int) -> Any: ...
     def compute(self, unit: Unit, batch: int, weights: Any, cache: Any, hidden: Any) -> Any: ...
@@ -46,7 +51,7 @@ class Work(Protocol):
 def serial(work: Work) -> None:
     """One step, one thing after the other."""
     for unit in work.units:
-        weights = work.load_weights(unit)
+        weights = work.finish_weights(work.load_weights(unit))
         for batch in work.active_batches():
             cache = work.load_cache(unit, batch)
             hidden = work.load_hidden(batch)
@@ -76,21 +81,26 @@ class Overlapped:
         cache = self._load_cache(work, None, *slots[0])
         hidden = self._load_hidden(work, slots[0][1])
         previous, stores = None, []
+        dispatched: deque[Any] = deque()
         for index, (unit, batch) in enumerate(slots):
             following = slots[index + 1] if index + 1 < len(slots) else None
             if batch == batches[0]:
-                weights = self._weights.result()
-                after = units[(units.index(unit) + 1) % len(units)]
-                if last and unit is units[-1]:
-                    self._weights = None
-                else:
+                own_weights, self._weights = self._weights, None
+                if not (last and unit is units[-1]):
+                    # Begun before its predecessor has come, so that the link never idles.
+                    after = units[(units.index(unit) + 1) % len(units)]
                     self._weights = self._load("weights", previous, work.load_weights, after)
+                weights = work.finish_weights(own_weights.result())
+                del own_weights
             own_cache, own_hidden = cache.result(), hidden.result()
             if following is not None:
                 cache = self._load_cache(work, previous, *following)
                 if following[1] != batch:
                     hidden = self._load_hidden(work, following[1])
+            if len(dispatched) == AHEAD:
+                jax.block_until_ready(dispatched.popleft())
             new_cache, new_hidden = work.compute(unit, batch, weights, own_cache, own_hidden)
+            dispatched.append(new_hidden)
             del own_cache, own_hidden
             for store in stores:
                 store.result()

@@ -1,6 +1,7 @@
 """Store: trees of arrays split by rows over device memory, pinned host memory and disk.
 
     stored = store.put(tree, shares)       store.get(stored) -> the same tree on the device
+    store.finish(store.begin(stored))      the same in two parts: begin, and wait
 
 Contract: ``get`` gives the bits that were put.  A leaf of two axes or more becomes a ``Stored`` of
 up to three pieces; vectors (norms, biases) stay on the device, where they are needed whole and cost
@@ -18,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,29 @@ def wait(tree: Any) -> Any:
     return tree
 
 
+class Pending:
+    """A Stored on its way; ``array`` is the whole tensor, made once."""
+
+    def __init__(self, stored: Stored, moved: list[jax.Array]) -> None:
+        self._stored, self.moved = stored, moved
+        self._whole: jax.Array | None = None
+
+    def array(self) -> jax.Array:
+        if self._whole is None:
+            stored, moved = self._stored, self.moved
+            if stored.dtype == jnp.int4:
+                moved = [_unpack(part) for part in moved]
+            parts = moved if stored.device is None else [stored.device, *moved]
+            whole = parts[0] if len(parts) == 1 else _join(parts)
+            self._whole = whole if whole.shape == stored.shape else whole.reshape(stored.shape)
+            self.moved = []
+        return self._whole
+
+
+def is_pending(leaf: Any) -> bool:
+    return isinstance(leaf, Pending)
+
+
 class Store:
     """See the module docstring.  directory: where the disk's share goes, made when needed."""
 
@@ -103,20 +128,48 @@ class Store:
         disk has no room."""
         return jax.tree.map(lambda leaf: self._put(leaf, shares), tree)
 
-    def get(self, tree: Any, known: dict[int, jax.Array] | None = None) -> Any:
-        """The tree on the device; transfers may still be under way.
+    def get(self, tree: Any) -> Any:
+        """The tree on the device.
 
-        known: arrays by the id of their Stored, which are taken from there.
         Raises JaxLlamaError when the disk's data is not what was written.
         """
+        return self.finish(self.begin(tree))
 
-        def one(leaf: Any) -> jax.Array:
-            if not is_stored(leaf):
-                return leaf
-            found = None if known is None else known.get(id(leaf))
-            return self._get(leaf) if found is None else found
+    def begin(self, tree: Any, known: dict[int, Pending] | None = None) -> Any:
+        """The tree with a Pending for every Stored: its transfers are under way.
 
-        return jax.tree.map(one, tree, is_leaf=is_stored)
+        known: what was begun already, by the id of its Stored, and is taken from there.
+        Raises JaxLlamaError when the disk's data is not what was written.
+        """
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_stored)
+        found = dict(known or {})
+        missing = [leaf for leaf in leaves if is_stored(leaf) and id(leaf) not in found]
+        reads = self._reads([leaf.disk for leaf in missing if leaf.disk is not None])
+        for leaf in missing:
+            pieces = [] if leaf.host is None else [leaf.host]
+            if leaf.disk is not None:
+                pieces.append(next(reads))
+            moved = [jax.device_put(piece, self.on_device) for piece in pieces]
+            found[id(leaf)] = Pending(leaf, moved)
+        return treedef.unflatten([found[id(leaf)] if is_stored(leaf) else leaf for leaf in leaves])
+
+    def finish(self, pending: Any) -> Any:
+        """What was begun, as arrays.  Pieces are joined only when all have come: a join that waits
+        would hold up the computations that are dispatched after it."""
+        leaves = jax.tree.leaves(pending, is_leaf=is_pending)
+        jax.block_until_ready([leaf.moved for leaf in leaves if is_pending(leaf)])
+        return jax.tree.map(
+            lambda leaf: leaf.array() if is_pending(leaf) else leaf, pending, is_leaf=is_pending
+        )
+
+    def _reads(self, extents: Sequence[Extent]) -> Iterator[np.ndarray]:
+        """Their arrays; one read is ahead of what is done with them, so the disk does not wait."""
+        ahead = None
+        for extent in [*extents, None]:
+            following = None if extent is None else self.disk.begin(extent)
+            if ahead is not None:
+                yield ahead()
+            ahead = following
 
     def free(self, tree: Any) -> None:
         """The disk's part of the tree may be written over."""
@@ -141,21 +194,22 @@ class Store:
             flat = _pack(jnp.asarray(flat))
         host = disk = None
         if counts[1]:
-            host = jax.device_put(flat[first:second], self.on_host)
+            host = self._pin(flat[first:second])
         if counts[2]:
             disk = self.disk.write(np.asarray(flat[second:]))
         return Stored(leaf.shape, dtype, device, host, disk)
 
-    def _get(self, stored: Stored) -> jax.Array:
-        parts = [] if stored.device is None else [stored.device]
-        for piece in (stored.host, stored.disk):
-            if piece is None:
-                continue
-            source = self.disk.read(piece) if isinstance(piece, Extent) else piece
-            part = jax.device_put(source, self.on_device)
-            parts.append(_unpack(part) if stored.dtype == jnp.int4 else part)
-        whole = parts[0] if len(parts) == 1 else _join(parts)
-        return whole if whole.shape == stored.shape else whole.reshape(stored.shape)
+    def _pin(self, piece: Leaf) -> jax.Array:
+        try:
+            return jax.block_until_ready(jax.device_put(piece, self.on_host))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise JaxLlamaError(
+                f"policy: no room for {piece.nbytes / 1e9:.2f} GB more of pinned host memory: put "
+                "more on the disk (on a GPU, XLA pins at most XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, "
+                "64 unless set)"
+            ) from None
 
 
 class Rows:

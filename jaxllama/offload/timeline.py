@@ -3,9 +3,9 @@
     recorder = Recorder();  lm = dataclasses.replace(lm, recorder=recorder);  lm.generate(...)
     recorder.events;  draw(recorder.events, "timeline.png")
 
-Loads and stores are timed where they run.  A computation is dispatched and ends later, so a thread
-waits for its result; it begins when it was dispatched and the one before it was done.  Recording
-costs that thread; ``NO_RECORD`` costs nothing.
+Most loads and stores are timed where they run.  A computation or a load of weights is dispatched
+and ends later, so a thread waits for its result; it begins when it was dispatched and the one
+before it was done.  Recording costs these threads; ``NO_RECORD`` costs nothing.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ class Recorder:
         self.events: list[Event] = []
         self._zero = time.perf_counter()
         self._lock = threading.Lock()
-        self._watcher = ThreadPoolExecutor(1, "offload-watch")
-        self._free_at = 0.0  # when the last computation ended
+        self._watchers = {
+            lane: ThreadPoolExecutor(1, "offload-watch") for lane in ("load weights", "compute")
+        }
+        self._free_at = dict.fromkeys(self._watchers, 0.0)  # when the last of them ended
 
     @contextlib.contextmanager
     def __call__(self, lane: str, unit: Unit | None, batch: int | None = None) -> Iterator[None]:
@@ -59,24 +61,27 @@ class Recorder:
         self._add(lane, unit, batch, begin, time.perf_counter())
 
     @contextlib.contextmanager
-    def computing(self, unit: Unit, batch: int) -> Iterator[list[Any]]:
-        """The caller puts what is computed into the list."""
+    def watching(self, lane: str, unit: Unit, batch: int | None = None) -> Iterator[list[Any]]:
+        """The caller puts what is dispatched into the list."""
         begin = time.perf_counter()
         out: list[Any] = []
         yield out
-        self._watcher.submit(self._watch, unit, batch, begin, out)
+        self._watchers[lane].submit(self._watch, lane, unit, batch, begin, out)
 
     def finish(self) -> list[Event]:
-        """Every event, in order of beginning, when all computations are done."""
-        self._watcher.shutdown(wait=True)
+        """Every event, in order of beginning, when all that was dispatched is done."""
+        for watcher in self._watchers.values():
+            watcher.shutdown(wait=True)
         return sorted(self.events, key=lambda event: event.begin)
 
-    def _watch(self, unit: Unit, batch: int, begin: float, out: list[Any]) -> None:
+    def _watch(
+        self, lane: str, unit: Unit, batch: int | None, begin: float, out: list[Any]
+    ) -> None:
         with contextlib.suppress(RuntimeError):  # donated meanwhile, so it was done
             jax.block_until_ready(out)
         end = time.perf_counter()
-        self._add("compute", unit, batch, max(begin, self._free_at), end)
-        self._free_at = end
+        self._add(lane, unit, batch, max(begin, self._free_at[lane]), end)
+        self._free_at[lane] = end
 
     def _add(
         self, lane: str, unit: Unit | None, batch: int | None, begin: float, end: float
@@ -94,7 +99,7 @@ class _NoRecord:
         yield
 
     @contextlib.contextmanager
-    def computing(self, *_: Any) -> Iterator[list[Any]]:
+    def watching(self, *_: Any) -> Iterator[list[Any]]:
         yield []
 
 

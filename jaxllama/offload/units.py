@@ -60,6 +60,7 @@ def units_of(cfg: ModelConfig, sep_layer: bool) -> list[Unit]:
     return [Unit("embed"), *layers, Unit("head")]
 
 
+@functools.lru_cache(maxsize=1024)
 def layer_config(cfg: ModelConfig, unit: Unit) -> tuple[ModelConfig, str]:
     """What a layer's program depends on: the same for layers that are alike."""
     kind = cfg.layer_types[unit.layer]
