@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -238,6 +241,62 @@ def test_the_command_makes_what_calibrate_makes(lm, model, made, tmp_path, capsy
     assert "already exists; nothing is overwritten" in capsys.readouterr().err
 
 
+# Runs the command, and dies by its own SIGKILL instead of the n-th renaming of a stored file.
+DYING = """
+import os, signal, sys
+from pathlib import Path
+from jaxllama.cli import main
+replace, left = os.replace, int(sys.argv[1])
+
+def dying(source, target):
+    global left
+    left -= Path(target).suffix == ".npz"
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+
+os.replace = dying
+main(sys.argv[2:])
+"""
+
+
+@pytest.fixture(scope="module")
+def command(model, tmp_path_factory) -> list[str]:
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    return ["quantize", "--model", str(model), "--scheme", "w4a16", "--method", "gptq", "--json",
+            "--calibration", str(text), "--samples", "12", "--window", "128", "--out"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(command, tmp_path_factory) -> dict[str, bytes]:
+    """The files of a run that nothing befell."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert main([*command, str(out)]) == 0
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+@pytest.mark.parametrize("renames", [3, 4], ids=["within layer 1", "before its last rename"])
+def test_a_process_that_was_killed_is_taken_up_by_another(
+    command, whole, renames, tmp_path, capsys
+):
+    """SIGKILL while layer 1 is stored: none of its files is in place, or the first of two; the
+    next process makes the same bytes."""
+    out = tmp_path / "out"
+    killed = [sys.executable, "-c", DYING, str(renames), *command, str(out)]
+    done = subprocess.run(killed, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not out.exists()
+    (work,) = tmp_path.glob(".out.*")
+    assert [path.name for path in work.glob("layer_*.npz")] == ["layer_0.npz"]
+    assert len(list(work.glob("*.partial"))) == 1
+    capsys.readouterr()
+    assert main([*command, str(out)]) == 0
+    assert json.loads(capsys.readouterr().out)["layers_kept"] == 1
+    assert not work.exists()
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+
+
 @pytest.mark.parametrize("format", ["awq", "gptq", "compressed-tensors"])
 def test_what_is_exported_is_what_was_calibrated(lm, tokens, format, tmp_path):
     """Rounding to nearest is enough to see that scales go to the file as words were made for."""
@@ -303,6 +362,9 @@ def test_windows_are_spread_over_the_text():
     assert ["".join(map(chr, row)) for row in got] == ["abcd", "ijkl", "uvwx"]
     assert calibration.windows(Tokenizer.byte_level(), "abc", 512, 32).shape == (1, 3)
     text = calibration.DEFAULT_TEXT.read_text(encoding="utf-8")
-    held = (calibration.DEFAULT_TEXT.parent / "held.txt").read_text(encoding="utf-8")
     paragraphs = set(text.split("\n\n"))
-    assert len(text) > 70_000 and not paragraphs & set(held.split("\n\n"))
+    assert len(text) > 70_000
+    for name in ("held.txt", "test.txt"):  # no paragraph is in two of the three
+        other = (calibration.DEFAULT_TEXT.parent / name).read_text(encoding="utf-8")
+        assert not paragraphs & set(other.split("\n\n"))
+        paragraphs |= set(other.split("\n\n"))

@@ -510,9 +510,9 @@ def test_every_point_of_the_quantization_experiment_runs_on_a_tiny_model(write, 
     content = (configs_dir() / "experiments" / "quantization.toml").read_text(encoding="utf-8")
     for old, new in (
         ('"smollm2-135m"', '"tiny"'),
-        ('"../texts/held.txt"', json.dumps(str(configs_dir() / "texts" / "held.txt"))),
-        ("max_tokens = 2048", "max_tokens = 120\nwindow = 60\ncalibration_window = 60"),
-        ("calibration_samples = 16", "calibration_samples = 4"),
+        ('"../texts/test.txt"', json.dumps(str(configs_dir() / "texts" / "test.txt"))),
+        ("max_tokens = 6144", "max_tokens = 120\nwindow = 60\ncalibration_window = 60"),
+        ("calibration_samples = 32", "calibration_samples = 4"),
         ("decode_tokens = 17", "decode_tokens = 2"),
     ):
         assert old in content
@@ -522,6 +522,6 @@ def test_every_point_of_the_quantization_experiment_runs_on_a_tiny_model(write, 
     rows = json.loads((out / "results.json").read_text())["rows"]
     kl = {row["point"]: row["results"]["kl"] for row in rows}
     floats = "scheme=none, method=rtn, kv_dtype=None"
-    assert len(kl) == 11 and abs(kl.pop(floats)) < 1e-9
+    assert len(kl) == 13 and abs(kl.pop(floats)) < 1e-9
     assert all(0 < value < 0.1 for value in kl.values())
     assert (out / "1-kl-by-weight_megabytes.png").exists()

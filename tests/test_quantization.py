@@ -18,6 +18,7 @@ from jaxllama.quantization.calibration import advance
 from jaxllama.quantization.gptq import DAMPING, gptq
 from jaxllama.quantization.pipeline import check_method
 from jaxllama.quantization.rounding import grid, rounded, words
+from jaxllama.quantization.scale_fit import fit_scales
 from jaxllama.quantization.scheme import Scheme, parse, quantize_params
 from jaxllama.quantization.sites import fold, get, sites
 from pallas_kernels.qtensor import QTensor, dequantize, quantize
@@ -221,6 +222,17 @@ def test_awq_clips_a_group_by_its_own_part_of_the_output():
         assert awq.SHRINKS[int(np.argmin(errors))] == pytest.approx(float(shrink[row, 1]))
 
 
+def test_a_grid_with_zero_points_is_clipped_at_one_end_where_only_that_one_is_far_out():
+    w = jnp.clip(normal(16, 64), -1.0, 1.0).at[:, 3].set(4.0)
+    x = normal(128, 64).at[:, 3].multiply(1e-3)
+    low, high = awq.search_clip(w, x.T @ x, grid=("int4", 64, True))
+    assert low.shape == high.shape == (16, 1)
+    assert jnp.mean(high) < 0.6 and jnp.mean(low) > 0.75
+    got = error_of(w, rounded(w, "int4", 64, True, (low, high)), x)
+    ends_alike = [error_of(w, rounded(w, "int4", 64, True, c), x) for c in awq.SHRINKS]
+    assert got < min(ends_alike)
+
+
 def test_awq_without_activations_does_not_scale():
     w = normal(8, 32)
     s, _ = awq.search_scales(
@@ -291,6 +303,45 @@ def test_gptq_refuses_moments_that_are_none():
         gptq(normal(8, 32), jnp.eye(16), grid=("int4", 32, False))
     with pytest.raises(jl.JaxLlamaError, match="not positive definite"):
         gptq(normal(8, 32), jnp.full((32, 32), jnp.nan), grid=("int4", 32, False))
+
+
+# Scales that fit the words
+
+
+@pytest.mark.parametrize(
+    "cell", [("int4", 32, True), ("int4", 32, False), ("int8", 64, False)], ids=str
+)
+def test_fitted_scales_are_the_least_squares_of_the_output(cell):
+    """Against float64 on the tokens themselves, the damping being as many more tokens of unit
+    vectors; float32 systems of two unknowns."""
+    dtype, group, zeros = cell
+    w, x = normal(12, 64), normal(256, 64) @ normal(64, 64, scale=0.2)
+    scale, zero = grid(w, dtype, group, zeros, 0.8)
+    before = QTensor(words(w, scale, zero, dtype), scale, zero)
+    h = x.T @ x
+    got = fit_scales(w, before, h)
+    damping = np.sqrt(DAMPING * np.mean(np.diagonal(h)))
+    tokens = np.concatenate([np.asarray(x, np.float64), damping * np.eye(64)])
+    units = dequantize(QTensor(before.q, jnp.ones_like(scale), zero))
+    for row in range(12):
+        steps = np.asarray(units[row], np.float64).reshape(-1, group)
+        cut = tokens.reshape(len(tokens), -1, group)
+        parts = np.einsum("tgi,gi->tg", cut, steps)
+        want = np.linalg.lstsq(parts, tokens @ np.asarray(w[row], np.float64), rcond=None)[0]
+        np.testing.assert_allclose(got.scale[row], want, rtol=1e-4)
+    assert error_of(w, dequantize(got), x) < error_of(w, dequantize(before), x)
+    np.testing.assert_array_equal(got.q.astype(jnp.int32), before.q.astype(jnp.int32))
+
+
+def test_a_scale_that_nothing_determines_stays():
+    w = normal(4, 64).at[1, :32].set(0.0)
+    before = quantize(w, "int4", group_size=32)
+    x = normal(128, 64).at[:, 32:].set(0.0)
+    got = fit_scales(w, before, x.T @ x)
+    assert got.scale[1, 0] == 0 and jnp.all(jnp.isfinite(got.scale))
+    np.testing.assert_allclose(got.scale[:, 1], before.scale[:, 1], rtol=0.05)
+    broken = fit_scales(w, before, jnp.full((64, 64), jnp.nan))
+    np.testing.assert_array_equal(broken.scale, before.scale)
 
 
 # SmoothQuant

@@ -6,7 +6,8 @@
 
 H is all that is needed of the activations, so the error is that of every calibration token and not
 of a sample.  Then clipping: for each group of each row the share of its range, from 1 down to 0.5,
-with the least error of that group's own part of the output (H's diagonal block).
+with the least error of that group's own part of the output (H's diagonal block).  With zero points
+the share of the high end is then searched again, and that of the low end.
 
 Source: arXiv 2306.00978, equations 4 and 5, and its code's search for clipping.  Different here: H
 in place of stored activations; the error is each weight's output where the code takes the
@@ -18,12 +19,13 @@ functions of (weights, activations' statistics).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.quantization.rounding import rounded
+from jaxllama.quantization.rounding import Shrink, rounded
 
 ALPHAS = tuple(round(0.1 * step, 1) for step in range(11))
 SHRINKS = tuple(round(1.0 - 0.05 * step, 2) for step in range(11))
@@ -69,21 +71,30 @@ def search_scales(
 
 
 @functools.partial(jax.jit, static_argnames=("grid",))
-def search_clip(weight: jax.Array, hessian: jax.Array, *, grid: Grid) -> jax.Array:
-    """The share of each group's range that its grid should cover, ``[N, K / group]``."""
+def search_clip(weight: jax.Array, hessian: jax.Array, *, grid: Grid) -> Shrink:
+    """The share of each group's range that its grid should cover, ``[N, K / group]``; with zero
+    points two of them, of what lies below zero and above."""
     dtype, group, zeros = grid
     w = weight.astype(jnp.float32)
     n, k = w.shape
     groups = jnp.arange(k // group)
     blocks = hessian.reshape(k // group, group, k // group, group)[groups, :, groups]  # [G, g, g]
 
-    def error(shrink: jax.Array) -> jax.Array:
+    def error(shrink: Shrink) -> jax.Array:
         delta = (rounded(w, dtype, group, zeros, shrink) - w).reshape(n, -1, group)
         product = jnp.einsum("ngi,gij->ngj", delta, blocks, precision=lax.Precision.HIGHEST)
         return jnp.sum(product * delta, axis=-1)
 
     shrinks = jnp.asarray(SHRINKS, jnp.float32)
-    return shrinks[jnp.argmin(lax.map(error, shrinks), axis=0)]
+
+    def best(of: Callable[[jax.Array], Shrink]) -> jax.Array:
+        return shrinks[jnp.argmin(lax.map(lambda one: error(of(one)), shrinks), axis=0)]
+
+    both = best(lambda one: one)
+    if not zeros:
+        return both
+    high = best(lambda one: (both, one))
+    return best(lambda one: (one, high)), high
 
 
 def output_error(delta: jax.Array, hessian: jax.Array) -> jax.Array:

@@ -24,8 +24,8 @@ from jax.typing import DTypeLike
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.quantization.awq import Grid
+from jaxllama.quantization.rounding import Shrink, reciprocal, to_words
 from jaxllama.quantization.rounding import grid as make_grid
-from jaxllama.quantization.rounding import reciprocal, to_words
 from pallas_kernels.qtensor import QTensor
 
 DAMPING = 0.01  # of the mean of H's diagonal
@@ -35,14 +35,14 @@ _BLOCK = 128
 def gptq(
     weight: jax.Array,
     hessian: jax.Array,
-    shrink: jax.Array | float = 1.0,
+    shrink: Shrink = 1.0,
     *,
     grid: Grid,
     scale_dtype: DTypeLike = jnp.float32,
 ) -> QTensor:
     """``weight[N, K]`` as a QTensor whose output error under ``hessian[K, K]`` is small.
 
-    grid: (dtype of the words, columns per scale, zero points); shrink: one per group, or a number.
+    grid: (dtype of the words, columns per scale, zero points); shrink: see ``rounding``.
     An input that was always zero rounds to nearest.  Where H is too near singular for float32 the
     damping grows tenfold, twice at most; raises JaxLlamaError if that is not enough.
     """
@@ -67,7 +67,7 @@ def gptq(
 def _gptq(
     weight: jax.Array,
     hessian: jax.Array,
-    shrink: jax.Array | float,
+    shrink: Shrink,
     damping: jax.Array | float,
     *,
     grid: Grid,

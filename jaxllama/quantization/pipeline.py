@@ -11,6 +11,8 @@ GPTQ's); the error of each weight; on to the next.  Then an untied head.
     gptq         any scheme: its rounding, on grids clipped as AWQ clips them (int4)
     smoothquant  w8a8, fp8, fp8-static: scales
 
+AWQ and GPTQ then fit the words' scales to the output (``scale_fit``).
+
 Where a method has nothing to say to a weight's scheme (a mixed plan), that weight is rounded to
 nearest.  With ``work`` every finished layer is stored and not done again.
 """
@@ -33,8 +35,9 @@ from jaxllama.quantization import awq, smoothquant
 from jaxllama.quantization.calibration import Stats, advance, embed, observe
 from jaxllama.quantization.gptq import gptq
 from jaxllama.quantization.report import weight_errors
+from jaxllama.quantization.rounding import Shrink, words
 from jaxllama.quantization.rounding import grid as make_grid
-from jaxllama.quantization.rounding import words
+from jaxllama.quantization.scale_fit import fit_scales
 from jaxllama.quantization.scheme import Plan, Scheme, round_weight
 from jaxllama.quantization.sites import Layer, Site, fold, get, put, row_factor, sites
 from jaxllama.quantization.work import Work
@@ -212,15 +215,16 @@ class _Run:
         """The folded weight as a QTensor; ``seen`` is of the folded inputs."""
         grid = _grid(weight, scheme, name)
         scale_dtype = jnp.float32 if scheme.group_size is None else self.scale_dtype
-        shrink: jax.Array | float = 1.0
-        # A grid with zero points is tight already: GPTQ gains nothing from clipping it.
-        searched = self.method == "awq" or (self.method == "gptq" and not scheme.zeros)
+        shrink: Shrink = 1.0
+        searched = self.method == "gptq" or (self.method == "awq" and scheme.activations is None)
         if searched and scheme.weights == "int4":
             shrink = awq.search_clip(weight, seen.hessian, grid=grid)
         if self.method == "gptq":
             out = gptq(weight, seen.hessian, shrink, grid=grid, scale_dtype=scale_dtype)
         else:
             out = _nearest(weight, shrink, grid=grid, scale_dtype=jnp.dtype(scale_dtype).name)
+        if searched:
+            out = fit_scales(weight, out, seen.hessian)
         out = dataclasses.replace(out, activations=scheme.activations)
         if scheme.static:
             top = _FP8_MAX if scheme.activations == "float8_e4m3fn" else _INT8_MAX
@@ -229,9 +233,7 @@ class _Run:
 
 
 @functools.partial(jax.jit, static_argnames=("grid", "scale_dtype"))
-def _nearest(
-    weight: jax.Array, shrink: jax.Array | float, *, grid: awq.Grid, scale_dtype: str
-) -> QTensor:
+def _nearest(weight: jax.Array, shrink: Shrink, *, grid: awq.Grid, scale_dtype: str) -> QTensor:
     dtype, group, zeros = grid
     scale, zero = make_grid(weight, dtype, group, zeros, shrink, scale_dtype)
     return QTensor(words(weight, scale, zero, dtype), scale, zero)

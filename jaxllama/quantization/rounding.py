@@ -4,7 +4,8 @@
 
 ``grid`` with ``shrink`` 1 and ``words`` together are ``pallas_kernels.qtensor.quantize``, bit for
 bit.  A shrink below 1 clips: the grid covers that share of the group's range, and what lies outside
-goes to its ends (AWQ's clipping, arXiv 2306.00978, OmniQuant's and GPTQ's "mse" search).
+goes to its ends (AWQ's clipping, arXiv 2306.00978, OmniQuant's and GPTQ's "mse" search).  A grid
+with zero points has two ends, which may be clipped apart: a pair (low, high).
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.qtensor import QTensor, dequantize
+
+# A number, one per group, or a pair of such for the two ends of grids with zero points.
+Shrink = jax.Array | float | tuple[jax.Array, jax.Array]
 
 _RANGE = {
     "int8": (-128.0, 127.0, 127.0),
@@ -27,17 +31,17 @@ def grid(
     dtype: str,
     group_size: int,
     zeros: bool = False,
-    shrink: jax.Array | float = 1.0,
+    shrink: Shrink = 1.0,
     scale_dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(scale, zero or None), each ``[N, K / group_size]``, of ``w[N, K]``; shrink is a number or
-    one per group."""
+    """(scale, zero or None), each ``[N, K / group_size]``, of ``w[N, K]``."""
     x = w.astype(jnp.float32).reshape(w.shape[0], -1, group_size)
     low_word, high_word, top = _RANGE[dtype]
     if not zeros:
         return ((jnp.max(jnp.abs(x), axis=-1) * shrink / top).astype(scale_dtype)), None
-    low = jnp.minimum(jnp.min(x, axis=-1), 0.0) * shrink
-    high = jnp.maximum(jnp.max(x, axis=-1), 0.0) * shrink
+    below, above = shrink if isinstance(shrink, tuple) else (shrink, shrink)
+    low = jnp.minimum(jnp.min(x, axis=-1), 0.0) * below
+    high = jnp.maximum(jnp.max(x, axis=-1), 0.0) * above
     scale = ((high - low) / (high_word - low_word)).astype(scale_dtype)
     zero = jnp.round(-low * reciprocal(scale)) + low_word
     return scale, jnp.clip(zero, low_word, high_word).astype(jnp.int8)
@@ -70,7 +74,7 @@ def rounded(
     dtype: str,
     group_size: int,
     zeros: bool = False,
-    shrink: jax.Array | float = 1.0,
+    shrink: Shrink = 1.0,
     scale_dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """The floats that ``w`` becomes, in float32."""
