@@ -10,7 +10,7 @@ import pytest
 from models import FAMILIES, LLAMA, params_of
 
 import jaxllama as jl
-from jaxllama import language_model, loading
+from jaxllama import loading
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.generation import init_params
 from jaxllama.language_model import LanguageModel, _bucket
