@@ -112,7 +112,10 @@ def _drawn(count: int):
     [
         (["serve", "--port", "70000"], "--port = 70000: must be from 0 to 65535"),
         (["serve", "--slots", "0", "--model", "{tiny}", "--port", "0"], "max_slots = 0"),
-        (["serve", "--mesh", "model=2", "--model", "{tiny}"], "model=2: needs 2 devices"),
+        (
+            ["serve", "--mesh", "model=2", "--model", "{tiny}", "--port", "0"],
+            "model=2: needs 2 devices",
+        ),
         (["serve", "--api-key", "a b "], "--api-key: must be printable ASCII"),
         (["serve", "--host", "256.0.0.1"], "cannot listen on http://256.0.0.1:8000"),
         (["serve", "--state", "{tiny}/config.json", "--model", "{tiny}", "--port", "0"], "--state"),
