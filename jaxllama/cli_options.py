@@ -83,9 +83,13 @@ def _chat(sub: Parser) -> None:
     _sampling(sub, max_new_tokens=512)
 
 
-def _bench(sub: Parser) -> None:
+def _random(sub: Parser) -> None:
     sub.add_argument("--random", action="store_true",
                      help="random weights of the preset's shape: nothing is fetched")  # fmt: skip
+
+
+def _bench(sub: Parser) -> None:
+    _random(sub)
     sub.add_argument("--batch", type=int, default=1, metavar="N", help="rows at once")
     sub.add_argument("--prompt-tokens", type=int, default=512, metavar="N",
                      help="length of the prefill (default %(default)s)")  # fmt: skip
@@ -141,8 +145,7 @@ def _serve(sub: Parser) -> None:
                      help="for what is in flight at SIGTERM (default %(default)s)")  # fmt: skip
     sub.add_argument("--state", type=Path, metavar="DIR",
                      help="of requests and answers; a killed server's are finished")  # fmt: skip
-    sub.add_argument("--random", action="store_true",
-                     help="random weights of the preset's shape: nothing is fetched")  # fmt: skip
+    _random(sub)
     _model(sub)
     _cache(sub)
 
@@ -215,8 +218,7 @@ def _train(sub: Parser) -> None:
 
 
 def _plan(sub: Parser) -> None:
-    sub.add_argument("--random", action="store_true",
-                     help="random weights of the preset's shape: nothing is fetched")  # fmt: skip
+    _random(sub)
     sub.add_argument("--batch", type=int, default=8, metavar="N", help="rows (default %(default)s)")
     sub.add_argument("--prompt-tokens", type=int, default=512, metavar="N",
                      help="a row (default %(default)s)")  # fmt: skip

@@ -32,8 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-# Largest magnitude a symmetric scheme uses: int4's -8 is left out so that +w and -w round alike.
-_QMAX = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}
+from pallas_kernels.rounding import WORDS, grid, words
 
 
 @jax.tree_util.register_dataclass
@@ -131,8 +130,8 @@ def quantize(
     divide K.
     """
     name = jnp.dtype(dtype).name
-    if name not in _QMAX:
-        raise ValueError(f"quantize: dtype {name!r} is not one of {', '.join(_QMAX)}")
+    if name not in WORDS:
+        raise ValueError(f"quantize: dtype {name!r} is not one of {', '.join(WORDS)}")
     k = w.shape[-1]
     group_size = k if group_size is None else group_size
     if group_size <= 0 or k % group_size:
@@ -140,34 +139,8 @@ def quantize(
     if not symmetric and name == "float8_e4m3fn":
         raise ValueError("quantize: float8_e4m3fn has no zero points; use symmetric=True")
     scale_dtype = w.dtype if scale_dtype is None else scale_dtype
-    x = w.astype(jnp.float32).reshape(*w.shape[:-1], k // group_size, group_size)
-    if symmetric:
-        scale = (jnp.max(jnp.abs(x), axis=-1) / _QMAX[name]).astype(scale_dtype)
-        zero = None
-        steps = x * _reciprocal(scale)[..., None]
-    else:
-        levels, lowest = (255.0, -128.0) if name == "int8" else (15.0, -8.0)
-        low = jnp.minimum(jnp.min(x, axis=-1), 0.0)
-        high = jnp.maximum(jnp.max(x, axis=-1), 0.0)
-        scale = ((high - low) / levels).astype(scale_dtype)
-        zero_f = jnp.clip(jnp.round(-low * _reciprocal(scale)) + lowest, lowest, lowest + levels)
-        zero = zero_f.astype(jnp.int8)
-        steps = x * _reciprocal(scale)[..., None] + zero_f[..., None]
-    return QTensor(to_words(steps, name).reshape(w.shape), scale, zero)
-
-
-def _reciprocal(scale: jax.Array) -> jax.Array:
-    """1 / scale in float32, 0 where the group is all zeros."""
-    s = scale.astype(jnp.float32)
-    return jnp.where(s > 0, 1.0 / jnp.where(s > 0, s, 1.0), 0.0)
-
-
-def to_words(steps: jax.Array, name: str) -> jax.Array:
-    """float32 multiples of a scale, rounded and clipped to words of the dtype ``name``."""
-    if name == "float8_e4m3fn":
-        return jnp.clip(steps, -448.0, 448.0).astype(jnp.float8_e4m3fn)
-    low, high = (-128.0, 127.0) if name == "int8" else (-8.0, 7.0)
-    return jnp.clip(jnp.round(steps), low, high).astype(name)
+    scale, zero = grid(w, name, group_size, not symmetric, scale_dtype=scale_dtype)
+    return QTensor(words(w, scale, zero, name), scale, zero)
 
 
 def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import rowwise
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.qtensor import QTensor, quantize, to_words
+from pallas_kernels.qtensor import QTensor, quantize
+from pallas_kernels.rounding import to_words
 
 
 def quantize_tokens(

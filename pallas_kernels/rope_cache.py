@@ -25,7 +25,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.hadamard import hadamard
-from pallas_kernels.qtensor import QTensor, quantize, to_words
+from pallas_kernels.qtensor import QTensor, quantize
+from pallas_kernels.rounding import reciprocal, to_words
 
 Cached = jax.Array | QTensor
 
@@ -128,8 +129,7 @@ def quantize_kv(x: jax.Array, dtype: str) -> QTensor:
     step = scale.astype(jnp.float32)
     # Words run from -8 to 7: their middle stands for the group's.
     zero = ((low + high) * 0.5 + step * 0.5).astype(jnp.float16)
-    inverse = jnp.where(step > 0, 1.0 / jnp.where(step > 0, step, 1.0), 0.0)
-    steps = (parts - zero.astype(jnp.float32)[..., None]) * inverse[..., None]
+    steps = (parts - zero.astype(jnp.float32)[..., None]) * reciprocal(scale)[..., None]
     return QTensor(to_words(steps, dtype).reshape(x.shape), scale, zero)
 
 

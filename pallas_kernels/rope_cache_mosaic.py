@@ -27,16 +27,16 @@ from pallas_kernels import attention_ptx as a
 from pallas_kernels import mosaic as p
 from pallas_kernels.attention_words import hadamard_of_lanes
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.rounding import WORDS
 
 WARPS = 4
 _KIND = {"bfloat16": "bf16", "float16": "f16"}
-_QMAX = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}
 
 
 def _write(ctx, *refs, shape, words, groups, kind):
     del ctx
     batch, n, n_kv, h, capacity = shape
-    quantized = words in _QMAX
+    quantized = words in WORDS
     qkv_ref, cos_ref, sin_ref, slots_ref, out_ref = refs[0], refs[1], refs[2], refs[3], refs[-1]
     arrays = 1 + quantized + (words == "int4")  # words, scales, zero points
     k_refs, v_refs = refs[4 : 4 + arrays], refs[4 + arrays : 4 + 2 * arrays]
@@ -184,7 +184,7 @@ def _numbers(values, words):
         zero = _to_float16(p.fma(scale, p.cf(0.5), middle))
     else:
         best = over_lanes(a.maximum, functools.reduce(a.maximum, [a.absolute(v) for v in values]))
-        scale, zero = a.divide(best, p.cf(_QMAX[words])), p.cf(0.0)
+        scale, zero = a.divide(best, p.cf(WORDS[words][1])), p.cf(0.0)
     some = arith.cmpf(arith.CmpFPredicate.OGT, scale, p.cf(0.0))
     inverse = a.divide(p.cf(1.0), arith.select(some, scale, p.cf(1.0)))
     return scale, zero, arith.select(some, inverse, p.cf(0.0))

@@ -17,11 +17,12 @@ from jaxllama.quantization import awq, smoothquant
 from jaxllama.quantization.calibration import advance
 from jaxllama.quantization.gptq import DAMPING, gptq
 from jaxllama.quantization.pipeline import check_method
-from jaxllama.quantization.rounding import grid, rounded, words
+from jaxllama.quantization.rounding import rounded
 from jaxllama.quantization.scale_fit import fit_scales
 from jaxllama.quantization.scheme import Scheme, parse, quantize_params
 from jaxllama.quantization.sites import fold, get, sites
 from pallas_kernels.qtensor import QTensor, dequantize, quantize
+from pallas_kernels.rounding import grid, words
 
 RNG = np.random.default_rng(0)
 

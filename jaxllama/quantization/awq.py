@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.quantization.rounding import Shrink, rounded
+from jaxllama.quantization.rounding import rounded
+from pallas_kernels.rounding import Shrink
 
 ALPHAS = tuple(round(0.1 * step, 1) for step in range(11))
 SHRINKS = tuple(round(1.0 - 0.05 * step, 2) for step in range(11))

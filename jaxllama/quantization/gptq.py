@@ -24,9 +24,9 @@ from jax.typing import DTypeLike
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.quantization.awq import Grid
-from jaxllama.quantization.rounding import Shrink, reciprocal, to_words
-from jaxllama.quantization.rounding import grid as make_grid
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.rounding import Shrink, reciprocal, to_words
+from pallas_kernels.rounding import grid as make_grid
 
 DAMPING = 0.01  # of the mean of H's diagonal
 _BLOCK = 128

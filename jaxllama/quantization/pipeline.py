@@ -35,17 +35,15 @@ from jaxllama.quantization import awq, smoothquant
 from jaxllama.quantization.calibration import Stats, advance, embed, observe
 from jaxllama.quantization.gptq import gptq
 from jaxllama.quantization.report import weight_errors
-from jaxllama.quantization.rounding import Shrink, words
-from jaxllama.quantization.rounding import grid as make_grid
 from jaxllama.quantization.scale_fit import fit_scales
 from jaxllama.quantization.scheme import Plan, Scheme, round_weight
 from jaxllama.quantization.sites import Layer, Site, fold, get, put, row_factor, sites
 from jaxllama.quantization.work import Work
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.rounding import WORDS, Shrink, words
+from pallas_kernels.rounding import grid as make_grid
 
 METHODS = ("rtn", "awq", "gptq", "smoothquant")
-_FP8_MAX = 448.0
-_INT8_MAX = 127.0
 
 
 def check_method(plan: Plan, method: str) -> None:
@@ -227,7 +225,7 @@ class _Run:
             out = fit_scales(weight, out, seen.hessian)
         out = dataclasses.replace(out, activations=scheme.activations)
         if scheme.static:
-            top = _FP8_MAX if scheme.activations == "float8_e4m3fn" else _INT8_MAX
+            _, top = WORDS[scheme.activations]
             out = dataclasses.replace(out, input_scale=jnp.max(seen.peak) / top)
         return out
 

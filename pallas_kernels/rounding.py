@@ -1,0 +1,66 @@
+"""Grids and words: a weight's scales first, its words second, so that a method may choose either.
+
+    scale, zero = grid(w, dtype, group, zeros, shrink)      words(w, scale, zero, dtype) -> q
+
+``qtensor.quantize`` is ``grid`` with ``shrink`` 1, and ``words``.  A shrink below 1 clips: the grid
+covers that share of the group's range, and what lies outside goes to its ends (AWQ's clipping,
+arXiv 2306.00978, OmniQuant's and GPTQ's "mse" search).  A grid with zero points has two ends, which
+may be clipped apart: a pair (low, high).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+# A number, one per group, or a pair of such for the two ends of grids with zero points.
+Shrink = jax.Array | float | tuple[jax.Array, jax.Array]
+
+# Lowest and highest word.  A symmetric scale maps the largest magnitude to the highest, so that +w
+# and -w round alike.
+WORDS = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0), "float8_e4m3fn": (-448.0, 448.0)}
+
+
+def grid(
+    w: jax.Array,
+    dtype: str,
+    group_size: int,
+    zeros: bool = False,
+    shrink: Shrink = 1.0,
+    scale_dtype: DTypeLike = jnp.float32,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(scale, zero or None), each ``[..., K / group_size]``, of ``w[..., K]``."""
+    x = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, group_size)
+    low_word, high_word = WORDS[dtype]
+    if not zeros:
+        return ((jnp.max(jnp.abs(x), axis=-1) * shrink / high_word).astype(scale_dtype)), None
+    below, above = shrink if isinstance(shrink, tuple) else (shrink, shrink)
+    low = jnp.minimum(jnp.min(x, axis=-1), 0.0) * below
+    high = jnp.maximum(jnp.max(x, axis=-1), 0.0) * above
+    scale = ((high - low) / (high_word - low_word)).astype(scale_dtype)
+    zero = jnp.round(-low * reciprocal(scale)) + low_word
+    return scale, jnp.clip(zero, low_word, high_word).astype(jnp.int8)
+
+
+def words(w: jax.Array, scale: jax.Array, zero: jax.Array | None, dtype: str) -> jax.Array:
+    """``w[..., K]`` rounded to nearest on the grid."""
+    x = w.astype(jnp.float32).reshape(*scale.shape, -1)
+    steps = x * reciprocal(scale)[..., None]
+    if zero is not None:
+        steps = steps + zero.astype(jnp.float32)[..., None]
+    return to_words(steps, dtype).reshape(w.shape)
+
+
+def to_words(steps: jax.Array, dtype: str) -> jax.Array:
+    """Multiples of a scale, rounded and clipped to words of ``dtype``."""
+    low, high = WORDS[dtype]
+    if dtype != "float8_e4m3fn":
+        steps = jnp.round(steps)
+    return jnp.clip(steps, low, high).astype(dtype)
+
+
+def reciprocal(scale: jax.Array) -> jax.Array:
+    """1 / scale in float32, 0 where the group is all zeros."""
+    s = scale.astype(jnp.float32)
+    return jnp.where(s > 0, 1.0 / jnp.where(s > 0, s, 1.0), 0.0)
