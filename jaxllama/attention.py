@@ -8,7 +8,7 @@ at positions s <= p (and > p - window).  Two forms:
   On a GPU in 16-bit this is cuDNN's kernel, which also serves the prefill of an empty cache.
 * ``attend_cached`` over a cache for several new tokens: ``blockwise_attention``, queries in blocks.
 
-One new token per row goes to ``pallas_kernels.decode_attention``, which has a kernel for it.
+One new token per row goes to ``pallas_kernels.rope_attention``: RoPE, cache write and attention.
 
 An int4 cache is kept in a basis of its own: what goes in and the queries are ``spread``, what
 comes out is ``unspread`` (``pallas_kernels.rope_cache``; decoding, by the kernels).  o's weights
@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.cache import KVCache, quantize_kv, write
 from jaxllama.config import ModelConfig
-from jaxllama.layers import Linear
+from jaxllama.layers import Linear, Normed, Stream
 from jaxllama.rope import apply_rope
 from pallas_kernels.blockwise_attention import (
     attention_scores,
@@ -39,8 +39,8 @@ from pallas_kernels.blockwise_attention import (
     load,
     weighted_values,
 )
-from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.rope_attention import rope_and_attend
 from pallas_kernels.rope_cache import rope_and_write, spread, unspread
 
 QUERY_BLOCK = 512
@@ -51,7 +51,8 @@ class Attention(nn.Module):
 
     ``(x[B, T, D], cache | None, positions[B, T], lengths[B], rope) -> (y[B, T, D], cache | None)``
     where lengths counts the valid new tokens of each row and rope is ``rope_tables``' pair.
-    dtype: of the result, for an x that comes quantized.
+    dtype: of the result, for an x that comes quantized.  stream: the residual stream that y belongs
+    to; y is then that stream with it, as ``Linear`` gives it.
     """
 
     cfg: ModelConfig
@@ -59,13 +60,15 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: jax.Array | QTensor,
+        x: jax.Array | QTensor | Normed,
         cache: KVCache | None,
         positions: jax.Array,
         lengths: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         dtype: DTypeLike | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
+        *,
+        stream: jax.Array | None = None,
+    ) -> tuple[jax.Array | Stream, KVCache | None]:
         cfg = self.cfg
         batch, n_new, _ = x.shape
         n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
@@ -76,7 +79,8 @@ class Attention(nn.Module):
         else:
             out, cache = self._extend(qkv, cache, positions, lengths, rope)
         out = out.reshape(batch, n_new, n * h)
-        return Linear(cfg.d_model, n * h, cfg.o_bias, split_inputs=True, name="o")(out), cache
+        o = Linear(cfg.d_model, n * h, cfg.o_bias, split_inputs=True, name="o")
+        return o(out, stream=stream), cache
 
     def _extend(
         self,
@@ -117,16 +121,16 @@ class Attention(nn.Module):
         """One token per row: ``qkv [B, 1, N + 2K, H]`` -> (heads ``[B, N, H]``, cache)."""
         cfg, position = self.cfg, positions[:, 0]
         slots = jnp.where(lengths > 0, position, cache.k.shape[1])
-        cos, sin = rope
-        q, *kv = rope_and_write(qkv[:, 0], cos[:, 0], sin[:, 0], cache.k, cache.v, slots)
-        cache = KVCache(*kv)
+        new = (qkv[:, 0], *(table[:, 0] for table in rope), cache.k, cache.v, slots)
         if cfg.attn_sparsity < 1.0:
+            q, *kv = rope_and_write(*new)
+            cache = KVCache(*kv)
             q = q[:, None]
             out = sparse_decode(q, cache, positions, cfg.attn_sparsity, cfg.sliding_window)
             return unspread(cache.v, out[:, 0]), cache
         # A row without a new token sees nothing and gives zeros.
-        seen = jnp.where(lengths > 0, position + 1, 0)
-        return decode_attention(q, *kv, seen, window=cfg.sliding_window), cache
+        out, *kv = rope_and_attend(*new, window=cfg.sliding_window)
+        return out, KVCache(*kv)
 
 
 def attend(

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxllama.cache import GLAState
 from jaxllama.config import ModelConfig
-from jaxllama.layers import Linear
+from jaxllama.layers import Linear, Stream
 from pallas_kernels.gla import gla, gla_step
 from pallas_kernels.rms_norm import rms_norm
 
@@ -31,7 +31,8 @@ class GatedLinearAttention(nn.Module):
     returned.
 
     lengths int32 ``[B]``: valid tokens of x in each row.  The rest is padding: it reaches neither
-    the valid tokens' y nor the state, and its own y means nothing.
+    the valid tokens' y nor the state, and its own y means nothing.  stream: the residual stream
+    that y belongs to; y is then that stream with it, as ``Linear`` gives it.
     """
 
     cfg: ModelConfig
@@ -43,7 +44,9 @@ class GatedLinearAttention(nn.Module):
         state: GLAState | None,
         positions: jax.Array,
         lengths: jax.Array,
-    ) -> tuple[jax.Array, GLAState | None]:
+        *,
+        stream: jax.Array | None = None,
+    ) -> tuple[jax.Array | Stream, GLAState | None]:
         cfg = self.cfg.gla
         assert cfg is not None
         del positions  # the recursion itself knows the order
@@ -100,7 +103,7 @@ class GatedLinearAttention(nn.Module):
             gate = Linear(heads * d_v, d_model, name="g")(x).reshape(o.shape)
         o = GatedNorm(d_v, cfg.norm_eps, name="g_norm")(o, gate)
         out = Linear(d_model, heads * d_v, split_inputs=True, name="o")
-        y = out(o.reshape(batch, n_new, -1))
+        y = out(o.reshape(batch, n_new, -1), stream=stream)
         return y, None if state is None else GLAState(after, conv_state)
 
 

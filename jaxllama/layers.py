@@ -13,18 +13,38 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
+from flax import struct
 from jax.typing import DTypeLike
 
 from jaxllama.parallel_ops import is_split, lookup_rows, row_parallel_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 from pallas_kernels.quantize_tokens import quantize_tokens
-from pallas_kernels.quantized_matmul import quantized_matmul
+from pallas_kernels.quantized_matmul import fusible, quantized_matmul
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.swiglu import swiglu
 
 Weight = jax.Array | QTensor | RowBlocks
+# The residual stream: x, and what is still to be added to it, or None.
+Stream = tuple[jax.Array, jax.Array | None]
 _normal = nn.initializers.normal(0.02)
+
+
+@struct.dataclass
+class Normed:
+    """``rms_norm(x, weight, eps)`` that is not taken yet: the product that reads it does so in its
+    own kernel."""
+
+    x: jax.Array
+    weight: jax.Array
+    eps: float = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.x.dtype
 
 
 def weight_param(
@@ -41,12 +61,19 @@ def weight_param(
     return value
 
 
-def input_words(module: nn.Module, *path: str) -> str | None:
-    """The dtype to which the Linear at ``path`` below ``module`` wants its input quantized token by
-    token, so that whoever computes that input can do it in the same pass; None for floats."""
+def weight_at(module: nn.Module, *path: str) -> Weight | None:
+    """The weight of the Linear at ``path`` below ``module``, for whoever prepares its input; None
+    where there is none."""
     node = module.variables.get("params", {})
     for name in (*path, "weight"):
         node = node.get(name, {})
+    return None if isinstance(node, dict) else node
+
+
+def input_words(module: nn.Module, *path: str) -> str | None:
+    """The dtype to which the Linear at ``path`` below ``module`` wants its input quantized token by
+    token, so that whoever computes that input can do it in the same pass; None for floats."""
+    node = weight_at(module, *path)
     blocks = node.blocks if isinstance(node, RowBlocks) else (node,)
     wanted = {
         block.activations if isinstance(block, QTensor) and block.input_scale is None else None
@@ -56,43 +83,53 @@ def input_words(module: nn.Module, *path: str) -> str | None:
 
 
 def matmul(
-    x: jax.Array | QTensor,
+    x: jax.Array | QTensor | Normed,
     weight: Weight,
     bias: jax.Array | None = None,
     dtype: DTypeLike | None = None,
+    *,
+    residual: jax.Array | None = None,
+    gated: bool = False,
 ) -> jax.Array:
     """``x[..., in] @ weight[out, in].T + bias`` -> ``[..., out]``.
 
     dtype: of the result, x's by default; to be given where x is quantized already, which only a
     weight with ``activations`` takes.
+    residual: added to the result.
+    gated: weight is gate and up, and the result ``silu(gate) * up``, ``[..., out / 2]``.
     """
+    norm = None
+    if isinstance(x, Normed):
+        norm, x = (x.weight, x.eps), x.x
+    floats = not isinstance(x, QTensor) and not isinstance(weight, RowBlocks)
+    if floats and not (isinstance(weight, QTensor) and weight.activations is not None):
+        return quantized_matmul(
+            x, weight, bias=bias, out_dtype=dtype, norm=norm, residual=residual, swiglu=gated
+        )
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    out = _quantizing_matmul(x, weight, bias, x.dtype if dtype is None else dtype)
+    if gated:
+        out = swiglu(out)
+    return out if residual is None else residual + out
+
+
+def _quantizing_matmul(
+    x: jax.Array | QTensor, weight: Weight, bias: jax.Array | None, dtype: DTypeLike
+) -> jax.Array:
+    """With a weight that wants quantized activations, or is stored in blocks that may."""
     if isinstance(weight, RowBlocks):
         ends = list(itertools.accumulate(block.shape[0] for block in weight.blocks))
         biases = [None] * len(ends) if bias is None else jnp.split(bias, ends[:-1])
         parts = [matmul(x, *part, dtype) for part in zip(weight.blocks, biases, strict=True)]
         return jnp.concatenate(parts, axis=-1)
-    if isinstance(weight, QTensor):
-        dtype = x.dtype if dtype is None else dtype
-        if weight.activations is not None and not isinstance(x, QTensor):
-            x = quantize_tokens(x, weight.activations, scale=weight.input_scale)
-        return quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
-    # Rows are flattened because XLA's matrix-vector code wants a plain 2-D product.
-    rows = x.reshape(-1, x.shape[-1])
-    # On CPUs ``x @ w.T`` says the same and is slower: a fifth in this model on jax 0.10, four times
-    # on 0.11.
-    out = lax.dot_general(
-        rows,
-        weight.astype(x.dtype),
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-    )
-    if bias is not None:
-        out = out + bias.astype(x.dtype)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+    if not isinstance(x, QTensor):
+        x = quantize_tokens(x, weight.activations, scale=weight.input_scale)
+    return quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
 
 
 class Linear(nn.Module):
-    """``y[..., features] = x[..., in] @ weight.T (+ bias)``.
+    """``y[..., features] = x[..., in] @ weight.T (+ bias)``; ``matmul`` has the options.
 
     split_inputs: on a mesh each device has its own part of the inputs, and y is the sum over them.
     """
@@ -103,7 +140,16 @@ class Linear(nn.Module):
     split_inputs: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array | QTensor, dtype: DTypeLike | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array | QTensor | Normed,
+        dtype: DTypeLike | None = None,
+        *,
+        stream: jax.Array | None = None,
+        gated: bool = False,
+    ) -> jax.Array | Stream:
+        """y; or, given the residual stream that y belongs to, that stream with y added or
+        pending."""
         weight = weight_param(self, "weight", _normal, (self.features, self.in_features))
         bias = (
             self.param("bias", nn.initializers.zeros_init(), (self.features,), jnp.float32)
@@ -111,30 +157,46 @@ class Linear(nn.Module):
             else None
         )
         if self.split_inputs and is_split():
-            return row_parallel_matmul(x, weight, bias, dtype)
-        return matmul(x, weight, bias, dtype)
+            y = row_parallel_matmul(x, weight, bias, dtype)
+            # Added here, in the pass that rounds the sum, and not by the norm that comes next.
+            return y if stream is None else (stream + y, None)
+        if stream is not None and fusible(x, weight, out_dtype=dtype, residual=stream):
+            return matmul(x, weight, bias, dtype, residual=stream), None
+        y = matmul(x, weight, bias, dtype, gated=gated)
+        return y if stream is None else (stream, y)
 
 
 class RMSNorm(nn.Module):
     """RMSNorm over the last axis; with ``residual`` returns (normed sum, sum); with ``quantize``
-    the normed value is a QTensor for a Linear that asks for it."""
+    the normed value is a QTensor for a Linear that asks for it.
+
+    reader: the weight that the normed value is multiplied with, and nothing else; where one kernel
+    does both the result is ``Normed``.
+    """
 
     features: int
     eps: float
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, residual: jax.Array | None = None, quantize: DTypeLike | None = None
+        self,
+        x: jax.Array,
+        residual: jax.Array | None = None,
+        quantize: DTypeLike | None = None,
+        reader: Weight | None = None,
     ):
         ones = nn.initializers.ones_init()
         weight = self.param("weight", ones, (self.features,), jnp.float32)
+        if residual is None and quantize is None and reader is not None:
+            if fusible(x, reader, norm=(weight, self.eps)):
+                return Normed(x, weight, self.eps)
         return rms_norm(x, weight, self.eps, residual=residual, quantize=quantize)
 
 
 class SwiGLU(nn.Module):
     """The Llama feed-forward: ``down(silu(gate(x)) * up(x))`` with gate and up in one matmul.
 
-    dtype: of the result, for an x that comes quantized.
+    dtype: of the result, for an x that comes quantized.  stream: see ``Linear``.
     """
 
     d_model: int
@@ -143,16 +205,23 @@ class SwiGLU(nn.Module):
 
     @nn.compact
     def __call__(  # [B, T, D] -> [B, T, D]
-        self, x: jax.Array | QTensor, dtype: DTypeLike | None = None
-    ) -> jax.Array:
-        gate_up = Linear(2 * self.d_ff, self.d_model, self.use_bias, name="gate_up")(x, dtype)
+        self,
+        x: jax.Array | QTensor | Normed,
+        dtype: DTypeLike | None = None,
+        *,
+        stream: jax.Array | None = None,
+    ) -> jax.Array | Stream:
         words = input_words(self, "down")
-        if words is not None and is_split():  # the token's scale needs the other shards
-            y = swiglu(gate_up.astype(jnp.float32))
+        gate_up = Linear(2 * self.d_ff, self.d_model, self.use_bias, name="gate_up")
+        dtype = x.dtype if dtype is None else dtype
+        if words is None:
+            y = gate_up(x, dtype, gated=True)
+        elif is_split():  # the token's scale needs the other shards
+            y = swiglu(gate_up(x, dtype).astype(jnp.float32))
         else:
-            y = swiglu(gate_up, quantize=words)
+            y = swiglu(gate_up(x, dtype), quantize=words)
         down = Linear(self.d_model, self.d_ff, self.use_bias, split_inputs=True, name="down")
-        return down(y, gate_up.dtype)
+        return down(y, dtype, stream=stream)
 
 
 class Embedding(nn.Module):

@@ -2,9 +2,12 @@
 
     Block:   x += mixer(norm(x));  x += mlp(norm(x))        mixer from cfg.layer_types[i]
 
-The residual stream is carried as a pair (x, pending): the sum is taken inside the next norm, so
-that one fused kernel does add + norm.  Pure functions of (params, tokens, cache); the free
-functions that users call are in ``generation``.
+The residual stream is carried as a pair (x, pending): where the product that makes the last term
+cannot add it in its own kernel (pending is then None), the next norm does.  In a decode step on
+Hopper a Llama layer is few kernels: norm + qkv, RoPE + cache + attention, o + residual, norm +
+gate/up + SwiGLU, down + residual.
+
+Pure functions of (params, tokens, cache); the free functions that users call are in ``generation``.
 
 Sources: Llama (arXiv 2302.13971), GLA (2312.06635).
 """
@@ -20,7 +23,17 @@ import jax.numpy as jnp
 from jaxllama.attention import Attention
 from jaxllama.cache import Cache, GLAState, KVCache
 from jaxllama.config import ModelConfig
-from jaxllama.layers import Embedding, Linear, RMSNorm, SwiGLU, input_words
+from jaxllama.layers import (
+    Embedding,
+    Linear,
+    Normed,
+    RMSNorm,
+    Stream,
+    SwiGLU,
+    Weight,
+    input_words,
+    weight_at,
+)
 from jaxllama.rope import rope_tables
 from pallas_kernels.qtensor import QTensor
 
@@ -54,7 +67,7 @@ class Block(nn.Module):
         positions: jax.Array,
         lengths: jax.Array,
         rope: tuple[jax.Array, jax.Array] | None,
-    ) -> tuple[jax.Array, jax.Array, KVCache | GLAState | None]:
+    ) -> tuple[jax.Array, jax.Array | None, KVCache | GLAState | None]:
         x, pending, state = self.mix(x, pending, state, positions, lengths, rope)
         return *self.feed(x, pending), state
 
@@ -66,30 +79,42 @@ class Block(nn.Module):
         positions: jax.Array,
         lengths: jax.Array,
         rope: tuple[jax.Array, jax.Array] | None,
-    ) -> tuple[jax.Array, jax.Array, KVCache | GLAState | None]:
+    ) -> tuple[jax.Array, jax.Array | None, KVCache | GLAState | None]:
         """The first half: norm and mixer."""
         # GLA's mixer has no "qkv": several small projections read its input, in float.
-        words = input_words(self, "mixer", "qkv")
-        y, x = add_norm(self.mixer_norm, x, pending, words)
+        words, reader = input_words(self, "mixer", "qkv"), weight_at(self, "mixer", "qkv")
+        y, x = add_norm(self.mixer_norm, x, pending, words, reader)
         if self.kind == "attention":
             assert rope is not None
-            return x, *self.mixer(y, state, positions, lengths, rope, x.dtype)
-        return x, *self.mixer(y, state, positions, lengths)
+            stream, state = self.mixer(y, state, positions, lengths, rope, x.dtype, stream=x)
+        else:
+            stream, state = self.mixer(y, state, positions, lengths, stream=x)
+        return *stream, state
 
-    def feed(self, x: jax.Array, pending: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def feed(self, x: jax.Array, pending: jax.Array | None) -> Stream:
         """The second half: norm and feed-forward."""
-        y, x = add_norm(self.mlp_norm, x, pending, input_words(self, "mlp", "gate_up"))
-        return x, self.mlp(y, x.dtype)
+        words, reader = input_words(self, "mlp", "gate_up"), weight_at(self, "mlp", "gate_up")
+        y, x = add_norm(self.mlp_norm, x, pending, words, reader)
+        return self.mlp(y, x.dtype, stream=x)
 
 
 def add_norm(
-    norm: RMSNorm, x: jax.Array, pending: jax.Array | None, words: str | None = None
-) -> tuple[jax.Array | QTensor, jax.Array]:
-    """(norm(x + pending), x + pending); nothing is pending before the first layer.  words: the
-    dtype to quantize the normed value to."""
+    norm: RMSNorm,
+    x: jax.Array,
+    pending: jax.Array | None,
+    words: str | None = None,
+    reader: Weight | None = None,
+) -> tuple[jax.Array | QTensor | Normed, jax.Array]:
+    """(norm(x + pending), x + pending); pending may be None.  words: the dtype to quantize the
+    normed value to; reader: the one weight that it is multiplied with."""
     if pending is None:
-        return norm(x, quantize=words), x
+        return norm(x, quantize=words, reader=reader), x
     return norm(pending, x, quantize=words)
+
+
+def total(x: jax.Array, pending: jax.Array | None) -> jax.Array:
+    """The residual stream as one array."""
+    return x if pending is None else x + pending
 
 
 class Decoder(nn.Module):

@@ -10,6 +10,7 @@ from pallas_kernels.qtensor import QTensor, dequantize, quantize
 from pallas_kernels.quantize_tokens import quantize_tokens
 from pallas_kernels.quantized_matmul import quantized_matmul
 from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rope_attention import rope_and_attend
 from pallas_kernels.rope_cache import rope_and_write
 from pallas_kernels.swiglu import swiglu
 
@@ -23,6 +24,7 @@ __all__ = [
     "quantize_tokens",
     "quantized_matmul",
     "rms_norm",
+    "rope_and_attend",
     "rope_and_write",
     "swiglu",
 ]

@@ -190,5 +190,49 @@ def barrier_wait(barrier: Value, parity: Value) -> None:
     )  # fmt: skip
 
 
+def equal(a: Value, b: Value) -> Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+
+
+def no(condition: Value) -> Value:
+    return arith.xori(condition, arith.cmpi(arith.CmpIPredicate.eq, ci(0), ci(0)))
+
+
+def choose(condition: Value, body: Callable, otherwise: Sequence[Value]) -> list[Value]:
+    """``body()`` if condition, else the values that are there."""
+    op = scf.IfOp(condition, [x.type for x in otherwise], has_else=True)
+    with ir.InsertionPoint(op.then_block):
+        scf.yield_(list(body()))
+    with ir.InsertionPoint(op.else_block):
+        scf.yield_(list(otherwise))
+    return list(op.results)
+
+
+def cluster_arrive() -> None:
+    """Says no more than that this thread is here."""
+    ptx("barrier.cluster.arrive.relaxed.aligned;", convergent=True)
+
+
+def cluster_wait() -> None:
+    """Until every thread of the cluster has arrived."""
+    ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
+
+
+def peer_address(shared: Value, rank: Value) -> Value:
+    """The cluster address of the same place in another block's shared memory."""
+    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", shared, rank, results=i32(), volatile=False)
+
+
+def send_peer(to: Value, values: Sequence[Value], barrier: Value, at: int = 0) -> None:
+    """2 or 4 floats to a ``peer_address``, counted by a barrier of the same block."""
+    n = len(values)
+    names = ",".join(f"${i + 2}" for i in range(n))
+    ptx(
+        f"st.async.shared::cluster.mbarrier::complete_tx::bytes.v{n}.f32 "
+        f"[$0+{at}], {{{names}}}, [$1];",
+        to, barrier, *values,
+    )  # fmt: skip
+
+
 def warp_barrier() -> None:
     ptx("bar.warp.sync -1;", convergent=True)

@@ -1,4 +1,5 @@
-"""Device times of decode attention and of RoPE with the cache write, beside XLA's and cuDNN's.
+"""Device times of decode attention, of RoPE with the cache write, and of both as a decode step has
+them, beside XLA's and cuDNN's.
 
     python -m pallas_kernels.bench_attention [rows x capacity ...]
 
@@ -19,11 +20,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import hopper_reason
+from pallas_kernels.rope_attention import rope_and_attend
 from pallas_kernels.rope_cache import quantize_kv, rope_and_write
 
 MEMORY = 4.2e12
 N, K, H = 32, 8, 128
-SHAPES = ((64, 8192), (1, 131072), (256, 1024), (1, 1152), (8, 4096))
+SHAPES = ((64, 8192), (1, 131072), (256, 1024), (1, 1152), (1, 8192), (64, 1152), (8, 4096))
 CACHES = ("bfloat16", "int8", "int4", "float8_e4m3fn")
 
 
@@ -85,6 +87,17 @@ def run(batch: int, capacity: int, cache: str) -> None:
 
         us = device_us(jax.jit(loop), qkv, k, v) / 32
         print(f"rope_and_write   {batch:4d} x {capacity:6d} {cache:13s} {name:6s} {us:8.1f} us")
+    for name, form in (("chosen", None), ("xla", "xla")):
+        # Its last tokens, so that nearly all of the cache is seen.
+        def step(qkv, k, v, form=form):
+            def turn(i, state):
+                slots = jnp.full((batch,), capacity - 1 - i, jnp.int32)
+                return rope_and_attend(qkv, table, table, *state[1:], slots, implementation=form)
+
+            return jax.lax.fori_loop(0, 32, turn, (qkv[:, :N], k, v))
+
+        us = device_us(jax.jit(step), qkv, k, v) / 32
+        print(f"rope_and_attend  {batch:4d} x {capacity:6d} {cache:13s} {name:6s} {us:8.1f} us")
 
 
 if __name__ == "__main__":

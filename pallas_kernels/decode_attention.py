@@ -23,6 +23,8 @@ from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.qtensor import QTensor, dequantize
 from pallas_kernels.rope_cache import unspread, unusual
 
+DIRECT_ROWS, DIRECT_TOKENS = 2, 32768
+
 
 def decode_attention(
     q: jax.Array,
@@ -51,13 +53,27 @@ def decode_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     reason = unsupported(q, k, v)
     if choose("decode_attention", implementation, reason) == "mosaic":
-        from pallas_kernels import decode_attention_mosaic
+        if is_direct(k, q.shape[1] // k.shape[2]):
+            from pallas_kernels import decode_attention_direct as kernel
 
-        return decode_attention_mosaic.decode_attention(
-            q, k, v, lengths, window=window, scale=scale
-        )
+            return kernel.attend(q, None, lengths, k, v, window=window, scale=scale)
+        from pallas_kernels import decode_attention_mosaic as kernel
+
+        return kernel.decode_attention(q, k, v, lengths, window=window, scale=scale)
     out = blockwise_attention(q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale)
     return unspread(v, out[:, 0])
+
+
+def is_direct(k: jax.Array | QTensor, group: int) -> bool:
+    """Whether the kernel for one or two rows takes a cache: it has 64 SMs at most at work, 8 to a
+    kv head of a row, and no launches beside its own (``decode_attention_direct``)."""
+    batch, capacity, n_kv, _ = k.shape
+    longest = DIRECT_TOKENS
+    if batch * n_kv < 8:
+        longest //= 8
+    if isinstance(k, QTensor):
+        longest //= 16
+    return batch <= DIRECT_ROWS and batch * capacity <= longest and group <= 8
 
 
 def unsupported(q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor) -> str | None:

@@ -91,7 +91,7 @@ def _merge(ctx, part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, s
                 for x in a.load_words(at_part, vector, 4 * c, kind="f32", cache=".nc")
             ]
             loaded.append((arith.select(inside, peak, p.cf(NEG_INF)), whole, values))
-        return _combine([tuple(carry[:2]) + (carry[2:],), *loaded])
+        return combine([tuple(carry[:2]) + (carry[2:],), *loaded])
 
     start = [p.cf(NEG_INF)] + [p.cf(0.0)] * (1 + columns)
     sums = a.loop(p.add(first, warp), stop, p.ci(warps * batch_of), start, add)
@@ -106,7 +106,7 @@ def _merge(ctx, part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, s
             [p.load_shared(table, 128 * (w * len(sums) + i)) for i in range(len(sums))]
             for w in range(warps)
         ]
-        _, whole, *total = _combine([(top, whole, out) for top, whole, *out in shares])
+        _, whole, *total = combine([(top, whole, out) for top, whole, *out in shares])
         some = p.less(p.ci(0), length)
         inverse = a.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
         values = [arith.mulf(x, inverse) for x in total]
@@ -120,7 +120,7 @@ def _merge(ctx, part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, s
     p.when(p.less(warp, 1), write)
 
 
-def _combine(shares):
+def combine(shares):
     """[maximum, sum, *out] of shares (maximum, sum, out), in order; the maximum of an empty share
     is -inf, and what it holds has to be finite."""
     top = functools.reduce(a.maximum, [peak for peak, _, _ in shares])

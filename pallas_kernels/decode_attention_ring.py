@@ -40,15 +40,15 @@ class Ring:
 
     bases: addresses in device memory of the row's first token of keys and of values, at the team's
     first head.  last: the last token that may be read; past it that token is copied once more.
+    apart: tokens from one step of the team to its next.
     """
 
     def __init__(self, plan, words, *, heads, n_kv, members, member, lane, ring, barriers, bases,
-                 last):  # fmt: skip
+                 last, apart):  # fmt: skip
         self.depth, self.heads, self.n_kv, self.members = plan.depth, heads, n_kv, members
         self.member, self.lane, self.ring, self.barriers = member, lane, ring, barriers
-        self.bases, self.last = bases, last
+        self.bases, self.last, self.apart = bases, last, apart
         self.per_run = 2 * plan.tiles
-        self.per_step = RUNS * self.per_run
         self.token_bytes = heads * words.row_bytes  # of the team, in shared memory
         self.from_bytes = n_kv * words.row_bytes  # in the cache
         self.stride = self.per_run * self.token_bytes + PAD
@@ -133,13 +133,59 @@ class Ring:
 
     def refill(self, token0, slot, parity, values: bool) -> None:
         """The step that follows ``depth`` steps after the one at ``token0``, into its slot."""
-        token = p.add(token0, self.depth * self.per_step)
+        token = p.add(token0, self.depth * self.apart)
 
         def go():
             a.barrier_wait(self.barrier(slot, values, True), parity)
             self.fill(token, slot, values)
 
         p.when(a.at_most(token, self.last), go)
+
+
+class Tokens:
+    """The words of a step's tokens that a lane of a warp multiplies, out of the ring.
+
+    own: the warp's kv head within the team; g, quad: the lane's place (``decode_attention_tile``).
+    """
+
+    def __init__(self, ring: Ring, words: Words, own, g, quad):
+        self.words, self.token_bytes, self.slot_bytes = words, ring.token_bytes, ring.slot_bytes
+        at = p.add(ring.ring, p.mul(own, words.row_bytes))
+        self.k_at = p.add(at, p.mul(Ring.order(g), ring.stride), p.mul(quad, words.k_chunk))
+        at = p.add(at, p.mul(g, words.v_chunk), ring.depth * ring.slot_bytes)
+        self.v_at = [
+            p.add(at, p.mul(Ring.order(p.add(p.mul(quad, 2), i)), ring.stride)) for i in range(2)
+        ]
+
+    def keys(self, slot, tile: int) -> list[list]:
+        """Of the tile's rows g and g + 8."""
+        words, at = self.words, p.add(self.k_at, p.mul(slot, self.slot_bytes))
+        return [
+            [
+                w
+                for j in range(words.k_chunks)
+                for w in a.load_shared(
+                    at, words.k_chunk // 4,
+                    (2 * tile + half) * self.token_bytes + j * 4 * words.k_chunk,
+                )
+            ]
+            for half in range(2)
+        ]  # fmt: skip
+
+    def values(self, slot, tile: int) -> list[list]:
+        """Of the tile's rows 2 quad, 2 quad + 1, + 8 and + 9."""
+        words, at = self.words, p.mul(slot, self.slot_bytes)
+        return [
+            [
+                w
+                for j in range(words.v_chunks)
+                for w in a.load_shared(
+                    p.add(self.v_at[t % 2], at), words.v_chunk // 4,
+                    (2 * tile + t // 2) * self.token_bytes + j * 8 * words.v_chunk,
+                )
+            ]
+            for t in range(4)
+        ]  # fmt: skip
 
 
 class Scales:

@@ -216,6 +216,10 @@ def fma(a: Value, b: Value, c: Value) -> Value:
     return ptx("fma.rn.f32 $0, $1, $2, $3;", a, b, c, results=f32(), volatile=False)
 
 
+def rsqrt(value: Value) -> Value:
+    return ptx("rsqrt.approx.f32 $0, $1;", value, results=f32(), volatile=False)
+
+
 def widen(half: Value, kind: str) -> Value:
     """The f32 value of the 16-bit float in the low half of a word."""
     if kind == "bf16":

@@ -1,8 +1,9 @@
-"""Matrix product with a quantized weight: ``x[..., K] @ w[N, K].T + bias``.
+"""Matrix product with a weight that is quantized, or plain: ``x[..., K] @ w[N, K].T + bias``.
 
 The scheme is read off the operands:
 
     x float  x  w int4 | int8 | float8_e4m3fn   weight-only: groups or rows, zeros of both kinds
+    x float  x  w float                         plain
     x int8   x  w int8                          W8A8: int32 accumulation, exact
     x fp8    x  w fp8                           FP8: float32 accumulation
 
@@ -11,16 +12,20 @@ neither with zeros; both scales and the bias are applied to the accumulator, the
 A ``w`` with ``columns`` (act-order) takes x's features in that order: one gather before anything
 else, so that no kernel knows of it.
 
-The XLA form dequantizes and dots.  On a CPU it does so by tiles of rows that stay in cache, so that
-the weight is never held as floats; W8A8 goes through float32 there too, in blocks of K short enough
-to be exact (XLA's CPU integer dot runs at under 1 GB/s).  The kernels are in
-``quantized_matmul_decode_mosaic`` (up to 16 rows of x) and ``quantized_matmul_prefill_mosaic``; all
-read the plain layout, so there is no re-layout at load.
+What stands around the product in a decoder may be part of the call: an RMSNorm of x before it,
+SwiGLU and a residual behind it.  Up to 16 rows of 16-bit floats it is then one kernel, float32 from
+the product to the only rounding; elsewhere the ops run one after the other.  ``fusible`` tells.
 
-Gradients: for float x, with respect to x, bias, w.scale and a floating w.zero; for QTensor x,
-with respect to both scales and bias.  Words are integers and get none.
+The XLA forms are in ``quantized_matmul_xla``; the kernels in ``quantized_matmul_decode_mosaic`` (up
+to 16 rows of x) and ``quantized_matmul_prefill_mosaic``.  All read the plain layout, so there is no
+re-layout at load.
 
-Leaves out: mixed pairs (int8 x int4, int8 x fp8), scales that vary along K for quantized x.
+Gradients: for float x, with respect to x, bias, w.scale and a floating w.zero (or a plain w), and
+to what is fused; for QTensor x, with respect to both scales and bias.  Words are integers and get
+none.
+
+Leaves out: mixed pairs (int8 x int4, int8 x fp8), scales that vary along K for quantized x, a
+residual behind SwiGLU in one kernel.
 Sources: LLM.int8 (arXiv 2208.07339), AWQ (2306.00978), GPTQ (2210.17323), SmoothQuant (2211.10438).
 """
 
@@ -35,21 +40,30 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Implementation, choose, wants_kernel
-from pallas_kernels.qtensor import QTensor, dequantize, take_columns
-
-_LAST = (((1,), (1,)), ((), ()))
-# |sum of 1024 products of int8| <= 2^24, which float32 holds exactly.
-_EXACT_BLOCK = 1024
-# Rows of a weight that are dequantized at a time on a CPU; measured best among 64..576.
-_CPU_TILE = 192
+from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, take_columns
+from pallas_kernels.quantized_matmul_choice import (
+    Call,
+    run_kernel,
+    slower,
+    slower_fused,
+    takes_rows,
+    unfusible,
+    unsupported,
+)
+from pallas_kernels.quantized_matmul_xla import contract_rows, pair_sums, weight_only_sums
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.swiglu import swiglu as gate
 
 
 def quantized_matmul(
     x: jax.Array | QTensor,
-    w: QTensor,
+    w: jax.Array | QTensor,
     *,
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
+    norm: tuple[jax.Array, float] | None = None,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """``x[..., K]`` times ``w[N, K]`` transposed -> ``[..., N]``.
@@ -57,6 +71,9 @@ def quantized_matmul(
     bias: ``[N]``, added in float32 before the only cast.
     out_dtype: x's dtype for float x; for a QTensor x the dtype of w.scale if that is 16 bits wide
         (the compute dtype of a checkpoint), else float32.
+    norm: (weight ``[K]``, eps) of an RMSNorm of x that comes first.
+    residual: of the result's shape and dtype, added last.
+    swiglu: w's rows are gate, then up; the result is ``silu(gate) * up`` of ``[..., N / 2]``.
     Raises ValueError for shapes or dtypes that do not go together, NotImplementedError for
     ``implementation="mosaic"`` where no kernel covers the call.
     """
@@ -67,6 +84,44 @@ def quantized_matmul(
         else:
             out_dtype = w.scale.dtype if w.scale.dtype.itemsize == 2 else jnp.float32
     out_dtype = jnp.dtype(out_dtype)
+    _check_fused(x, w, out_dtype, norm, residual, swiglu)
+    if norm is None and residual is None and not swiglu and isinstance(w, QTensor):
+        return _product(x, w, bias, out_dtype, implementation)
+    gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
+    call = Call(eps, swiglu, out_dtype)
+    asked = wants_kernel(implementation)
+    reason = unfusible(x, w, call, gamma, residual) if asked else None
+    if asked and implementation is None and reason is None:
+        reason = slower_fused(x, w, call, gamma, residual)
+    if choose("quantized_matmul", implementation, reason) == "xla":
+        return _composed(call, implementation, x, w, bias, gamma, residual)
+    if residual is not None:
+        residual = _flatten(residual)
+    out = _fused(call, _flatten(x), w, bias, gamma, residual)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def fusible(
+    x: jax.Array | QTensor,
+    w: jax.Array | QTensor | RowBlocks,
+    *,
+    out_dtype: DTypeLike | None = None,
+    norm: tuple[jax.Array, float] | None = None,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
+) -> bool:
+    """Is ``quantized_matmul`` of these one kernel here, and the faster way?  Only shapes and dtypes
+    are looked at."""
+    if isinstance(x, QTensor) or isinstance(w, RowBlocks) or not wants_kernel(None):
+        return False
+    eps = None if norm is None else float(norm[1])
+    call = Call(eps, swiglu, jnp.dtype(x.dtype if out_dtype is None else out_dtype))
+    given = x, w, call, None if norm is None else norm[0], residual
+    return unfusible(*given) is None and slower_fused(*given) is None
+
+
+def _product(x, w, bias, out_dtype, implementation) -> jax.Array:
+    """The product of a QTensor alone."""
     if w.columns is not None:
         x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
     lead = x.shape[:-1]
@@ -74,7 +129,7 @@ def quantized_matmul(
     asked = wants_kernel(implementation)
     reason = unsupported(rows, w, out_dtype=out_dtype) if asked else None
     if asked and implementation is None and reason is None:
-        reason = _slower(rows, w)
+        reason = slower(rows, w)
     chosen = choose("quantized_matmul", implementation, reason)
     if isinstance(x, QTensor):
         out = _quantized_pair(rows.scale, w.scale, bias, rows.q, w.q, out_dtype, chosen)
@@ -83,64 +138,46 @@ def quantized_matmul(
     return out.reshape(*lead, w.shape[0])
 
 
-def unsupported(
-    x: jax.Array | QTensor, w: QTensor, *, out_dtype: DTypeLike | None = None
-) -> str | None:
-    """Why no Mosaic kernel takes ``x[M, K]`` and ``w[N, K]``, or None."""
-    from pallas_kernels import quantized_matmul_decode_mosaic as decode
-    from pallas_kernels import quantized_matmul_prefill_mosaic as prefill
-
-    if _takes_decode(x, w, out_dtype):
-        return None
-    reason = prefill.unsupported(x, w, out_dtype=out_dtype)
-    if reason is not None and not isinstance(x, QTensor) and x.shape[0] <= decode.MAX_TOKENS:
-        reason = f"{decode.unsupported(x.shape[0], x.dtype, w)}; {reason}"
-    return reason
+def _composed(call: Call, implementation, x, w, bias, gamma, residual) -> jax.Array:
+    """The parts of a fused product one after the other."""
+    if gamma is not None:
+        x = rms_norm(x, gamma, call.eps, implementation=implementation)
+    if isinstance(w, QTensor):
+        y = _product(x, w, bias, call.out_dtype, implementation)
+    else:
+        y = _dense(x, w, bias, call.out_dtype)
+    if call.swiglu:
+        y = gate(y, implementation=implementation)
+    return y if residual is None else residual + y
 
 
-def _slower(x: jax.Array | QTensor, w: QTensor) -> str | None:
-    """Why the kernel that takes the call is not worth it, or None.  One row of int8 is a
-    matrix-vector product: 14336 x 4096 18.2 us by XLA and 19.8 by the kernel, 4096 x 4096 7.5 and
-    8.7; but 4096 x 14336, split along K, 21.9 and 18.8.  e4m3's is 19.5 and 17.3."""
-    if not isinstance(x, QTensor) or x.dtype != jnp.int8 or x.shape[0] > 1:
-        return None
-    from pallas_kernels.quantized_matmul_prefill_mosaic import choose_pair_tile
-
-    if choose_pair_tile(1, *w.shape).split > 1:
-        return None
-    return "XLA's matrix-vector product of one int8 row is faster"
-
-
-def _takes_decode(x: jax.Array | QTensor, w: QTensor, out_dtype: DTypeLike | None) -> bool:
-    """Few rows of floats are the decode kernel's; everything else the tiled kernels', at any M."""
-    from pallas_kernels import quantized_matmul_decode_mosaic as decode
-
-    if isinstance(x, QTensor):
-        return False
-    return decode.unsupported(x.shape[0], x.dtype, w, out_dtype) is None
-
-
-def _kernel(x: jax.Array | QTensor, w: QTensor, bias, out_dtype) -> jax.Array:
-    from pallas_kernels import quantized_matmul_decode_mosaic as decode
-    from pallas_kernels import quantized_matmul_prefill_mosaic as prefill
-
-    if isinstance(x, QTensor):
-        return prefill.matmul_w8a8(x, w, bias, out_dtype)
-    if _takes_decode(x, w, out_dtype):
-        return decode.matmul(x, w, bias=bias, out_dtype=out_dtype)
-    return prefill.matmul_weight_only(x, w, bias, out_dtype)
+def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> jax.Array:
+    """A product with plain weights, by XLA."""
+    # Rows are flattened because XLA's matrix-vector code wants a plain 2-D product.  On CPUs
+    # ``x @ w.T`` says the same and is slower: a fifth in SmolLM2 on jax 0.10, four times on 0.11.
+    out = lax.dot_general(
+        _flatten(x),
+        w.astype(x.dtype),
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+    )
+    if bias is not None:
+        out = out + bias.astype(x.dtype)
+    return out.reshape(*x.shape[:-1], w.shape[0]).astype(out_dtype)
 
 
 def check_operands(x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None) -> None:
     """Raises ValueError, with the fact, for operands that make no product."""
-    if not isinstance(w, QTensor) or w.ndim != 2:
-        raise ValueError("quantized_matmul: w must be a QTensor of shape [N, K]")
+    if w.ndim != 2:
+        raise ValueError(f"quantized_matmul: w must be of shape [N, K], not {w.shape}")
     n, k = w.shape
     if x.ndim < 1 or x.shape[-1] != k:
         raise ValueError(f"quantized_matmul: x {x.shape} does not contract with w {w.shape}")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"quantized_matmul: bias {bias.shape} is not ({n},)")
     if isinstance(x, QTensor):
+        if not isinstance(w, QTensor):
+            raise ValueError("quantized_matmul: a quantized x goes with a quantized w")
         pair = (jnp.dtype(x.dtype).name, jnp.dtype(w.dtype).name)
         if pair not in (("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn")):
             raise ValueError(f"quantized_matmul: no scheme multiplies {pair[0]} by {pair[1]} words")
@@ -155,6 +192,22 @@ def check_operands(x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None) -
                 )
     elif not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"quantized_matmul: x is {x.dtype}; floats or a QTensor are wanted")
+
+
+def _check_fused(x, w, out_dtype, norm, residual, swiglu) -> None:
+    n, k = w.shape
+    if isinstance(x, QTensor) and (norm is not None or residual is not None or swiglu):
+        raise ValueError("quantized_matmul: norm, residual and swiglu go with a float x")
+    if norm is not None and norm[0].shape != (k,):
+        raise ValueError(f"quantized_matmul: the norm's weight {norm[0].shape} is not ({k},)")
+    if swiglu and n % 2:
+        raise ValueError(f"quantized_matmul: {n} rows of w are not gate and up")
+    shape = (*x.shape[:-1], n // 2 if swiglu else n)
+    if residual is not None and (residual.shape, residual.dtype) != (shape, out_dtype):
+        raise ValueError(
+            f"quantized_matmul: residual {residual.dtype}{residual.shape} is not the result's "
+            f"{out_dtype}{shape}"
+        )
 
 
 def quantized_matmul_reference(
@@ -182,11 +235,8 @@ def _finish(acc: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> jax
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _weight_only(x, scale, zero, bias, q, out_dtype, chosen):
     if chosen == "mosaic":
-        return _kernel(x, QTensor(q, scale, zero), bias, out_dtype)
-    acc = lax.platform_dependent(
-        x, scale, zero, q, default=_weight_only_whole, cpu=_weight_only_tiled
-    )
-    return _finish(acc, bias, out_dtype)
+        return run_kernel(x, QTensor(q, scale, zero), bias, out_dtype)
+    return _finish(weight_only_sums(x, scale, zero, q), bias, out_dtype)
 
 
 def _weight_only_fwd(x, scale, zero, bias, q, out_dtype, chosen):
@@ -198,7 +248,7 @@ def _weight_only_bwd(out_dtype, chosen, saved, dy):
     x, scale, zero, bias, q = saved
     dy = dy.astype(jnp.float32)
     groups = scale.shape[-1]
-    dx = _contract_rows(dy, QTensor(q, scale, zero)).astype(x.dtype)
+    dx = contract_rows(dy, QTensor(q, scale, zero)).astype(x.dtype)
     # dW is formed only if a caller wants a gradient of scale or zero; jit drops it otherwise.
     dw = lax.dot_general(
         dy, x.astype(jnp.float32), (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST
@@ -217,72 +267,15 @@ def _weight_only_bwd(out_dtype, chosen, saved, dy):
 _weight_only.defvjp(_weight_only_fwd, _weight_only_bwd)
 
 
-def _weight_only_whole(x, scale, zero, q):
-    """For accelerators: XLA fuses the dequantization into one pass before the dot."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    w = dequantize(QTensor(q, scale, zero), x.dtype)
-    return lax.dot_general(x, w, _LAST, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _weight_only_tiled(x, scale, zero, q):
-    """For CPUs: tiles of rows, each dequantized in cache and used at once."""
-    columns = x.astype(jnp.float32).T
-    k = q.shape[1]
-    if q.dtype != jnp.int4 or k // scale.shape[1] % 2:
-
-        def one(tile: QTensor):
-            return jnp.dot(dequantize(tile), columns, precision=lax.Precision.HIGHEST)
-
-        return _map_tiles(one, QTensor(q, scale, zero)).T
-
-    # Slices of int4 arrays make XLA's CPU backend unpack the whole array; slices of bytes do not.
-    packed = lax.bitcast_convert_type(q.reshape(-1, k // 2, 2), jnp.int8)
-    even, odd = columns[0::2], columns[1::2]
-
-    def one_packed(tile: QTensor):
-        low = (tile.q << 4) >> 4
-        high = tile.q >> 4
-        return jnp.dot(
-            dequantize(dataclasses.replace(tile, q=low)), even, precision=lax.Precision.HIGHEST
-        ) + jnp.dot(
-            dequantize(dataclasses.replace(tile, q=high)), odd, precision=lax.Precision.HIGHEST
-        )
-
-    return _map_tiles(one_packed, QTensor(packed, scale, zero)).T
-
-
-def _contract_rows(dy: jax.Array, w: QTensor) -> jax.Array:
-    """``dy[M, N] @ dequantize(w)[N, K]`` in float32, by tiles of rows."""
-    n, k = w.shape
-    tile = _tile_rows(n)
-    main = n // tile * tile
-
-    def body(i, acc):
-        rows = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * tile, tile), w)
-        part = lax.dynamic_slice_in_dim(dy, i * tile, tile, axis=1)
-        return acc + jnp.dot(part, dequantize(rows), precision=lax.Precision.HIGHEST)
-
-    acc = lax.fori_loop(0, main // tile, body, jnp.zeros((dy.shape[0], k), jnp.float32))
-    if main < n:
-        rest = jax.tree.map(lambda a: a[main:], w)
-        acc = acc + jnp.dot(dy[:, main:], dequantize(rest), precision=lax.Precision.HIGHEST)
-    return acc
-
-
 # --- quantized x quantized -----------------------------------------------------------------------
-
-
-def _pair_sums(xq, wq):
-    whole, tiled = (_int8_whole, _int8_tiled) if xq.dtype == jnp.int8 else (_fp8_whole, _fp8_tiled)
-    return lax.platform_dependent(xq, wq, default=whole, cpu=tiled).astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _quantized_pair(x_scale, w_scale, bias, xq, wq, out_dtype, chosen):
     if chosen == "mosaic":
-        return _kernel(QTensor(xq, x_scale), QTensor(wq, w_scale), bias, out_dtype)
+        return run_kernel(QTensor(xq, x_scale), QTensor(wq, w_scale), bias, out_dtype)
     scales = x_scale.astype(jnp.float32) * w_scale.astype(jnp.float32)[:, 0]
-    return _finish(_pair_sums(xq, wq) * scales, bias, out_dtype)
+    return _finish(pair_sums(xq, wq) * scales, bias, out_dtype)
 
 
 def _quantized_pair_fwd(x_scale, w_scale, bias, xq, wq, out_dtype, chosen):
@@ -293,7 +286,7 @@ def _quantized_pair_fwd(x_scale, w_scale, bias, xq, wq, out_dtype, chosen):
 def _quantized_pair_bwd(out_dtype, chosen, saved, dy):
     x_scale, w_scale, bias, xq, wq = saved
     dy = dy.astype(jnp.float32)
-    products = dy * _pair_sums(xq, wq)
+    products = dy * pair_sums(xq, wq)
     row, column = x_scale.astype(jnp.float32), w_scale.astype(jnp.float32)
     dx_scale = jnp.sum(products * column[:, 0], axis=1, keepdims=True).astype(x_scale.dtype)
     dw_scale = jnp.sum(products * row, axis=0)[:, None].astype(w_scale.dtype)
@@ -304,55 +297,34 @@ def _quantized_pair_bwd(out_dtype, chosen, saved, dy):
 _quantized_pair.defvjp(_quantized_pair_fwd, _quantized_pair_bwd)
 
 
-def _int8_whole(xq, wq):
-    return lax.dot_general(xq, wq, _LAST, preferred_element_type=jnp.int32)
+# --- fused products ------------------------------------------------------------------------------
 
 
-def _fp8_whole(xq, wq):
-    return lax.dot_general(xq, wq, _LAST, preferred_element_type=jnp.float32)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(call: Call, x, w, bias, gamma, residual):
+    from pallas_kernels import quantized_matmul_decode_mosaic as decode
+    from pallas_kernels import quantized_matmul_prefill_mosaic as prefill
+
+    if takes_rows(x.shape[0], w, gamma, residual):
+        return prefill.matmul_plain(x, w, bias, call.out_dtype, swiglu=call.swiglu)
+    return decode.matmul(
+        x,
+        w,
+        bias=bias,
+        out_dtype=call.out_dtype,
+        gamma=gamma,
+        eps=call.eps,
+        residual=residual,
+        swiglu=call.swiglu,
+    )
 
 
-def _int8_tiled(xq, wq):
-    k = xq.shape[1]
-    starts = range(0, k, _EXACT_BLOCK)
-    columns = xq.astype(jnp.float32).T
-
-    def one(tile):
-        words = tile.astype(jnp.float32)
-        parts = [
-            jnp.dot(
-                words[:, i : i + _EXACT_BLOCK],
-                columns[i : i + _EXACT_BLOCK],
-                precision=lax.Precision.HIGHEST,
-            ).astype(jnp.int32)
-            for i in starts
-        ]
-        return functools.reduce(jnp.add, parts)
-
-    return _map_tiles(one, wq).T
+def _fused_fwd(call, x, w, bias, gamma, residual):
+    return _fused(call, x, w, bias, gamma, residual), (x, w, bias, gamma, residual)
 
 
-def _fp8_tiled(xq, wq):
-    columns = xq.astype(jnp.float32).T
-
-    def one(tile):
-        return jnp.dot(tile.astype(jnp.float32), columns, precision=lax.Precision.HIGHEST)
-
-    return _map_tiles(one, wq).T
+def _fused_bwd(call, saved, dy):
+    return jax.vjp(functools.partial(_composed, call, None), *saved)[1](dy)
 
 
-def _tile_rows(n: int) -> int:
-    return min(n, _CPU_TILE)
-
-
-def _map_tiles(f, w):
-    """``f`` over tiles of rows of ``w`` (any pytree of ``[N, ...]``), results concatenated."""
-    n = jax.tree.leaves(w)[0].shape[0]
-    tile = _tile_rows(n)
-    main = n // tile * tile
-    tiles = jax.tree.map(lambda a: a[:main].reshape(main // tile, tile, *a.shape[1:]), w)
-    out = f(jax.tree.map(lambda a: a[0], tiles)) if main == tile else lax.map(f, tiles)
-    out = out.reshape(main, out.shape[-1])
-    if main < n:
-        out = jnp.concatenate([out, f(jax.tree.map(lambda a: a[main:], w))])
-    return out
+_fused.defvjp(_fused_fwd, _fused_bwd)

@@ -1,4 +1,5 @@
-"""How the decode matmul divides ``x[M, K] w[N, K]^T`` among blocks and warps of an H200.
+"""What the decode matmul takes, and how it divides ``x[M, K] w[N, K]^T`` among blocks and warps of
+an H200.
 
 Arithmetic only; ``quantized_matmul_decode_mosaic`` tells what the parts do.
 """
@@ -7,17 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.quantized_matmul_decode_scheme import KIND, Scheme
 
 WARPS = 16
+THREADS = 32 * WARPS
+TOKENS = 16  # at most
 # How many clusters of a size an H200 runs at a time: 4 does not divide the SMs of all of its
 # processing clusters.  One cluster more waits for the first to end.  (8: from the sizes that give
 # 30 clusters of 4, not measured.)
 CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 14}
 SHARED = 226 * 1024
 SLOT = WARPS * 1024  # bytes of a ring slot: one block of columns of a tile, 2 x 16 bytes per lane
+# Up to so many rows of x stay in shared memory rather than divide K among the blocks of a cluster.
+RESIDENT_TOKENS = 4
+# Squares of x: a sum per warp and token, then one per token.
+SQUARES = 4 * (WARPS + 1) * TOKENS
 # Floats from one token to the next in a partial sum of 16 rows: stores hit every bank once.
 PITCH = 20
 
@@ -35,7 +44,8 @@ class Plan:
     per: int  # tiles of the busiest cluster
     batch: int  # tiles between two sums over warps
     depth: int  # ring slots
-    param_bytes: int  # scales and zeros of one tile
+    param_bytes: int  # scales, zeros, bias and residual of one tile
+    pairs: bool = False  # SwiGLU: a tile of gate, then the tile of up that belongs to it
 
     @property
     def n_tiles(self) -> int:
@@ -62,20 +72,25 @@ class Plan:
             return self.partial_bytes + self.x_bytes
         return max(self.partial_bytes, self.x_bytes)
 
+    def scratch_sizes(self, normed: bool) -> list[int]:
+        """Bytes of partial sums and x, of the ring, of the tiles' parameters, of squares."""
+        params = self.buffers * self.batch * self.param_bytes
+        sizes = [self.arena_bytes, self.depth * SLOT, max(16, params)]
+        return [*sizes, SQUARES] if normed else sizes
+
     @property
     def shared_bytes(self) -> int:
-        params = self.buffers * self.batch * self.param_bytes
-        return self.depth * SLOT + self.arena_bytes + params
+        return sum(self.scratch_sizes(normed=True))
 
 
-def slices(k: int, bits: int, n_tiles: int) -> list[tuple[int, int, int, bool]]:
+def slices(k: int, bits: int, m: int) -> list[tuple[int, int, int, bool]]:
     """Ways to give K to warps, best first: (split, warps, columns of a warp, x resident).
 
-    With x in registers it takes n_tiles * columns / 8 of a thread, of which 64 fit, and the runs
-    divide K.  With x in shared memory one block has all of K; the last run then begins where it
-    still ends with K, and reads zeros for the part of x that the one before it has.
+    With x in registers it takes a thread columns / 8 of them for 8 tokens, of which 64 fit, and the
+    runs divide K.  With x in shared memory one block has all of K; the last run then begins where
+    it still ends with K, and reads zeros for the part of x that the one before it has.
     """
-    block = 128 if bits == 4 else 64
+    block, n_tiles = 512 // bits, -(-m // 8)
     cuts = []
     for split in CLUSTERS:
         for k_warp in (256, 128, 64, 512):
@@ -87,26 +102,110 @@ def slices(k: int, bits: int, n_tiles: int) -> list[tuple[int, int, int, bool]]:
                 break
     # A sum over a cluster takes longer than 512 columns a warp, which crowd the registers.
     cuts.sort(key=lambda cut: (cut[0] > 1, cut[0] == 8, cut[2] == 512, cut[0]))
-    if not cuts and k % block == 0 and k >= 8 * block:
+    few = m <= RESIDENT_TOKENS and not (cuts and cuts[0][0] == 1)
+    if (few or not cuts) and k % block == 0 and k >= 8 * block:
         k_warp = -(-k // block // WARPS) * block
-        cuts.append((1, -(-k // k_warp), k_warp, True))
+        cuts.insert(0, (1, -(-k // k_warp), k_warp, True))
     return cuts
 
 
-def make_plan(m: int, w: QTensor, *, depth: int | None = None) -> Plan | None:
+def _straddles(split: int, warps: int, k_warp: int, resident: bool, scheme: Scheme) -> bool:
+    """Whether a group of columns would belong to two warps, or, with x in shared memory, to two
+    blocks of columns."""
+    group = scheme.group
+    if scheme.fold or scheme.n_groups <= 1:
+        return False
+    return bool(k_warp % group and group % k_warp) or (resident and group > scheme.columns)
+
+
+def make_plan(
+    m: int,
+    w: jax.Array | QTensor,
+    *,
+    depth: int | None = None,
+    bias: bool = False,
+    residual: bool = False,
+    pairs: bool = False,
+) -> Plan | None:
     """The plan for m tokens and w, or None if nothing fits shared memory."""
     n, k = w.shape
-    bits = 4 if w.dtype == jnp.int4 else 8
-    depth = depth or (3 if m <= 8 else 2)
-    tiles = n // 16
-    zero_bytes = 0 if w.zero is None else w.zero.dtype.itemsize
-    param_bytes = 16 * w.scale.shape[1] * (w.scale.dtype.itemsize + zero_bytes)
-    for cut in slices(k, bits, -(-m // 8)):
+    parts = 2 if pairs else 1
+    tiles = n // 16 // parts
+    scheme = Scheme(w, "bf16")
+    param_bytes = 16 * scheme.n_groups * (scheme.scale_bytes + scheme.zero_bytes)
+    param_bytes += (64 if bias else 0) + (32 * m if residual else 0)
+    cuts = slices(k, scheme.bits, m)
+    cuts.sort(key=lambda cut: _straddles(*cut, scheme))
+    for cut in cuts:
         clusters = min(tiles, CLUSTERS[cut[0]])
         per = -(-tiles // clusters)
-        for slots in (depth, 2):
+        # Words that arrive while others are multiplied are not late, and a ring that is full at the
+        # start delays the first of them; without arithmetic to wait for, or with x to load at
+        # every step, more is better.
+        best = 4 if scheme.plain or cut[3] else 2
+        for slots in (depth or best, 2):
             for batch in (-(-per // i) for i in range(1, per + 1)):
-                plan = Plan(m, *cut, clusters, per, batch, slots, param_bytes)
+                sizes = clusters, parts * per, parts * batch, slots, param_bytes
+                plan = Plan(m, *cut, *sizes, pairs=pairs)
                 if plan.shared_bytes <= SHARED:
                     return plan
+    return None
+
+
+def unsupported(
+    m: int,
+    x_dtype,
+    w: jax.Array | QTensor,
+    out_dtype=None,
+    *,
+    norm=None,
+    residual=None,
+    swiglu: bool = False,
+) -> str | None:
+    """Why the kernel does not take ``[m, K] x w``, or None.  norm, residual: the dtypes of a norm's
+    weight and of a residual."""
+    n, k = w.shape
+    x_kind = KIND.get(jnp.dtype(x_dtype).name)
+    plain = not isinstance(w, QTensor)
+    if plain and w.dtype != x_dtype:
+        return f"plain weights {w.dtype.name} beside activations {jnp.dtype(x_dtype).name}"
+    if not plain and w.dtype not in (jnp.int4, jnp.int8):
+        return f"weight words {jnp.dtype(w.dtype).name}; the kernel reads int4 and int8"
+    if x_kind not in ("bf16", "f16"):
+        return f"activations {jnp.dtype(x_dtype).name}; the kernel multiplies bfloat16 and float16"
+    if not plain and jnp.dtype(w.scale.dtype).name not in KIND:
+        return f"scales {w.scale.dtype}"
+    if out_dtype is not None and jnp.dtype(out_dtype).name not in KIND:
+        return f"the output would be {jnp.dtype(out_dtype).name}"
+    if not 1 <= m <= TOKENS:
+        return f"{m} tokens; the decode kernel takes 1 to {TOKENS}"
+    if n % (32 if swiglu else 16):
+        return f"N = {n} is not a multiple of {32 if swiglu else 16}"
+    if norm is not None and (
+        x_kind != "bf16" or KIND.get(jnp.dtype(norm).name) not in ("bf16", "f32")
+    ):
+        return f"a norm of {jnp.dtype(x_dtype).name} with weights {jnp.dtype(norm).name}"
+    if residual is not None and (swiglu or jnp.dtype(residual).itemsize != 2):
+        return f"a residual {jnp.dtype(residual).name}, or one behind SwiGLU"
+    scheme = Scheme(w, x_kind)
+    if not slices(k, scheme.bits, m):
+        return f"K = {k} is not a multiple of {scheme.columns}, or below {8 * scheme.columns}"
+    plan = make_plan(m, w, bias=True, residual=residual is not None, pairs=swiglu)
+    if plan is None:
+        return f"K = {k} and {m} tokens need more than shared memory holds"
+    if plain:
+        return None
+    if scheme.bits == 8 and w.zero is not None:
+        return "int8 words with zero points"
+    if scheme.zero == "float" and w.zero.dtype != w.scale.dtype:
+        return f"zeros {w.zero.dtype} beside scales {w.scale.dtype}"
+    if scheme.zero == "int" and w.zero.dtype != jnp.int8:
+        return f"zeros {w.zero.dtype}; the kernel reads int8"
+    if scheme.fold:
+        if scheme.kind != "bf16":
+            return f"groups of {scheme.group} or floating zeros with float16 activations"
+        if scheme.group % (scheme.columns // 4):
+            return f"groups of {scheme.group}; multiples of {scheme.columns // 4} are needed"
+    elif _straddles(plan.split, plan.warps, plan.k_warp, plan.resident, scheme):
+        return f"groups of {scheme.group} columns straddle runs of {plan.k_warp}"
     return None

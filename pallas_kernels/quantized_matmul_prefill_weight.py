@@ -21,6 +21,10 @@ wgmmas keep the tensor cores busy.  Two slots cost ~270 instructions a thread (i
 and a permute a word, then LOP3, subtract, multiply a pair) against 2 x 1024 cycles of wgmma.
 The activations are multicast to the two blocks of a cluster, which lie side by side in N.
 
+Up to 64 tokens blocks are short of work rather than of operands: ``parts`` lets more warpgroups
+take turns at the slots, ``split`` gives the two blocks of a cluster half of K each, and the groups'
+vectors come once a tile, as they are stored (``stored``).
+
 NOTES (H200, K=4096, N=14336, int4 in groups of 128 unless said; TFLOP/s at M = 8192 / 2048)
     floor: XLA's bf16 product 840 / 826; humming 702 / 680 in the same run
     one slot at a time, 5 stages               722 / 730
@@ -32,16 +36,20 @@ NOTES (H200, K=4096, N=14336, int4 in groups of 128 unless said; TFLOP/s at M = 
                                                785 / 786;  int8 745 -> 758
     5 stages: same; int8 with stores of 32 tokens, to make room: 771 (timed, values not checked)
     integer zeros 762 / 751; tokens = 128: 563, 192: 661 (a weight is dequantized more often)
-    M=64 (64 tokens): 28.8 us with one pair of warpgroups, 25.9 with two (``parts``).  Without XLA's
-    transpose of the scales (1.4 us): 23.9, and 22.6 with a feeder of one warp, as all four of a
-    warpgroup arrive on the slot's barrier for every copy (M=128: 31.8 to 30.6; M=32 and M=2048: no
-    change).  A cluster of one: 22.4.  The rest is issue: ~115 instructions a slot and thread on
-    112 of 132 SMs are 8.4 us, and the memory's 7 do not hide behind them.
+    M=64, microseconds: 28.8 with one pair of warpgroups, 25.9 with two (``parts``); scales as they
+    are stored, one copy a tile, instead of XLA's transpose of them (1.4): 23.8; 12 stages: 23.0.
+      256 rows a block, K in halves (x copied half as often): 24.2; slot by slot 25.6.  Nothing
+      copied: 23.0; nothing dequantized: 18.7; a slot dequantized while the wgmmas of the one before
+      run (without C7513): 23.1, M=2048 the same too.  So memory is not the limit: less the 4.4 us
+      of any launch, 512 wgmmas an SM take 14.3 us, about 49 cycles each, where 64 tokens should
+      take 32: a register operand for so few columns, it seems.  Not tried: weights to shared memory
+      as 16-bit floats, so that they are the wide operand.
+      4096 x 4096: tiles of 128 rows 21.8, K in halves 14.7, 64 rows and four parts 10.9; 4096 x
+      14336: 66.6, 37.4, 23.7; 6144 x 4096 15.1; 28672 x 4096: 42.2, 256 rows 40.6.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -62,50 +70,9 @@ from pallas_kernels.prefill_pipeline import (
     tile_of,
     tiled,
 )
+from pallas_kernels.quantized_matmul_prefill_plan import BLOCK_K, Scheme, WeightTile
 
-BLOCK_K = 64  # columns in a slot: one swizzle of 16-bit activations
-ROWS = 128  # of w per block, 64 per compute warpgroup
 _LAYOUT = plgpu.Layout.WGMMA
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightTile:
-    """One block's tile and pipeline.
-
-    tokens: rows of x, the N of its wgmma.
-    cluster: 2 blocks side by side in w's rows share (multicast) the activations.
-    width: of the planar snake, in tiles of w's rows.
-    unroll: slots that are dequantized before their wgmmas are issued.
-    store: tokens per store of the epilogue.
-    parts: pairs of warpgroups that take turns at the slots; their sums meet in shared memory.
-    """
-
-    tokens: int = 256
-    stages: int = 4
-    cluster: int = 2
-    width: int = 8
-    unroll: int = 2
-    store: int = 64
-    parts: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Scheme:
-    """Which vectors there are, and how many columns a group has."""
-
-    group: int
-    scale: bool  # per group, in the loop
-    zero: str | None  # per group, in the loop: "int" before the scale, "float" after it
-    row: bool  # per row, in the epilogue
-    bias: bool
-
-    @property
-    def groups_per_slot(self) -> int:
-        return max(1, BLOCK_K // self.group)
-
-    @property
-    def slots_per_group(self) -> int:
-        return max(1, self.group // BLOCK_K)
 
 
 def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
@@ -117,22 +84,34 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
     bias = refs.pop(0) if scheme.bias else None
     out, x_buffer, w_sm, s_sm, z_sm, o_buffer, r_sm, b_sm, sum_sm, *barriers = refs
     (x_rows, x_sm), (o_rows, o_sm) = map(pipeline.views, (x_buffer, o_buffer))
-    full, empty, r_full, r_empty, sum_full, sum_empty = barriers
-    wg, pair = lax.axis_index("wg"), lax.axis_index("pair")
-    n_clusters, tokens, stages = pipeline.N_SM // tile.cluster, tile.tokens, tile.stages
-    grid = pl.cdiv(m, tokens), pl.cdiv(n, ROWS * tile.cluster)
-    steps = k // BLOCK_K
+    full, empty, r_full, r_empty, sum_full, sum_empty, *peer = barriers
+    wg, pair, k_part = (lax.axis_index(axis) for axis in ("wg", "pair", "part"))
+    n_clusters = pipeline.N_SM // (tile.cluster * tile.split)
+    tokens, stages = tile.tokens, tile.stages
+    grid = pl.cdiv(m, tokens), pl.cdiv(n, tile.rows * tile.cluster)
+    box = pipeline.rows_of_box(m, tokens)
+    steps = k // BLOCK_K // tile.split
+    first_step = k_part * steps
     tiles = my_tiles(grid[0] * grid[1], n_clusters)
-    unroll = tile.unroll if steps % tile.unroll == 0 else 1
-    computing = 2 * tile.parts
+    slots = tile.vector_slots(m, n)
+    unroll = tile.unrolled(k)
+    across = tile.rows // 64  # warpgroups side by side in w's rows
+    computing = across * tile.parts
     feeder_registers, compute_registers = REGISTERS[computing]
     axes = "pair" if tile.cluster > 1 else None
     grouped = [(v, v_sm) for v, v_sm in ((scale, s_sm), (zero, z_sm)) if v is not None]
     vectors = [(v, v_sm) for v, v_sm in ((row, r_sm), (bias, b_sm)) if v is not None]
+    if scheme.stored:
+        grouped, vectors = [], grouped + vectors
 
     def origin(t):
         mi, ni = tile_of(t, grid, n_clusters, 1, tile.width)
-        return mi * tokens, (ni * tile.cluster + pair) * ROWS
+        n0 = ni if tile.cluster == 1 else ni * tile.cluster + pair
+        return mi * tokens, n0 * tile.rows
+
+    def group_of(j):
+        """The first group of slot j."""
+        return (j // scheme.slots_per_group) * scheme.groups_per_slot
 
     @pl.when(wg == computing)
     def feed():
@@ -141,25 +120,27 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
         def copy_tiles():
             def one_tile(t, _):
                 m0, n0 = origin(t)
-                slot, rows = t % 2, pl.ds(n0, ROWS)
+                slot, rows = lax.rem(t, slots), pl.ds(n0, tile.rows)
                 if vectors:
-                    pl.when(t >= 2)(lambda: plgpu.barrier_wait(r_empty.at[slot]))
+                    pl.when(t >= slots)(lambda: plgpu.barrier_wait(r_empty.at[slot]))
                     for vector, vector_sm in vectors:
-                        plgpu.copy_gmem_to_smem(
-                            vector.at[rows], vector_sm.at[slot], r_full.at[slot]
-                        )
+                        source = vector.at[rows]
+                        if vector_sm.ndim == 3:  # the groups of this block's columns
+                            groups = vector_sm.shape[2]
+                            source = vector.at[rows, pl.ds(k_part * groups, groups)]
+                        plgpu.copy_gmem_to_smem(source, vector_sm.at[slot], r_full.at[slot])
 
                 def load(j, at):
-                    ks = pl.ds(j * BLOCK_K, BLOCK_K)
+                    ks = pl.ds((first_step + j) * BLOCK_K, BLOCK_K)
                     pl.when(t * steps + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
                     plgpu.copy_gmem_to_smem(
-                        x.at[pl.ds(m0, tokens), ks],
-                        x_rows.at[at],
+                        x.at[pl.ds(m0, box), ks],
+                        x_rows.at[at, pl.ds(0, box)],
                         full.at[at],
                         collective_axes=axes,
                     )
                     plgpu.copy_gmem_to_smem(w.at[rows, ks], w_sm.at[at], full.at[at])
-                    first = (j // scheme.slots_per_group) * scheme.groups_per_slot
+                    first = group_of(first_step + j)
                     groups = pl.ds(first, scheme.groups_per_slot)
                     for vector, vector_sm in grouped:
                         plgpu.copy_gmem_to_smem(
@@ -172,7 +153,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
             lax.fori_loop(0, tiles, one_tile, None)
             drain(empty, tiles * steps, stages)
             if vectors:
-                drain(r_empty, tiles, 2)
+                drain(r_empty, tiles, slots)
 
         # One warp: each of four would arrive on the slot's barrier for every copy.
         @plgpu.warp_map
@@ -184,23 +165,28 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
     @pl.when(wg < computing)
     def compute():
         plgpu.set_max_registers(compute_registers, action="increase")
-        half, part = wg % 2, wg // 2
+        half, part = wg % across, wg // across
         mine = pl.ds(half * 64, 64)
 
-        def per_column(ref, at):
+        def per_column(ref, t, j, at):
             """[64, BLOCK_K]: what the groups' vectors say of each weight."""
-            parts = [
-                lax.broadcast_in_dim(
-                    plgpu.load(ref.at[at, g, mine], layout=_LAYOUT.reduce(1)), (64, BLOCK_K), [0]
-                )
-                for g in range(scheme.groups_per_slot)
-            ]
+
+            def of_group(g):
+                if scheme.stored:
+                    v = pipeline.load_column(
+                        ref.at[lax.rem(t, slots), mine, group_of(j) + g], x.dtype
+                    )
+                else:
+                    v = plgpu.load(ref.at[at, g, mine], layout=_LAYOUT.reduce(1))
+                return lax.broadcast_in_dim(v, (64, BLOCK_K), [0])
+
+            parts = [of_group(g) for g in range(scheme.groups_per_slot)]
             if len(parts) == 1:
                 return parts[0]
             column = plgpu.broadcasted_iota(jnp.int32, (64, BLOCK_K), 1, layout=_LAYOUT)
             return jnp.where(column < scheme.group, *parts)
 
-        def dequantized(at):
+        def dequantized(t, j, at):
             """The slot's weights as wgmma's register operand, in x's dtype."""
             wide = plgpu.Layout.WGMMA_UPCAST_2X
             if w.dtype == jnp.int4:
@@ -208,24 +194,26 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
             words = plgpu.load(w_sm.at[at, mine], layout=wide)
             a = plgpu.layout_cast(words, _LAYOUT).astype(x.dtype)
             if scheme.zero == "int":
-                a = a - per_column(z_sm, at)  # exact: small integers
+                a = a - per_column(z_sm, t, j, at)  # exact: small integers
             if scheme.scale:
-                a = a * per_column(s_sm, at)
+                a = a * per_column(s_sm, t, j, at)
             if scheme.zero == "float":
-                a = a + per_column(z_sm, at)
+                a = a + per_column(z_sm, t, j, at)
             return a
 
         def accumulate(t, acc):
-            def step(_, at):
-                slots = [ring_next(at, u, stages) for u in range(unroll)]
-                for at in slots:
+            def step(turn, at):
+                places = [ring_next(at, u, stages) for u in range(unroll)]
+                j = (turn * tile.parts + part) * unroll
+                for at in places:
                     plgpu.barrier_wait(full.at[at])
-                for at, a in [(at, dequantized(at)) for at in slots]:
+                weights = [dequantized(t, j + u, at) for u, at in enumerate(places)]
+                for at, a in zip(places, weights, strict=True):
                     plgpu.wgmma(acc, a, x_sm.at[at].transpose((1, 0)))
-                for u, at in enumerate(slots):
+                for u, at in enumerate(places):
                     plgpu.wgmma_wait(unroll - 1 - u)
                     plgpu.barrier_arrive(empty.at[at])
-                return ring_next(slots[-1], 1 + skip, stages)
+                return ring_next(places[-1], 1 + skip, stages)
 
             skip = (tile.parts - 1) * unroll
             turns = (steps // unroll - part + tile.parts - 1) // tile.parts
@@ -234,28 +222,64 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
 
         def one_tile(t, _):
             m0, n0 = origin(t)
+            if scheme.stored:
+                plgpu.barrier_wait(r_full.at[lax.rem(t, slots)])
             ref = plgpu.ACC((64, tokens), jnp.float32)
             acc = pl.run_scoped(functools.partial(accumulate, t), ref)
             if tile.parts == 1:
-                return finish(t, m0, n0, acc)
+                return meet_peer(t, m0, n0, acc)
 
-            @pl.when(part == 1)
+            @pl.when(part > 0)
             def _():
-                pl.when(t > 0)(lambda: plgpu.barrier_wait(sum_empty.at[half]))
-                sum_sm[half] = acc
-                plgpu.barrier_arrive(sum_full.at[half])
+                place = (part - 1) * across + half
+                pl.when(t > 0)(lambda: plgpu.barrier_wait(sum_empty.at[place]))
+                sum_sm[place] = acc
+                plgpu.barrier_arrive(sum_full.at[place])
+                if scheme.stored:
+                    plgpu.barrier_arrive(r_empty.at[lax.rem(t, slots)])
 
             @pl.when(part == 0)
             def _():
-                plgpu.barrier_wait(sum_full.at[half])
-                total = acc + plgpu.load(sum_sm.at[half], layout=_LAYOUT)
-                plgpu.barrier_arrive(sum_empty.at[half])
-                finish(t, m0, n0, total)
+                total = acc
+                for other in range(tile.parts - 1):
+                    place = other * across + half
+                    plgpu.barrier_wait(sum_full.at[place])
+                    total += plgpu.load(sum_sm.at[place], layout=_LAYOUT)
+                    plgpu.barrier_arrive(sum_empty.at[place])
+                meet_peer(t, m0, n0, total)
+
+        def meet_peer(t, m0, n0, acc):
+            if tile.split == 1:
+                return finish(t, m0, n0, acc)
+            peer_sm, peer_full, peer_empty = peer
+            place = half // 2  # of the two halves' rows, one is sent and one is finished
+
+            @pl.when(k_part != half % 2)
+            def _():
+                pl.when(t > 0)(lambda: plgpu.barrier_wait(peer_empty.at[half]))
+                plgpu.async_store_smem(
+                    acc,
+                    peer_sm.at[place],
+                    peer_full,
+                    cluster_idx=1 - k_part,
+                    cluster_dim="part",
+                )
+                plgpu.barrier_arrive(peer_empty.at[half])
+                if vectors:
+                    plgpu.barrier_arrive(r_empty.at[lax.rem(t, slots)])
+
+            @pl.when(k_part == half % 2)
+            def _():
+                plgpu.barrier_wait(peer_full)
+                other = plgpu.load(peer_sm.at[place], layout=_LAYOUT)
+                plgpu.commit_smem()  # all of the warpgroup have read
+                plgpu.barrier_arrive(peer_empty.at[half])
+                finish(t, m0, n0, acc + other)
 
         def finish(t, m0, n0, acc):
             chunk = o_sm.shape[2]
-            slot = t % 2
-            if vectors:
+            slot = lax.rem(t, slots)
+            if vectors and not scheme.stored:
                 plgpu.barrier_wait(r_full.at[slot])
 
             def vector(ref):
@@ -283,10 +307,13 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
                 )
 
         lax.fori_loop(0, tiles, one_tile, None)
-        plgpu.wait_smem_to_gmem(0)
+        if tile.split > 1:  # a block must not leave while the other may signal it
+            sent = (part == 0) & (k_part != half % 2) & (tiles > 0)
+            pl.when(sent)(lambda: plgpu.barrier_wait(peer[2].at[half]))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "float_zero", "tile"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "stored", "float_zero", "tile"))
 def weight_matmul(
     x: jax.Array,
     w: jax.Array,
@@ -297,44 +324,75 @@ def weight_matmul(
     out_dtype,
     *,
     group: int,
+    stored: bool = False,
     float_zero: bool = False,
     tile: WeightTile,
 ) -> jax.Array:
-    """x [M, K] bf16 or f16; w [N, K] int4 or int8; scale, zero [K / group, N] in x's dtype;
-    row (a scale), bias [N] floats.  Returns [M, N] in out_dtype, 16 bits wide."""
+    """x [M, K] bf16 or f16; w [N, K] int4 or int8; scale, zero [K / group, N] in x's dtype, or
+    ``stored`` [N, K / group]; row (a scale), bias [N] floats.  Returns [M, N] in out_dtype, 16 bits
+    wide."""
     (m, k), n = x.shape, w.shape[0]
+    if not tile.divides(k):
+        raise ValueError(f"quantized_matmul: {tile} does not divide K = {k}")
     kind = None if zero is None else "float" if float_zero else "int"
-    scheme = Scheme(group, scale is not None, kind, row is not None, bias is not None)
+    scheme = Scheme(group, stored, scale is not None, kind, row is not None, bias is not None)
     bits = 4 if w.dtype == jnp.int4 else 8
     unused = plgpu.SMEM((32,), jnp.float32)
-    grouped = plgpu.SMEM((tile.stages, scheme.groups_per_slot, ROWS), x.dtype)
+    across = tile.rows // 64
 
-    partial_sums = plgpu.SMEM((2, 64, tile.tokens), jnp.float32, transforms=tiled(jnp.float32, 128))
+    def of_groups(v):
+        if v is None:
+            return unused
+        if stored:
+            groups = v.shape[1] // tile.split
+            return plgpu.SMEM((tile.vector_slots(m, n), tile.rows, groups), v.dtype)
+        return plgpu.SMEM((tile.stages, scheme.groups_per_slot, tile.rows), v.dtype)
+
+    def partial_sums(count):
+        width = min(tile.tokens, 32) * 4
+        shape = (count, 64, tile.tokens)
+        return plgpu.SMEM(shape, jnp.float32, transforms=tiled(jnp.float32, width))
 
     def vector(v):
-        return unused if v is None else plgpu.SMEM((2, ROWS), v.dtype)
+        return unused if v is None else plgpu.SMEM((tile.vector_slots(m, n), tile.rows), v.dtype)
 
-    copies = 2 + (scale is not None) + (zero is not None)
-    n_vectors = (row is not None) + (bias is not None)
+    n_grouped = (scale is not None) + (zero is not None)
+    copies = 2 + n_grouped * (not stored)
+    n_vectors = (row is not None) + (bias is not None) + n_grouped * stored
+    # Who tells the feeder that a tile's vectors have been read.
+    readers = across * tile.parts if stored else across
+    peer = []
+    if tile.split > 1:
+        peer = [
+            partial_sums(-(-across // 2)),
+            # One for all senders: jax 0.11.2 signals the wrong one of several.
+            plgpu.Barrier(num_arrivals=-(-across // 2)),
+            plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=1, num_barriers=across),
+        ]
     scratch = [
         pipeline.rows_and_tiles((tile.stages, tile.tokens, BLOCK_K), x.dtype),
         plgpu.SMEM(
-            (tile.stages, ROWS, BLOCK_K), w.dtype, transforms=tiled(w.dtype, BLOCK_K * bits // 8)
+            (tile.stages, tile.rows, BLOCK_K),
+            w.dtype,
+            transforms=tiled(w.dtype, BLOCK_K * bits // 8),
         ),
-        unused if scale is None else grouped,
-        unused if zero is None else grouped,
-        pipeline.rows_and_tiles((2, 2, min(tile.store, tile.tokens), 64), out_dtype),
+        of_groups(scale),
+        of_groups(zero),
+        pipeline.rows_and_tiles((across, 2, min(tile.store, tile.tokens), 64), out_dtype),
         vector(row),
         vector(bias),
-        partial_sums if tile.parts > 1 else unused,
-        *ring_barriers(tile.stages, copies, tile.cluster),
+        partial_sums(across * (tile.parts - 1)) if tile.parts > 1 else unused,
+        *ring_barriers(tile.stages, copies, across),
         plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
-        plgpu.Barrier(num_arrivals=2, num_barriers=2),
-        plgpu.Barrier(num_arrivals=1, num_barriers=2),
-        plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        plgpu.Barrier(num_arrivals=readers, num_barriers=2),
+        plgpu.Barrier(num_arrivals=1, num_barriers=across * max(1, tile.parts - 1)),
+        plgpu.Barrier(num_arrivals=1, num_barriers=across * max(1, tile.parts - 1)),
+        *peer,
     ]
     body = functools.partial(_body, tile=tile, scheme=scheme, m=m, n=n, k=k)
     args = [a for a in (x, w, scale, zero, row, bias) if a is not None]
     out_type = jax.ShapeDtypeStruct((m, n), out_dtype)
     name = f"quantized_matmul_w{bits}a16"
-    return launch(name, body, args, out_type, scratch, tile.cluster, 2 * tile.parts)
+    return launch(
+        name, body, args, out_type, scratch, tile.cluster, tile.split, across * tile.parts
+    )

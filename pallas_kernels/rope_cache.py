@@ -51,14 +51,9 @@ def rope_and_write(
     Raises ValueError for shapes that do not fit together; NotImplementedError when "mosaic" is
     asked for and has no kernel for the call.
     """
-    batch, heads, h = qkv.shape
+    check("rope_and_write", qkv, cos, sin, k, v, slots)
     n_kv = k.shape[2]
-    n = heads - 2 * n_kv
-    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != h or n < n_kv:
-        raise ValueError(f"rope_and_write: qkv {qkv.shape} does not fit k {k.shape}, v {v.shape}")
-    if cos.shape != (batch, h // 2) or sin.shape != cos.shape or slots.shape != (batch,):
-        raise ValueError(f"rope_and_write: cos {cos.shape}, sin {sin.shape}, slots {slots.shape} "
-                         f"do not fit qkv {qkv.shape}")  # fmt: skip
+    n = qkv.shape[1] - 2 * n_kv
     if choose("rope_and_write", implementation, unsupported(qkv, k, v)) == "mosaic":
         from pallas_kernels import rope_cache_mosaic
 
@@ -68,6 +63,16 @@ def rope_and_write(
     q, new_k = rotate(q, *tables), rotate(new_k, *tables)
     q, new_k, new_v = spread(k, q, new_k, new_v)
     return q[:, 0], store(k, new_k, slots[:, None]), store(v, new_v, slots[:, None])
+
+
+def check(op: str, qkv, cos, sin, k: Cached, v: Cached, slots) -> None:
+    """ValueError where the shapes of ``rope_and_write`` do not fit together."""
+    batch, heads, h = qkv.shape
+    if k.shape != v.shape or k.shape[0] != batch or k.shape[3] != h or heads < 3 * k.shape[2]:
+        raise ValueError(f"{op}: qkv {qkv.shape} does not fit k {k.shape}, v {v.shape}")
+    if cos.shape != (batch, h // 2) or sin.shape != cos.shape or slots.shape != (batch,):
+        raise ValueError(f"{op}: cos {cos.shape}, sin {sin.shape}, slots {slots.shape} "
+                         f"do not fit qkv {qkv.shape}")  # fmt: skip
 
 
 def unsupported(qkv: jax.Array, k: Cached, v: Cached) -> str | None:

@@ -14,6 +14,15 @@ import types
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import quantized_matmul_decode_copies as copies
+from pallas_kernels import quantized_matmul_decode_mosaic as decode
+from pallas_kernels import quantized_matmul_decode_scheme as schemes
+from pallas_kernels import quantized_matmul_decode_sums as sums
+from pallas_kernels import quantized_matmul_decode_tile as tiles
+from pallas_kernels import quantized_matmul_decode_x as staging
+from pallas_kernels.quantized_matmul_decode_plan import make_plan
+from pallas_kernels.quantized_matmul_decode_scheme import KIND, Scheme
+
 _DTYPE = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 
 
@@ -204,6 +213,24 @@ class Machine:
         out = left @ right
         return [acc[i] + out[:, g + 8 * (i // 2), 2 * t + i % 2].reshape(-1) for i in range(4)]
 
+    def pack(self, low, high, kind):
+        return self.join([low, high], kind)
+
+    def rsqrt(self, value):
+        value = np.where(self.mask, value, np.float32(1))
+        return np.float32(1) / np.sqrt(value)
+
+    def exp2(self, value):
+        with np.errstate(over="ignore"):
+            return np.exp2(np.where(self.mask, value, np.float32(0)))
+
+    def divide(self, a, b):
+        return np.where(self.mask, a, np.float32(0)) / np.where(self.mask, b, np.float32(1))
+
+    def shuffle_xor(self, value, lanes):
+        assert self.mask.all()
+        return value[np.arange(self.threads) ^ lanes]
+
     def f32(self):
         return np.float32
 
@@ -218,6 +245,7 @@ ARITH = types.SimpleNamespace(
     xori=np.bitwise_xor,
     addi=np.add,
     addf=np.add,
+    mulf=np.multiply,
     divui=np.floor_divide,
     remui=np.remainder,
     select=np.where,
@@ -225,34 +253,47 @@ ARITH = types.SimpleNamespace(
 )
 
 
-def run_decode(decode, monkeypatch, x, w, bias, out_dtype, **changes):
+def raw(a):
+    if a is None:
+        return None
+    a = np.asarray(a)
+    if a.dtype == jnp.int4:
+        nibbles = a.astype(np.int8).view(np.uint8) & 15
+        a = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    return a.tobytes()
+
+
+def run_decode(
+    monkeypatch, x, w, bias, out_dtype, *, norm=None, residual=None, pairs=False, **changes
+):
     """``decode.matmul`` of x and w; ``changes`` to its plan (clusters, per, batch, depth)."""
     (m, k), n = x.shape, w.shape[0]
-    plan = dataclasses.replace(decode.make_plan(m, w), **changes)
-    scheme = decode.Scheme(w, decode._KIND[x.dtype.name])
+    plan = make_plan(m, w, bias=bias is not None, residual=residual is not None, pairs=pairs)
+    plan = dataclasses.replace(plan, **changes)
+    scheme = Scheme(w, KIND[x.dtype.name])
 
-    def raw(a):
-        if a is None:
-            return None
-        a = np.asarray(a)
-        if a.dtype == jnp.int4:
-            nibbles = a.astype(np.int8).view(np.uint8) & 15
-            a = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
-        return a.tobytes()
-
-    out = np.full((m, n), np.nan, jnp.dtype(out_dtype))
+    n_out = n // 2 if pairs else n
+    out = np.full((m, n_out), np.nan, jnp.dtype(out_dtype))
     bias = None if bias is None else np.asarray(bias, np.float32)
-    sizes = (
-        plan.arena_bytes,
-        plan.depth * decode.SLOT,
-        plan.buffers * plan.batch * plan.param_bytes,
-    )
-    monkeypatch.setattr(decode, "arith", ARITH)
+    gamma, eps = (None, None) if norm is None else norm
+    words = (w, None, None) if scheme.plain else (w.q, w.scale, w.zero)
+    sizes = plan.scratch_sizes(normed=norm is not None)
     for cluster in range(plan.clusters):
-        arrays = [raw(v) for v in (x, w.q, w.scale, w.zero, bias, out)]
+        arrays = [raw(v) for v in (x, *words, bias, gamma, residual, out)]
         machine = Machine(arrays, sizes, cluster, plan.split)
-        monkeypatch.setattr(decode, "p", machine)
-        kind = decode._KIND[jnp.dtype(out_dtype).name]
-        decode._Kernel(plan, scheme, n, k, kind, machine.refs).run()
-        out = machine.memory[5].view(out.dtype).reshape(m, n)
+        install(monkeypatch, machine)
+        operands = decode.Operands(*machine.refs[:8])
+        kinds = {"out": KIND[jnp.dtype(out_dtype).name], "eps": eps}
+        if gamma is not None:
+            kinds["gamma"] = KIND[gamma.dtype.name]
+        decode._Kernel(plan, scheme, n, k, operands, machine.refs[8:], **kinds).run()
+        out = machine.memory[7].view(out.dtype).reshape(m, n_out)
     return out
+
+
+def install(monkeypatch, machine: Machine) -> None:
+    """The kernel's modules emit into the machine."""
+    for module in (decode, copies, staging, tiles, sums, schemes):
+        for name, fake in (("p", machine), ("a", machine), ("arith", ARITH)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, fake)

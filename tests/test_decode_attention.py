@@ -6,6 +6,7 @@ Errors are relative RMS: 1e-5 in float32, 4e-3 in 16-bit (a bf16 output alone ro
 from __future__ import annotations
 
 import functools
+import importlib
 from unittest import mock
 
 import jax
@@ -141,6 +142,7 @@ def test_what_the_kernel_refuses_is_said():
 SHAPES = [
     (64, 8192, 32, 8, 128),
     (1, 131072, 32, 8, 128),
+    (1, 1152, 32, 8, 128),
     (900, 90, 9, 3, 64),
     (3, 700, 16, 1, 256),
 ]
@@ -163,12 +165,12 @@ def test_kernels_lower_for_cuda(shape, cache):
 
     text = jax.jit(both).trace(q, qkv, table, kv, ints).lower(lowering_platforms=("cuda",))
     text = text.as_text()
-    # One kernel for RoPE and the cache; one for attention, and one more where it is split: not
-    # where so many rows are so short that every SM has some.  int4 is rotated in the last.
-    assert text.count("@mosaic_gpu_v2") == 2 + (batch < 900 or cache == "int4")
+    # One kernel for RoPE and the cache; one for attention, and one more for rows in many chunks.
+    chunks = capacity > 2048 or (cache == "int4" and batch > 1)
+    assert text.count("@mosaic_gpu_v2") == 2 + chunks
 
 
-EMULATED = [  # capacity, heads, cache, q, window; every second one without a split
+EMULATED = [  # capacity, heads, cache, q, window
     (40, (8, 2, 64), "bfloat16", "bfloat16", None),
     (40, (8, 2, 64), "int4", "bfloat16", 9),
     (300, (6, 2, 64), "bfloat16", "bfloat16", None),
@@ -180,29 +182,40 @@ EMULATED = [  # capacity, heads, cache, q, window; every second one without a sp
     (200, (8, 1, 128), "float8_e4m3fn", "bfloat16", 150),
     (333, (9, 3, 64), "int4", "bfloat16", None),
     (500, (7, 1, 128), "int4", "bfloat16", 200),
+    (2100, (4, 1, 64), "int8", "bfloat16", None),
 ]
+KERNELS = ("attention_words", "decode_attention_direct", "decode_attention_gather",
+           "decode_attention_merge", "decode_attention_mosaic", "decode_attention_ring",
+           "decode_attention_source", "decode_attention_tile")  # fmt: skip
+
+
+def form_given(monkeypatch, form):
+    """Of decode_attention's Mosaic forms, always this one."""
+    op, plan = (
+        importlib.import_module(f"pallas_kernels.decode_attention{x}") for x in ("", "_plan")
+    )
+    monkeypatch.setattr(op, "DIRECT_ROWS", 100 if form == "direct" else 0)
+    monkeypatch.setattr(op, "DIRECT_TOKENS", 1 << 30)
+    monkeypatch.setattr(plan, "FEW_CHUNKS", 0 if "chunks" in form else 100)
+    # For a GPU of one SM there are few chunks, and no clusters.
+    monkeypatch.setattr(plan, "SMS", 1 if form in ("few chunks", "blocks") else 128)
 
 
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("form", ["direct", "clusters", "blocks", "chunks"])
 @pytest.mark.parametrize("case", EMULATED, ids=str)
-def test_the_kernel_emulated_is_a_float64_softmax(case):
-    """The Mosaic kernel itself, its threads lanes of numpy: layouts, scales, masks, barriers."""
-    from pallas_kernels import (
-        attention_words,
-        decode_attention_merge,
-        decode_attention_mosaic,
-        decode_attention_plan,
-        decode_attention_ring,
-    )
-
-    kernels = decode_attention_mosaic, decode_attention_merge, decode_attention_ring
+def test_the_kernel_emulated_is_a_float64_softmax(case, form, monkeypatch):
+    """The Mosaic kernels themselves, threads lanes of numpy: layouts, scales, masks, barriers."""
     capacity, heads, cache, q_dtype, window = case
+    if (form == "direct" and heads[0] // heads[1] > 8) or (
+        cache == "int4" and form in ("blocks", "clusters")
+    ):
+        pytest.skip("another form takes it")
+    form_given(monkeypatch, form)
     q, k, v, _ = make(4, capacity, *heads, cache, q_dtype)
     lengths = jnp.asarray([capacity, 0, 1, capacity // 2 + 3], jnp.int32)
     k, v = poison(k, lengths), poison(v, lengths)
-    # For a GPU of one SM nothing is split.
-    sms = mock.patch.object(decode_attention_plan, "SMS", EMULATED.index(case) % 2 * 127 + 1)
-    with sms, emulated(*kernels, attention_words):
+    with emulated(*(importlib.import_module(f"pallas_kernels.{name}") for name in KERNELS)):
         got = decode_attention(q, k, v, lengths, window=window, implementation="mosaic")
     want = oracle(q, k, v, lengths, window)
     assert error(got, want) < 4e-3
@@ -328,11 +341,13 @@ def test_the_rope_kernel_does_the_same_in_place(cache):
     "heads", [(8, 8, 128), (9, 3, 64), (32, 8, 128), (8, 1, 64), (16, 1, 128), (8, 4, 256)], ids=str
 )
 def test_the_kernel_is_a_float64_softmax(heads, cache, window, monkeypatch):
-    from pallas_kernels import decode_attention_plan
-
-    for capacity, size, sms in ((100, 1.0, 1), (1000, 1.0, 128), (1500, 60.0, 4)):
+    forms = ("blocks", 100, 1.0), ("clusters", 1000, 1.0), ("chunks", 1000, 1.0), \
+            ("few chunks", 1500, 60.0), ("direct", 1500, 60.0)  # fmt: skip
+    for form, capacity, size in forms:
+        if form == "direct" and heads[0] // heads[1] > 8:
+            continue
+        form_given(monkeypatch, form)
         q, k, v, lengths = make(7, capacity, *heads, cache, "bfloat16", size)
-        monkeypatch.setattr(decode_attention_plan, "SMS", sms)  # few: long chunks
         run = jax.jit(decode_attention, static_argnames=("window", "implementation"))
         got = run(q, poison(k, lengths), poison(v, lengths), lengths, window=window,
                   implementation="mosaic")  # fmt: skip

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matmul_machine import Machine, run_decode
+from matmul_machine import Machine, install, run_decode
 
 from pallas_kernels import QTensor, dequantize, quantize, quantized_matmul
 from pallas_kernels import quantized_matmul_decode_mosaic as decode
@@ -314,7 +314,7 @@ def test_decode_kernel_emulated_with_float32_scales(name, monkeypatch):
     w = weights(name, 80, 2048, jnp.float32)
     x = activations((2, 2048), jnp.bfloat16)
     assert decode.unsupported(2, x.dtype, w) is None
-    out = run_decode(decode, monkeypatch, x, w, None, jnp.float32)
+    out = run_decode(monkeypatch, x, w, None, jnp.float32)
     # A folded weight is rounded to bf16; otherwise every step is float32.
     check(jnp.asarray(out), product(x, w), "bfloat16" if "g32" in name else "float32")
 
@@ -327,7 +327,7 @@ def test_decode_kernel_emulated(name, m, k, dtype, changes, monkeypatch):
     w = weights(name, 80, k, dtype)
     x, bias = activations((m, k), dtype), activations((80,), jnp.float32, 2)
     assert decode.unsupported(m, x.dtype, w) is None
-    out = run_decode(decode, monkeypatch, x, w, bias, dtype, **changes)
+    out = run_decode(monkeypatch, x, w, bias, dtype, **changes)
     check(jnp.asarray(out), product(x, w, bias), dtype)
 
 
@@ -336,7 +336,7 @@ def test_decode_kernel_emulated(name, m, k, dtype, changes, monkeypatch):
 def test_pairs_of_words_meet_their_columns(words, kind, monkeypatch):
     """Every weight is recovered exactly and meets its own column of x."""
     fake = Machine([], [0], 0, 1)
-    monkeypatch.setattr(decode, "p", fake)
+    install(monkeypatch, fake)
     low = {"int4": -8, "int8": -128}[words]
     values = np.arange(low, -low).astype(np.int64)
     values = np.resize(np.concatenate([values, values[::-3]]), (64, 32))
@@ -369,7 +369,7 @@ def test_slices_cover_k():
                 assert 8 <= warps <= planning.WARPS and k_warp % (512 // bits) == 0
                 assert 0 <= over < k_warp if resident else over == 0
     assert planning.slices(576, 4, 1) == []
-    assert all(resident or columns <= 256 for *_, columns, resident in planning.slices(4096, 4, 2))
+    assert all(resident or columns <= 256 for *_, columns, resident in planning.slices(4096, 4, 16))
 
 
 def test_every_block_is_placed_at_once():

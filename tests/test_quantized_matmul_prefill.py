@@ -71,6 +71,11 @@ def pair(m, n, k, dtype, seed=0):
     return one(m), one(n), jnp.asarray(rng.normal(size=n), BF16)
 
 
+def plain(m, n, k, dtype=BF16, seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in ((m, k), (n, k), (n,))]
+
+
 def weight_only(m, n, k, dtype, group, zeros=None, x_dtype=BF16, seed=0):
     rng = np.random.default_rng(seed)
     x = jnp.asarray(rng.normal(size=(m, k)), x_dtype)
@@ -110,6 +115,32 @@ def test_lowers_at_real_shapes(n, k):
 
 
 @needs_mosaic
+@pytest.mark.parametrize("n,k", LLAMA)
+def test_few_rows_lower_at_real_shapes(n, k):
+    """17 to 64 rows have tiles of their own; one too large for shared memory would not lower."""
+    x = shaped((64, k), BF16)
+
+    def plain_product(x, w):
+        return prefill.matmul_plain(x, w, None, BF16)
+
+    def weight_product(x, w):
+        return prefill.matmul_weight_only(x, w, None, BF16)
+
+    def pair_product(x, w):
+        return prefill.matmul_w8a8(x, w, None, BF16)
+
+    scale, row = shaped((n, k // 128), BF16), shaped((n, 1), F32)
+    words = QTensor(shaped((n, k), I8), row)
+    for product, *operands in (
+        (plain_product, x, shaped((n, k), BF16)),
+        (weight_product, x, QTensor(shaped((n, k), I4), scale, shaped(scale.shape, I8))),
+        (weight_product, x, words),
+        (pair_product, QTensor(shaped((64, k), I8), shaped((64, 1), F32)), words),
+    ):
+        assert "mosaic_gpu" in lowered(product, *operands)
+
+
+@needs_mosaic
 @pytest.mark.parametrize("group", [32, 64, 256, 4096])
 @pytest.mark.parametrize("zeros", [None, I8, BF16])
 @pytest.mark.parametrize("x_dtype", [BF16, F16])
@@ -128,29 +159,30 @@ def test_lowers_for_every_grouping(group, zeros, x_dtype):
         (PairTile(64, 128, stages=3, cluster=1), 72, 136, 256, I8),
         (PairTile(128, 64, stages=2, cluster=2), 200, 192, 384, I8),
         (PairTile(128, 64, stages=3, cluster=1, promote=2), 128, 128, 640, F8),
-        (PairTile(64, 64, stages=3, cluster=1, split=2), 64, 128, 768, I8),
-        (PairTile(64, 64, stages=3, cluster=1, split=2, promote=2), 24, 136, 768, F8),
+        (PairTile(64, 96, stages=3, cluster=1), 24, 200, 320, BF16),
     ],
 )
 def test_pair_kernel_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k, dtype):
-    """The whole pipeline: tiles past the edge, multicast, the ring across tiles, the epilogue."""
+    """The whole pipeline: tiles past the edge, multicast, the ring across tiles, the epilogue.
+    (A split K is not of the interpreter: it knows no stores to another block's memory.)"""
     # The interpreter gives the two views of a RefUnion separate memories, so take one view; and
     # a GPU of two SMs, so that every block has several tiles.
     monkeypatch.setattr(prefill_pipeline, "N_SM", 2)
     monkeypatch.setattr(
         prefill_pipeline,
         "rows_and_tiles",
-        lambda shape, dtype: plgpu.SMEM(
+        lambda shape, dtype, divided=(): plgpu.SMEM(
             shape,
             dtype,
             transforms=prefill_pipeline.tiled(dtype, shape[-1] * jnp.dtype(dtype).itemsize),
         ),
     )
     monkeypatch.setattr(prefill_pipeline, "views", lambda ref: (ref, ref))
-    x, w, bias = pair(m, n, k, dtype)
+    x, w, bias = plain(m, n, k) if dtype == BF16 else pair(m, n, k, dtype)
+    words = (x, w, None, None) if dtype == BF16 else (x.q, w.q, x.scale[:, 0], w.scale[:, 0])
     with interpreter():
         # Not the jitted one: its trace would be kept for calls outside the interpreter.
-        got = pair_matmul.__wrapped__(x.q, w.q, x.scale[:, 0], w.scale[:, 0], bias, F32, tile)
+        got = pair_matmul.__wrapped__(*words, bias, F32, tile)
     assert error(got, expected(x, w, bias)) < 1e-6
 
 
@@ -181,10 +213,21 @@ def test_tiles_fill_the_gpu():
     large = prefill.choose_pair_tile(8192, 14336, 4096)
     assert (large.m, large.n, large.split) == (128, 256, 1)
     small = prefill.choose_pair_tile(1, 4096, 14336)
-    assert (small.m, small.n, small.split) == (64, 128, 4)
+    assert (small.m, small.split) == (64, 2)
     assert prefill.choose_pair_tile(64, 4096, 4096 + 16).split == 1
-    assert prefill.choose_weight_tile(8192, 14336).tokens == 256
-    assert prefill.choose_weight_tile(256, 4096).tokens == 64
+    for m, n, k in ((64, 14336, 4096), (20, 4096, 14336), (64, 49152, 576), (33, 264, 64)):
+        few = prefill.choose_weight_tile(m, n, k)
+        assert few.divides(k) and few.tokens == (32 if m <= 32 else 64)
+    w = shaped((4096, 4096), BF16)
+    assert prefill.slower_plain(64, w) is None and "8 rows" in prefill.slower_plain(8, w)
+    gate_up = shaped((28672, 4096), BF16)
+    assert prefill.slower_plain(64, gate_up, swiglu=True) is None
+    assert "XLA" in prefill.slower_plain(64, gate_up)
+    assert "65 rows" in prefill.unsupported_plain(65, BF16, w)
+    assert "float16 by bfloat16" in prefill.unsupported_plain(64, jnp.dtype(F16), w)
+    assert "K not of 64" in prefill.unsupported_plain(64, BF16, shaped((64, 96), BF16))
+    assert prefill.choose_weight_tile(8192, 14336, 4096).tokens == 256
+    assert prefill.choose_weight_tile(256, 4096, 4096).tokens == 64
     for m in (1, 64, 256, 2048):
         assert prefill.choose_pair_tile(m, 4096, 4096, F8).cols <= 192
         assert prefill.choose_pair_tile(m, 4096, 4096, F8).promote == 2
@@ -203,6 +246,50 @@ def test_pair_values(dtype, m, n, k):
     for out, bound in ((BF16, 4e-3), (F16, 4e-3), (F32, 1e-6 if dtype == I8 else 5e-4)):
         run = jax.jit(lambda x, w, b, out=out: prefill.matmul_w8a8(x, w, b, out))
         assert error(run(x, w, bias), expected(x, w, bias)) < bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype,out,m,n,k,split",
+    [(BF16, F32, 17, 272, 320, 1), (BF16, BF16, 40, 9008, 512, 2), (F16, F32, 64, 1056, 4096, 2)],
+)
+def test_plain_values(dtype, out, m, n, k, split):
+    """float32 sums of exact products; with both blocks of a cluster, several tiles each."""
+    x, w, bias = plain(m, n, k, dtype)
+    tile = PairTile(64, 64, stages=5, cluster=1, split=split)
+    run = jax.jit(lambda x, w, b: prefill.matmul_plain(x, w, b, out, tile))
+    assert error(run(x, w, bias), expected(x, w, bias)) < (1e-5 if out == F32 else 4e-3)
+
+
+@pytest.mark.gpu
+def test_plain_swiglu():
+    n = 9000
+    x, w, _ = plain(50, 2 * n, 512)
+    y = expected(x, w)
+    want = y[:, :n] / (1 + np.exp(-y[:, :n])) * y[:, n:]
+    run = jax.jit(lambda x, w: prefill.matmul_plain(x, w, None, F32, swiglu=True))
+    assert error(run(x, w), want) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [tile for tile, _ in prefill._FEW_WEIGHT])
+def test_weight_tiles_of_few_rows(tile):
+    """Scales and zeros as they are stored, several tiles a block, sums across warpgroups and
+    blocks; twice the same bits."""
+    x, w, bias = weight_only(50, 17416, 1024, I4, 128, "int")
+    run = jax.jit(lambda x, w, b: prefill.matmul_weight_only(x, w, b, BF16, tile))
+    got = run(x, w, bias)
+    assert error(got, expected(x, w, bias)) < 4e-3
+    np.testing.assert_array_equal(floats(run(x, w, bias)), floats(got))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [I8, F8])
+def test_split_pair_values(dtype):
+    x, w, bias = pair(50, 9000, 1024, dtype)
+    tile = PairTile(64, 64, stages=5, cluster=1, split=2, promote=2 * (dtype == F8))
+    run = jax.jit(lambda x, w, b: prefill.matmul_w8a8(x, w, b, F32, tile))
+    assert error(run(x, w, bias), expected(x, w, bias)) < (1e-6 if dtype == I8 else 5e-4)
 
 
 @pytest.mark.gpu
@@ -231,7 +318,9 @@ def test_weight_only_values(dtype, group, zeros, x_dtype):
 @pytest.mark.parametrize("k", [320, 1024])
 @pytest.mark.parametrize("tile", [tile for tile, _ in prefill._WEIGHT])
 def test_every_weight_tile(tile, k):
-    """Also with five slots, which neither an unrolled step nor the parts divide evenly."""
+    """Also with five slots, which an unrolled step does not divide."""
+    if not tile.divides(k):
+        pytest.skip("the tile is not for this K")
     x, w, bias = weight_only(3 * tile.tokens - 5, 1160, k, I4, 64, "int")
     run = jax.jit(lambda x, w, b: prefill.matmul_weight_only(x, w, b, BF16, tile))
     assert error(run(x, w, bias), expected(x, w, bias)) < 4e-3

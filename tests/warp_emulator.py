@@ -31,12 +31,17 @@ def to_bytes(x) -> np.ndarray:
 
 
 class Block:
-    def __init__(self, threads: int, size: int):
-        self.n = threads
+    """The threads that are there together: of one block, or of the ``blocks`` of a cluster, whose
+    shared memories lie ``apart`` bytes from one another."""
+
+    def __init__(self, threads: int, size: int, blocks: int = 1, apart: int = 0):
+        self.n, self.apart = threads * blocks, apart
         self.memory = np.full(size, 0xFF, np.uint8)  # NaN until written
-        self.masks = [np.ones(threads, bool)]
+        self.masks = [np.ones(self.n, bool)]
         self.barriers: dict[int, list[int]] = {}
-        self.special = {"tid.x": np.arange(threads, dtype=U32)}
+        index = np.arange(self.n, dtype=U32)
+        self.rank = index // U32(threads)
+        self.special = {"tid.x": index % U32(threads), "cluster_ctarank": self.rank}
 
     def c(self, value, dtype=U32):
         return np.full(self.n, value).astype(dtype)
@@ -168,7 +173,7 @@ def _modules(block: Block):
         register=lambda name: block.special[name], ci=ci, add=add,
         cf=lambda v: block.c(v, np.float32), mul=lambda x, k: x * U32(k & 0xFFFFFFFF),
         address=lambda ref: block.c(ref, np.int64),
-        shared_address=lambda ref: block.c(ref),
+        shared_address=lambda ref: block.c(ref) + block.rank * U32(block.apart),
         offset=wide, less=lambda x, y: x < number(y), when=block.when, barrier=lambda: None,
         shift_right=lambda x, k: x >> U32(k), minimum=lambda x, y: np.minimum(x, U32(y)),
         and_xor=lambda w, m, f: (w & U32(m)) ^ U32(f), permute=_permute,
@@ -204,7 +209,26 @@ def _modules(block: Block):
         for i in np.flatnonzero(block.masks[-1]):
             block.barriers[int(barrier[i])] = [0, arrivals, arrivals, 0]
 
+    def send_peer(to, values, barrier, at=0):
+        block.store(to, values, at)
+
+        def act(state, _):
+            state[3] -= 4 * len(values)
+
+        block.each(barrier, act)
+
+    def choose(condition, body, otherwise):
+        values = otherwise
+        block.masks.append(block.masks[-1] & condition)
+        if block.masks[-1].any():
+            values = [np.where(condition, x, y) for x, y in zip(body(), otherwise, strict=True)]
+        block.masks.pop()
+        return values
+
     a = SimpleNamespace(
+        equal=lambda x, y: x == y, no=np.logical_not, choose=choose, send_peer=send_peer,
+        cluster_arrive=lambda: None, cluster_wait=lambda: None,
+        peer_address=lambda x, rank: x + (rank - block.rank) * U32(block.apart),
         load_half=lambda base, at=0: block.load(base, 1, at, U32)[0] & U32(0xFFFF),
         store_shared=lambda base, values, at=0: block.store(base, values, at),
         bits=lambda x: x.astype(np.float32).view(U32), from_bits=lambda w: w.view(np.float32),
@@ -228,7 +252,7 @@ def _modules(block: Block):
         andi=np.bitwise_and, ori=np.bitwise_or, xori=np.bitwise_xor,
         shli=lambda x, k: x << k, divui=lambda x, k: x // k, remui=lambda x, k: x % k,
         subi=lambda x, y: x - y, muli=lambda x, y: x * y, select=np.where,
-        addf=np.add, subf=np.subtract, mulf=np.multiply,
+        addf=np.add, subf=np.subtract, mulf=np.multiply, negf=np.negative,
         cmpi=lambda predicate, x, y: x == y, CmpIPredicate=SimpleNamespace(eq=None),
     )  # fmt: skip
     return {"p": p, "a": a, "arith": arith}
@@ -238,16 +262,20 @@ def _modules(block: Block):
 def emulated(*modules):
     """Within, the kernels of ``modules`` compute here, on concrete arrays."""
 
-    def kernel(body, *, out_type, grid, scratch_types, num_threads=1, **_):
+    def kernel(body, *, out_type, grid, scratch_types, num_threads=1, cluster=(), **_):
         outs = out_type if isinstance(out_type, tuple) else (out_type,)
 
         def run(*operands):
-            data = [to_bytes(x) for x in operands]
+            data = [to_bytes(x[...]) for x in operands]
             sizes = [len(x) for x in data]
             sizes += [math.prod(o.shape) * o.dtype.itemsize for o in outs]
+            shared = len(sizes)
             sizes += [4 * math.prod(s) for s in scratch_types]
             starts = np.cumsum([128, *[(s + 255) // 128 * 128 for s in sizes]]).tolist()
-            block = Block(128 * num_threads, starts[-1])
+            apart = starts[-1] - starts[shared]
+            blocks = math.prod(cluster)
+            size = starts[shared] + blocks * apart
+            block = Block(128 * num_threads, size, blocks, apart)
             for start, x in zip(starts, data, strict=False):
                 block.memory[start : start + len(x)] = x
             with contextlib.ExitStack() as patches, np.errstate(all="ignore"):
@@ -256,8 +284,13 @@ def emulated(*modules):
                     mine = {name: x for name, x in names.items() if hasattr(module, name)}
                     patches.enter_context(mock.patch.multiple(module, **mine))
                 for i in range(grid[0]):
-                    block.special["ctaid.x"] = block.c(i)
+                    block.special["clusterid.x"] = block.c(i)
+                    block.special["ctaid.x"] = block.c(i) * U32(blocks) + block.rank
                     body(*starts[:-1])
+            for start, x, old in zip(starts, operands, data, strict=False):
+                if not isinstance(x, jax.Array):  # a reference, to memory that may be written
+                    raw = block.memory[start : start + len(old)]
+                    x[...] = jnp.asarray(raw.view(x.dtype).reshape(x.shape))
             done = []
             for start, o in zip(starts[len(data) :], outs, strict=False):
                 raw = block.memory[start : start + math.prod(o.shape) * o.dtype.itemsize]

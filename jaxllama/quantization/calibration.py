@@ -40,7 +40,7 @@ from jax import lax
 from jaxllama.config import ModelConfig, configs_dir
 from jaxllama.errors import JaxLlamaError
 from jaxllama.layers import Embedding, Linear, RMSNorm, matmul
-from jaxllama.model import Block
+from jaxllama.model import Block, total
 from jaxllama.quantization.sites import Layer, sites
 from jaxllama.rope import apply_rope, rope_tables
 from jaxllama.tokenizer import Tokenizer
@@ -249,4 +249,4 @@ def _through(cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array) -> jax.Arr
         rope = rope_tables(cfg.rope, cfg.head_dim, positions, lengths)
     block = Block(cfg, kind)
     x, pending, _ = block.apply({"params": layer}, h, None, None, positions, lengths, rope)
-    return x + pending
+    return total(x, pending)

@@ -1,0 +1,118 @@
+"""Which kernel takes a product, and whether it is the faster way: rules from measurements.
+
+``unsupported`` and ``slower`` are about the product of a QTensor alone, ``unfusible`` and
+``slower_fused`` about one with a norm, SwiGLU or residual around it, or a plain weight.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.qtensor import QTensor
+
+
+class Call(NamedTuple):
+    """What is fused around a product and the traced arrays do not say."""
+
+    eps: float | None
+    swiglu: bool
+    out_dtype: jnp.dtype
+
+
+def unsupported(
+    x: jax.Array | QTensor, w: QTensor, *, out_dtype: DTypeLike | None = None
+) -> str | None:
+    """Why no Mosaic kernel takes ``x[M, K]`` and ``w[N, K]``, or None."""
+    from pallas_kernels import quantized_matmul_decode_mosaic as decode
+    from pallas_kernels import quantized_matmul_prefill_mosaic as prefill
+
+    if _takes_decode(x, w, out_dtype):
+        return None
+    reason = prefill.unsupported(x, w, out_dtype=out_dtype)
+    if reason is not None and not isinstance(x, QTensor) and x.shape[0] <= decode.MAX_TOKENS:
+        reason = f"{decode.unsupported(x.shape[0], x.dtype, w)}; {reason}"
+    return reason
+
+
+def slower(x: jax.Array | QTensor, w: QTensor) -> str | None:
+    """Why the kernel that takes the call is not worth it, or None.  One row of int8 is a
+    matrix-vector product: 14336 x 4096 18.2 us by XLA and 19.8 by the kernel, 4096 x 4096 7.5 and
+    8.7; but 4096 x 14336 21.9 and 18.8.  e4m3's is 19.5 and 17.3."""
+    if not isinstance(x, QTensor) or x.dtype != jnp.int8 or x.shape[0] > 1:
+        return None
+    if w.shape[0] < w.shape[1]:
+        return None
+    return "XLA's matrix-vector product of one int8 row is faster"
+
+
+def _takes_decode(x: jax.Array | QTensor, w: QTensor, out_dtype: DTypeLike | None) -> bool:
+    """Few rows of floats are the decode kernel's; everything else the tiled kernels', at any M."""
+    from pallas_kernels import quantized_matmul_decode_mosaic as decode
+
+    if isinstance(x, QTensor):
+        return False
+    return decode.unsupported(x.shape[0], x.dtype, w, out_dtype) is None
+
+
+def unfusible(x, w, call: Call, gamma, residual) -> str | None:
+    """Why no one kernel computes a fused product, or a plain weight's; or None."""
+    from pallas_kernels import quantized_matmul_decode_mosaic as decode
+    from pallas_kernels import quantized_matmul_prefill_mosaic as prefill
+
+    if isinstance(w, QTensor) and (w.columns is not None or w.activations is not None):
+        return "columns in another order, or quantized activations, are not fused"
+    rows = math.prod(x.shape[:-1])
+    if takes_rows(rows, w, gamma, residual):
+        return prefill.unsupported_plain(rows, x.dtype, w, call.out_dtype)
+    return decode.unsupported(
+        rows,
+        x.dtype,
+        w,
+        call.out_dtype,
+        norm=None if gamma is None else gamma.dtype,
+        residual=None if residual is None else residual.dtype,
+        swiglu=call.swiglu,
+    )
+
+
+def slower_fused(x, w, call: Call, gamma, residual) -> str | None:
+    """Why that kernel is not worth it, or None.  With a plain weight it is faster than XLA's where
+    the weight is small (6144 x 4096, M = 1 and 16: 13.9 and 15.0 us, XLA 15.1 and 16.4; 4096 x 4096
+    10.0 and 10.8, XLA 11.6 and 11.3) and slower where it is large (28672 x 4096 57.1 and 59.7, XLA
+    54.2 and 56.5; 4096 x 14336 31.1, XLA 29.7); a kernel that is saved is worth 2.5 us."""
+    from pallas_kernels import quantized_matmul_prefill_mosaic as prefill
+
+    if isinstance(w, QTensor):
+        return None
+    rows = math.prod(x.shape[:-1])
+    if takes_rows(rows, w, gamma, residual):
+        return prefill.slower_plain(rows, w, call.swiglu)
+    saved = (gamma is not None) + (residual is not None) + call.swiglu
+    if w.size * w.dtype.itemsize <= 60e6 + 120e6 * saved:
+        return None
+    return "XLA's product with a plain weight of this size is faster"
+
+
+def takes_rows(rows: int, w, gamma, residual) -> bool:
+    """A plain weight's product with more rows than the decode kernel has, and at most SwiGLU with
+    it, is the tiled kernels'."""
+    from pallas_kernels import quantized_matmul_decode_mosaic as decode
+
+    plain = not isinstance(w, QTensor) and gamma is None and residual is None
+    return plain and rows > decode.MAX_TOKENS
+
+
+def run_kernel(x: jax.Array | QTensor, w: QTensor, bias, out_dtype) -> jax.Array:
+    from pallas_kernels import quantized_matmul_decode_mosaic as decode
+    from pallas_kernels import quantized_matmul_prefill_mosaic as prefill
+
+    if isinstance(x, QTensor):
+        return prefill.matmul_w8a8(x, w, bias, out_dtype)
+    if _takes_decode(x, w, out_dtype):
+        return decode.matmul(x, w, bias=bias, out_dtype=out_dtype)
+    return prefill.matmul_weight_only(x, w, bias, out_dtype)
