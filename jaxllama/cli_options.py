@@ -163,6 +163,7 @@ def _eval(sub: Parser) -> None:
     _hosts(sub)
     _json(sub)
     _model(sub)
+    _policy(sub)
 
 
 def _quantize(sub: Parser) -> None:

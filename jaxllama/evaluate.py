@@ -13,12 +13,14 @@ and ``top1``, the share of positions at which both find the same token most like
 A quantized cache is scored in the same single pass: keys and values are written as they would be
 stored, and every query reads all of them, its own included, from the cache, which is what decoding
 token by token reads too.  Windows are padded to one shape, so one program serves any text, and
-logits exist for ``BLOCK`` positions at a time.
+logits exist for ``BLOCK`` positions at a time.  An offloaded model's weights are loaded once for as
+many windows as its policy has rows in a block.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +37,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import Params
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import Decoder
+from jaxllama.offload.model import OffloadedModel
 
 BLOCK = 128
 
@@ -76,20 +79,19 @@ def perplexity(
     ids = np.asarray(lm.tokenizer.encode(text), np.int32)[:max_tokens]
     if len(ids) < 2:
         raise JaxLlamaError(f"the text has {len(ids)} tokens: at least 2 are needed")
+    if kv_dtype is not None and isinstance(lm, OffloadedModel):
+        raise JaxLlamaError("kv_dtype: under a policy, scores are not read from a cache")
     sums = np.zeros(3)
-    for tokens, scored in _windows(ids, window, stride):
-        length = jnp.asarray([np.count_nonzero(scored >= 0)], jnp.int32)
-        row = jnp.asarray(tokens[None])
-        cache = None
-        if kv_dtype is not None:
-            cache = init_cache(lm.config, 1, window, kv_dtype, mesh=lm.mesh)
-        hidden = [_hidden(lm.config, lm.params, row, length, cache)]
+    for tokens, scored, length, own, params in _read(lm, _windows(ids, window, stride), kv_dtype):
+        hidden = [own]
         if reference is not None:
+            row = jnp.asarray(tokens[None])
             hidden.append(_hidden(reference.config, reference.params, row, length, None))
+            params = (*params, reference.params)
         sums += jax.device_get(
             _score(
-                tuple(model.config for model in models), tuple(model.params for model in models),
-                tuple(hidden), jnp.asarray(np.append(tokens[1:], 0)), jnp.asarray(scored > 0),
+                tuple(model.config for model in models), params, tuple(hidden),
+                jnp.asarray(np.append(tokens[1:], 0)), jnp.asarray(scored > 0),
             )
         )  # fmt: skip
     count = len(ids) - 1
@@ -99,6 +101,26 @@ def perplexity(
         "perplexity": value, "tokens": count, "nll": nll, "window": window, "stride": stride
     }  # fmt: skip
     return report if reference is None else {**report, "kl": kl, "top1": same}
+
+
+def _read(
+    lm: LanguageModel, windows: Iterator[tuple[np.ndarray, np.ndarray]], kv_dtype: Any
+) -> Iterator[tuple[np.ndarray, np.ndarray, jax.Array, jax.Array, tuple[Params, ...]]]:
+    """Each window, its length, hidden states ``[T, D]`` and the parameters that read them."""
+    size = lm.policy.block_size if isinstance(lm, OffloadedModel) else 1
+    while block := list(itertools.islice(windows, size)):
+        rows = jnp.asarray(np.stack([tokens for tokens, _ in block]))
+        lengths = jnp.asarray([np.count_nonzero(scored >= 0) for _, scored in block], jnp.int32)
+        if isinstance(lm, OffloadedModel):
+            states, params = lm.states(rows, lengths)
+            hidden = list(states)
+        else:
+            cache, params = None, lm.params
+            if kv_dtype is not None:
+                cache = init_cache(lm.config, 1, rows.shape[1], kv_dtype, mesh=lm.mesh)
+            hidden = [_hidden(lm.config, params, rows, lengths, cache)]
+        for i, (tokens, scored) in enumerate(block):
+            yield tokens, scored, lengths[i : i + 1], hidden[i], (params,)
 
 
 def _windows(ids: np.ndarray, window: int, stride: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

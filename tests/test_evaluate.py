@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import jaxllama as jl
 from jaxllama import generation
 from jaxllama.evaluate import perplexity
 from jaxllama.language_model import LanguageModel
+from jaxllama.offload.loading import Placement
 from jaxllama.quantization.scheme import quantize_params
 from jaxllama.tokenizer import Tokenizer
 from jaxllama.weight_audit import buffers, decode_program, stored_results
@@ -105,6 +107,19 @@ def test_what_cannot_be_scored_is_named(lm, options, words):
         perplexity(lm, TEXT, reference=other)
 
 
+def test_offloaded_weights_give_the_resident_model_s_perplexity(lm, tmp_path):
+    """Unit by unit in blocks of windows, the last of them filled in part."""
+    policy = jl.Policy.parse("30 40 100 0 100 0 gpu_batch_size=2 num_gpu_batches=2")
+    place = Placement(policy, jnp.float32, directory=tmp_path)
+    off = place.model(CFG, place.tree(jax.tree.map(lambda leaf: leaf, lm.params)), lm.tokenizer)
+    got = perplexity(off, TEXT, 32, 20, reference=lm)
+    want = perplexity(lm, TEXT, 32, 20, reference=lm)
+    assert got["nll"] == pytest.approx(want["nll"], rel=1e-6) and got["top1"] == 1
+    assert got["kl"] == pytest.approx(0, abs=1e-6)
+    with pytest.raises(jl.JaxLlamaError, match="kv_dtype: under a policy"):
+        perplexity(off, TEXT, 32, kv_dtype="int8")
+
+
 # The audit
 
 
@@ -130,8 +145,6 @@ def test_the_decode_program_of_quantized_weights_has_no_float_copy():
 
     def undone(w, x):
         return dequantize(w) @ x, jnp.sum(dequantize(w) ** 2)
-
-    import jax
 
     text = (
         jax.jit(undone).lower(params["layer_0"]["mlp"]["down"]["weight"], jnp.ones(320)).compile()

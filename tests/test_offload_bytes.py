@@ -13,7 +13,6 @@ from models import FAMILIES, params_of
 from jaxllama.config import load_config
 from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.accounting import cache_bytes, footprint, hidden_bytes, model_bytes
-from jaxllama.offload.calibration import Calibration
 from jaxllama.offload.cost_model import (
     Limits,
     Settings,
@@ -21,12 +20,12 @@ from jaxllama.offload.cost_model import (
     need_of,
     predict,
     program_bytes,
-    solve,
 )
-from jaxllama.offload.fitting import Moving, nnls
+from jaxllama.offload.fitting import Calibration, Moving, nnls
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.plan import measure
 from jaxllama.offload.policy import PERCENTAGES, Policy
+from jaxllama.offload.solver import solve
 from jaxllama.offload.store import Rows, is_stored
 
 CFG = FAMILIES["gqa"].replace(d_model=64, head_dim=16, d_ff=96, vocab_size=512)
@@ -96,10 +95,12 @@ def test_live_device_bytes_stay_within_the_prediction(tmp_path):
 
 
 COSTS = Calibration(
-    load_weights=Moving(1e-5, 2e-11, 4e-10, 1e-12), load_cache=Moving(1e-5, 2e-11, 4e-10, 1e-12),
+    load_weights=Moving(1e-5, 2e-11, 4e-10, 0.0), join=(1e-5, 1e-12),
+    load_cache=Moving(1e-5, 2e-11, 4e-10, 1e-12),
     store_cache=Moving(1e-5, 2e-11, 4e-10, 1e-12), push_cache=1e-5,
     load_hidden=Moving(1e-5, 2e-11, 4e-10, 1e-12), store_hidden=Moving(1e-5, 2e-11, 4e-10, 1e-12),
-    decode=(2e-4, 1e-6, 1e-9), prefill=(0.0, 1e-7, 0.0), head=(5e-4, 1e-6), contention=0.0,
+    decode=(2e-4, 1e-6, 1e-9), prefill=(0.0, 1e-7, 0.0), head=(5e-4, 1e-6),
+    look_up=(1e-4, 1e-8), contention=(0.0,) * 3,
     disk_cold=4e-10,
 )  # fmt: skip
 LLAMA = load_config("llama-3.1-8b")
@@ -120,6 +121,19 @@ def test_predictions_follow_the_lanes():
     assert found.tokens_per_second > 4 * one.tokens_per_second  # the zig-zag's gain
 
 
+def test_what_shares_a_link_or_the_disk_adds_up_and_they_do_not():
+    """A step's time is at least its bytes' on the link, and its bytes' on the disk."""
+    both = Policy.parse("0 100 0 100 100 0 gpu_batch_size=8 num_gpu_batches=8")
+    found = predict(LLAMA, both, COSTS, TASK, HALF)
+    weights = model_bytes(LLAMA, jnp.bfloat16) - 2 * LLAMA.vocab_size * LLAMA.d_model
+    cache = cache_bytes(LLAMA, 64, TASK.capacity, jnp.bfloat16)
+    assert found.links[0] == pytest.approx((weights + cache) * 2e-11, rel=0.01)
+    assert found.step >= found.links[0]
+    split = predict(LLAMA, dataclasses.replace(both, weights_host=95.0), COSTS, TASK, HALF)
+    assert split.links[2] == pytest.approx(0.05 * weights * 4e-10, rel=0.01)
+    assert max(split.links) <= split.step < sum(split.links)
+
+
 @pytest.mark.parametrize("gigabytes", [80, 12])
 def test_the_solver_s_policy_fits_and_nothing_in_a_coarse_grid_beats_it(gigabytes):
     limits = Limits(int(gigabytes * 1e9), int(40e9), int(100e9))
@@ -138,6 +152,16 @@ def test_the_solver_s_policy_fits_and_nothing_in_a_coarse_grid_beats_it(gigabyte
             other = Policy(**values, gpu_batch_size=size, num_gpu_batches=count)
             if fits(other):
                 assert predict(LLAMA, other, COSTS, TASK, HALF).tokens_per_second <= 1.1 * rate
+
+
+def test_what_is_read_from_disk_passes_through_host_memory():
+    need = {
+        share: need_of(LLAMA, Policy.parse(f"{share} 100 0 100 0"), TASK, HALF, 0)
+        for share in ("0 0", "0 50", "0 100")
+    }
+    head = 2 * LLAMA.vocab_size * LLAMA.d_model  # the largest tensor
+    assert need["0 0"].host == need["0 0"].reading == 3 * head
+    assert need["0 50"].reading == 3 * head // 2 and need["0 100"].reading == 0
 
 
 def test_no_policy_is_one_line():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllama.config import load_config
+from jaxllama.offload import calibration, disk_bench, plan, sweep
+from jaxllama.offload.accounting import model_bytes
 from jaxllama.offload.bench import random_tree, repeated_model, streamed_bytes
-from jaxllama.offload.calibration import Calibration
 from jaxllama.offload.cost_model import Settings
 from jaxllama.offload.disk import DiskFile
-from jaxllama.offload.fitting import Moving, contention
+from jaxllama.offload.fitting import Calibration, Moving, contention, moving
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.schedule import LANES, Overlapped
 from jaxllama.offload.store import Store
@@ -24,6 +29,14 @@ from jaxllama.offload.sweep import grid, model_of, summary
 from jaxllama.offload.units import Unit
 
 PLAIN = Settings(jnp.float32, jnp.float32)
+os_preadv = os.preadv
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 60
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
 
 
 class _Work:
@@ -86,16 +99,29 @@ def test_a_read_begun_ahead_is_the_read(tmp_path):
 
 
 def test_contention_is_what_made_the_steps():
-    steps = [(longest, beside, longest + 0.3 * beside) for longest, beside in ((1, 2), (3, 1))]
-    assert contention(steps) == pytest.approx(0.3)
-    assert contention([(2.0, 1.0, 1.5)]) == 0.0 and contention([(1.0, 0.0, 1.0)]) == 0.0
+    steps = [
+        (longest, (large, small), longest + 0.3 * large + 0.8 * small)
+        for longest, large, small in ((1, 2, 0), (3, 1, 1), (2, 1, 4))
+    ]
+    assert contention(steps) == pytest.approx((0.3, 0.8))
+    for seconds, share in ((1.5, 0.0), (9.0, 1.0)):  # no overlap is worse than none
+        assert contention([(2.0, (1.0, 1e-3), seconds)])[0] == pytest.approx(share, abs=1e-6)
+
+
+def test_pieces_and_packed_words_are_joined_whole_tensors_are_not():
+    tree = {"w": jax.ShapeDtypeStruct((8, 64), jnp.int4), "v": jax.ShapeDtypeStruct((4, 8), "int8"),
+            "n": jax.ShapeDtypeStruct((8,), jnp.float32)}  # fmt: skip
+    assert moving(tree, Shares(100, 0)) == (0, 0, 0)
+    assert moving(tree, Shares(0, 100)) == (256 + 32, 0, 256)
+    assert moving(tree, Shares(50, 25)) == (64 + 8, 64 + 8, 256 + 32)
 
 
 def test_cold_disks_change_loads_from_disk_only():
     moving = Moving(1e-5, 2e-11, 1e-10, 1e-12)
     costs = Calibration(
-        moving, moving, moving, 0.0, moving, moving, (0.0,) * 3, (0.0,) * 3, (0.0, 0.0), 0.0, 7e-10
-    )
+        moving, (0.0,) * 2, moving, moving, 0.0, moving, moving, (0.0,) * 3, (0.0,) * 3,
+        (0.0,) * 2, (0.0,) * 2, (0.0,) * 3, 7e-10,
+    )  # fmt: skip
     cold = costs.cold()
     assert cold.load_weights == dataclasses.replace(moving, disk=7e-10)
     assert cold.store_cache == moving and cold.decode == costs.decode
@@ -128,10 +154,67 @@ def test_random_words_are_of_their_dtype():
     assert (tree["n"] == 1).all()
 
 
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="direct reads are Linux's")
+def test_the_disk_s_own_rate_reads_every_byte(tmp_path, monkeypatch):
+    disk = DiskFile(tmp_path)
+    disk.write(np.zeros(disk_bench.CHUNK + 5000, np.uint8))
+    read = []
+    monkeypatch.setattr(disk_bench.os, "preadv", lambda *words: read.append(os_preadv(*words)))
+    disk_bench._read_file(disk, direct=False, threads=2)
+    assert sum(read) == disk.nbytes
+    before = disk_bench.resident()
+    with disk_bench._Watch() as watch:
+        block = np.ones(1 << 27, np.uint8)
+        assert wait_until(lambda: watch.most > before + block.nbytes // 2)
+
+
+def test_a_sweep_makes_a_model_once_for_the_same_shares_of_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLAMA_OFFLOAD_DIR", str(tmp_path))
+    texts = ("0 100 0 100 100 0", "20 80 100 0 100 0", "0 100 100 0 100 0", "20 80 0 100 100 0")
+    policies = [Policy.parse(text) for text in texts]
+    needs = dict(zip(policies, (30, 20, 10, 25), strict=True))
+    order = sweep._order(policies, needs)
+    assert [policies.index(policy) for policy in order] == [2, 0, 1, 3]
+    models = sweep._Models(model_of(128, 1), PLAIN)
+    made = [models(policy) for policy in order]
+    assert [lm.policy for lm in made] == order
+    assert made[0].params is made[1].params and made[2].params is made[3].params
+
+
+@pytest.mark.slow
+def test_plan_solves_measures_and_draws(tmp_path, monkeypatch):
+    """Half of the model's bytes on the device: every term has both figures, and the limit holds."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibration, "CONTEXTS", (8, 16))
+    file = tmp_path / "tiny.toml"
+    file.write_text(
+        "vocab_size = 512\nd_model = 128\nn_layers = 6\nn_heads = 4\nn_kv_heads = 2\n"
+        "head_dim = 32\nd_ff = 384\nnorm_eps = 1e-5\nmax_position = 256\n"
+        "tie_embeddings = false\n[rope]\ntheta = 1e4\n"
+    )
+    weights = model_bytes(load_config(file), jnp.float32)
+    found = plan.run(
+        file, random=True, rows=4, prompt_tokens=16, new_tokens=6, device_bytes=weights,
+        dtype=jnp.float32, timeline=tmp_path / "step.png",
+    )  # fmt: skip
+    assert found["bytes"]["device"]["predicted"] <= weights
+    assert found["bytes"]["device"]["measured"] <= found["bytes"]["device"]["predicted"]
+    assert all(found[name]["predicted"] > 0 and found[name]["measured"] > 0
+               for name in ("prefill_seconds", "step_seconds", "tokens_per_second"))  # fmt: skip
+    assert (tmp_path / "step.png").stat().st_size > 5000
+    assert "tokens/s" in plan.table(found)
+    [kept] = tmp_path.glob("offload/calibration-*.json")
+    costs = calibration._read(kept)
+    assert len(costs.contention) == 3 and all(0 <= share <= 1 for share in costs.contention)
+
+
 def test_the_summary_of_a_sweep():
     def point(policy, rate, step, predicted, peak, solver=False):
-        return {"policy": policy, "solver": solver, "rate": rate, "step": step, "need": 100,
-                "predicted_step": predicted, "predicted_rate": 1.0, "peak": peak}  # fmt: skip
+        return {"policy": policy, "solver": solver, "need": 100, "peak": peak,
+                "rate": rate, "step": step, "prefill": 2.0,
+                "predicted_rate": 100, "predicted_step": predicted,
+                "predicted_prefill": 1.0}  # fmt: skip
 
     points = [point("a", 100, 1.0, 1.1, 90), point("b", 300, 1.0, 2.0, None)]  # b was lucky
     finals = [point("a", 100, 1.0, 1.1, None), point("b", 80, 1.0, 2.0, None),
@@ -140,6 +223,10 @@ def test_the_summary_of_a_sweep():
     assert found["best"] == {"policy": "a", "rate": 100}
     assert found["solver"]["share_of_best"] == pytest.approx(0.95)
     assert found["solver"]["step_error"] == pytest.approx(0.1)
+    assert found["solver"]["prefill_error"] == pytest.approx(-0.5)
     assert found["peaks"] == 2 and found["over_prediction"] == 1
-    assert found["within_20_percent"] == pytest.approx(1 / 2)
+    errors = found["errors"]["step"]
+    assert errors["within_20_percent"] == pytest.approx(1 / 2)
+    assert (errors["median_size"], errors["worst_size"]) == pytest.approx((0.55, 1.0))
+    assert found["errors"]["rate"]["worst_size"] == pytest.approx(2 / 3)
     assert len(set(grid())) >= 300

@@ -6,7 +6,8 @@
 The first three are exact for every dtype (int4 is two to a byte, scales and zero points count), as
 FlexGen's are, but for grouped heads: a cache holds ``n_kv_heads * head_dim`` features a token, not
 ``d_model``.  ``footprint`` adds what is on the device while a unit runs: two units' weights, two
-batches' caches, the pieces being joined, and what XLA says each program needs.
+batches' caches, the pieces being joined, and what XLA says each program needs; and what is in host
+memory while it is read from disk.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Footprint:
     loading_cache: int
     loading_hidden: int
     programs: int  # results and temporaries of the largest program
+    reading: int  # host bytes of what is on its way from the disk
 
     @property
     def device(self) -> int:
@@ -111,7 +113,7 @@ class Footprint:
 
     @property
     def host(self) -> int:
-        return self.weights.host + self.cache.host + self.hidden.host
+        return self.weights.host + self.cache.host + self.hidden.host + self.reading
 
     @property
     def disk(self) -> int:
@@ -172,6 +174,18 @@ def loading_bytes(tree: Any, shares: Shares) -> int:
     return whole + 2 * parts
 
 
+def reading_bytes(tree: Any, shares: Shares) -> int:
+    """Host bytes of reading a stored tree: a tensor's part on disk is read while the one before it
+    is handed to the device and one more is on its way there."""
+    return 3 * max((split_bytes(leaf, shares).disk for leaf in jax.tree.leaves(tree)), default=0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _weights_reading(cfg: ModelConfig, shares: Shares, dtype: str, scheme: str | None) -> int:
+    units = unit_shapes(cfg, dtype, scheme, False)  # the table of embed is read by the row
+    return max(reading_bytes(shapes, shares) for unit, shapes in units if unit.kind != "embed")
+
+
 def footprint(
     cfg: ModelConfig,
     policy: Policy,
@@ -213,6 +227,8 @@ def footprint(
     if policy.activations.device < 100:
         shape = jax.ShapeDtypeStruct((pair // cfg.d_model, cfg.d_model), jnp.int8)
         hidden, loading_hidden = split_bytes(shape, policy.activations), (3 + AHEAD) * pair
+    reading = _weights_reading(cfg, policy.weights, jnp.dtype(dtype).name, scheme)
+    reading += reading_bytes(one_cache, policy.cache) + 3 * hidden.disk
     ints = jax.ShapeDtypeStruct((size,), jnp.int32)
     words = jax.eval_shape(functools.partial(programs.positions_of, cfg, n_new=padded), ints, ints)
     hidden += Tiers(device=tree_bytes(words) + 4 * size * padded)  # positions, rotations, tokens
@@ -221,7 +237,7 @@ def footprint(
         needs = _program_bytes(cfg, policy, size, chunk, capacity, dtype, kv_dtype, scheme)
     return Footprint(
         weights, cache.times(batches), hidden.times(batches), loading_weights, loading_cache,
-        loading_hidden, needs,
+        loading_hidden, needs, reading,
     )  # fmt: skip
 
 

@@ -7,15 +7,18 @@ put everything on one tier or half on two, and non-negative least squares fit wh
 
     load, store   latency + host bytes / rate + disk bytes / rate + joined bytes / rate
                   from the recorder's events of serial steps
+    join          overhead + bytes / rate         a unit's weights, when all their pieces have come
     layer         overhead + rows * a + rows * context * b         a decode step of one layer
                   overhead + rows * tokens * a + rows * tokens^2 * b         prefill
     head          overhead + rows * a         all of a step that does not grow with the depth
+    look-up       overhead + tokens * a       rows of an input table that is in host memory
 
 Layer and head are taken from whole overlapped steps of a resident model at two depths, so dispatch
 and the loop's own work are in them as often as they occur.  Then policies that move run overlapped,
-with one batch and with several: ``contention`` is the share of the work beside the longest lane
-that is not hidden (near 0 where links and cores share nothing; on a CPU a "link" is a copy made by
-the cores that also compute, and it may pass 1).  The result is kept in a file.
+with one batch and with several, and ``contention`` is fitted to what their steps take beyond the
+longest lanes that the cost model has for them: near 0 where links and cores share nothing; but
+small transfers are mostly dispatch, which one interpreter does, and on a CPU a "link" is a copy
+made by the cores that also compute.  The result is kept in a file.
 """
 
 from __future__ import annotations
@@ -36,12 +39,14 @@ import numpy as np
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig
 from jaxllama.offload.accounting import cache_shapes, hidden_bytes, unit_shapes
-from jaxllama.offload.fitting import Moving, contention, fit_moving, moving, nnls
+from jaxllama.offload.cost_model import KINDS, Settings, Task, step_of
+from jaxllama.offload.fitting import Calibration, Moving, contention, fit_moving, moving, nnls
 from jaxllama.offload.layer_cache import snapshot_columns
 from jaxllama.offload.loading import Placement, scheme_of
 from jaxllama.offload.model import KV_DTYPE, OffloadedModel
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.run import Run
+from jaxllama.offload.store import is_pending
 from jaxllama.offload.timeline import NO_RECORD, Event, Recorder
 from jaxllama.random_params import random_params
 from jaxllama.sampling import Sampling, SamplingParams
@@ -50,38 +55,13 @@ ROWS = (1, 8)
 CONTEXTS = (64, 256)
 DEPTHS = (1, 4)  # layers of each kind
 BATCHES = (1, 4)
-STEPS = 12  # decode steps that are timed
+STEPS, IN_A_ROW = 12, 4  # decode steps that are timed
+ROOM = 64  # tokens that a cache has beside the context
 SHARES = {"resident": (100, 0), "host": (0, 100), "disk": (0, 0), "half": (50, 50)}
+CACHE_STAYS = {"cache_device": 100.0, "cache_host": 0.0}
+HIDDEN_STAYS = {"activations_device": 100.0, "activations_host": 0.0}
+STAYING = ({}, CACHE_STAYS, HIDDEN_STAYS, CACHE_STAYS | HIDDEN_STAYS)
 Progress = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """See the module docstring; times are seconds."""
-
-    load_weights: Moving
-    load_cache: Moving
-    store_cache: Moving
-    push_cache: float  # a step's token into the tail
-    load_hidden: Moving
-    store_hidden: Moving
-    decode: tuple[float, float, float]  # overhead, a row, a row and token of context; a layer
-    prefill: tuple[float, float, float]  # overhead, a row and token, a row and token^2; a layer
-    head: tuple[float, float]  # overhead, a row
-    contention: float
-    disk_cold: float  # seconds a byte when the system's page cache holds nothing of the file
-
-    def cold(self) -> Calibration:
-        """For models that the page cache cannot hold."""
-        names = ("load_weights", "load_cache", "load_hidden")
-        slower = {name: getattr(self, name) for name in names}
-        return dataclasses.replace(
-            self,
-            **{
-                name: dataclasses.replace(moving, disk=max(moving.disk, self.disk_cold))
-                for name, moving in slower.items()
-            },
-        )
 
 
 def calibrate(
@@ -117,7 +97,8 @@ def calibrate(
 
 def _path(cfg: ModelConfig, *settings: Any) -> Path:
     device = jax.devices()[0].device_kind
-    words = [repr(cfg), device, jax.__version__, *map(str, settings)]
+    fields = [field.name for field in dataclasses.fields(Calibration)]
+    words = [repr(cfg), device, jax.__version__, *fields, *map(str, settings)]
     name = hashlib.sha256("|".join(words).encode()).hexdigest()[:16]
     return hub.cache_dir() / "offload" / f"calibration-{name}.json"
 
@@ -150,13 +131,6 @@ class _Sample:
         ]
         return lower(times) if times else 0.0
 
-    def loads(self, kind: str) -> list[float]:
-        """Seconds of a unit's lanes but the computation; the weights' first."""
-        lanes = ["load weights"]
-        if kind == "layer":
-            lanes += ["load cache", "load hidden", "store cache", "store hidden"]
-        return [self.seconds(lane, (kind,)) for lane in lanes]
-
 
 Point = tuple[int, int]  # rows, context
 
@@ -175,26 +149,36 @@ class _Measure:
         points = [(rows, CONTEXTS[-1]) for rows in ROWS]
         still: dict[Point, list[tuple[float, float]]] = {}
         moved: list[_Sample] = []
-        overlapped: list[tuple[_Sample, int, float]] = []
+        joins: list[tuple[float, float]] = []
+        lookups: list[tuple[float, float]] = []
+        overlapped: list[tuple[Policy, int, float]] = []
         for name, (device, host) in SHARES.items():
             model = self._model(Policy.parse(f"{device} {host} " * 3))
             self.progress(f"calibrating: {name}")
             if name == "resident":
                 for point in [*points, (ROWS[-1], CONTEXTS[0])]:
                     both = [self._shallow(model), model]
-                    still[point] = self._times([self._runs(lm, *point) for lm in both])
+                    still[point] = self._times([self._runs(lm, *point)[1] for lm in both])
                 continue
             serial = _with(model, overlap=False)
             for point in points if name == "host" else [largest]:
                 moved.append(self._sample(serial, *point))
+            if name == "half":
+                joins = self._joins(model)
+                lookups = self._lookups(model)
             if name in ("host", "half"):
-                runs = [
-                    self._runs(_with(model, num_gpu_batches=count), ROWS[-1] * count, CONTEXTS[-1])
+                models = [
+                    _with(model, num_gpu_batches=count, **staying)
+                    for staying in STAYING
                     for count in BATCHES
                 ]
-                for count, (_, step) in zip(BATCHES, self._times(runs), strict=True):
-                    overlapped.append((moved[-1], count, step))
-        return self._fit(still, moved, overlapped)
+                runs = [
+                    self._runs(lm, ROWS[-1] * lm.policy.num_gpu_batches, CONTEXTS[-1])[0]
+                    for lm in models
+                ]
+                for lm, step in zip(models, self._steps(runs), strict=True):
+                    overlapped.append((lm.policy, lm.policy.num_gpu_batches, step))
+        return self._fit(still, moved, joins, lookups, overlapped)
 
     def _model(self, policy: Policy) -> OffloadedModel:
         place = Placement(
@@ -209,8 +193,11 @@ class _Measure:
         cfg = self.cfg.replace(n_layers=count, layer_types=self.cfg.layer_types[:count])
         return dataclasses.replace(model, config=cfg)
 
-    def _runs(self, model: OffloadedModel, rows: int, context: int) -> Callable[[], Run]:
-        """Makes runs of one task, the programs of which are compiled."""
+    def _runs(
+        self, model: OffloadedModel, rows: int, context: int
+    ) -> tuple[Run, Callable[[], Run]]:
+        """A run of one task after some steps, by which its programs are compiled; and what makes
+        another."""
         rng = np.random.default_rng(0)
         tokens = jnp.asarray(rng.integers(0, self.cfg.vocab_size, (rows, context)), jnp.int32)
         lengths = jnp.full((rows,), context, jnp.int32)
@@ -219,13 +206,14 @@ class _Measure:
         def begin() -> Run:
             return Run(
                 model, tokens, lengths, sampling, jnp.zeros((0,), jnp.int32),
-                room=32, limit=32, capacity=context + 64, kv_dtype=self.kv_dtype, chunk=self.chunk,
+                room=32, limit=32, capacity=context + ROOM, kv_dtype=self.kv_dtype,
+                chunk=self.chunk,
             )  # fmt: skip
 
         run = begin()
         for _ in range(3):
             _step(run)
-        return begin
+        return run, begin
 
     def _times(self, runs: Sequence[Callable[[], Run]]) -> list[tuple[float, float]]:
         """(prefill, step) of each; they alternate, so that a busy machine slows all alike."""
@@ -233,15 +221,54 @@ class _Measure:
         for _ in range(3):
             begun = [begin() for begin in runs]
             prefills.append([_step(run) for run in begun])
-        steps = [[_step(run) for run in begun] for _ in range(STEPS + 1)][1:]
-        quartiles = [list(map(lower, zip(*times, strict=True))) for times in (prefills, steps)]
-        return list(zip(*quartiles, strict=True))
+        return list(zip(map(lower, zip(*prefills, strict=True)), self._steps(begun), strict=True))
+
+    def _steps(self, begun: Sequence[Run]) -> list[float]:
+        """Seconds of a step of each; of some in a row the first does not count, because another's
+        next weights load beside it."""
+        steps: list[list[float]] = [[] for _ in begun]
+        for _ in range(STEPS // IN_A_ROW):
+            for run, times in zip(begun, steps, strict=True):
+                times += [_step(run) for _ in range(IN_A_ROW + 1)][1:]
+        return list(map(lower, steps))
 
     def _sample(self, model: OffloadedModel, rows: int, context: int) -> _Sample:
-        run = self._runs(model, rows, context)()
+        _, begin = self._runs(model, rows, context)
+        run = begin()
         prefill = self._record(run, 1)
         run.step()
         return _Sample(model.policy, rows, context, self._record(run, STEPS), prefill)
+
+    def _joins(self, model: OffloadedModel) -> list[tuple[float, float]]:
+        """(bytes, seconds) of finishing a layer's weights and the head's, when they have come."""
+        found = []
+        for unit, shapes in unit_shapes(self.cfg, self.dtype.name, self.scheme, False)[1:]:
+            if unit.layer > 0:
+                continue
+            times = []
+            for _ in range(STEPS):
+                pending = model.store.begin(unit.weights(model.params, self.cfg.tie_embeddings))
+                parts = [x.moved for x in jax.tree.leaves(pending, is_leaf=is_pending)
+                         if is_pending(x)]  # fmt: skip
+                jax.block_until_ready(parts)
+                begin = time.perf_counter()
+                jax.block_until_ready(model.store.finish(pending))
+                times.append(time.perf_counter() - begin)
+            found.append((moving(shapes, model.policy.weights)[2], lower(times)))
+        return found
+
+    def _lookups(self, model: OffloadedModel) -> list[tuple[float, float]]:
+        """(tokens, seconds) of embedding a step's tokens and a prompt's."""
+        found = []
+        for width in (1, CONTEXTS[-1]):
+            tokens = jnp.ones((ROWS[-1], width), jnp.int32)
+            times = []
+            for _ in range(STEPS + 1):
+                begin = time.perf_counter()
+                jax.block_until_ready(model.embed_tokens(tokens))
+                times.append(time.perf_counter() - begin)
+            found.append((float(tokens.size), lower(times[1:])))
+        return found
 
     def _record(self, run: Run, steps: int) -> list[Event]:
         run.record = Recorder()
@@ -254,7 +281,9 @@ class _Measure:
         self,
         still: dict[Point, list[tuple[float, float]]],
         moved: list[_Sample],
-        overlapped: list[tuple[_Sample, int, float]],
+        joins: list[tuple[float, float]],
+        lookups: list[tuple[float, float]],
+        overlapped: list[tuple[Policy, int, float]],
     ) -> Calibration:
         layer = ("layer",)
         weights, caches, stores, hiddens, puts = [], [], [], [], []
@@ -265,10 +294,10 @@ class _Measure:
                     continue  # its table is not loaded twice
                 if unit.layer in (-1, 0):
                     seconds = sample.seconds("load weights", (unit.kind,))
-                    weights.append((*moving(shapes, policy.weights), seconds))
+                    weights.append((*moving(shapes, policy.weights)[:2], 0.0, seconds))
             [one] = cache_shapes(self.cfg.replace(n_layers=1, layer_types=self.cfg.layer_types[:1]),
-                                 sample.rows, sample.context + 64, self.kv_dtype)  # fmt: skip
-            capacity = sample.context + 64
+                                 sample.rows, sample.context + ROOM, self.kv_dtype)  # fmt: skip
+            capacity = sample.context + ROOM
             share = snapshot_columns(capacity, sample.context) / capacity
             amounts = tuple(share * part for part in moving(one, policy.cache))
             caches.append((*amounts, sample.seconds("load cache", layer)))
@@ -292,23 +321,23 @@ class _Measure:
             [(1.0, rows * width, rows * width**2) for rows, width in still],
             [max(1e-9, (long[0] - short[0]) / (more - fewer)) for short, long in still.values()],
         )
-        largest = ROWS[-1], CONTEXTS[-1]
-        lanes = []
-        for sample, count, seconds in overlapped:
-            own = [(more, "layer", steps[largest]), (1, "head", rests[largest])]
-            longest = beside = 0.0
-            for times, kind, compute in own:
-                first, *others = sample.loads(kind)
-                unit = [first, count * compute, *(count * other for other in others)]
-                longest += times * max(unit)
-                beside += times * (sum(unit) - max(unit))
-            lanes.append((longest, beside, seconds))
-        return Calibration(
-            fit_moving(weights), fit_moving(caches), fit_moving(stores),
+        costs = Calibration(
+            fit_moving(weights), nnls([(1.0, size) for size, _ in joins], [t for _, t in joins]),
+            fit_moving(caches), fit_moving(stores),
             statistics.median(s.seconds("store cache", layer) for s in moved),
-            fit_moving(hiddens), fit_moving(puts), decode, prefill, head, contention(lanes),
-            self._cold_disk(),
+            fit_moving(hiddens), fit_moving(puts), decode, prefill, head,
+            nnls([(1.0, count) for count, _ in lookups], [t for _, t in lookups]),
+            (0.0,) * len(KINDS), self._cold_disk(),
         )  # fmt: skip
+        steps = []
+        for policy, count, seconds in overlapped:
+            task = Task(ROWS[-1] * count, CONTEXTS[-1], ROOM)
+            settings = Settings(self.dtype, self.kv_dtype, self.scheme)
+            step = step_of(
+                self.cfg, policy, costs, task, settings, ROWS[-1], count, 1, CONTEXTS[-1]
+            )
+            steps.append((step.longest, step.beside, seconds))
+        return dataclasses.replace(costs, contention=contention(steps))
 
     def _cold_disk(self) -> float:
         """Seconds a byte of reading back a file that the page cache has forgotten."""

@@ -1,18 +1,18 @@
-"""The cost model: what a policy will take, and the policy that takes least.
+"""The cost model: what a policy will take.
 
-    predict(cfg, policy, calibration, task, ...) -> Prediction     seconds and bytes, by term
-    solve(cfg, calibration, task, limits, ...) -> Policy
+    predict(cfg, policy, calibration, task, settings) -> Prediction     seconds, by term
+    need_of(cfg, policy, task, settings) -> Footprint                   bytes, by term
 
 A step is unit by unit.  In a unit, the lanes (loads and stores of weights, cache and hidden states;
-computation) take the seconds that the calibration gives for their bytes.  Serially they add up;
-overlapped, a unit takes its longest lane and the share ``contention`` of the others:
+computation) take the seconds that the calibration gives for their bytes.  Serially they add up.
+Overlapped, a unit takes the longest of them, where the bytes of all loads share one link and count
+as one, and so do those of all stores, and those of the disk; and of what is beside, the share that
+is not hidden.  Weights are begun while others still move, so only their bytes can be the longest.
+The first loads of a step are beside nothing:
 
-    T_unit = max(lanes) + contention * (sum(lanes) - max(lanes))
+    T_unit = max(lanes, loads' bytes, stores' bytes, disk's bytes) + sum(contention * beside)
+    T_step = T_first loads + sum(T_unit)
     T = T_prefill + (new_tokens - 1) * T_step;      throughput = rows * new_tokens / T
-
-``solve`` walks over batch sizes and numbers of batches; for each, the shares that minimise a step
-are a linear program under the limits of device, host and disk (scipy), whose solution is rounded to
-whole percents, checked against the exact ``footprint`` and improved by exact neighbours.
 
 Source: FlexGen (arXiv 2303.06865), section 4.3.  Unlike there, one more term: joining pieces.
 """
@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from jaxllama.config import ModelConfig
-from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.accounting import (
     Footprint,
     cache_shapes,
@@ -36,17 +34,18 @@ from jaxllama.offload.accounting import (
     hidden_bytes,
     unit_shapes,
 )
-from jaxllama.offload.calibration import Calibration
-from jaxllama.offload.fitting import moving
+from jaxllama.offload.fitting import Calibration, Moving, moving
 from jaxllama.offload.layer_cache import TAIL, snapshot_columns
-from jaxllama.offload.policy import PERCENTAGES, Policy, Shares
+from jaxllama.offload.policy import Policy, Shares
 from pallas_kernels.qtensor import tree_bytes
 
 LANES = (
     "load weights", "load cache", "load hidden", "compute", "store cache", "store hidden"
 )  # fmt: skip
-_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-_BATCHES = (1, 2, 4, 8, 16)
+_LOADS, _STORES = ("load weights", "load cache", "load hidden"), ("store cache", "store hidden")
+LINKS = (("link", _LOADS), ("link", _STORES), ("disk", _LOADS + _STORES))
+KINDS = (("load weights", "compute"), ("load cache", "store cache"),
+         ("load hidden", "store hidden"))  # fmt: skip  # of contention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +86,13 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of the prefill and of one decode step of a block; of a step also each lane's sum."""
+    """Seconds of the prefill and of one decode step of a block; of a step also each lane's sum, and
+    that of the bytes of each of ``LINKS``."""
 
     prefill: float
     step: float
     lanes: dict[str, float]
+    links: tuple[float, ...]
     blocks: int
     tokens_per_second: float
 
@@ -104,39 +105,74 @@ def predict(
     batches = -(-block // policy.gpu_batch_size)
     rows = -(-block // batches)
     context = task.prompt + task.new // 2
-    step, lanes = _step(cfg, policy, costs, settings, rows, batches, 1, context, task)
-    prefill, _ = _step(cfg, policy, costs, settings, rows, batches, task.prompt, 0, task)
+    step = step_of(cfg, policy, costs, task, settings, rows, batches, 1, context)
+    prefill = step_of(cfg, policy, costs, task, settings, rows, batches, task.prompt, 0)
     blocks = -(-task.rows // block)
-    total = blocks * (prefill + (task.new - 1) * step)
-    return Prediction(prefill, step, lanes, blocks, task.rows * task.new / total)
+    total = blocks * (prefill.seconds + (task.new - 1) * step.seconds)
+    return Prediction(
+        prefill.seconds, step.seconds, step.lanes, step.links, blocks, task.rows * task.new / total
+    )
 
 
-def _step(
-    cfg: ModelConfig, policy: Policy, costs: Calibration, settings: Settings, rows: int,
-    batches: int, width: int, context: int, task: Task,
-) -> tuple[float, dict[str, float]]:  # fmt: skip
-    """(seconds, seconds of each lane) of one token a row, or of a prefill of ``width`` tokens."""
-    totals, seconds = dict.fromkeys(LANES, 0.0), 0.0
-    for lanes in _units(cfg, policy, costs, settings, rows, width, context, task):
-        lanes = {
-            lane: value * (1 if lane == "load weights" else batches)
-            for lane, value in lanes.items()
-        }
-        longest, total = max(lanes.values()), sum(lanes.values())
-        if policy.overlap:
-            seconds += longest + costs.contention * (total - longest)
-        else:
-            seconds += total
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Sums over the units of one token a row, or of a prefill.  longest and beside: of overlapped
+    units, the longest lanes and what is beside them, by kind of contention."""
+
+    seconds: float
+    lanes: dict[str, float]
+    links: tuple[float, ...]
+    longest: float
+    beside: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lane:
+    """Seconds of a unit's lane: the bytes' on the link and those on the disk, which move beside
+    each other, and all others."""
+
+    link: float = 0.0
+    disk: float = 0.0
+    other: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(self.link, self.disk) + self.other
+
+
+def step_of(
+    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, settings: Settings,
+    rows: int, batches: int, width: int, context: int,
+) -> Step:  # fmt: skip
+    """``batches`` of ``rows`` with ``context`` tokens each, or a prefill of ``width`` tokens."""
+    totals, links = dict.fromkeys(LANES, 0.0), np.zeros(len(LINKS))
+    longest_sum, beside, serial = 0.0, np.zeros(len(KINDS)), 0.0
+    for lanes in _units(cfg, policy, costs, settings, rows, batches, width, context, task):
+        own = [{lane: getattr(lanes[lane], part) for lane in members} for part, members in LINKS]
+        alone = [{lane: value.seconds} for lane, value in lanes.items() if lane != "load weights"]
+        hidden = max(own + alone, key=lambda seconds: sum(seconds.values()))
+        if totals["compute"] == 0.0:  # the first unit
+            firsts = lanes["load cache"].seconds + lanes["load hidden"].seconds
+            longest_sum += firsts / batches
+        longest_sum += sum(hidden.values())
         for lane, value in lanes.items():
-            totals[lane] += value
-    return seconds, totals
+            totals[lane] += value.seconds
+        for kind, members in enumerate(KINDS):
+            beside[kind] += sum(lanes[lane].seconds - hidden.get(lane, 0.0) for lane in members)
+        links += [sum(seconds.values()) for seconds in own]
+        serial += sum(value.seconds for value in lanes.values())
+    overlapped = longest_sum + float(beside @ np.array(costs.contention))
+    return Step(
+        overlapped if policy.overlap else serial, totals, tuple(links.tolist()),
+        longest_sum, tuple(beside.tolist()),
+    )  # fmt: skip
 
 
 def _units(
     cfg: ModelConfig, policy: Policy, costs: Calibration, settings: Settings, rows: int,
-    width: int, context: int, task: Task,
-) -> Iterator[dict[str, float]]:  # fmt: skip
-    """The seconds of each unit's lanes, for one batch."""
+    batches: int, width: int, context: int, task: Task,
+) -> Iterator[dict[str, _Lane]]:  # fmt: skip
+    """Each unit's lanes, for all batches."""
     overhead, a_row, a_token = costs.decode
     state = _cache_moving(cfg, rows, task.capacity, settings.kv_dtype, policy.cache)
     pair = 2 * hidden_bytes(cfg, rows, width, settings.dtype)
@@ -144,36 +180,47 @@ def _units(
     moves_cache = policy.cache.device < 100 and not policy.cpu_attention
     names = cfg, np.dtype(settings.dtype).name, settings.scheme, policy.sep_layer
     amounts_of = _weights_moving(*names, policy.weights)
+
+    def moved(cost: Moving, amounts: Any, times: float = batches) -> _Lane:
+        host, disk, joined = amounts
+        other = cost.latency + cost.join * joined
+        return _Lane(times * cost.host * host, times * cost.disk * disk, times * other)
+
     for index, (unit, _) in enumerate(unit_shapes(*names)):
         if unit.kind == "embed":
             continue
-        lanes = dict.fromkeys(LANES, 0.0)
+        lanes = dict.fromkeys(LANES, _Lane())
+        joining = 0.0
         if policy.weights.device < 100:
-            lanes["load weights"] = costs.load_weights.seconds(*amounts_of[index])
-        if unit.kind == "head":
-            lanes["compute"] = costs.head[0] + costs.head[1] * rows
-            yield lanes
-            continue
+            lanes["load weights"] = moved(costs.load_weights, amounts_of[index], 1)
+            if amounts_of[index][2]:
+                joining = costs.join[0] + costs.join[1] * amounts_of[index][2]
         half = 0.5 if policy.sep_layer else 1.0
-        if width > 1:
+        if unit.kind == "head":
+            seconds = costs.head[0] + costs.head[1] * rows
+            if policy.weights.device < 100 and not cfg.tie_embeddings:
+                seconds += costs.look_up[0] + costs.look_up[1] * rows * width
+        elif width > 1:
             fixed, a_word, a_pair = costs.prefill
-            lanes["compute"] = half * (fixed + rows * width * (a_word + a_pair * width))
+            seconds = half * (fixed + rows * width * (a_word + a_pair * width))
         else:
-            lanes["compute"] = half * (overhead + a_row * rows + a_token * rows * context)
-        if policy.activations.device < 100:
-            lanes["load hidden"] = costs.load_hidden.seconds(*hidden)
-            lanes["store hidden"] = costs.store_hidden.seconds(*hidden)
+            seconds = half * (overhead + a_row * rows + a_token * rows * context)
+        lanes["compute"] = _Lane(other=batches * seconds + joining)
+        if unit.kind != "head" and policy.activations.device < 100:
+            lanes["load hidden"] = moved(costs.load_hidden, hidden)
+            lanes["store hidden"] = moved(costs.store_hidden, hidden)
         if moves_cache and unit.has_cache:
             share = 1.0  # a GLA state moves whole
             if cfg.layer_types[unit.layer] == "attention":
                 share = snapshot_columns(task.capacity, max(context, width)) / task.capacity
             amounts = [share * part for part in state[unit.layer]]
-            written = costs.store_cache.seconds(*amounts)
             if width > 1:
-                lanes["store cache"] = written
+                lanes["store cache"] = moved(costs.store_cache, amounts)
             else:
-                lanes["load cache"] = costs.load_cache.seconds(*amounts)
-                lanes["store cache"] = costs.push_cache + written / TAIL
+                lanes["load cache"] = moved(costs.load_cache, amounts)
+                written = moved(costs.store_cache, amounts, batches / TAIL)
+                pushed = batches * costs.push_cache
+                lanes["store cache"] = dataclasses.replace(written, other=written.other + pushed)
         yield lanes
 
 
@@ -210,40 +257,6 @@ def need_of(
     return need if programs is None else dataclasses.replace(need, programs=programs)
 
 
-def solve(
-    cfg: ModelConfig,
-    costs: Calibration,
-    task: Task,
-    limits: Limits,
-    settings: Settings,
-    base: Policy | None = None,
-) -> Policy:
-    """The fastest policy within the limits; base: what is not searched (overlap, sep_layer,
-    compression).  Raises JaxLlamaError when nothing fits."""
-    base = Policy() if base is None else base
-    best: tuple[float, Policy] | None = None
-    for size, count in itertools.product(_BATCH_SIZES, _BATCHES):
-        if size * count > 2 * task.rows and (size, count) != (1, 1):
-            continue
-        policy = dataclasses.replace(base, gpu_batch_size=size, num_gpu_batches=count)
-        programs = program_bytes(cfg, policy, task, settings)
-        for candidate in _candidates(cfg, policy, costs, task, limits, settings, programs):
-            if not limits.allow(need_of(cfg, candidate, task, settings, programs)):
-                continue
-            rate = predict(cfg, candidate, costs, task, settings).tokens_per_second
-            if best is None or rate > best[0]:
-                best = rate, candidate
-    if best is None:
-        smallest = dataclasses.replace(base, gpu_batch_size=1, num_gpu_batches=1)
-        smallest = _with_shares(smallest, (0, 0, 0, 0, 100, 0))
-        need = need_of(cfg, smallest, task, settings, program_bytes(cfg, smallest, task, settings))
-        raise JaxLlamaError(
-            f"no policy fits: even one row with everything on disk needs "
-            f"{need.device / 1e9:.3f} GB on the device and {need.disk / 1e9:.3f} GB of disk"
-        )
-    return best[1]
-
-
 def program_bytes(cfg: ModelConfig, policy: Policy, task: Task, settings: Settings) -> int:
     """An estimate, without compiling, of the results and temporaries of the largest program: a
     prompt's piece inside the feed-forward, or the logits of every row and their copies."""
@@ -254,81 +267,3 @@ def program_bytes(cfg: ModelConfig, policy: Policy, task: Task, settings: Settin
     layers = cache_shapes(cfg, rows, task.capacity, settings.kv_dtype)
     inside = rows * chunk * (width * np.dtype(settings.dtype).itemsize + 2 * scores)
     return max(inside + max(map(tree_bytes, layers)), 16 * rows * cfg.vocab_size)
-
-
-def _candidates(
-    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, limits: Limits,
-    settings: Settings, programs: int,
-) -> Iterator[Policy]:  # fmt: skip
-    """The rounded solution of the linear program and its neighbours, and the pure policies."""
-    pure = ((100, 0), (0, 100), (0, 0))
-    for shares in itertools.product(pure, repeat=3):
-        yield _with_shares(policy, tuple(itertools.chain(*shares)))
-    found = _linear_program(cfg, policy, costs, task, limits, settings, programs)
-    if found is None:
-        return
-    whole = np.floor(found + 1e-6)
-    for shift in itertools.product((0, -1, -3), (0, -1, -3)):
-        shares = whole.copy()
-        shares[0] = max(0.0, shares[0] + shift[0])
-        shares[2] = max(0.0, shares[2] + shift[1])
-        yield _with_shares(policy, tuple(shares))
-        shares[1::2] = 100 - shares[::2]  # nothing on disk
-        yield _with_shares(policy, tuple(shares))
-        yield _with_shares(policy, (*shares[:4], 100.0, 0.0))
-
-
-def _with_shares(policy: Policy, shares: tuple[float, ...]) -> Policy:
-    return dataclasses.replace(
-        policy, **{name: float(x) for name, x in zip(PERCENTAGES, shares, strict=True)}
-    )
-
-
-def _linear_program(
-    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, limits: Limits,
-    settings: Settings, programs: int,
-) -> np.ndarray | None:  # fmt: skip
-    """Six percentages that minimise a decode step, or None if nothing fits.
-
-    Variables: the shares (weights, cache, activations; device, host) and T, the longest lane summed
-    over units.  Lanes and needs are linear in the shares but for latencies and joins, so slopes are
-    taken from the pure policies.
-    """
-    from scipy.optimize import linprog
-
-    corners = {"off": (0, 0, 0, 0, 0, 0)}
-    for index, name in enumerate(PERCENTAGES):
-        corners[name] = tuple(100 if i == index else 0 for i in range(6))
-    lanes, needs = {}, {}
-    for name, shares in corners.items():
-        corner = _with_shares(policy, shares)
-        step = predict(cfg, corner, costs, task, settings).lanes
-        lanes[name] = np.array([step[lane] for lane in LANES])
-        need = need_of(cfg, corner, task, settings, 0)
-        rest = need.weights + need.cache + need.hidden
-        needs[name] = np.array([rest.device, rest.host, rest.disk], float)
-    # What a unit needs while it runs is largest where tensors have pieces to join.
-    inner = need_of(cfg, _with_shares(policy, (30, 30) * 3), task, settings, programs)
-    working = inner.device - (inner.weights + inner.cache + inner.hidden).device
-    for need in needs.values():
-        need[0] += working
-    slope = np.stack([lanes[name] - lanes["off"] for name in PERCENTAGES], axis=1)  # [lane, share]
-    rows, bounds = [], []
-    for lane in range(len(LANES)):  # lane(p) <= T
-        rows.append([*slope[lane], -1.0])
-        bounds.append(-lanes["off"][lane])
-    room = np.stack([needs[name] - needs["off"] for name in PERCENTAGES], axis=1)
-    for tier, limit in enumerate((limits.device, limits.host, limits.disk)):
-        if limit is not None:
-            rows.append([*(room[tier] / 1e9), 0.0])
-            bounds.append((limit - needs["off"][tier]) / 1e9)
-    for kind in range(3):  # device + host <= 100%
-        rows.append([float(i // 2 == kind) for i in range(6)] + [0.0])
-        bounds.append(1.0)
-    # Lanes that are hidden must count for something: among equals the one that moves least.
-    share = max(0.02, costs.contention) if policy.overlap else 1.0
-    objective = [*(share * slope.sum(axis=0)), 1.0 - share]
-    found = linprog(
-        objective, A_ub=np.array(rows), b_ub=np.array(bounds), bounds=[(0, 1)] * 6 + [(0, None)]
-    )
-    return 100 * found.x[:6] if found.success else None

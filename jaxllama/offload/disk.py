@@ -63,6 +63,10 @@ class DiskFile:
         self._holes: dict[int, list[int]] = {}  # room -> offsets that are free again
 
     @property
+    def fileno(self) -> int:
+        return self._fd
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the file, holes included."""
         return self._end

@@ -7,9 +7,11 @@ are placed as they are read, tensor by tensor, so that no whole copy exists anyw
 
 Its tokens are the resident model's, and every policy gives the same bits for batches of one size,
 because the programs are the same (``units``).  The resident model's very bits are another matter:
-XLA sees its layers in one program and may round once where two units round twice.  With jax 0.10 on
-a CPU it does so only for activations quantized per token (w8a8, fp8) and ``embedding_scale``; newer
-ones fuse more, and differ in the last bits.
+XLA sees its layers in one program and may round once where two units round twice.
+In float32, with jax 0.10 on a CPU, it does so only for activations quantized per token (w8a8, fp8)
+and ``embedding_scale``; newer ones fuse more, and differ in the last bits.  In bfloat16 a CPU does
+so unless XLA_FLAGS has --xla_allow_excess_precision=false, and a GPU's products are tuned a program
+at a time besides: where two tokens are a rounding apart, the resident model may take the other one.
 
 Left out: a mesh, ``deterministic``, tokens of a grammar.
 """
@@ -65,13 +67,25 @@ class OffloadedModel(LanguageModel):
 
     def logits(self, tokens: Any, lengths: Any) -> jax.Array:
         """Teacher-forced float32 logits ``[B, T, V]``; weights are loaded once for all rows."""
+        hidden, weights = self._layers(tokens, lengths)
+        logits = [programs.all_logits(self.config, weights, x) for x in hidden]
+        return jnp.concatenate(logits) if len(logits) > 1 else logits[0]
+
+    def states(self, tokens: Any, lengths: Any) -> tuple[jax.Array, Any]:
+        """(normed hidden states ``[B, T, D]``, the parameters that make logits of them)."""
+        hidden, weights = self._layers(tokens, lengths)
+        states = [programs.final_hidden(self.config, weights, x) for x in hidden]
+        return jnp.concatenate(states), weights
+
+    def _layers(self, tokens: Any, lengths: Any) -> tuple[list[programs.Hidden], Any]:
+        """(what leaves the last layer, by batches; the weights of the head)."""
         tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
         size = self.policy.gpu_batch_size
         parts = [
             (tokens[first : first + size], lengths[first : first + size])
             for first in range(0, tokens.shape[0], size)
         ]
-        cfg, hidden = self.config, [self._embed(part) for part, _ in parts]
+        cfg, hidden = self.config, [self.embed_tokens(part) for part, _ in parts]
         rope = [
             programs.positions_of(cfg, jnp.zeros_like(n), n, part.shape[1]) for part, n in parts
         ]
@@ -84,11 +98,10 @@ class OffloadedModel(LanguageModel):
             ]
             jax.block_until_ready(hidden)
         head = programs.Unit("head").weights(self.params, cfg.tie_embeddings)
-        weights = self.store.get(head)
-        logits = [programs.all_logits(cfg, weights, x) for x in hidden]
-        return jnp.concatenate(logits) if len(logits) > 1 else logits[0]
+        return hidden, self.store.get(head)
 
-    def _embed(self, tokens: jax.Array) -> programs.Hidden:
+    def embed_tokens(self, tokens: jax.Array) -> programs.Hidden:
+        """Of ``tokens [B, T]``, from wherever the table is."""
         table = self.params["embed"]["weight"]
         if isinstance(table, Rows):
             rows = table.lookup(jax.device_get(tokens))

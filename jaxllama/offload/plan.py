@@ -3,7 +3,7 @@
     run(source, ...) -> report (a dict)        table(report) -> text
 
 The machine is calibrated for the model's layers once (``calibration``), the policy is solved for
-(``cost_model``) or given, the model is loaded under it, and the task is run with every load, store
+(``solver``) or given, the model is loaded under it, and the task is run with every load, store
 and computation timed.  Of ``new_tokens`` at most ``MEASURED`` steps are run; the rate is
 extrapolated from the prefill and the mean step, as the prediction is.
 """
@@ -33,11 +33,11 @@ from jaxllama.offload.cost_model import (
     Task,
     need_of,
     predict,
-    solve,
 )
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.run import Run
+from jaxllama.offload.solver import solve
 from jaxllama.offload.store import available_memory
 from jaxllama.offload.timeline import NO_RECORD, Event, Recorder, draw
 from jaxllama.sampling import Sampling, SamplingParams

@@ -168,7 +168,9 @@ class Run:
             if self.steps > 0:
                 batch.pieces = [Piece(*_next_piece(self.cfg, self.capacity, batch.state))]
             if not self._embeds_by_unit():
-                self.store_hidden(index, [self._embed(piece) for piece in batch.pieces])
+                self.store_hidden(
+                    index, [self.model.embed_tokens(piece.tokens) for piece in batch.pieces]
+                )
         if self._overlapped is None:
             serial(self)
         else:
@@ -193,14 +195,6 @@ class Run:
     def _embeds_by_unit(self) -> bool:
         table = self.model.params["embed"]["weight"]
         return not isinstance(table, Rows) and moves(table)
-
-    def _embed(self, piece: Piece) -> programs.Hidden:
-        table = self.model.params["embed"]["weight"]
-        if isinstance(table, Rows):
-            rows = table.lookup(jax.device_get(piece.tokens))
-            return programs.embed_rows(self.cfg, self.model.dtype, rows), None
-        weights = self.model.store.get({"embed": self.model.params["embed"]})
-        return programs.embed(self.cfg, self.model.dtype, weights, piece.tokens), None
 
     # The Work of a step
 

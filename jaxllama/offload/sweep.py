@@ -1,29 +1,36 @@
 """The solver beside a sweep: ``python -m jaxllama.offload.sweep [--points 200] [--out JSON]``.
 
 The machine is calibrated for a small model, and three quarters of its needs are allowed on the
-device; the solver chooses a policy, and ``--points`` others drawn from a grid are run: prefill and
-``STEPS`` decode steps each.  The best few and the solver's then run again in turns, because the
+device; the solver chooses a policy, and ``--points`` others drawn from a grid are run: a prefill
+and ``STEPS`` decode steps each.  The best few and the solver's then run again in turns, because the
 best of many noisy figures is a lucky one.  Told are
 
     best, solver     tokens a second of the task in those turns, medians, and their ratio
-    step error       predicted / measured - 1 of a decode step: the solver's, and quantiles of all
+    errors           predicted / measured - 1 of a decode step, a prefill and the task's rate: the
+                     solver's, and of all points the median and the worst size and quantiles
     peak             policies that held more device memory than was predicted
 
-Peaks are the allocator's where it keeps count: that is a process's, so a policy's is known only
-when it is a new one, and policies are run in order of what is predicted for them (in passes,
-each through a part of them).  Elsewhere peaks are those of live arrays, looked at whenever a load,
-a store or a dispatch ends.
+Policies with the same shares of weights run on one model, one after the other.  Peaks are the
+allocator's where it keeps count: that is a process's, so a policy's is known only when it is a new
+one; policies are run in order of what is predicted for them, and the calibration is a process of
+its own.  Elsewhere peaks are those of live arrays, looked at whenever a load, a store or a dispatch
+ends.
+
+On a GPU most of the time would go into compiling.  ``--programs I/N`` compiles the I-th of N parts
+of what the points need, and ends: run N processes of it first.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -45,27 +52,29 @@ from jaxllama.offload.cost_model import (
     need_of,
     predict,
     program_bytes,
-    solve,
-)  # fmt: skip
+)
+from jaxllama.offload.fitting import Calibration
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.offload.plan import held_on_device
-from jaxllama.offload.policy import PERCENTAGES, Policy
+from jaxllama.offload.policy import PERCENTAGES, Policy, Shares
 from jaxllama.offload.run import Run
+from jaxllama.offload.solver import solve
 
-TASK = Task(32, 64, 16)
-STEPS = 6
-PASSES = 8
-FINALISTS, TURNS = 5, 5
-_WEIGHTS = [(device, host) for device in (0, 10, 20, 30, 40, 60) for host in (100 - device, 40)]
+TASK = Task(32, 128, 16)
+STEPS = 5
+FINALISTS, TURNS = 5, 3
+MEASURES = ("step", "prefill", "rate")
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+_WEIGHTS = [(d, host) for d in (0, 10, 20, 30, 40, 50, 60, 70) for host in (100 - d, 90 - d)]
 _CACHE = ((100, 0), (50, 50), (0, 100), (0, 50))
 _HIDDEN = ((100, 0), (0, 100))
 _BATCHES = ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1))
 
 
-def model_of(width: int) -> ModelConfig:
+def model_of(width: int, layers: int = 8) -> ModelConfig:
     return load_config("llama-3.1-8b").replace(
-        name="sweep", n_layers=8, layer_types=("attention",) * 8, d_model=width, d_ff=3 * width,
-        n_heads=width // 64, n_kv_heads=width // 128, head_dim=64, vocab_size=8192,
+        name="sweep", n_layers=layers, layer_types=("attention",) * layers, d_model=width,
+        d_ff=3 * width, n_heads=width // 64, n_kv_heads=width // 128, head_dim=64, vocab_size=8192,
     )  # fmt: skip
 
 
@@ -95,22 +104,20 @@ class _Peak:
         self._look()
 
 
-def run_point(cfg: ModelConfig, policy: Policy, settings: Settings) -> dict[str, Any]:
-    """Measured seconds of the prefill and of a step, tokens a second of the task, peak."""
-    lm = repeated_model(cfg, settings.dtype, policy, settings.scheme)
-    before = (lm.store.device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+def run_point(lm: OffloadedModel, settings: Settings, before: int) -> dict[str, Any]:
+    """Measured seconds of the prefill and of a step, tokens a second of the task, peak.
+
+    before: the allocator's peak until now, that of making the model not counted.
+    """
+    policy = lm.policy
     rows = min(policy.block_size, TASK.rows)
     peak = _Peak(lm)
-    warm = start_run(lm, rows, TASK, settings.kv_dtype)
-    warm.record = peak
-    for _ in range(2):
-        _step(warm)
-    del warm
-    prefills = []
-    for _ in range(2):
-        run = start_run(lm, rows, TASK, settings.kv_dtype)
-        prefills.append(_step(run))
-    prefill = min(prefills)
+    run = start_run(lm, rows, TASK, settings.kv_dtype)
+    run.record = peak
+    first = _step(run)
+    _step(run)
+    run = start_run(lm, rows, TASK, settings.kv_dtype)
+    prefill = min(first, _step(run))
     step = lower([_step(run) for _ in range(STEPS)][1:])
     held = max(peak.bytes, held_on_device(lm))
     blocks = -(-TASK.rows // rows)
@@ -133,31 +140,111 @@ def _need(cfg: ModelConfig, policy: Policy, settings: Settings) -> Footprint:
     return need_of(cfg, policy, TASK, settings, program_bytes(cfg, policy, TASK, settings))
 
 
+def compile_programs(cfg: ModelConfig, settings: Settings, part: int, parts: int) -> None:
+    """Fill the compilation cache with a part of the programs: the first is those of calibrating,
+    and in the others two layers run under policies that have everything that the grid has."""
+    if part == 0:
+        _calibrate(cfg, settings)
+        if parts > 1:
+            _programs_of(cfg, settings, {size for size, _ in _BATCHES})
+        return
+    layers = ("attention",) * 2
+    small = cfg.replace(n_layers=len(layers), layer_types=layers)
+
+    def work(policy: Policy) -> None:
+        lm = repeated_model(small, settings.dtype, policy, settings.scheme)
+        run = start_run(lm, min(policy.block_size, TASK.rows), TASK, settings.kv_dtype)
+        for _ in range(3):
+            _step(run)
+
+    found = {(p.cache, p.activations, p.gpu_batch_size, p.num_gpu_batches): p for p in grid()}
+    weights = itertools.cycle(dict.fromkeys(policy.weights for policy in grid()))
+    for index, (policy, shares) in enumerate(zip(found.values(), weights)):  # noqa: B905
+        if index % (parts - 1) == part - 1:
+            work(dataclasses.replace(
+                policy, weights_device=shares.device, weights_host=shares.host
+            ))  # fmt: skip
+
+
+def _programs_of(cfg: ModelConfig, settings: Settings, sizes: set[int]) -> dict[int, int]:
+    """Bytes of the largest program, by rows of a batch."""
+    return {
+        size: need_of(cfg, Policy(gpu_batch_size=size), TASK, settings).programs
+        for size in sorted(sizes)
+    }
+
+
+def _calibrate(cfg: ModelConfig, settings: Settings, fresh: bool = True) -> Calibration:
+    return calibrate(
+        cfg, settings.dtype, chunk=TASK.chunk, fresh=fresh,
+        progress=lambda text: print(text, file=sys.stderr),
+    )  # fmt: skip
+
+
+def _order(policies: list[Policy], needs: dict[Policy, int]) -> list[Policy]:
+    """See the module docstring."""
+    least: dict[Shares, int] = {}
+    for policy in policies:
+        least[policy.weights] = min(needs[policy], least.get(policy.weights, needs[policy]))
+    return sorted(policies, key=lambda p: (least[p.weights], p.weights, needs[p]))
+
+
+class _Models:
+    """The model of a policy: the last one if the weights are where that one has them."""
+
+    def __init__(self, cfg: ModelConfig, settings: Settings) -> None:
+        self._cfg, self._settings = cfg, settings
+        self._last: OffloadedModel | None = None
+
+    def __call__(self, policy: Policy) -> OffloadedModel:
+        if self._last is None or self._last.policy.weights != policy.weights:
+            self._last = None
+            gc.collect()
+            self._last = repeated_model(self._cfg, self._settings.dtype, policy)
+        return dataclasses.replace(self._last, policy=policy)
+
+
+def allocator_peak() -> int:
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--points", type=int, default=200)
     options.add_argument("--width", type=int, help="of the model: 512 on a CPU, or 2048")
+    options.add_argument("--layers", type=int, help="8 on a CPU, or 10: 1.1 GB of weights")
     options.add_argument("--seconds", type=float, default=1e9, help="points stop then")
+    options.add_argument("--programs", metavar="I/N", help="compile only; 0/1 only calibrates")
+    options.add_argument("--calibrated", action="store_true", help="before, so not anew")
     options.add_argument("--out", type=Path)
     args = options.parse_args()
     begun = time.perf_counter()
     enable_compilation_cache()
-    dtype = default_dtype()
-    width = args.width or (512 if jax.default_backend() == "cpu" else 2048)
-    cfg, settings = model_of(width), Settings(dtype, dtype)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    dtype, on_cpu = default_dtype(), jax.default_backend() == "cpu"
+    cfg = model_of(args.width or (512 if on_cpu else 2048), args.layers or (8 if on_cpu else 10))
+    settings = Settings(dtype, dtype)
+    if args.programs:
+        part, _, parts = args.programs.partition("/")
+        compile_programs(cfg, settings, int(part), int(parts))
+        print(f"compiled after {time.perf_counter() - begun:.0f} s")
+        return
     resident = need_of(cfg, Policy(gpu_batch_size=8, num_gpu_batches=4), TASK, settings, 0)
     limits = Limits(device=3 * resident.device // 4)
-    costs = calibrate(
-        cfg, dtype, chunk=TASK.chunk, fresh=True, progress=lambda text: print(text, file=sys.stderr)
-    )
+    if not args.calibrated:
+        shape = ["--width", str(cfg.d_model), "--layers", str(cfg.n_layers)]
+        command = [sys.executable, "-m", "jaxllama.offload.sweep", "--programs", "0/1", *shape]
+        subprocess.run(command, check=True)
+    costs = _calibrate(cfg, settings, fresh=False)
+    print(f"calibrated after {time.perf_counter() - begun:.0f} s: {costs}")
     chosen = solve(cfg, costs, TASK, limits, settings)
-    print(f"calibrated after {time.perf_counter() - begun:.0f} s; solved: {chosen}\n{costs}")
+    print(f"solved after {time.perf_counter() - begun:.0f} s: {chosen}")
     policies = [policy for policy in grid() if limits.allow(_need(cfg, policy, settings))]
+    if not policies:
+        raise SystemExit("no policy of the grid fits: a wider or deeper model has more to choose")
     policies = random.Random(0).sample(policies, min(args.points, len(policies)))
-    programs = {  # compiled once for batches of one size
-        size: need_of(cfg, Policy(gpu_batch_size=size), TASK, settings).programs
-        for size in {min(policy.gpu_batch_size, TASK.rows) for policy in [chosen, *policies]}
-    }
+    sizes = {min(policy.gpu_batch_size, TASK.rows) for policy in [chosen, *policies]}
+    programs = _programs_of(cfg, settings, sizes)
     needs = {
         policy: need_of(
             cfg, policy, TASK, settings, programs[min(policy.gpu_batch_size, TASK.rows)]
@@ -166,31 +253,39 @@ def main() -> None:
     }
     print(f"needs known after {time.perf_counter() - begun:.0f} s", flush=True)
     found: list[dict[str, Any]] = []
+    report: dict[str, Any] = {"model": repr(cfg), "limit": limits.device, "programs": programs,
+                              "calibration": dataclasses.asdict(costs)}  # fmt: skip
+
+    models = _Models(cfg, settings)
 
     def run(policy: Policy) -> None:
         expected = predict(cfg, policy, costs, TASK, settings)
-        gc.collect()
+        lm = models(policy)
         found.append({
             "policy": str(policy), "solver": policy == chosen, "need": needs[policy],
-            **run_point(cfg, policy, settings),
+            **run_point(lm, settings, allocator_peak()),
             "predicted_step": expected.step, "predicted_prefill": expected.prefill,
             "predicted_rate": expected.tokens_per_second,
         })  # fmt: skip
+        report["points"] = found
         if args.out is not None:
-            args.out.write_text(json.dumps(found, indent=0))
+            args.out.write_text(json.dumps(report))
 
-    for first in range(PASSES):
-        for policy in sorted(policies[first::PASSES], key=needs.__getitem__):
-            if time.perf_counter() - begun < args.seconds:
-                run(policy)
+    for policy in _order(policies, needs):
+        if time.perf_counter() - begun < args.seconds:
+            run(policy)
     count = len(found)
+    print(f"{count} points after {time.perf_counter() - begun:.0f} s", flush=True)
     ranked = sorted(found, key=lambda point: -point["rate"])
     finalists = [chosen, *(Policy.parse(point["policy"]) for point in ranked[:FINALISTS])]
     for _ in range(TURNS):
         for policy in finalists:
             run(policy)
-    print(json.dumps(summary(found[:count], found[count:]), indent=1))
-    print(f"{count} points, {time.perf_counter() - begun:.0f} s")
+    report["summary"] = summary(found[:count], found[count:])
+    print(json.dumps(report["summary"], indent=1))
+    if args.out is not None:
+        args.out.write_text(json.dumps(report))
+    print(f"done after {time.perf_counter() - begun:.0f} s")
 
 
 def summary(points: list[dict[str, Any]], finals: list[dict[str, Any]]) -> dict[str, Any]:
@@ -199,10 +294,19 @@ def summary(points: list[dict[str, Any]], finals: list[dict[str, Any]]) -> dict[
     def median(name: str, policy: str) -> float:
         return statistics.median(point[name] for point in finals if point["policy"] == policy)
 
+    def errors(name: str) -> dict[str, float]:
+        found = np.array([point[f"predicted_{name}"] / point[name] - 1 for point in points])
+        quantiles = np.quantile(found, QUANTILES)
+        return {
+            "median_size": float(np.median(np.abs(found))),
+            "worst_size": float(np.abs(found).max()),
+            "within_20_percent": float(np.mean(np.abs(found) <= 0.2)),
+            **{f"{q:.0%}": float(x) for q, x in zip(QUANTILES, quantiles, strict=True)},
+        }
+
     [own] = {point["policy"] for point in finals if point["solver"]}
     others = {point["policy"] for point in finals if not point["solver"]} or {own}
     best = max(others, key=lambda policy: median("rate", policy))
-    error = [point["predicted_step"] / point["step"] - 1 for point in points]
     shares = [
         point["peak"] / point["need"] for point in points + finals if point["peak"] is not None
     ]
@@ -213,19 +317,17 @@ def summary(points: list[dict[str, Any]], finals: list[dict[str, Any]]) -> dict[
             "policy": own,
             "rate": median("rate", own),
             "share_of_best": median("rate", own) / median("rate", best),
-            "predicted_rate": median("predicted_rate", own),
             "step": median("step", own),
-            "step_error": median("predicted_step", own) / median("step", own) - 1,
+            **{
+                f"{name}_error": median(f"predicted_{name}", own) / median(name, own) - 1
+                for name in MEASURES
+            },
         },
-        "step_error_quantiles": dict(
-            zip(("5%", "25%", "50%", "75%", "95%"),
-                np.quantile(error, (0.05, 0.25, 0.5, 0.75, 0.95)).tolist(), strict=True)
-        ),
-        "within_20_percent": float(np.mean(np.abs(error) <= 0.2)),
+        "errors": {name: errors(name) for name in MEASURES},
         "peaks": len(shares),
         "most_used_of_prediction": max(shares, default=None),
         "over_prediction": sum(share > 1 for share in shares),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

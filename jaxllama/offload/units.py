@@ -139,6 +139,12 @@ def head_logits(cfg: ModelConfig, weights: Any, hidden: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
+def final_hidden(cfg: ModelConfig, weights: Any, hidden: Hidden) -> jax.Array:
+    """Normed hidden states ``[B, T, D]`` of every position."""
+    return _final_norm(cfg, weights, hidden)
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def all_logits(cfg: ModelConfig, weights: Any, hidden: Hidden) -> jax.Array:
     """Float32 logits ``[B, T, V]`` of every position."""
     normed = _final_norm(cfg, weights, hidden)
