@@ -281,7 +281,7 @@ def _serve(args: argparse.Namespace) -> None:
         args.model, args.host, args.port, tuple(args.api_key), args.max_body, args.drain_timeout,
         args.state, engine,
     )  # fmt: skip
-    serve(options, lambda: _load(args, random=args.random))
+    serve(options, lambda: _load(args, random=args.random), _working)
 
 
 def _bench_serve(args: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 
 import hypothesis.strategies as st
 import jax
@@ -301,6 +302,39 @@ def test_grammar_holds_the_output():
         eng.submit(Request("bad", (1,), grammar=Grammar("regex", "a(")), print)
 
 
+@pytest.mark.parametrize(("wanted", "counts"), [(0, [1, 2, 3, 3]), (1, [1] * 4), (2, [1, 2, 2, 2])])
+def test_a_decode_stops_when_as_many_rows_have_ended_as_are_wanted(wanted, counts, monkeypatch):
+    eng = engine("llama")
+    decode, written = eng.runner._decode, []
+
+    def forced(orders, masks):
+        orders[3] = wanted
+        written.append(decode(orders, masks))
+        return written[-1]
+
+    monkeypatch.setattr(eng.runner, "_decode", forced)
+    requests = [Request(f"w{n}", PROMPTS[0], n, ignore_eos=True) for n in (1, 2, 3, 9)]
+    events = eng.generate(requests)
+    assert [len(row.tokens) for row in written[0]] == counts
+    assert [events[request.id][-1].completion_tokens for request in requests] == [1, 2, 3, 9]
+
+
+def test_rows_that_go_on_are_told_while_the_device_works(monkeypatch):
+    eng, told, in_time = engine("llama"), threading.Event(), []
+    decode = eng.runner._decode
+
+    def patient(orders, masks):
+        in_time.append(not in_time or told.wait(60))  # what the call before has written
+        told.clear()
+        return decode(orders, masks)
+
+    monkeypatch.setattr(eng.runner, "_decode", patient)
+    eng.submit(Request("on", PROMPTS[0], 7, ignore_eos=True), lambda event: told.set())
+    while eng.step():
+        pass
+    assert in_time == [True] * 3
+
+
 def test_deadline_ends_a_request():
     eng, events = engine("llama"), []
     eng.submit(Request("late", PROMPTS[2], 24, deadline=1e-9), events.append)
@@ -372,8 +406,6 @@ def test_a_full_queue_says_when_to_come_back():
 
 
 def test_thread_serves_many_submitters_and_drains():
-    import threading
-
     eng = Engine(model("llama"), **OPTIONS)
     eng.warm_up = lambda: None  # compiled by the other tests, or when first needed
     eng.start()

@@ -18,6 +18,7 @@ from jaxllama.serving import pool
 from jaxllama.serving import slots as device
 from jaxllama.serving.engine import Engine
 from jaxllama.serving.request import Event, Grammar, Request
+from jaxllama.serving.rows import Newcomer, make_rows, pack
 from jaxllama.serving.snapshot import read_log, replay
 
 FAMILY = "hybrid"
@@ -175,8 +176,9 @@ def test_rows_and_blocks_move_unchanged(dtype):
 
     source = noise(init_cache(cfg, 2, 24, dtype=dtype), 1)
     slots = device.init_slots(cfg, init_cache(cfg, 2, 24, dtype=dtype))
-    newcomer = device.Newcomer(1, jl.Sampling(), [5, 6], [], 4, False)
-    slots = device.insert(slots, source, device.make_rows({0: newcomer}, 2, 24, cfg.vocab_size))
+    newcomer = Newcomer(1, jl.Sampling(), [5, 6], [], 4, False)
+    rows = pack(make_rows({0: newcomer}, 2, 24, cfg.vocab_size))
+    slots = device.insert(slots, source, rows)
     slots = device.resize(slots, np.array([-1, 1, -1, -1], np.int32))
     slots = device.resize(slots, np.array([1], np.int32))
     assert bool(slots.active[0]) and int(slots.token[0]) == 6

@@ -93,12 +93,12 @@ def test_several_steps_when_nobody_waits_for_prefill():
     assert sch.plan().steps == 1  # r1 is in the middle of its prompt
 
 
-def test_waiting_for_a_slot_is_contended():
+def test_a_plan_says_how_many_wait_for_a_slot():
     sch = scheduler(steps_per_call=4)
     for order in range(3):
         sch.add(make(3, 10, order=order))
     plan = sch.plan()
-    assert (plan.steps, plan.is_contended, len(plan.started)) == (4, True, 2)
+    assert (plan.steps, plan.wanted, len(plan.started)) == (4, 1, 2)
 
 
 def test_constrained_rows_go_token_by_token():
@@ -178,6 +178,21 @@ def test_short_cache_preempts_the_latest_and_resumes_it():
     assert not sch.in_flight
     assert set(preempted) == {second}
     assert len(first.output) == len(second.output) == 8
+
+
+def test_newcomers_are_numbered_by_arrival():
+    """An earlier number that comes later would stand before the one whose lane it waits for."""
+    sch = scheduler(lanes=1)
+    sch.add(make(40, order=5))
+    sch.plan()
+    with pytest.raises(JaxLlamaError, match="'r3' is number 3, after number 5: newcomers must be"):
+        sch.add(make(40, order=3))
+    restored = scheduler(lanes=1)  # from a snapshot they come in any order
+    for order in (5, 3):
+        restored.put(make(40, order=order), None, is_prefilling=False)
+    assert [sequence.order for sequence in restored.waiting] == [3, 5]
+    with pytest.raises(JaxLlamaError, match="'r5' is number 5, after number 5"):
+        restored.add(make(40, order=5))
 
 
 def test_what_can_never_run_is_refused():

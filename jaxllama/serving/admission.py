@@ -8,8 +8,8 @@ from jaxllama.sampling import Sampling
 from jaxllama.serving.grammar import GrammarCompiler, Matcher
 from jaxllama.serving.options import EngineOptions
 from jaxllama.serving.request import Request
+from jaxllama.serving.rows import MAX_BIAS
 from jaxllama.serving.scheduler import Scheduler
-from jaxllama.serving.slots import MAX_BIAS
 
 
 class Admission:

@@ -11,6 +11,7 @@ the next start).  The one line on stdout says where the server listens; logs are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -65,8 +66,13 @@ class ServeOptions:
         object.__setattr__(self, "api_keys", keys)
 
 
-def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
-    """See the module docstring.  load: makes the model, once the port is ours."""
+def serve(
+    options: ServeOptions,
+    load: Callable[[], LanguageModel],
+    working: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> None:
+    """See the module docstring.  load: makes the model, once the port is ours.  working: a sign of
+    life while everything is compiled."""
     listener = _bind(options.host, options.port)
     with listener:
         if not options.api_keys and options.host not in ("127.0.0.1", "::1", "localhost"):
@@ -89,7 +95,8 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             app, lifespan="on", ws="none", log_config=logs.configuration(), access_log=False,
             server_header=False, timeout_graceful_shutdown=options.drain_timeout + 5,
         )  # fmt: skip
-        engine.start()
+        with working("compiling (later starts take it from the cache)"):
+            engine.start()
         # uvicorn raises the signal again when it is done; drained is no failure.
         signal.signal(signal.SIGTERM, lambda *_: None)
         url = _url(options.host, listener.getsockname()[1])

@@ -14,6 +14,9 @@ one Event with a ``finish_reason``, its last.  After ``warm_up`` nothing is comp
 requests and cancellations at the same steps give the same bits: everything that comes in is written
 to ``log``, and ``snapshot`` saves, restores and replays.
 
+What rows have written that go on is put into words and told after the next decode has been handed
+to the device, which works meanwhile; what may end an answer is read before anything is planned.
+
 Parameters on a mesh (``parallel``) make an engine on that mesh: a device holds its heads of every
 cache.  Left out: several processes behind one engine, beam search, speculative decoding.
 """
@@ -37,7 +40,7 @@ from jaxllama.serving.live import Live, OnEvent
 from jaxllama.serving.options import EngineOptions
 from jaxllama.serving.output import OutputReader
 from jaxllama.serving.request import Event, FinishReason, QueueFull, Request
-from jaxllama.serving.runner import Runner, Written, compiled_programs
+from jaxllama.serving.runner import Runner, compiled_programs
 from jaxllama.serving.scheduler import Scheduler, Sequence
 from jaxllama.serving.snapshot import RequestLog, Script, load_state, save_state
 from jaxllama.serving.stats import Stats, count
@@ -73,6 +76,7 @@ class Engine:
         self.admission = Admission(lm, self.options, self.scheduler)
         self._observe = observe or (lambda name, seconds: None)
         self.live: dict[str, Live] = {}
+        self._untold: list[Live] = []
         self.counts: collections.Counter[str] = collections.Counter()
         self.arrivals = 0
         self.steps = 0
@@ -142,6 +146,7 @@ class Engine:
         scheduler.move(runner.fit(scheduler.running, plan.started))
         runner.start(plan.started)
         if not plan.steps:
+            self._tell()
             return
         masks = {}
         for slot, sequence in list(scheduler.running.items()):
@@ -152,11 +157,24 @@ class Engine:
                 except JaxLlamaError as error:  # too complex a grammar, seen late
                     self._end(sequence.request.id, "error", message=str(error))
         running = dict(scheduler.running)
-        written = runner.decode(running, masks, plan.steps, plan.is_contended)
+        decoding = runner.decode(running, masks, plan.steps, plan.wanted)
+        try:
+            self._tell()
+        finally:  # nobody may touch the runner before
+            written = decoding.result()
         now = time.monotonic()
         for slot, sequence in running.items():
             if written[slot].tokens:
-                self._read(self.live[sequence.request.id], written[slot], now)
+                live = self.live[sequence.request.id]
+                if live.accept(written[slot], now):
+                    self._untold.append(live)
+                else:
+                    self._read(live)
+
+    def _tell(self) -> None:
+        untold, self._untold = self._untold, []
+        for live in untold:
+            self._read(live)
 
     def _admit(self, sequence: Sequence) -> int:
         cached = self.runner.lookup(sequence)
@@ -166,11 +184,14 @@ class Engine:
             self._observe("queue", time.monotonic() - sequence.submitted)
         return cached
 
-    def _read(self, live: Live, written: Written, now: float) -> None:
-        """Hand on what a row has written."""
-        is_first = not live.sequence.output
-        news = live.read(written)
+    def _read(self, live: Live) -> None:
+        """Hand on what a row has written, if it has not been."""
+        if live.unread is None:
+            return
+        now = live.unread.time
+        news = live.read()
         n_tokens = len(news["tokens"])
+        is_first = n_tokens == len(live.sequence.output)
         seconds, live.last_time = now - live.last_time, now
         self._observe("ttft" if is_first else "itl", seconds / (1 if is_first else n_tokens))
         self.counts["completion_tokens"] += n_tokens
@@ -185,6 +206,7 @@ class Engine:
 
     def _end(self, request_id: str, reason: FinishReason, **event: Any) -> None:
         live = self.live.pop(request_id)
+        self._read(live)
         self.scheduler.finish(live.sequence)
         self.runner.drop(live.sequence)
         self.counts[f"finished {reason}"] += 1
@@ -326,6 +348,7 @@ class Engine:
         """Write the whole state, between two steps: ``restore`` goes on from there."""
         with self._stepping:
             self._take_inbox()
+            self._tell()
             save_state(self, path)
 
     @classmethod

@@ -191,5 +191,8 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
 def json_line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return _json.encode(value)

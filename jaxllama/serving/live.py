@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.grammar import Matcher
@@ -13,6 +13,15 @@ from jaxllama.serving.runner import Written
 from jaxllama.serving.scheduler import Sequence
 
 OnEvent = Callable[[Event], None]
+
+
+class Unread(NamedTuple):
+    """What a row has written at ``time`` and nobody has been told yet.  is_accepted: it stands in
+    the sequence's output already."""
+
+    written: Written
+    time: float
+    is_accepted: bool
 
 
 class Live:
@@ -30,11 +39,29 @@ class Live:
         self.sequence, self.on_event = sequence, on_event
         self.reader, self.matcher = reader, matcher
         self.last_time = last_time
+        self.unread: Unread | None = None
         self.logprobs: list[float] = []
         self.reason: FinishReason | None = None
 
-    def read(self, written: Written) -> dict[str, Any]:
-        """What is news of what a row has written, as fields of an Event."""
+    def accept(self, written: Written, time: float) -> bool:
+        """Take what a row has written.  True if the answer goes on after it: then it can be read
+        later, else at once."""
+        tokens, sequence = written.tokens, self.sequence
+        may_end = (
+            len(tokens) >= sequence.remaining
+            or self.matcher is not None
+            or self.reader.may_stop(tokens)
+        )
+        if not may_end:
+            sequence.output += tokens
+            self.logprobs += written.logprobs
+        self.unread = Unread(written, time, not may_end)
+        return not may_end
+
+    def read(self) -> dict[str, Any]:
+        """What is news in ``unread``, as fields of an Event."""
+        assert self.unread is not None
+        (written, _, is_accepted), self.unread = self.unread, None
         sequence = self.sequence
         kept, text = self.reader.read(written.tokens)
         news: dict[str, Any] = {
@@ -47,8 +74,9 @@ class Live:
             news["top_logprobs"] = tuple(
                 tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)
             )
-        sequence.output += news["tokens"]
-        self.logprobs += news["logprobs"]
+        if not is_accepted:
+            sequence.output += news["tokens"]
+            self.logprobs += news["logprobs"]
         if self.reader.stopped:
             self.reason = "stop"
         elif self.matcher is not None:

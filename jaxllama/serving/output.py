@@ -21,6 +21,10 @@ class OutputReader:
         self._stream = TextStream(tokenizer) if tokenizer else None
         self._stops = StopStrings(stops) if stops else None
 
+    def may_stop(self, tokens: Sequence[int]) -> bool:
+        """Could the text end within these tokens?"""
+        return self._stops is not None or not self._eos.isdisjoint(tokens)
+
     def read(self, tokens: Sequence[int]) -> tuple[int, str]:
         """(How many of ``tokens`` belong to the answer, the text that is certain by then)."""
         shown: list[str] = []

@@ -7,7 +7,10 @@ prefix cache, and knows which shapes there are.  It decides nothing about reques
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +25,7 @@ from jaxllama.serving import pool
 from jaxllama.serving import slots as device
 from jaxllama.serving.options import EngineOptions
 from jaxllama.serving.prefix_cache import Node, PrefixCache
+from jaxllama.serving.rows import Newcomer, make_rows, pack
 from jaxllama.serving.scheduler import Fill, Sequence
 
 # Steps for which the running rows must fit a smaller size before the slots shrink to it.
@@ -66,6 +70,7 @@ class Runner:
             self.pool = self.empty(options.prefix_blocks, options.prefix_block)
         self.lanes: dict[Sequence, Lane] = {}
         self.patience = 0
+        self._thread = ThreadPoolExecutor(1, "jaxllama-decode")
         self._stop_ids = jax.device_put(np.array(cfg.eos_token_ids, np.int32))
         width = options.widths[0]
         self._blank = self.empty(options.rows(width), width)
@@ -212,27 +217,30 @@ class Runner:
 
     def _insert(self, cache: Cache, sequences: Mapping[int, Sequence]) -> None:
         newcomers = {
-            row: device.Newcomer(
+            row: Newcomer(
                 sequence.slot, sequence.request.sampling, sequence.request.prompt, sequence.output,
                 sequence.remaining, sequence.request.ignore_eos,
             )
             for row, sequence in sequences.items()
         }  # fmt: skip
-        self.slots = device.insert(self.slots, cache, self._rows(newcomers, cache.batch))
+        self.slots = device.insert(self.slots, cache, self._pack(newcomers, cache.batch))
         for sequence in sequences.values():
             self.drop(sequence)
 
-    def _rows(self, newcomers: Mapping[int, device.Newcomer], rows: int) -> device.Rows:
-        return device.make_rows(newcomers, rows, self.options.max_len, self.cfg.vocab_size)
+    def _pack(self, newcomers: Mapping[int, Newcomer], rows: int) -> np.ndarray:
+        vocab_size = self.cfg.vocab_size
+        return pack(make_rows(newcomers, rows, self.options.max_len, vocab_size))
 
     def decode(
         self,
         running: Mapping[int, Sequence],
         masks: Mapping[int, np.ndarray],
         steps: int,
-        is_contended: bool,
-    ) -> list[Written]:
-        """Up to ``steps`` tokens for every running row; by slot."""
+        wanted: int,
+    ) -> Future[list[Written]]:
+        """Up to ``steps`` tokens for every running row; by slot.  They are waited for in a thread:
+        until the device has left its loop, the call does not return.  Nothing else may be asked of
+        the runner meanwhile."""
         keep = np.zeros(self.slots.size, bool)
         keep[list(running)] = True
         words: Any = self._no_masks[self.slots.size]
@@ -244,29 +252,36 @@ class Runner:
         requests = [sequence.request for sequence in running.values()]
         level = device.level_of([request.sampling for request in requests], bool(masks))
         wants_top = any(request.logprobs for request in requests)
-        drawn = self._decode(keep, words, steps, level, wants_top, is_contended)
-        top = (drawn.top_tokens, drawn.top_logprobs) if wants_top else None
-        rows, top = jax.device_get(((drawn.counts, drawn.tokens, drawn.logprobs), top))
-        written = (  # lists at once: many small slices of arrays would cost more than the rest
-            Written(tokens[:n], logprobs[:n])
-            for n, tokens, logprobs in zip(*(array.tolist() for array in rows), strict=True)
+        # Rows that end one by one are not replaced one by one: a prefill call costs about the same.
+        wanted = min(wanted, self.options.rows(self.options.widths[0]))
+        orders = device.make_orders(
+            keep, steps=steps, level=level, wants_top=wants_top, wanted=wanted
         )
-        if top is None:
-            return list(written)
-        return [row._replace(top=tuple(pair)) for row, *pair in zip(written, *top, strict=True)]
+        return self._thread.submit(self._decode, orders, words)
 
-    def _decode(self, keep, words, steps, level, wants_top, is_contended) -> device.Drawn:
-        self.slots, drawn = device.decode(
-            self.cfg, self.params, self.slots, keep, words, self._stop_ids, np.int32(steps),
-            np.int32(level), np.bool_(wants_top), np.bool_(is_contended),
-            width=self.options.steps_per_call,
-        )  # fmt: skip
-        return drawn
+    def _decode(self, orders: np.ndarray, masks: jax.Array) -> list[Written]:
+        width, wants_top = self.options.steps_per_call, orders[2]
+        self.slots, rows, top = device.decode(
+            self.cfg, self.params, self.slots, orders, masks, self._stop_ids, width=width
+        )
+        rows, top = jax.device_get((rows, top if wants_top else ()))
+        numbers = rows[:, : 1 + width], rows[:, 1 + width :].view(np.float32)
+        written = [  # lists at once: many small slices of arrays would cost more than the rest
+            Written(tokens[:n], logprobs[:n])
+            for (n, *tokens), logprobs in zip(*(part.tolist() for part in numbers), strict=True)
+        ]
+        if not wants_top:
+            return written
+        return [row._replace(top=tuple(pair)) for row, *pair in zip(written, *top, strict=True)]
 
     # Programs
 
     def warm_up(self) -> None:
         """Run every program in every shape once, on slots of their own; the state stays."""
+        if self.mesh is None:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                for compiled in [pool.submit(low.compile) for low in self._lower()]:
+                    compiled.result()
         options = self.options
         kept, self.slots = self.slots, self._init_slots()
         lane = self.empty(1, options.capacity)
@@ -285,10 +300,28 @@ class Runner:
                 self.slots = device.resize(self.slots, np.full(size, -1, np.int32))
                 device.resize(self.slots, np.full(smaller, -1, np.int32))
             for cache in caches:
-                self.slots = device.insert(self.slots, cache, self._rows({}, cache.batch))
-            keep = np.zeros(size, bool)
-            self._decode(keep, self._no_masks[size], 0, 0, False, False)
+                self.slots = device.insert(self.slots, cache, self._pack({}, cache.batch))
+            self._thread.submit(self._decode, _idle(size), self._no_masks[size]).result()
         self.slots = kept
+
+    def _lower(self) -> Iterator[Any]:
+        """The larger programs, for compilers that work side by side: jit finds what they made."""
+        options, cfg, params, kv_dtype = self.options, self.cfg, self.params, self.options.kv_dtype
+        lane = jax.eval_shape(partial(init_cache, cfg, 1, options.capacity, kv_dtype))
+        caches = [lane]
+        for width in options.widths:
+            rows = options.rows(width)
+            yield device.fill_new.lower(cfg, params, kv_dtype, *_pad([], rows, width))
+            yield device.fill.lower(cfg, params, lane, *_pad([], 1, width))
+            caches.append(jax.eval_shape(partial(init_cache, cfg, rows, width, kv_dtype)))
+        for size in options.sizes:
+            slots = jax.eval_shape(device.resize, self.slots, np.zeros(size, np.int32))
+            yield device.decode.lower(
+                cfg, params, slots, _idle(size), self._no_masks[size], self._stop_ids,
+                width=options.steps_per_call,
+            )  # fmt: skip
+            for cache in caches:
+                yield device.insert.lower(slots, cache, self._pack({}, cache.batch))
 
     def _warm_up_pool(self, caches: list[tuple[Cache, int]]) -> None:
         block, nowhere = self.prefix.block, self.prefix.rows
@@ -299,6 +332,11 @@ class Runner:
                 rows = np.full((cache.batch, width // block), nowhere, np.int32)
                 states = np.full(cache.batch, nowhere, np.int32)
                 self.pool = pool.store_blocks(self.pool, cache, np.int32(0), rows, states)
+
+
+def _idle(size: int) -> np.ndarray:
+    """The orders of a decode that does nothing."""
+    return device.make_orders(np.zeros(size, bool), steps=0, level=0, wants_top=False, wanted=0)
 
 
 def _pad(fills: list[Fill], rows: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

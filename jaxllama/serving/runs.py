@@ -104,9 +104,9 @@ class EventStream:
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
-                async with contextlib.aclosing(self._chunks()) as chunks:
-                    async for chunk in chunks:
-                        await _send_data(send, json_line(chunk))
+                async with contextlib.aclosing(self._lines()) as lines:
+                    async for line in lines:
+                        await _send_data(send, line)
                 await _send_data(send, "[DONE]")
             except ApiError as error:
                 await _send_data(send, json_line(error.body()))
@@ -117,25 +117,42 @@ class EventStream:
         except ClientGone:
             self._run.abandon()
 
-    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def _lines(self) -> AsyncIterator[str]:
         run, call = self._run, self._run.call
         is_chat = run.kind == "chat"
-        offsets = [responses.TextOffsets(call) for _ in call.requests]
         for index in range(len(call.requests)):
             if is_chat:
-                yield responses.chat_role(call, index)
+                yield json_line(responses.chat_role(call, index))
             elif call.echoes:
-                yield responses.completion_echo(call, index)
+                yield json_line(responses.completion_echo(call, index))
+        writers = [self._writer(index) for index in range(len(call.requests))]
         async with contextlib.aclosing(run.events()) as events:
             async for index, event in events:
-                total = run.usage() if self._running_usage else None
-                if is_chat:
-                    yield responses.chat_chunk(call, index, event, total)
-                else:
-                    yield responses.completion_chunk(call, index, event, offsets[index], total)
+                yield writers[index](event)
         if self._usage:
             build = responses.chat_usage if is_chat else responses.completion_usage
-            yield build(call, run.usage())
+            yield json_line(build(call, run.usage()))
+
+    def _writer(self, index: int) -> Callable[[Event], str]:
+        """The function from a choice's events to lines.  Those of a plain stream differ in nothing
+        but the text, so they are put together from the two halves of one around it."""
+        run, call = self._run, self._run.call
+        offsets = responses.TextOffsets(call)
+
+        def write(event: Event) -> str:
+            total = run.usage() if self._running_usage else None
+            if run.kind == "chat":
+                return json_line(responses.chat_chunk(call, index, event, total))
+            return json_line(responses.completion_chunk(call, index, event, offsets, total))
+
+        if self._running_usage or call.requests[index].logprobs is not None:
+            return write
+        before, after = write(Event("", text="\0")).split(json_line("\0"))
+
+        def write_plain(event: Event) -> str:
+            return write(event) if event.finish_reason else before + json_line(event.text) + after
+
+        return write_plain
 
 
 async def _send_data(send: Send, text: str) -> None:

@@ -36,8 +36,9 @@ from jaxllama.serving.request import FinishReason, Request
 class Sequence:
     """A request on its way.
 
-    order: of arrival.  output: tokens written so far.  slot: its row while running.  filled: tokens
-    of ``tokens`` that are in the cache.  cached: of those, how many the prefix cache gave at first.
+    order: of arrival, each newcomer's larger than any before it.  output: tokens written so far.
+    slot: its row while running.  filled: tokens of ``tokens`` that are in the cache.  cached: of
+    those, how many the prefix cache gave at first.
     """
 
     request: Request
@@ -91,14 +92,14 @@ class Fill:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """One step: forget the caches of ``preempted``, run ``fills`` in order, move ``started``
-    sequences into their slots, then decode up to ``steps`` tokens a row (fewer if a row ends and
-    ``is_contended``: somebody waits for its slot)."""
+    sequences into their slots, then decode up to ``steps`` tokens a row.  wanted: so many wait for
+    a slot, and when as many rows have ended, or as many as are prefilled at once, it stops."""
 
     preempted: list[Sequence]
     fills: list[Fill]
     started: list[Sequence]
     steps: int
-    is_contended: bool
+    wanted: int
 
 
 class Scheduler:
@@ -124,6 +125,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
+        self._newest = -1
 
     # What is there
 
@@ -156,18 +158,30 @@ class Scheduler:
             )
 
     def add(self, sequence: Sequence) -> None:
+        """Queue a newcomer."""
         self.check(sequence.request)
+        # An earlier one that came later would wait for a lane of those that wait for it.
+        if sequence.order <= self._newest:
+            raise JaxLlamaError(
+                f"request {sequence.request.id!r} is number {sequence.order}, after number "
+                f"{self._newest}: newcomers must be numbered by arrival"
+            )
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        self._newest = max(self._newest, sequence.order)
         bisect.insort(self.waiting, sequence, key=_urgency)
 
     def put(self, sequence: Sequence, slot: int | None, is_prefilling: bool) -> None:
-        """Put a sequence where a snapshot says it was."""
+        """Put a sequence where a snapshot says it was, in any order."""
+        self._newest = max(self._newest, sequence.order)
         if slot is not None:
             sequence.slot = slot
             self.running[slot] = sequence
         elif is_prefilling:
             self.prefilling.append(sequence)
         else:
-            self.add(sequence)
+            self._queue(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is; its slot is free."""
@@ -204,7 +218,7 @@ class Scheduler:
         is_masked = any(sequence.request.grammar for sequence in self.running.values())
         if is_more or is_masked or not self._fits(steps):
             steps = min(steps, 1)
-        return Plan(self._preempted, fills, started, steps, bool(self.waiting))
+        return Plan(self._preempted, fills, started, steps, len(self.waiting))
 
     def _longest(self) -> int:
         """How many tokens some running row may still write."""
@@ -293,4 +307,4 @@ class Scheduler:
         self._used -= victim.length
         victim.filled = 0
         self._preempted.append(victim)
-        self.add(victim)
+        self._queue(victim)

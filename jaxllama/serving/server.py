@@ -68,6 +68,7 @@ from jaxllama.serving.runs import EventStream, Run
 
 MAX_CHOICES = 128  # prompts x n of one body
 EMBEDDINGS_WAITING = 32  # bodies; more get 429
+SMALL_BODY = 2048  # bytes of one that becomes tokens sooner than a thread is woken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,10 @@ class _Server:
         if call_id in self._owed or (self._journal and self._journal.find(call_id) is not None):
             message = f"X-Request-Id {http.state.request_id} has been used"
             raise ApiError(400, message, code="duplicate_request_id")
-        body, call = await asyncio.to_thread(self._call, kind, call_id, data)
+        if len(data) <= SMALL_BODY:
+            body, call = self._call(kind, call_id, data)
+        else:
+            body, call = await asyncio.to_thread(self._call, kind, call_id, data)
         stream = await self._dispatcher.submit(call.requests)
         run = Run(kind, call, stream, http.state.fields, self._finish)
         self._owed[call_id] = asyncio.Event()
@@ -194,7 +198,7 @@ class _Server:
         return Response(json_line(answer), media_type="application/json")
 
     def _call(self, kind: str, call_id: str, data: bytes | str) -> tuple[Completion | Chat, Call]:
-        """In a thread: a long text takes a while to become tokens."""
+        """A long text takes a while to become tokens."""
         if kind == "completion":
             body = parse(Completion, data)
             return body, self._prompts.completion(body, call_id)

@@ -11,6 +11,9 @@ in ``Cache``'s leaves only, so nothing here knows which they are.
 Sampling: all features of ``sample`` are compiled into one program and a ``lax.switch`` runs what
 some row of the batch needs (``level_of``), so a request with another feature compiles nothing.
 
+A transfer between host and device costs time whatever its size: what the host says to ``insert``
+and ``decode`` is one array (``rows.pack``, ``make_orders``), and so is what rows have written.
+
 Donated: what each function returns anew.  Sources: document 3 of the seeds (Inferencer) for slots,
 lengths and insertion; Orca.  Left out: paging (a row's cache is contiguous, up to ``max_len``).
 """
@@ -19,8 +22,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +38,9 @@ from jaxllama.model import Decoder
 from jaxllama.parallel import cache_shardings, mesh_of, traced_mesh
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
 from jaxllama.serving.request import MAX_LOGPROBS
+from jaxllama.serving.rows import Rows, stack_sampling, unpack
 
 Params = dict[str, Any]
-# OpenAI takes up to 300 entries.
-MAX_BIAS = 320
 # Branches of the sampler: greedy, greedy with edited logits, everything.
 _EDITS = ("bias", "penalties")
 _LEVELS = ((), _EDITS, (*_EDITS, "draw", "top_k", "top_p", "min_p"))
@@ -66,71 +68,14 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """What one ``decode`` wrote: tokens int32 and logprobs float32 ``[B, width]``, of which row b's
-    first ``counts[b]`` are real, and if asked for the likeliest tokens ``[B, width, n]``."""
+    """What one ``decode`` has written: tokens int32 and logprobs float32 ``[B, width]``, of which
+    row b's first ``counts[b]`` are real; if asked for, the likeliest tokens ``[B, width, n]``."""
 
     tokens: jax.Array
     logprobs: jax.Array
     counts: jax.Array
     top_tokens: jax.Array
     top_logprobs: jax.Array
-
-
-class Newcomer(NamedTuple):
-    """A request on its way into slot ``slot``; ``output`` is what it has written already."""
-
-    slot: int
-    sampling: Sampling
-    prompt: Sequence[int]
-    output: Sequence[int]
-    remaining: int
-    ignore_eos: bool
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """What ``insert`` needs to know of the rows of a cache, all ``[R, ...]``.
-
-    slot int32: where each goes, past the last slot for one that is nobody's.  tokens int32
-    ``[R, max_len]``: the prompt, then the output; n_prompt and n_tokens count them.
-    """
-
-    slot: np.ndarray
-    tokens: np.ndarray
-    n_prompt: np.ndarray
-    n_tokens: np.ndarray
-    remaining: np.ndarray
-    ignore_eos: np.ndarray
-    sampling: SamplingParams
-
-
-def make_rows(newcomers: Mapping[int, Newcomer], rows: int, max_len: int, vocab_size: int) -> Rows:
-    """newcomers: by the row of the cache that is theirs; the others of ``rows`` are nobody's."""
-    slot = np.arange(2**30, 2**30 + rows, dtype=np.int32)  # distinct, as insert promises
-    tokens = np.zeros((rows, max_len), np.int32)
-    n_prompt, n_tokens, remaining = (np.zeros(rows, np.int32) for _ in range(3))
-    ignore_eos = np.zeros(rows, bool)
-    sampling = [Sampling()] * rows
-    for row, new in newcomers.items():
-        slot[row], sampling[row] = new.slot, new.sampling
-        n_prompt[row], n_tokens[row] = len(new.prompt), len(new.prompt) + len(new.output)
-        tokens[row, : n_prompt[row]] = new.prompt
-        tokens[row, n_prompt[row] : n_tokens[row]] = new.output
-        remaining[row], ignore_eos[row] = new.remaining, new.ignore_eos
-    params = _stack(sampling, vocab_size)
-    return Rows(slot, tokens, n_prompt, n_tokens, remaining, ignore_eos, params)
-
-
-def _stack(rows: Sequence[Sampling], vocab_size: int) -> SamplingParams:
-    """The rows' parameters in the shape that all rows have: every feature's arrays are there."""
-    params = SamplingParams.stack(rows, vocab_size, 0)
-    ids = np.full((len(rows), MAX_BIAS), vocab_size, np.int32)
-    values = np.zeros((len(rows), MAX_BIAS), np.float32)
-    for row, sampling in enumerate(rows):
-        for column, (token, value) in enumerate(sampling.logit_bias or ()):
-            ids[row, column], values[row, column] = token, value
-    return dataclasses.replace(params, bias_ids=ids, bias_values=values, features=())
 
 
 def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
@@ -145,7 +90,7 @@ def init_slots(cfg: ModelConfig, cache: Cache) -> Slots:
     size, vocab = cache.batch, cfg.vocab_size
     none, no = np.zeros(size, np.int32), np.zeros(size, bool)
     history = History(np.zeros((size, vocab), bool), np.zeros((size, vocab), np.int32))
-    rest = (none, no, none, no, _stack([Sampling()] * size, vocab), history)
+    rest = (none, no, none, no, stack_sampling([Sampling()] * size, vocab), history)
     mesh = traced_mesh(cache.lengths)
     place = None if mesh is None else NamedSharding(mesh_of(cache.lengths), P())
     return Slots(cache, *jax.device_put(rest, place))
@@ -200,8 +145,10 @@ def fill_new(
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def insert(slots: Slots, source: Cache, rows: Rows) -> Slots:
-    """The rows of ``source`` into their slots, which become active.  No two go to one slot."""
+def insert(slots: Slots, source: Cache, packed: jax.Array) -> Slots:
+    """The rows of ``source`` into their slots, which become active, as packed Rows say.  No two go
+    to one slot."""
+    rows = unpack(packed, slots.history.counts.shape[1])
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         # A cache may have less room than the slots: the rest of a slot is beyond its length.
@@ -236,27 +183,36 @@ def resize(slots: Slots, index: jax.Array) -> Slots:
     return _settled(dataclasses.replace(moved, active=moved.active & (index >= 0)), slots)
 
 
+def make_orders(
+    keep: np.ndarray, *, steps: int, level: int, wants_top: bool, wanted: int
+) -> np.ndarray:
+    """What ``decode`` is told, int32 ``[4 + B]``."""
+    return np.concatenate([[steps, level, wants_top, wanted], keep]).astype(np.int32)
+
+
 @functools.partial(jax.jit, static_argnums=0, static_argnames="width", donate_argnums=2)
 def decode(
     cfg: ModelConfig,
     params: Params,
     slots: Slots,
-    keep: jax.Array,
+    orders: jax.Array,
     masks: jax.Array,
     stop_ids: jax.Array,
-    steps: jax.Array,
-    level: jax.Array,
-    wants_top: jax.Array,
-    is_contended: jax.Array,
     *,
     width: int,
-) -> tuple[Slots, Drawn]:
+) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:
     """Up to ``steps`` (at most ``width``) new tokens for every active row.
 
-    keep bool ``[B]``: False frees a slot first.  masks uint32 ``[B, ceil(V / 32)]``: bit i of a row
-    allows token i; not read at level 0.  is_contended: come back as soon as a row has ended.
+    orders: of ``make_orders``.  keep bool ``[B]``: False frees a slot first.  level: the sampler's
+    branch.  wanted: come back as soon as so many rows have ended; 0 is never.  masks uint32
+    ``[B, ceil(V / 32)]``: bit i of a row allows token i; not read at level 0.
+
+    Returns (slots, rows int32 ``[B, 1 + 2 width]``: how many tokens, the tokens, the bits of their
+    logprobs; the likeliest tokens and their logprobs ``[B, width, n]``, if asked for).
     """
     batch, n_top = slots.size, min(MAX_LOGPROBS, cfg.vocab_size)
+    steps, level, wants_top, wanted = orders[:4]
+    keep, wants_top = orders[4:] != 0, wants_top != 0
     decoder = Decoder(cfg, params["norm"]["weight"].dtype)
     slots = dataclasses.replace(slots, active=slots.active & keep)
     before = jnp.sum(slots.active, dtype=jnp.int32)
@@ -274,7 +230,7 @@ def decode(
     def unfinished(carry: tuple[jax.Array, Slots, Drawn]) -> jax.Array:
         step, slots, _ = carry
         live = jnp.sum(slots.active, dtype=jnp.int32)
-        return (step < steps) & (live > 0) & ~(is_contended & (live < before))
+        return (step < steps) & (live > 0) & ((wanted == 0) | (before - live < wanted))
 
     def one_token(carry: tuple[jax.Array, Slots, Drawn]) -> tuple[jax.Array, Slots, Drawn]:
         step, slots, drawn = carry
@@ -316,7 +272,9 @@ def decode(
         jnp.zeros((batch, width, n_top), jnp.float32),
     )
     _, after, drawn = lax.while_loop(unfinished, one_token, (jnp.int32(0), slots, blank))
-    return _settled(after, slots), drawn
+    bits = lax.bitcast_convert_type(drawn.logprobs, jnp.int32)
+    rows = jnp.concatenate([drawn.counts[:, None], drawn.tokens, bits], axis=1)
+    return _settled(after, slots), rows, (drawn.top_tokens, drawn.top_logprobs)
 
 
 def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:

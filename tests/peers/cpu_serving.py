@@ -1,11 +1,9 @@
-"""Two ratios of the serving engine on this machine: 16 clients against one, and continuous against
-static batching.  Run as ``python tests/peers/cpu_serving.py [--model smollm2-135m]``.
+"""16 clients against one: what the serving engine makes of this machine.  Run as
+``python tests/peers/cpu_serving.py [--model smollm2-135m]``.
 
-A client sends its next request when the last is answered.  The mixed-length load has log-normal
-answer lengths (sigma 1.5); static batching is ``lm.generate`` on 16 requests at a time, which ends
-with the longest.  The two sides take turns in one process, after a round that is not counted, and
-medians of the rounds' ratios are printed, in time and in CPU time: on a busy machine the second is
-the steadier one.
+A client sends its next request when the last is answered.  The two sides take turns in one process,
+after a round that is not counted, and medians of the rounds' ratios are printed, in time and in CPU
+time: on a busy machine the second is the steadier one.
 """
 
 from __future__ import annotations
@@ -71,57 +69,22 @@ def tell(what: str, ratios: list[list[float]]) -> None:
     print(f"{what}, medians of {len(ratios) - 1}: {wall:.2f}x in time, {cpu:.2f}x in CPU time")
 
 
-def mixed(engine: jl.Engine, lm: jl.LanguageModel, n: int, median: float, rounds: int) -> None:
-    rng = np.random.default_rng(1)
-    drawn = np.clip(rng.lognormal(np.log(median), 1.5, n).round(), 1, 40 * median)
-    lengths, work = drawn.astype(int).tolist(), prompts(rng, n)
-    requests = [
-        Request(f"m{index}", prompt, new, ignore_eos=True)
-        for index, (prompt, new) in enumerate(zip(work, lengths, strict=True))
-    ]
-    batches = range(0, n, SLOTS)
-
-    def static() -> None:
-        for begin in batches:
-            rows = [list(prompt) for prompt in work[begin : begin + SLOTS]]
-            # No stop tokens: every answer has its given length.
-            lm.generate(rows, max(lengths[begin : begin + SLOTS]))
-
-    ratios = []
-    for _ in range(rounds + 1):
-        before = engine.stats().steps
-        continuous, fixed = timed(lambda: engine.generate(requests)), timed(static)
-        steps = engine.stats().steps - before
-        ratios.append([old / new for old, new in zip(fixed, continuous, strict=True)])
-        print(
-            f"continuous {continuous[0]:.1f} s, {continuous[1]:.1f} CPU s; static {fixed[0]:.1f} s,"
-            f" {fixed[1]:.1f} CPU s",
-            flush=True,
-        )
-    static_steps = sum(max(lengths[begin : begin + SLOTS]) for begin in batches)
-    print(f"{sum(lengths)} tokens: {steps} steps against {static_steps}")
-    tell("static / continuous", ratios)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--random", action="store_true", help="random weights of its shape")
-    parser.add_argument("--requests", type=int, default=64, help="of mixed length")
     parser.add_argument("--new", type=int, default=48, help="tokens a client asks for")
-    parser.add_argument("--median", type=float, default=16.0, help="of the mixed lengths")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     lm = jl.load(args.model, random=args.random)
     lm = jl.LanguageModel(lm.config.replace(eos_token_ids=()), lm.params, lm.tokenizer)
     # No prefix cache: later rounds would find the prompts of earlier ones in it.
     engine = jl.Engine(
-        lm, max_slots=SLOTS, max_len=PROMPT + int(40 * args.median), steps_per_call=1,
+        lm, max_slots=SLOTS, max_len=PROMPT + args.new, steps_per_call=1,
         max_queue=1000, prefix_blocks=0,
     )  # fmt: skip
     print("warm-up: {:.1f} s, {:.1f} CPU s".format(*timed(engine.warm_up)), flush=True)
     many_against_one(engine, args.new, args.rounds)
-    mixed(engine, lm, args.requests, args.median, args.rounds)
     print(engine.stats())
 
 
