@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxllama import compiler_options
 from jaxllama.cache import Cache
 from jaxllama.config import ModelConfig
 from jaxllama.model import Decoder
+from jaxllama.parallel import mesh_of
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
 
 Params = dict[str, Any]
@@ -164,7 +166,7 @@ def generate(
         cfg, params, tokens, lengths, cache, sampling, stop_ids,
         max_new_tokens=max_new_tokens, chunk=chunk,
     )  # fmt: skip
-    return advance(cfg, params, state, sampling, stop_ids, max_new_tokens)
+    return loop_for(params)(cfg, params, state, sampling, stop_ids, max_new_tokens)
 
 
 def _prefill_alone(
@@ -252,6 +254,19 @@ def advance(
         return emit(dataclasses.replace(state, cache=cache), scores, sampling, stop_ids)
 
     return lax.while_loop(unfinished, one_token, state)
+
+
+def loop_for(params: Params) -> Callable[..., GenerateState]:
+    """``advance``, compiled as suits the devices that (concrete) parameters are on."""
+    options = compiler_options.for_mesh(mesh_of(params))
+    return advance if options is None else _loop(tuple(options.items()))
+
+
+@functools.cache
+def _loop(options: tuple[tuple[str, Any], ...]) -> Callable[..., GenerateState]:
+    return jax.jit(
+        advance.__wrapped__, static_argnums=0, donate_argnums=2, compiler_options=dict(options)
+    )
 
 
 def emit(

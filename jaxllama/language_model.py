@@ -205,9 +205,8 @@ class LanguageModel:
         until: int,
     ) -> generation.GenerateState:
         """The loop until ``until`` tokens are written; offloading has its own."""
-        return generation.advance(
-            self.config, self.params, state, sampling, stop_ids, np.int32(until)
-        )
+        loop = generation.loop_for(self.params)
+        return loop(self.config, self.params, state, sampling, stop_ids, np.int32(until))
 
     def logits(self, tokens: Any, lengths: Any) -> jax.Array:
         """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, ``lengths[B]`` valid."""

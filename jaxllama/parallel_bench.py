@@ -9,9 +9,9 @@ against the first mesh of the call (speed-up over devices), the bytes a device m
 their share of its memory's measured rate, the collectives of the compiled loop, and the time in
 them from a profiler trace of a few steps (None where the trace names none).
 
-XLA keeps collectives out of its CUDA graphs unless XLA_FLAGS has
---xla_gpu_enable_command_buffer=+COLLECTIVES, which makes one graph of an 8B model's step instead of
-65.  On two H200s that changed nothing (3.73 ms a step against 3.67), so nothing here sets it.
+The profiler makes XLA launch op by op, unless XLA_FLAGS has
+--xla_enable_command_buffers_during_profiling=true, and the time in a collective is also that of
+waiting for the device that comes last.  ``compiler_options`` says how the loop is compiled.
 
 Left out: prefill, and anything a CPU's numbers would say of a GPU.
 """
@@ -55,6 +55,7 @@ def measure(lm: LanguageModel, batch: int, steps: int, runs: int, kv_dtype: str 
     tokens = jnp.ones((batch, _PROMPT), jnp.int32)
     lengths = jnp.full((batch,), _PROMPT, jnp.int32)
     dtype = kv_dtype or lm.dtype
+    loop = generation.loop_for(lm.params)
 
     def start() -> generation.GenerateState:
         cache = init_cache(cfg, batch, _PROMPT + steps, dtype, mesh=mesh)
@@ -64,9 +65,7 @@ def measure(lm: LanguageModel, batch: int, steps: int, runs: int, kv_dtype: str 
         return jax.block_until_ready(state)
 
     def advance(state: generation.GenerateState, until: int) -> None:
-        jax.block_until_ready(
-            generation.advance(cfg, lm.params, state, sampling, stop_ids, np.int32(until))
-        )
+        jax.block_until_ready(loop(cfg, lm.params, state, sampling, stop_ids, np.int32(until)))
 
     times = []
     for _ in range(runs + 2):  # the first compiles, the second fills the allocator
@@ -76,9 +75,7 @@ def measure(lm: LanguageModel, batch: int, steps: int, runs: int, kv_dtype: str 
         times.append((time.perf_counter() - begun) / (steps - 1))
     seconds = statistics.median(times[2:])
     state = start()
-    program = generation.advance.lower(
-        cfg, lm.params, state, sampling, stop_ids, np.int32(steps)
-    ).compile()
+    program = loop.lower(cfg, lm.params, state, sampling, stop_ids, np.int32(steps)).compile()
     moved = _device_bytes(lm) + _cache_share(lm, state, steps)
     traced = min(steps, 9)
     with tempfile.TemporaryDirectory() as folder:
@@ -116,8 +113,8 @@ def _cache_share(lm: LanguageModel, state: generation.GenerateState, steps: int)
 
 
 def collective_seconds(folder: Path) -> float | None:
-    """Seconds of the kernels that are collectives in a trace (NCCL's, or XLA's own all-reduce), all
-    devices together; None where it has no such kernel on a device."""
+    """Seconds of the kernels that are collectives in a trace (NCCL's, or XLA's own, which it names
+    after the sum), all devices together; None where it has no such kernel on a device."""
     total, found = 0.0, False
     for path in folder.rglob("*.trace.json.gz"):
         events = json.loads(gzip.decompress(path.read_bytes())).get("traceEvents", [])
@@ -133,7 +130,7 @@ def collective_seconds(folder: Path) -> float | None:
                    if kind == "thread_name" and pid in devices and "Stream" in label}  # fmt: skip
         for event in events:
             if event.get("ph") == "X" and (event["pid"], event.get("tid")) in streams:
-                if re.search(r"nccl|allreducekernel", event["name"], re.IGNORECASE):
+                if re.search(r"nccl|allreducekernel|^psum", event["name"], re.IGNORECASE):
                     total, found = total + event["dur"] / 1e6, True
     return total if found else None
 

@@ -153,6 +153,11 @@ def split_groups(path: Path, weight: QTensor, n: int) -> QTensor:
 def put(array: Any, sharding: NamedSharding) -> jax.Array:
     """An array that every host has, on the devices of ``sharding``."""
     if sharding.is_fully_addressable:
+        if isinstance(array, jax.Array) and len(array.devices()) == 1:
+            # From device to device, where device_put would cut it on the host.
+            parts = sharding.addressable_devices_indices_map(array.shape)
+            shards = [jax.device_put(array[part], device) for device, part in parts.items()]
+            return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
         return jax.device_put(array, sharding)
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

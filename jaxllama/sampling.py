@@ -158,6 +158,13 @@ class SamplingParams:
     ) -> SamplingParams:
         """seed: for the rows that have none of their own; an int or a PRNG key.  Rows that share a
         seed share their noise: equal prompts then give equal texts."""
+        return jax.device_put(cls.on_host(rows, vocab_size, seed))
+
+    @classmethod
+    def on_host(
+        cls, rows: Sequence[Sampling], vocab_size: int, seed: int | jax.Array = 0
+    ) -> SamplingParams:
+        """``stack`` in numpy's arrays."""
         shared = None if all(row.seed is not None for row in rows) else _key_data(seed)
         keys = [shared if row.seed is None else _key_data(row.seed) for row in rows]
         drawn = [row for row in rows if row.temperature > 0]
@@ -187,7 +194,7 @@ class SamplingParams:
             values,
         )
         features = tuple(name for name, want in wanted.items() if want)
-        return cls(*jax.device_put(arrays), features)
+        return cls(*arrays, features)
 
     @property
     def penalties(self) -> bool:
@@ -277,7 +284,9 @@ def sample(
     if "draw" in features:
         scores = _noisy(_clean(scores), params, positions)
     tokens = _argmax(scores)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    # A masked maximum, since of a vocabulary that is split over devices a gather takes it all.
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    chosen = jnp.max(jnp.where(ids == tokens[:, None], logits, -jnp.inf), axis=1)
     return tokens, chosen - jax.nn.logsumexp(logits, axis=1)
 
 

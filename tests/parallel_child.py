@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllama import generation, parallel
+from jaxllama import compiler_options, generation, parallel
 from jaxllama.cache import init_cache
 from jaxllama.config import GLAConfig
 from jaxllama.errors import JaxLlamaError
@@ -156,6 +156,25 @@ def packed() -> None:
            same=all(jax.tree.leaves(same)))  # fmt: skip
 
 
+def one_row() -> None:
+    """The collectives of the loop of one row, whose vocabulary has even shares."""
+    cfg, mesh = FAMILIES["llama3-rope-even"], mesh_of_name("1x8")
+    config, params = parallel.shard_params(cfg, params_of(cfg), mesh)
+    stacked, stop_ids = SamplingParams.stack([Sampling()], cfg.vocab_size), jnp.zeros(0, jnp.int32)
+    state = generation.start(
+        config, params, tokens_of(cfg, 1, 9), jnp.asarray([9], jnp.int32),
+        init_cache(config, 1, 9 + NEW, "float32", mesh=mesh), stacked, stop_ids, max_new_tokens=NEW,
+    )  # fmt: skip
+    loop = generation.advance.lower(config, params, state, stacked, stop_ids, np.int32(NEW))
+    options = [{}, {"xla_gpu_no_such_option": True}]
+    report(
+        case="one-row",
+        collectives=collectives(loop.compile().as_text()),
+        is_default=generation.loop_for(params) is generation.advance,
+        adds_up=[compiler_options._adds_up(mesh, option) for option in options],
+    )
+
+
 def _floats(params):
     from pallas_kernels.qtensor import dequantize
 
@@ -269,6 +288,8 @@ def main(names: list[str]) -> None:
             packed()
         elif name == "gradients":
             gradients()
+        elif name == "one-row":
+            one_row()
         elif name == "training":
             training()
         else:  # family:scheme:meshes:sampled|greedy[:kv dtype]

@@ -101,13 +101,24 @@ def check_collectives(case: str, found: dict[str, list[str]], n_layers: int) -> 
 
 @pytest.fixture(scope="module")
 def quick() -> dict[str, dict]:
-    return child(*QUICK)
+    return child(*QUICK, "one-row")
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_tokens_do_not_depend_on_the_mesh(quick, name):
     family, scheme, mesh = name.split(":")[:3]
     check_tokens(f"{family}-{scheme}-{mesh}", quick[f"{family}-{scheme}-{mesh}"])
+
+
+def test_nothing_gathers_the_logits_of_one_row(quick):
+    """Where a gather of the chosen token's logit would be cheapest as a gather of all of them."""
+    assert set(quick["one-row"]["collectives"]) == {"all-reduce"}
+
+
+def test_options_that_the_backend_refuses_are_not_taken(quick):
+    """And CPUs have none of their own."""
+    assert quick["one-row"]["adds_up"] == [True, False]
+    assert quick["one-row"]["is_default"]
 
 
 @pytest.mark.slow
@@ -154,12 +165,13 @@ def test_the_time_in_collectives_is_that_of_a_device_s_kernels(tmp_path):
         *({"ph": "X", "pid": pid, "tid": tid, "name": name, "dur": 10.0} for pid, tid, name in (
             (1, 7, "void stream_executor::gpu::AllReduceKernelImpl<float>"),
             (1, 7, "ncclDevKernel_AllGather_RING_LL"), (1, 7, "nvjet_sm90_tst"),
+            (1, 7, "psum_457_0_fusion"),
             (1, 8, "all-reduce.3"), (2, 7, "ncclGroupEnd"), (2, 9, "all-reduce.3"))),
     ]  # fmt: skip
     trace = gzip.compress(json.dumps({"traceEvents": events}).encode())
     (tmp_path / "host.trace.json.gz").write_bytes(trace)
-    assert collective_seconds(tmp_path) == pytest.approx(20e-6)
-    none = gzip.compress(json.dumps({"traceEvents": events[:-6]}).encode())
+    assert collective_seconds(tmp_path) == pytest.approx(30e-6)
+    none = gzip.compress(json.dumps({"traceEvents": events[:-7]}).encode())
     (tmp_path / "host.trace.json.gz").write_bytes(none)
     assert collective_seconds(tmp_path) is None
 
