@@ -95,37 +95,27 @@ def matmul(
 
     dtype: of the result, x's by default; to be given where x is quantized already, which only a
     weight with ``activations`` takes.
-    residual: added to the result.
+    residual: added to the result.  It and a Normed x come only where ``fusible`` has said so.
     gated: weight is gate and up, and the result ``silu(gate) * up``, ``[..., out / 2]``.
     """
     norm = None
     if isinstance(x, Normed):
         norm, x = (x.weight, x.eps), x.x
-    floats = not isinstance(x, QTensor) and not isinstance(weight, RowBlocks)
-    if floats and not (isinstance(weight, QTensor) and weight.activations is not None):
-        return quantized_matmul(
-            x, weight, bias=bias, out_dtype=dtype, norm=norm, residual=residual, swiglu=gated
-        )
-    if norm is not None:
-        x = rms_norm(x, *norm)
-    out = _quantizing_matmul(x, weight, bias, x.dtype if dtype is None else dtype)
-    if gated:
-        out = swiglu(out)
-    return out if residual is None else residual + out
-
-
-def _quantizing_matmul(
-    x: jax.Array | QTensor, weight: Weight, bias: jax.Array | None, dtype: DTypeLike
-) -> jax.Array:
-    """With a weight that wants quantized activations, or is stored in blocks that may."""
     if isinstance(weight, RowBlocks):
         ends = list(itertools.accumulate(block.shape[0] for block in weight.blocks))
         biases = [None] * len(ends) if bias is None else jnp.split(bias, ends[:-1])
         parts = [matmul(x, *part, dtype) for part in zip(weight.blocks, biases, strict=True)]
-        return jnp.concatenate(parts, axis=-1)
-    if not isinstance(x, QTensor):
-        x = quantize_tokens(x, weight.activations, scale=weight.input_scale)
-    return quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
+        out = jnp.concatenate(parts, axis=-1)
+    elif isinstance(weight, QTensor) and weight.activations is not None:
+        dtype = x.dtype if dtype is None else dtype
+        if not isinstance(x, QTensor):
+            x = quantize_tokens(x, weight.activations, scale=weight.input_scale)
+        out = quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
+    else:
+        return quantized_matmul(
+            x, weight, bias=bias, out_dtype=dtype, norm=norm, residual=residual, swiglu=gated
+        )
+    return swiglu(out) if gated else out
 
 
 class Linear(nn.Module):
