@@ -18,7 +18,6 @@ import pytest
 from jaxllama.config import load_config
 from jaxllama.offload import calibration, disk_bench, plan, sweep
 from jaxllama.offload.accounting import model_bytes
-from jaxllama.offload.bench import random_tree, repeated_model, streamed_bytes
 from jaxllama.offload.cost_model import Settings
 from jaxllama.offload.disk import DiskFile
 from jaxllama.offload.fitting import Calibration, Moving, contention, moving
@@ -26,6 +25,7 @@ from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.schedule import LANES, Overlapped
 from jaxllama.offload.store import Store
 from jaxllama.offload.sweep import grid, model_of, summary
+from jaxllama.offload.trial import random_tree, repeated_model, streamed_bytes
 from jaxllama.offload.units import Unit
 
 PLAIN = Settings(jnp.float32, jnp.float32)

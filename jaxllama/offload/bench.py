@@ -30,73 +30,32 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from jaxllama.config import ModelConfig, load_config
 from jaxllama.loading import default_dtype, enable_compilation_cache
 from jaxllama.offload import units as programs
-from jaxllama.offload.accounting import cache_shapes, unit_shapes, weight_shapes
+from jaxllama.offload.accounting import cache_shapes, unit_shapes
 from jaxllama.offload.cost_model import Settings, Task, need_of
-from jaxllama.offload.fitting import moving
-from jaxllama.offload.loading import Placement
+from jaxllama.offload.disk_bench import from_disk
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.offload.plan import measure
 from jaxllama.offload.policy import Policy
-from jaxllama.offload.run import Run
 from jaxllama.offload.store import Store
-from jaxllama.sampling import Sampling, SamplingParams
+from jaxllama.offload.trial import (
+    Tell,
+    random_tree,
+    repeated_model,
+    start_run,
+    streamed_bytes,
+    timed_step,
+)
 
 BUDGET = 16 * 10**9  # bytes of device memory for the 70B shape
-Tell = Callable[[str, Any], None]
-
-
-def repeated_model(
-    cfg: ModelConfig, dtype: Any, policy: Policy, scheme: str | None = None
-) -> OffloadedModel:
-    """A model whose layers, all of one kind, hold copies of one layer's random bytes."""
-    place = Placement(policy, dtype, scheme)
-    shapes = weight_shapes(cfg, dtype, place.scheme)
-    params: dict[str, Any] = {}
-    layers = [name for name in shapes if name.startswith("layer_")]
-    for name in [name for name in shapes if name not in layers] + layers[:1]:
-        drawn = random_tree(shapes[name])
-        for target in layers if name in layers else [name]:
-            params[target] = _placed(place, drawn, (target,))
-        del drawn
-    return place.model(cfg, params, None)
-
-
-def random_tree(shapes: Any) -> Any:
-    """Random arrays of a tree of shapes."""
-    leaves, treedef = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    drawn = [_draw(key, x.shape, x.dtype.name) for key, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(treedef, drawn)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _draw(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    if len(shape) == 1:
-        return jnp.ones(shape, dtype)
-    if dtype == "int4":
-        half = (*shape[:-1], shape[-1] // 2)
-        bits = lax.bitcast_convert_type(jax.random.bits(key, half, jnp.uint8), jnp.int8)
-        return lax.bitcast_convert_type(bits, jnp.int4).reshape(shape)
-    bits = lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), jnp.int8)
-    return (bits.astype(jnp.float32) * (0.02 / 74)).astype(dtype)
-
-
-def _placed(place: Placement, tree: Any, path: tuple[str, ...]) -> Any:
-    if isinstance(tree, dict):
-        return {name: _placed(place, child, (*path, name)) for name, child in tree.items()}
-    return place(path, tree)
 
 
 def link_rate(store: Store, nbytes: int, repeats: int = 5, up: bool = True) -> float:
@@ -122,13 +81,6 @@ def links(store: Store, sizes: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: Settings) -> float:
-    """Bytes of weights that one step loads."""
-    shapes = unit_shapes(cfg, jnp.dtype(settings.dtype).name, settings.scheme, policy.sep_layer)
-    units = [tree for unit, tree in shapes if unit.kind != "embed"]
-    return sum(sum(moving(tree, policy.weights)[:2]) for tree in units)
-
-
 def stream(lm: OffloadedModel, task: Task, settings: Settings, link: float) -> dict[str, Any]:
     """How much of the link an overlapped step uses, and how much of the other work it hides."""
     found, _ = measure(lm, task, settings)
@@ -152,17 +104,6 @@ def stream(lm: OffloadedModel, task: Task, settings: Settings, link: float) -> d
     }
 
 
-def start_run(lm: OffloadedModel, rows: int, task: Task, kv_dtype: Any) -> Run:
-    rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.integers(0, lm.config.vocab_size, (rows, task.prompt)), jnp.int32)
-    sampling = SamplingParams.stack([Sampling()] * rows, lm.config.vocab_size)
-    return Run(
-        lm, tokens, jnp.full((rows,), task.prompt, jnp.int32), sampling,
-        jnp.zeros((0,), jnp.int32), room=task.new, limit=task.new, capacity=task.capacity,
-        kv_dtype=kv_dtype, chunk=lm.policy.prefill_batch_size or task.chunk,
-    )  # fmt: skip
-
-
 def budget(
     cfg: ModelConfig, task: Task, settings: Settings, policy: Policy, link: float, tell: Tell
 ) -> None:
@@ -183,22 +124,16 @@ def budget(
     }
     tell("budget", about)
     begin = time.perf_counter()
-    warm = start_run(
-        lm, policy.gpu_batch_size, task, settings.kv_dtype
-    )  # the programs of one batch
+    warm = start_run(lm, policy.gpu_batch_size, task, settings.kv_dtype)  # one batch's programs
     for _ in range(2):
-        warm.step()
-        warm.end_rows()
+        timed_step(warm)
     del warm
     about["warm_up_seconds"] = time.perf_counter() - begin
     tell("budget", about)
     run, seconds = start_run(lm, task.rows, task, settings.kv_dtype), []
     moved = streamed_bytes(cfg, policy, settings)
     for done in range(1, task.new + 1):
-        begin = time.perf_counter()
-        run.step()
-        run.end_rows()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(timed_step(run))
         if done in (1, 2, 4, 8, 16, task.new):
             step = statistics.median(seconds[1:]) if done > 1 else None
             peak = stats("peak_bytes_in_use")
@@ -279,8 +214,6 @@ def main() -> None:
         tell("cpu", on_cpu(large, task, packed))
         return
     if args.only == "disk":
-        from jaxllama.offload.disk_bench import from_disk
-
         cfg = load_config("smollm2-135m" if args.small else "llama-3.2-3b")
         from_disk(cfg, dtype, tell)
         return

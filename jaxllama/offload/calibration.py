@@ -24,6 +24,7 @@ made by the cores that also compute.  The result is kept in a file.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import statistics
@@ -48,8 +49,8 @@ from jaxllama.offload.policy import Policy
 from jaxllama.offload.run import Run
 from jaxllama.offload.store import is_pending
 from jaxllama.offload.timeline import NO_RECORD, Event, Recorder
+from jaxllama.offload.trial import random_run, timed_step
 from jaxllama.random_params import random_params
-from jaxllama.sampling import Sampling, SamplingParams
 
 ROWS = (1, 8)
 CONTEXTS = (64, 256)
@@ -198,21 +199,12 @@ class _Measure:
     ) -> tuple[Run, Callable[[], Run]]:
         """A run of one task after some steps, by which its programs are compiled; and what makes
         another."""
-        rng = np.random.default_rng(0)
-        tokens = jnp.asarray(rng.integers(0, self.cfg.vocab_size, (rows, context)), jnp.int32)
-        lengths = jnp.full((rows,), context, jnp.int32)
-        sampling = SamplingParams.stack([Sampling()] * rows, self.cfg.vocab_size)
-
-        def begin() -> Run:
-            return Run(
-                model, tokens, lengths, sampling, jnp.zeros((0,), jnp.int32),
-                room=32, limit=32, capacity=context + ROOM, kv_dtype=self.kv_dtype,
-                chunk=self.chunk,
-            )  # fmt: skip
-
+        begin = functools.partial(
+            random_run, model, rows, context, 32, context + ROOM, self.kv_dtype, self.chunk
+        )
         run = begin()
         for _ in range(3):
-            _step(run)
+            timed_step(run)
         return run, begin
 
     def _times(self, runs: Sequence[Callable[[], Run]]) -> list[tuple[float, float]]:
@@ -220,7 +212,7 @@ class _Measure:
         prefills = []
         for _ in range(3):
             begun = [begin() for begin in runs]
-            prefills.append([_step(run) for run in begun])
+            prefills.append([timed_step(run) for run in begun])
         return list(zip(map(lower, zip(*prefills, strict=True)), self._steps(begun), strict=True))
 
     def _steps(self, begun: Sequence[Run]) -> list[float]:
@@ -229,7 +221,7 @@ class _Measure:
         steps: list[list[float]] = [[] for _ in begun]
         for _ in range(STEPS // IN_A_ROW):
             for run, times in zip(begun, steps, strict=True):
-                times += [_step(run) for _ in range(IN_A_ROW + 1)][1:]
+                times += [timed_step(run) for _ in range(IN_A_ROW + 1)][1:]
         return list(map(lower, steps))
 
     def _sample(self, model: OffloadedModel, rows: int, context: int) -> _Sample:
@@ -273,7 +265,7 @@ class _Measure:
     def _record(self, run: Run, steps: int) -> list[Event]:
         run.record = Recorder()
         for _ in range(steps):
-            _step(run)
+            timed_step(run)
         events, run.record = run.record.finish(), NO_RECORD
         return events
 
@@ -359,13 +351,6 @@ def lower(times: Sequence[float]) -> float:
 
 def _with(model: OffloadedModel, **changes: Any) -> OffloadedModel:
     return dataclasses.replace(model, policy=dataclasses.replace(model.policy, **changes))
-
-
-def _step(run: Run) -> float:
-    begin = time.perf_counter()
-    run.step()
-    run.end_rows()
-    return time.perf_counter() - begin
 
 
 def settings_of(

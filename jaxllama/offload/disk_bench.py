@@ -30,12 +30,18 @@ from typing import Any
 import jax
 
 from jaxllama.config import ModelConfig
-from jaxllama.offload.bench import Tell, repeated_model, start_run, streamed_bytes
 from jaxllama.offload.cost_model import Settings, Task, need_of
 from jaxllama.offload.disk import CHUNK, DiskFile, Extent
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import is_stored
+from jaxllama.offload.trial import (
+    Tell,
+    repeated_model,
+    start_run,
+    streamed_bytes,
+    timed_step,
+)
 from jaxllama.offload.units import units_of
 
 POLICY = "0 0 100 0 100 0"
@@ -54,8 +60,7 @@ def from_disk(cfg: ModelConfig, dtype: Any, tell: Tell, task: Task = _TASK) -> N
     written = disk.nbytes / (time.perf_counter() - begin)
     run = start_run(lm, task.rows, task, dtype)
     for _ in range(2):
-        run.step()
-        run.end_rows()
+        timed_step(run)
     rates: dict[str, list[float]] = {}
     moved = streamed_bytes(cfg, policy, settings)
 
@@ -64,10 +69,6 @@ def from_disk(cfg: ModelConfig, dtype: Any, tell: Tell, task: Task = _TASK) -> N
         begin = time.perf_counter()
         work()
         rates.setdefault(name, []).append(nbytes / (time.perf_counter() - begin) / 1e9)
-
-    def step() -> None:
-        run.step()
-        run.end_rows()
 
     on_cpu = jax.default_backend() == "cpu"  # where the device's memory is the host's
     need = need_of(cfg, policy, task, settings, None if on_cpu else 0)
@@ -80,12 +81,10 @@ def from_disk(cfg: ModelConfig, dtype: Any, tell: Tell, task: Task = _TASK) -> N
         measure("checked", moved, lambda: _read_units(lm))
         measure("loaded", moved, lambda: _load_units(lm))
         with _Watch() as watch:
-            measure("step", moved, step)
+            measure("step", moved, lambda: timed_step(run))
         peak = max(peak, watch.most)
         disks = [found[-1] for name, found in rates.items() if name.startswith("disk")]
-        shares.append(
-            {name: rates[name][-1] / max(disks) for name in ("checked", "loaded", "step")}
-        )
+        shares.append({name: rates[name][-1] / max(disks) for name in OURS})
         tell("disk", {
             "file_gigabytes": disk.nbytes / 1e9,
             "written_gigabytes_per_second": written / 1e9,

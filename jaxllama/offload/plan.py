@@ -11,8 +11,8 @@ extrapolated from the prefill and the mean step, as the prediction is.
 from __future__ import annotations
 
 import shutil
+import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,10 @@ from jaxllama.offload.cost_model import (
 )
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.offload.policy import Policy
-from jaxllama.offload.run import Run
 from jaxllama.offload.solver import solve
 from jaxllama.offload.store import available_memory
 from jaxllama.offload.timeline import NO_RECORD, Event, Recorder, draw
-from jaxllama.sampling import Sampling, SamplingParams
+from jaxllama.offload.trial import start_run, timed_step
 from pallas_kernels.qtensor import packed_bytes
 
 MEASURED = 8  # decode steps that are timed
@@ -150,30 +149,17 @@ def measure(
     """A block of the task: seconds of the prefill, of a step and of its lanes, device bytes (the
     allocator's peak, or of live arrays where it keeps no count); and the events of two steps."""
     rows = min(lm.policy.block_size, task.rows)
-    rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.integers(0, lm.config.vocab_size, (rows, task.prompt)), jnp.int32)
-    lengths = jnp.full((rows,), task.prompt, jnp.int32)
-    sampling = SamplingParams.stack([Sampling()] * rows, lm.config.vocab_size)
-
-    def begin() -> Run:
-        return Run(
-            lm, tokens, lengths, sampling, jnp.zeros((0,), jnp.int32),
-            room=task.new, limit=task.new, capacity=task.capacity, kv_dtype=settings.kv_dtype,
-            chunk=lm.policy.prefill_batch_size or task.chunk,
-        )  # fmt: skip
-
-    warm = begin()
+    warm = start_run(lm, rows, task, settings.kv_dtype)
     for _ in range(min(3, task.new)):
-        warm.step()
-        warm.end_rows()
+        timed_step(warm)
     peak = held_on_device(lm)
     del warm
-    run = begin()
-    prefill = _timed(run, 1)
+    run = start_run(lm, rows, task, settings.kv_dtype)
+    prefill = timed_step(run)
     count = max(1, min(steps, task.new - 2))
-    step = _timed(run, count)
+    step = statistics.fmean(timed_step(run) for _ in range(count))
     run.record = Recorder()
-    _timed(run, 1)
+    timed_step(run)
     events, run.record = run.record.finish(), NO_RECORD
     lanes = {lane: sum(event.seconds for event in events if event.lane == lane) for lane in LANES}
     disk = lm.store.disk.nbytes if need_disk(lm.policy) else 0
@@ -186,14 +172,6 @@ def measure(
 
 def need_disk(policy: Policy) -> bool:
     return any(share.disk > 0 for share in (policy.weights, policy.cache, policy.activations))
-
-
-def _timed(run: Run, steps: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(steps):
-        run.step()
-        run.end_rows()
-    return (time.perf_counter() - begin) / steps
 
 
 def held_on_device(lm: OffloadedModel) -> int:

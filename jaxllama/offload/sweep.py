@@ -43,7 +43,6 @@ import numpy as np
 from jaxllama.config import ModelConfig, load_config
 from jaxllama.loading import default_dtype, enable_compilation_cache
 from jaxllama.offload.accounting import Footprint
-from jaxllama.offload.bench import repeated_model, start_run
 from jaxllama.offload.calibration import calibrate, lower
 from jaxllama.offload.cost_model import (
     Limits,
@@ -57,8 +56,8 @@ from jaxllama.offload.fitting import Calibration
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.offload.plan import held_on_device
 from jaxllama.offload.policy import PERCENTAGES, Policy, Shares
-from jaxllama.offload.run import Run
 from jaxllama.offload.solver import solve
+from jaxllama.offload.trial import repeated_model, start_run, timed_step
 
 TASK = Task(32, 128, 16)
 STEPS = 5
@@ -114,11 +113,11 @@ def run_point(lm: OffloadedModel, settings: Settings, before: int) -> dict[str, 
     peak = _Peak(lm)
     run = start_run(lm, rows, TASK, settings.kv_dtype)
     run.record = peak
-    first = _step(run)
-    _step(run)
+    first = timed_step(run)
+    timed_step(run)
     run = start_run(lm, rows, TASK, settings.kv_dtype)
-    prefill = min(first, _step(run))
-    step = lower([_step(run) for _ in range(STEPS)][1:])
+    prefill = min(first, timed_step(run))
+    step = lower([timed_step(run) for _ in range(STEPS)][1:])
     held = max(peak.bytes, held_on_device(lm))
     blocks = -(-TASK.rows // rows)
     seconds = blocks * (prefill + (TASK.new - 1) * step)
@@ -126,13 +125,6 @@ def run_point(lm: OffloadedModel, settings: Settings, before: int) -> dict[str, 
         "prefill": prefill, "step": step, "rate": TASK.rows * TASK.new / seconds,
         "peak": held if held > before else None,
     }  # fmt: skip
-
-
-def _step(run: Run) -> float:
-    begin = time.perf_counter()
-    run.step()
-    run.end_rows()
-    return time.perf_counter() - begin
 
 
 def _need(cfg: ModelConfig, policy: Policy, settings: Settings) -> Footprint:
@@ -155,7 +147,7 @@ def compile_programs(cfg: ModelConfig, settings: Settings, part: int, parts: int
         lm = repeated_model(small, settings.dtype, policy, settings.scheme)
         run = start_run(lm, min(policy.block_size, TASK.rows), TASK, settings.kv_dtype)
         for _ in range(3):
-            _step(run)
+            timed_step(run)
 
     found = {(p.cache, p.activations, p.gpu_batch_size, p.num_gpu_batches): p for p in grid()}
     weights = itertools.cycle(dict.fromkeys(policy.weights for policy in grid()))

@@ -1,0 +1,111 @@
+"""Models and runs of random numbers, for whatever measures offloading.
+
+repeated_model(cfg, dtype, policy, scheme) -> model      layers that are copies of one
+start_run(model, rows, task, kv_dtype) -> run            a block of the task, not begun
+timed_step(run) -> seconds                               its prefill, or one token a row
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxllama.config import ModelConfig
+from jaxllama.offload.accounting import unit_shapes, weight_shapes
+from jaxllama.offload.cost_model import Settings, Task
+from jaxllama.offload.fitting import moving
+from jaxllama.offload.loading import Placement
+from jaxllama.offload.model import OffloadedModel
+from jaxllama.offload.policy import Policy
+from jaxllama.offload.run import Run
+from jaxllama.sampling import Sampling, SamplingParams
+
+Tell = Callable[[str, Any], None]  # of a finding: its name, its value
+
+
+def repeated_model(
+    cfg: ModelConfig, dtype: Any, policy: Policy, scheme: str | None = None
+) -> OffloadedModel:
+    """A model whose layers, all of one kind, hold copies of one layer's random bytes."""
+    place = Placement(policy, dtype, scheme)
+    shapes = weight_shapes(cfg, dtype, place.scheme)
+    params: dict[str, Any] = {}
+    layers = [name for name in shapes if name.startswith("layer_")]
+    for name in [name for name in shapes if name not in layers] + layers[:1]:
+        drawn = random_tree(shapes[name])
+        for target in layers if name in layers else [name]:
+            params[target] = _placed(place, drawn, (target,))
+        del drawn
+    return place.model(cfg, params, None)
+
+
+def random_tree(shapes: Any) -> Any:
+    """Random arrays of a tree of shapes."""
+    leaves, treedef = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    drawn = [_draw(key, x.shape, x.dtype.name) for key, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(treedef, drawn)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    if len(shape) == 1:
+        return jnp.ones(shape, dtype)
+    if dtype == "int4":
+        half = (*shape[:-1], shape[-1] // 2)
+        bits = lax.bitcast_convert_type(jax.random.bits(key, half, jnp.uint8), jnp.int8)
+        return lax.bitcast_convert_type(bits, jnp.int4).reshape(shape)
+    bits = lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), jnp.int8)
+    return (bits.astype(jnp.float32) * (0.02 / 74)).astype(dtype)
+
+
+def _placed(place: Placement, tree: Any, path: tuple[str, ...]) -> Any:
+    if isinstance(tree, dict):
+        return {name: _placed(place, child, (*path, name)) for name, child in tree.items()}
+    return place(path, tree)
+
+
+def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: Settings) -> float:
+    """Bytes of weights that one step loads."""
+    shapes = unit_shapes(cfg, jnp.dtype(settings.dtype).name, settings.scheme, policy.sep_layer)
+    units = [tree for unit, tree in shapes if unit.kind != "embed"]
+    return sum(sum(moving(tree, policy.weights)[:2]) for tree in units)
+
+
+def start_run(lm: OffloadedModel, rows: int, task: Task, kv_dtype: Any) -> Run:
+    """``rows`` random prompts of the task."""
+    chunk = lm.policy.prefill_batch_size or task.chunk
+    return random_run(lm, rows, task.prompt, task.new, task.capacity, kv_dtype, chunk)
+
+
+def random_run(
+    lm: OffloadedModel,
+    rows: int,
+    prompt: int,
+    room: int,
+    capacity: int,
+    kv_dtype: Any,
+    chunk: int,
+) -> Run:
+    """Greedy, without stop tokens; the others are ``Run``'s."""
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, lm.config.vocab_size, (rows, prompt)), jnp.int32)
+    sampling = SamplingParams.stack([Sampling()] * rows, lm.config.vocab_size)
+    return Run(
+        lm, tokens, jnp.full((rows,), prompt, jnp.int32), sampling, jnp.zeros((0,), jnp.int32),
+        room=room, limit=room, capacity=capacity, kv_dtype=kv_dtype, chunk=chunk,
+    )  # fmt: skip
+
+
+def timed_step(run: Run) -> float:
+    begin = time.perf_counter()
+    run.step()
+    run.end_rows()
+    return time.perf_counter() - begin
