@@ -9,6 +9,9 @@ With fewer kv heads than heads, each key, value and decay serves ``n_heads // n_
 consecutive query heads.  The state of a row does not grow with its context: one ``[Dk, Dv]`` matrix
 a head, and with convolutions the last ``conv_size - 1`` inputs of each.
 
+In a decode step of few rows on Hopper it is three kernels: the projections with the norm before
+them, ``gla_token``, and the output product with the residual.
+
 Source: arXiv 2312.06635, section 4.4; parameters and their order are those of
 flash-linear-attention's ``gla`` layers.  Left out: feature maps, biases of the convolutions.
 """
@@ -21,8 +24,10 @@ import jax.numpy as jnp
 
 from jaxllama.cache import GLAState
 from jaxllama.config import ModelConfig
-from jaxllama.layers import Linear, Stream
+from jaxllama.layers import Linear, Normed, Stream, Weight, weight_at
 from pallas_kernels.gla import gla, gla_step
+from pallas_kernels.gla_token import gla_token, takes
+from pallas_kernels.quantized_matmul_blocks import Columns, blocks_matmul
 from pallas_kernels.rms_norm import rms_norm
 
 
@@ -40,7 +45,7 @@ class GatedLinearAttention(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: jax.Array,
+        x: jax.Array | Normed,
         state: GLAState | None,
         positions: jax.Array,
         lengths: jax.Array,
@@ -51,26 +56,84 @@ class GatedLinearAttention(nn.Module):
         assert cfg is not None
         del positions  # the recursion itself knows the order
         batch, n_new, d_model = x.shape
-        d_k, d_v = self.cfg.gla_head_dims
-        heads, kv_heads = cfg.n_heads, cfg.n_kv_heads
-
-        widths = {"q": heads * d_k, "k": kv_heads * d_k, "v": kv_heads * d_v}
-        streams = [Linear(width, d_model, name=name)(x) for name, width in widths.items()]
+        streams = self.project(x)
         conv_state = None
         if cfg.use_short_conv:
             past = (None,) * 3 if state is None or state.conv is None else state.conv
-            convolved = [
-                ShortConvolution(width, cfg.conv_size, name=f"{name}_conv")(stream, old, lengths)
-                for (name, width), stream, old in zip(widths.items(), streams, past, strict=True)
-            ]
-            streams = [y for y, _ in convolved]
-            conv_state = tuple(new for _, new in convolved)
+            new = []
+            for name, old in zip(("q", "k", "v"), past, strict=True):
+                convolution = ShortConvolution(
+                    streams[name].width, cfg.conv_size, name=f"{name}_conv"
+                )
+                y, last = convolution(streams[name].value, old, lengths)
+                streams[name] = Columns(y, 0, y.shape[-1])
+                new.append(last)
+            conv_state = tuple(new)
+
+        before = None if state is None else state.state
+        fused = None
+        if n_new == 1 and before is not None:
+            fused = self.token(streams, lengths, before)
+        o, after = self.mix(streams, lengths, before) if fused is None else fused
+        out = Linear(d_model, cfg.n_heads * self.cfg.gla_head_dims[1], split_inputs=True, name="o")
+        y = out(o.reshape(batch, n_new, -1), stream=stream)
+        return y, None if state is None else GLAState(after, conv_state)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Of everything that is projected from the input."""
+        cfg = self.cfg.gla
+        d_k, d_v = self.cfg.gla_head_dims
+        widths = {"q": cfg.n_heads * d_k, "k": cfg.n_kv_heads * d_k, "v": cfg.n_kv_heads * d_v}
+        if cfg.use_output_gate:
+            widths["g"] = cfg.n_heads * d_v
+        return {**widths, "gk_0": cfg.gate_low_rank_dim}
+
+    def readers(self) -> tuple[Weight, ...] | None:
+        """The weights that read the input, in the order of ``widths``; None before ``init``."""
+        weights = tuple(weight_at(self, name) for name in self.widths)
+        return None if any(weight is None for weight in weights) else weights
+
+    def project(self, x: jax.Array | Normed) -> dict[str, Columns]:
+        """Queries, keys, values, gate and the decay's low-rank logits: columns of ``[B, T, N]``."""
+        if isinstance(x, Normed):
+            streams = blocks_matmul(x.x, self.readers(), norm=(x.weight, x.eps))
+            return dict(zip(self.widths, streams, strict=True))
+        return {
+            name: Columns(Linear(width, self.cfg.d_model, name=name)(x), 0, width)
+            for name, width in self.widths.items()
+        }
+
+    def token(
+        self, streams: dict[str, Columns], lengths: jax.Array, before: jax.Array
+    ) -> tuple[jax.Array, jax.Array] | None:
+        """``mix`` of one token as one kernel, or None where there is none."""
+        cfg, params = self.cfg.gla, self.variables["params"]
+        names = ("q", "k", "v", "gk_0", "g")[: 5 if cfg.use_output_gate else 4]
+        rows = [streams[name]._replace(rows=streams[name].rows[:, 0]) for name in names]
+        decay = params["gk_1"]["weight"], params["gk_1"]["bias"]
+        given = rows, decay, params["g_norm"]["weight"]
+        if not takes(*given, before):
+            return None
+        return gla_token(
+            *given, lengths, before,
+            eps=cfg.norm_eps, normalizer=cfg.gate_logit_normalizer, clamp_min=cfg.clamp_min,
+        )  # fmt: skip
+
+    def mix(
+        self, streams: dict[str, Columns], lengths: jax.Array, before: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """(gated heads ``[B, T, H, Dv]``, state) of any number of tokens."""
+        cfg = self.cfg.gla
+        d_k, d_v = self.cfg.gla_head_dims
+        heads, kv_heads = cfg.n_heads, cfg.n_kv_heads
+        batch, n_new, _ = streams["q"].rows.shape
         q, k, v = (
-            stream.reshape(batch, n_new, n, -1)
-            for stream, n in zip(streams, (heads, kv_heads, kv_heads), strict=True)
+            streams[name].value.reshape(batch, n_new, n, -1)
+            for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
         )
-        logits = Linear(cfg.gate_low_rank_dim, d_model, name="gk_0")(x)
-        logits = Linear(kv_heads * d_k, cfg.gate_low_rank_dim, True, name="gk_1")(logits)
+        logits = Linear(kv_heads * d_k, cfg.gate_low_rank_dim, True, name="gk_1")
+        logits = logits(streams["gk_0"].value)
         log_decay = jax.nn.log_sigmoid(logits.astype(jnp.float32)) / cfg.gate_logit_normalizer
         if cfg.clamp_min is not None:
             log_decay = jnp.maximum(log_decay, cfg.clamp_min)
@@ -80,7 +143,6 @@ class GatedLinearAttention(nn.Module):
                 jnp.repeat(stream, heads // kv_heads, axis=2) for stream in (k, v, log_decay)
             )
 
-        before = None if state is None else state.state
         if n_new == 1 and before is not None:
             # A row that stands still: no decay and nothing added, so that the state can be updated
             # in place without a second copy of it to choose from.
@@ -95,16 +157,13 @@ class GatedLinearAttention(nn.Module):
             # from it, at the price of masking every operand.
             o, after = gla(
                 q, k, v, log_decay, initial_state=before,
-                lengths=None if state is None else lengths, return_state=state is not None,
+                lengths=None if before is None else lengths, return_state=before is not None,
             )  # fmt: skip
 
         gate = None
         if cfg.use_output_gate:
-            gate = Linear(heads * d_v, d_model, name="g")(x).reshape(o.shape)
-        o = GatedNorm(d_v, cfg.norm_eps, name="g_norm")(o, gate)
-        out = Linear(d_model, heads * d_v, split_inputs=True, name="o")
-        y = out(o.reshape(batch, n_new, -1), stream=stream)
-        return y, None if state is None else GLAState(after, conv_state)
+            gate = streams["g"].value.reshape(o.shape)
+        return GatedNorm(d_v, cfg.norm_eps, name="g_norm")(o, gate), after
 
 
 class GatedNorm(nn.Module):

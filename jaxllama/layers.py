@@ -20,6 +20,7 @@ from jaxllama.parallel_ops import is_split, lookup_rows, row_parallel_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 from pallas_kernels.quantize_tokens import quantize_tokens
 from pallas_kernels.quantized_matmul import fusible, quantized_matmul
+from pallas_kernels.quantized_matmul_blocks import fusible as all_fusible
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.swiglu import swiglu
 
@@ -160,8 +161,8 @@ class RMSNorm(nn.Module):
     """RMSNorm over the last axis; with ``residual`` returns (normed sum, sum); with ``quantize``
     the normed value is a QTensor for a Linear that asks for it.
 
-    reader: the weight that the normed value is multiplied with, and nothing else; where one kernel
-    does both the result is ``Normed``.
+    reader: the weight that the normed value is multiplied with, and nothing else, or all of
+    several; where one kernel does both the result is ``Normed``.
     """
 
     features: int
@@ -173,12 +174,13 @@ class RMSNorm(nn.Module):
         x: jax.Array,
         residual: jax.Array | None = None,
         quantize: DTypeLike | None = None,
-        reader: Weight | None = None,
+        reader: Weight | tuple[Weight, ...] | None = None,
     ):
         ones = nn.initializers.ones_init()
         weight = self.param("weight", ones, (self.features,), jnp.float32)
         if residual is None and quantize is None and reader is not None:
-            if fusible(x, reader, norm=(weight, self.eps)):
+            takes = all_fusible if isinstance(reader, tuple) else fusible
+            if takes(x, reader, norm=(weight, self.eps)):
                 return Normed(x, weight, self.eps)
         return rms_norm(x, weight, self.eps, residual=residual, quantize=quantize)
 

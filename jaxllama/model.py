@@ -5,7 +5,8 @@
 The residual stream is carried as a pair (x, pending): where the product that makes the last term
 cannot add it in its own kernel (pending is then None), the next norm does.  In a decode step on
 Hopper a Llama layer is few kernels: norm + qkv, RoPE + cache + attention, o + residual, norm +
-gate/up + SwiGLU, down + residual.
+gate/up + SwiGLU, down + residual.  A GLA layer's first two are norm + all its projections, and the
+recursion with its decay, norm and gate.
 
 Pure functions of (params, tokens, cache); the free functions that users call are in ``generation``.
 
@@ -81,8 +82,10 @@ class Block(nn.Module):
         rope: tuple[jax.Array, jax.Array] | None,
     ) -> tuple[jax.Array, jax.Array | None, KVCache | GLAState | None]:
         """The first half: norm and mixer."""
-        # GLA's mixer has no "qkv": several small projections read its input, in float.
+        # GLA's mixer has no "qkv": several projections read its input, in float.
         words, reader = input_words(self, "mixer", "qkv"), weight_at(self, "mixer", "qkv")
+        if self.kind == "gla":
+            reader = self.mixer.readers()
         y, x = add_norm(self.mixer_norm, x, pending, words, reader)
         if self.kind == "attention":
             assert rope is not None
@@ -103,10 +106,10 @@ def add_norm(
     x: jax.Array,
     pending: jax.Array | None,
     words: str | None = None,
-    reader: Weight | None = None,
+    reader: Weight | tuple[Weight, ...] | None = None,
 ) -> tuple[jax.Array | QTensor | Normed, jax.Array]:
     """(norm(x + pending), x + pending); pending may be None.  words: the dtype to quantize the
-    normed value to; reader: the one weight that it is multiplied with."""
+    normed value to; reader: the weight or weights that it is multiplied with."""
     if pending is None:
         return norm(x, quantize=words, reader=reader), x
     return norm(pending, x, quantize=words)

@@ -80,6 +80,10 @@ def exp2(x: Value) -> Value:
     return ptx("ex2.approx.ftz.f32 $0, $1;", x, results=f32(), volatile=False)
 
 
+def log2(x: Value) -> Value:
+    return ptx("lg2.approx.ftz.f32 $0, $1;", x, results=f32(), volatile=False)
+
+
 def divide(a: Value, b: Value) -> Value:
     return ptx("div.rn.f32 $0, $1, $2;", a, b, results=f32(), volatile=False)
 

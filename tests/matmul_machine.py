@@ -244,6 +244,7 @@ ARITH = types.SimpleNamespace(
     andi=np.bitwise_and,
     xori=np.bitwise_xor,
     addi=np.add,
+    subi=np.subtract,
     addf=np.add,
     mulf=np.multiply,
     divui=np.floor_divide,

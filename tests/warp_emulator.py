@@ -182,6 +182,7 @@ def _modules(block: Block):
         load_shared=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
         store_shared=lambda base, v, at=0: block.store(base, [v], at),
         widen=lambda w, kind: _half(w, 0, kind), widen_high=lambda w, kind: _half(w, 1, kind),
+        rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32),
     )  # fmt: skip
 
     def expect(barrier, size):
@@ -238,8 +239,9 @@ def _modules(block: Block):
         load_words=lambda base, n, at=0, kind="b32", cache="": block.load(
             base, n, at, np.float32 if kind == "f32" else U32),
         store_words=lambda base, values, at=0: block.store(base, values, at),
-        offset_rows=wide, exp2=lambda x: np.exp2(x), divide=lambda x, y: x / y,
-        maximum=np.fmax, shuffle_xor=block.shuffle, transpose_8x8=block.transpose, pack=_pack,
+        offset_rows=wide, exp2=lambda x: np.exp2(x), log2=np.log2, divide=lambda x, y: x / y,
+        maximum=np.fmax, minimum=np.fmin, shuffle_xor=block.shuffle,
+        transpose_8x8=block.transpose, pack=_pack,
         mul_pairs=_pairs(np.multiply), select_bits=lambda x, m, c: (x & U32(m)) | c,
         below=lambda x, y: signed(x) < signed(y), smaller=lambda x, y: np.minimum(
             signed(x), signed(y)).view(U32),

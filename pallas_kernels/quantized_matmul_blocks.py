@@ -1,0 +1,125 @@
+"""A decode step's products of one normed x with several weights, in one kernel.
+
+    y_i[..., N_i] = rms_norm(x) w_i^T
+
+The decode matmul (``quantized_matmul_decode_mosaic``) of weights that lie in different places.
+GLA's projections then cost one launch, with neither a second copy of the words nor another
+parameter tree.  Neighbours that are stored alike come out side by side in one array.  Weights of
+another form, such as a low-rank projection that stays in floats beside quantized ones, are taken by
+blocks of their own, if they are small.
+
+Leaves out: bias, residual and SwiGLU; more than 16 rows; several large weights of different forms.
+There is no XLA form: where ``unsupported`` objects, callers take one product after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import wants_kernel
+from pallas_kernels.qtensor import QTensor, RowBlocks
+from pallas_kernels.quantized_matmul_choice import Call, slower_fused, unfusible
+
+Weight = jax.Array | QTensor
+SMALL = 64  # rows of a weight that has blocks of its own, one to 16 of them
+
+
+class Columns(NamedTuple):
+    """``rows[..., start : start + width]``."""
+
+    rows: jax.Array
+    start: int
+    width: int
+
+    @property
+    def value(self) -> jax.Array:
+        return self.rows[..., self.start : self.start + self.width]
+
+
+def blocks_matmul(
+    x: jax.Array,
+    weights: Sequence[Weight],
+    *,
+    norm: tuple[jax.Array, float],
+    out_dtype: DTypeLike | None = None,
+) -> list[Columns]:
+    """``x[..., K]`` and ``w_i[N_i, K]`` -> each ``[..., N_i]``, in x's dtype by default.
+
+    norm: (weight ``[K]``, eps) of the RMSNorm of x that comes first.
+    Raises NotImplementedError, naming the fact, for what ``unsupported`` does not let pass.
+    """
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if reason := unsupported(x, weights, norm=norm, out_dtype=out_dtype):
+        raise NotImplementedError(f"blocks_matmul: {reason}")
+    from pallas_kernels import quantized_matmul_blocks_mosaic as kernel
+
+    gamma, eps = norm
+    rows, groups = x.reshape(-1, x.shape[-1]), alike(weights)
+    outs = kernel.matmul(rows, groups, gamma, eps=float(eps), out_dtype=out_dtype)
+    columns = []
+    for group, out in zip(groups, outs, strict=True):
+        out, start = out.reshape(*x.shape[:-1], out.shape[-1]), 0
+        for w in group:
+            columns.append(Columns(out, start, w.shape[0]))
+            start += w.shape[0]
+    return columns
+
+
+def fusible(
+    x: jax.Array, weights: Sequence[Weight | RowBlocks], *, norm: tuple[jax.Array, float]
+) -> bool:
+    """Is ``blocks_matmul`` of these to be called here?"""
+    if not wants_kernel(None) or any(isinstance(w, RowBlocks) for w in weights):
+        return False
+    return unsupported(x, weights, norm=norm) is None
+
+
+def unsupported(
+    x: jax.Array,
+    weights: Sequence[Weight],
+    *,
+    norm: tuple[jax.Array, float],
+    out_dtype: DTypeLike | None = None,
+) -> str | None:
+    """Why no one kernel computes them, or why that is the slower way; None where it is the way."""
+    if any(w.shape[0] % 16 for w in weights):
+        return f"rows {', '.join(str(w.shape[0]) for w in weights)}, not all multiples of 16"
+    gamma, eps = norm
+    call = Call(float(eps), False, jnp.dtype(x.dtype if out_dtype is None else out_dtype))
+    stacks = [stacked(group) for group in alike(weights)]
+    for w in stacks:
+        given = x, w, call, gamma, None
+        if reason := unfusible(*given) or slower_fused(*given):
+            return reason
+    if sum(w.shape[0] > SMALL for w in stacks) > 1:
+        return "several large weights that are stored differently"
+    if len(stacks) > 1:
+        from pallas_kernels.quantized_matmul_decode_plan import make_plan
+
+        if any(make_plan(x.size // x.shape[-1], w).split > 1 for w in stacks):
+            return "weights that are stored differently, and K divided among blocks"
+    return None
+
+
+def alike(weights: Sequence[Weight]) -> tuple[tuple[Weight, ...], ...]:
+    """Neighbours whose rows could be one array's, together."""
+    return tuple(tuple(group) for _, group in itertools.groupby(weights, key=_form))
+
+
+def _form(w: Weight) -> tuple:
+    leaves = tuple((leaf.shape[1:], jnp.dtype(leaf.dtype).name) for leaf in jax.tree.leaves(w))
+    return leaves, jax.tree.structure(w)
+
+
+def stacked(weights: Sequence[Weight]) -> Weight:
+    """The shapes of the one weight that these are the rows of, one after the other."""
+    rows = sum(w.shape[0] for w in weights)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), weights[0]
+    )
