@@ -5,8 +5,10 @@ at positions s <= p (and > p - window).  Two forms:
 
 * ``attend`` over k, v of the sequence itself (no cache: training, teacher forcing).  Queries go in
   blocks, so memory is linear in the sequence.
-  On a GPU in 16-bit this is cuDNN's kernel, which also serves the prefill of an empty cache.
 * ``attend_cached`` over a cache for several new tokens: ``blockwise_attention``, queries in blocks.
+
+On a GPU in 16-bit both are cuDNN's kernels (``cudnn_attention``), the second where no window cuts
+the past.
 
 One new token per row goes to ``pallas_kernels.rope_attention``: RoPE, cache write and attention.
 
@@ -29,6 +31,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.cache import KVCache, quantize_kv, write
 from jaxllama.config import ModelConfig
+from jaxllama.cudnn_attention import causal, extend, has_cudnn
 from jaxllama.layers import Linear, Normed, Stream
 from jaxllama.rope import apply_rope
 from pallas_kernels.blockwise_attention import (
@@ -99,7 +102,11 @@ class Attention(nn.Module):
         q, k, v = spread(cache.k, q, k, v)
         is_new = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
         cache = write(cache, k, v, jnp.where(is_new, positions, cache.k.shape[1]))
-        if has_cudnn(q):
+        if has_cudnn(q) and window is None:
+            # What a row without new tokens holds need not be read.
+            n_past = jnp.where(lengths > 0, positions[:, 0], 0)
+            out = extend(q, *_as_stored(cache, k, v), cache.k, cache.v, n_past)
+        elif has_cudnn(q):
             # Rows that begin at position 0 see their own new tokens and nothing else.
             out = lax.cond(
                 jnp.all(positions[:, 0] == 0),
@@ -140,12 +147,7 @@ def attend(
     count up by one."""
     n_new = q.shape[1]
     if has_cudnn(q):
-        return jax.nn.dot_product_attention(
-            q, k, v,
-            is_causal=True,
-            local_window_size=None if window is None else (window - 1, 0),
-            implementation="cudnn",
-        )  # fmt: skip
+        return causal(q, k, v, window)
     if n_new <= QUERY_BLOCK:
         return _attend_block(q, k, v, positions, positions, window)
     blocks = -(-n_new // QUERY_BLOCK)
@@ -237,12 +239,6 @@ def sparse_decode(
         "bkgs,bkgsh->bkgh", kept, v.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
     return out.reshape(batch, 1, n, h).astype(q.dtype)
-
-
-def has_cudnn(q: jax.Array) -> bool:
-    """cuDNN's fused attention takes 16-bit heads of up to 128 features, in eights."""
-    is_half = q.dtype in (jnp.bfloat16, jnp.float16)
-    return jax.default_backend() == "gpu" and is_half and q.shape[-1] <= 128 and not q.shape[-1] % 8
 
 
 def _as_stored(cache: KVCache, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -43,7 +43,7 @@ from jaxllama.decode_program import (
     memory_bandwidth,
 )
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import PREFILL_CHUNK, LanguageModel
+from jaxllama.language_model import LanguageModel
 from jaxllama.sampling import Sampling, SamplingParams
 from pallas_kernels.qtensor import tree_bytes
 
@@ -76,7 +76,7 @@ def run(
         )
     if context < SHORT:
         raise JaxLlamaError(f"context = {context}: must be at least {SHORT}")
-    loop = _Loop(lm, batch, kv_dtype, chunk or PREFILL_CHUNK, context)
+    loop = _Loop(lm, batch, kv_dtype, chunk, context)
     loop.prefill(SHORT, 1)
     first_token = _since_process_start()
     program = loop.compile(new_tokens)
@@ -131,7 +131,12 @@ class _Loop:
     """The two halves of ``generation.generate``, timed apart."""
 
     def __init__(
-        self, lm: LanguageModel, batch: int, kv_dtype: str | None, chunk: int, context: int
+        self,
+        lm: LanguageModel,
+        batch: int,
+        kv_dtype: str | None,
+        chunk: int | None,
+        context: int,
     ) -> None:
         self.lm, self.batch, self.chunk, self.context = lm, batch, chunk, context
         self.kv_dtype = lm.dtype if kv_dtype is None else kv_dtype
@@ -152,7 +157,8 @@ class _Loop:
         begun = time.perf_counter()
         state = generation.start(
             self.lm.config, self.lm.params, tokens, lengths, cache, self.params, self.stop_ids,
-            max_new_tokens=room, chunk=self.chunk if prompt > self.chunk else None,
+            max_new_tokens=room,
+            chunk=self.chunk or generation.prefill_chunk(self.batch, prompt),
         )  # fmt: skip
         return jax.block_until_ready(state), begun
 

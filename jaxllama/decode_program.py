@@ -96,7 +96,8 @@ def compile_decode(
     jax.monitoring.register_event_listener(listen)
     begun = time.perf_counter()
     try:
-        lowered = generation.advance.lower(cfg, params, state, sampling, stop_ids, np.int32(1))
+        loop = generation.loop_for(params)
+        lowered = loop.lower(cfg, params, state, sampling, stop_ids, np.int32(1))
         compiled = lowered.compile()
     finally:
         seconds = time.perf_counter() - begun

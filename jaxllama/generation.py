@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,11 @@ from jaxllama.parallel import mesh_of
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
 
 Params = dict[str, Any]
+# Tokens, of all rows together, that a GPU's prefill takes through the model at once: enough for its
+# products at full speed, and 3 GB of activations for Llama-3.1-8B, 6 GB for 70B.
+PREFILL_TOKENS = 32768
+# A CPU's, of each row.
+CPU_PREFILL_TOKENS = 512
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
@@ -55,6 +60,15 @@ def logits(cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Arr
     return decoder.apply({"params": params}, hidden, method=Decoder.logits)
 
 
+def prefill_chunk(rows: int, width: int) -> int | None:
+    """The ``chunk`` for prompts of ``width`` tokens in ``rows`` rows: equal pieces, as few as the
+    memory of activations allows; None where that is one."""
+    is_cpu = jax.default_backend() == "cpu"
+    most = CPU_PREFILL_TOKENS if is_cpu else max(PREFILL_TOKENS // rows, 128)
+    pieces = -(-width // most)
+    return None if pieces == 1 else min(-(-width // pieces // 128) * 128, most)
+
+
 @functools.partial(jax.jit, static_argnums=0, static_argnames="chunk", donate_argnums=4)
 def prefill(
     cfg: ModelConfig,
@@ -66,9 +80,9 @@ def prefill(
 ) -> tuple[jax.Array, Cache]:
     """Append ``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) to the cache's rows.
 
-    chunk: tokens a row that go through the model at once; bounds the memory of activations, and
-    changes nothing else.  Returns (float32 logits ``[B, V]`` of each row's last valid token,
-    cache).  The cache must have room: positions beyond its capacity are dropped.
+    chunk: tokens a row that go through the model at once (``prefill_chunk``); bounds the memory of
+    activations, and changes nothing else.  Returns (float32 logits ``[B, V]`` of each row's last
+    valid token, cache).  The cache must have room: positions beyond its capacity are dropped.
     """
     decoder = _decoder(cfg, params)
     rows = jnp.arange(tokens.shape[0])
@@ -232,6 +246,17 @@ def start(
     return emit(state, scores, sampling, stop_ids)
 
 
+class _Carry(NamedTuple):
+    """What ``advance`` carries: of each row its newest token, whether it is done, its counts, its
+    cache's length and the step, int32 ``[5, B]``; tokens and the bits of logprobs, int32
+    ``[2, B, max_new_tokens]``; the cache's layers; the history."""
+
+    rows: jax.Array
+    written: jax.Array
+    layers: tuple[Any, ...]
+    history: History | None
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def advance(
     cfg: ModelConfig,
@@ -241,32 +266,52 @@ def advance(
     stop_ids: jax.Array,
     until: jax.Array | int,
 ) -> GenerateState:
-    """Run the loop until ``until`` tokens are written in all, or every row has stopped."""
+    """Run the loop until ``until`` tokens are written in all, or every row has stopped.
+
+    What it carries for a row is one array, and what it writes another, since on a GPU each small
+    array that changes costs a step a kernel.
+    """
     until = jnp.minimum(until, state.tokens.shape[1])
+    newest = lax.dynamic_index_in_dim(state.tokens, state.step - 1, 1, keepdims=False)
+    step = jnp.broadcast_to(state.step, newest.shape)
+    done = state.done.astype(jnp.int32)
+    rows = jnp.stack([newest, done, state.counts, state.cache.lengths, step])
+    written = jnp.stack([state.tokens, _bits(state.logprobs)])
 
-    def unfinished(state: GenerateState) -> jax.Array:
-        return (state.step < until) & ~jnp.all(state.done)
+    def unfinished(carry: _Carry) -> jax.Array:
+        _, done, _, _, step = carry.rows
+        return jnp.any((done == 0) & (step < until))
 
-    def one_token(state: GenerateState) -> GenerateState:
-        newest = lax.dynamic_index_in_dim(state.tokens, state.step - 1, 1, keepdims=False)
-        active = (~state.done).astype(jnp.int32)
-        scores, cache = _decode(cfg, params, newest, state.cache, active)
-        return emit(dataclasses.replace(state, cache=cache), scores, sampling, stop_ids)
+    def one_token(carry: _Carry) -> _Carry:
+        newest, done, counts, lengths, step = carry.rows
+        live = 1 - done
+        scores, cache = _decode(cfg, params, newest, Cache(carry.layers, lengths), live)
+        tokens, logprobs = sample(scores, sampling, cache.lengths, carry.history)
+        new = jnp.where(live > 0, jnp.stack([tokens, _bits(logprobs)]), 0)  # [2, B]
+        done |= _stops(tokens, stop_ids).astype(jnp.int32)
+        rows = jnp.stack([new[0], done, counts + live, cache.lengths, step + 1])
+        written = lax.dynamic_update_slice_in_dim(carry.written, new[:, :, None], step[0], axis=2)
+        history = carry.history
+        history = None if history is None else history.add(tokens, live > 0)
+        return _Carry(rows, written, cache.layers, history)
 
-    return lax.while_loop(unfinished, one_token, state)
+    carry = _Carry(rows, written, state.cache.layers, state.history)
+    carry = lax.while_loop(unfinished, one_token, carry)
+    _, done, counts, lengths, step = carry.rows
+    return GenerateState(
+        tokens=carry.written[0],
+        logprobs=lax.bitcast_convert_type(carry.written[1], jnp.float32),
+        counts=counts,
+        done=done != 0,
+        step=step[0],
+        cache=Cache(carry.layers, lengths),
+        history=carry.history,
+    )
 
 
 def loop_for(params: Params) -> Callable[..., GenerateState]:
     """``advance``, compiled as suits the devices that (concrete) parameters are on."""
-    options = compiler_options.for_mesh(mesh_of(params))
-    return advance if options is None else _loop(tuple(options.items()))
-
-
-@functools.cache
-def _loop(options: tuple[tuple[str, Any], ...]) -> Callable[..., GenerateState]:
-    return jax.jit(
-        advance.__wrapped__, static_argnums=0, donate_argnums=2, compiler_options=dict(options)
-    )
+    return compiler_options.on_mesh(advance, mesh_of(params), static_argnums=0, donate_argnums=2)
 
 
 def emit(
@@ -275,17 +320,24 @@ def emit(
     """Sample one token per row and append it; rows that are done stand still."""
     tokens, logprobs = sample(scores, sampling, state.cache.lengths, state.history)
     live = ~state.done
-    stopped = jnp.any(tokens[:, None] == stop_ids[None, :], axis=1)
     history = state.history
     return dataclasses.replace(
         state,
         tokens=_put(state.tokens, jnp.where(live, tokens, 0), state.step),
         logprobs=_put(state.logprobs, jnp.where(live, logprobs, 0.0), state.step),
         counts=state.counts + live.astype(jnp.int32),
-        done=state.done | stopped,
+        done=state.done | _stops(tokens, stop_ids),
         step=state.step + 1,
         history=None if history is None else history.add(tokens, live),
     )
+
+
+def _stops(tokens: jax.Array, stop_ids: jax.Array) -> jax.Array:
+    return jnp.any(tokens[:, None] == stop_ids[None, :], axis=1)
+
+
+def _bits(floats: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(floats, jnp.int32)
 
 
 def _put(buffer: jax.Array, column: jax.Array, index: jax.Array) -> jax.Array:

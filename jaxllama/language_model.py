@@ -26,8 +26,6 @@ from jaxllama.parallel_params import fetch
 from jaxllama.sampling import Sampling, SamplingParams
 from jaxllama.tokenizer import StopStrings, TextStream, Tokenizer
 
-# A prompt longer than this goes through the model in pieces, which bounds activation memory.
-PREFILL_CHUNK = 512
 # Tokens between two looks at the text when only stop strings are watched.
 STOP_SLICE = 8
 # Rows of the one program that decodes every batch of a deterministic model.
@@ -81,7 +79,7 @@ class LanguageModel:
         stop: str | Sequence[str] = (),
         *,
         kv_dtype: DTypeLike | None = None,
-        chunk: int = PREFILL_CHUNK,
+        chunk: int | None = None,
         on_text: OnText | None = None,
     ) -> list[Generation]:
         """Continue every prompt (text, or token ids) by up to ``max_new_tokens``.
@@ -91,7 +89,8 @@ class LanguageModel:
             list gives each row its own.
         stop: strings that end a row when they appear, across token borders too.
         kv_dtype: of the cache; the activations' dtype by default.
-        chunk: tokens of a prompt that go through the model at once.
+        chunk: tokens of a prompt that go through the model at once; by default as many as
+            ``generation.prefill_chunk`` says.
         on_text: called as (row, new text) while decoding, on complete characters only.
         Raises JaxLlamaError for an empty prompt, ids outside the vocabulary, text without a
         tokenizer, or a prompt that does not fit the context.
@@ -187,13 +186,14 @@ class LanguageModel:
         options: _Options,
     ) -> generation.GenerateState:
         """Prefill and the first token; offloading has its own."""
+        rows = 1 if self.deterministic else tokens.shape[0]  # at once
         return generation.start(
             self.config, self.params, tokens, lengths,
             init_cache(
                 self.config, tokens.shape[0], capacity, options.kv_dtype, mesh=self.mesh
             ),
             sampling, stop_ids, max_new_tokens=room,
-            chunk=options.chunk if tokens.shape[1] > options.chunk else None,
+            chunk=options.chunk or generation.prefill_chunk(rows, tokens.shape[1]),
             alone=self.deterministic,
         )  # fmt: skip
 
@@ -268,7 +268,7 @@ class _Options:
     max_new_tokens: int
     stops: tuple[str, ...]
     kv_dtype: DTypeLike
-    chunk: int
+    chunk: int | None
 
 
 class _Reader:

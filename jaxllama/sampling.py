@@ -21,8 +21,8 @@ last one that top-p needs (its set is the smallest with mass >= p that does not 
 Not a number: NaN logits count as -inf, and -inf is never drawn; +inf counts as the largest float.
 A row without any finite logit gives token 0 with log-probability NaN.
 
-No step sorts the vocabulary.  ``_cutoff`` finds both thresholds exactly by bisection over float32
-bit patterns, so any k and p cost the same: 31 passes of compare-and-sum over the row.
+No step sorts the vocabulary: ``cutoff`` finds both thresholds exactly by a search over float32 bit
+patterns, so any k and p cost the same.
 
 Sources: nucleus sampling (arXiv 1904.09751), min-p (2407.01082), CTRL's repetition penalty
 (1909.05858); frequency and presence as in OpenAI's API.  Left out: beam search, typical and
@@ -43,9 +43,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxllama.cutoff import cutoff
 from jaxllama.errors import JaxLlamaError
-
-_INF_BITS = 0x7F800000  # float32 +inf: the largest pattern of a non-negative number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +136,8 @@ class SamplingParams:
 
     ``key`` uint32 ``[B, 2]`` is threefry key data.  ``bias_ids`` int32 and ``bias_values`` float32
     are ``[B, n]``, padded with ids beyond the vocabulary, or None.  ``features`` is static: the
-    steps that some row wants, so that a batch compiles to no more than it uses.
+    steps that some row wants, so that a batch compiles to no more than it uses.  With "mixed" among
+    them they are the steps that some row may want, and top-k and top-p look whether one does.
     """
 
     temperature: jax.Array
@@ -283,11 +283,37 @@ def sample(
         scores = jnp.where(allowed, scores, -jnp.inf)
     if "draw" in features:
         scores = _noisy(_clean(scores), params, positions)
+    if scores is logits:
+        return lax.platform_dependent(logits, cuda=_likeliest, default=lambda x: _pick(x, x))
+    return _pick(scores, logits)
+
+
+def _pick(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(token with the first largest score, its log-probability by the logits), row by row."""
     tokens = _argmax(scores)
     # A masked maximum, since of a vocabulary that is split over devices a gather takes it all.
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     chosen = jnp.max(jnp.where(ids == tokens[:, None], logits, -jnp.inf), axis=1)
     return tokens, chosen - jax.nn.logsumexp(logits, axis=1)
+
+
+def _likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``_pick(logits, logits)`` in one reduction, of two kernels on a GPU where that takes seven;
+    on a CPU it is slower.  What is reduced: a logit, its token, and the sum of exponentials that
+    go with it, relative to that logit."""
+
+    def merge(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        (logit_a, id_a, sum_a), (logit_b, id_b, sum_b) = a, b
+        is_a = (logit_a > logit_b) | ((logit_a == logit_b) & (id_a < id_b))
+        best, other = jnp.maximum(logit_a, logit_b), jnp.minimum(logit_a, logit_b)
+        share = jnp.where(other == -jnp.inf, 0.0, jnp.exp(other - best))
+        total = jnp.where(is_a, sum_a, sum_b) + share * jnp.where(is_a, sum_b, sum_a)
+        return best, jnp.where(is_a, id_a, id_b), total
+
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    none = jnp.float32(-jnp.inf), jnp.int32(logits.shape[1]), jnp.float32(0.0)
+    best, tokens, total = lax.reduce((logits, ids, jnp.ones_like(logits)), none, merge, (1,))
+    return tokens, jnp.where(best == -jnp.inf, jnp.nan, -jnp.log(total))
 
 
 def _clean(x: jax.Array) -> jax.Array:
@@ -340,47 +366,15 @@ def _noisy(scores: jax.Array, params: SamplingParams, positions: jax.Array) -> j
 
 def _kept(below: jax.Array, params: SamplingParams) -> jax.Array:
     """bool ``[B, V]``: the tokens that top-k, top-p and min-p leave."""
-    keep = jnp.ones(below.shape, bool)
+    keep, mixed = jnp.ones(below.shape, bool), "mixed" in params.features
     if "top_k" in params.features:
-        is_used = jnp.any(params.top_k < below.shape[1])
-        keep = below <= _cutoff(below, None, params.top_k, is_used)[:, None]
+        is_used = jnp.any(params.top_k < below.shape[1]) if mixed else True
+        keep = below <= cutoff(below, None, params.top_k, is_used)[:, None]
     if "top_p" in params.features:
         mass = jnp.where(keep, jnp.exp(-below), 0.0)
         enough = params.top_p * jnp.sum(mass, axis=1)
-        cutoff = _cutoff(below, mass, enough, jnp.any(params.top_p < 1))
-        cutoff = jnp.where(params.top_p < 1, cutoff, jnp.inf)
-        keep &= below <= cutoff[:, None]
+        last = cutoff(below, mass, enough, jnp.any(params.top_p < 1) if mixed else True)
+        keep &= below <= jnp.where(params.top_p < 1, last, jnp.inf)[:, None]
     if "min_p" in params.features:
         keep &= below <= -jnp.log(params.min_p)[:, None]
     return keep
-
-
-def _cutoff(
-    below: jax.Array,
-    mass: jax.Array | None,
-    enough: jax.Array,
-    is_used: jax.Array | bool = True,
-) -> jax.Array:
-    """The smallest float ``t[B]`` for which the mass of ``below <= t`` is at least ``enough[B]``;
-    +inf, without the search, unless ``is_used``: one program may serve rows of every kind.
-
-    below float32 ``[B, V]``, >= 0; mass: its weights ``[B, V]``, or None to count.  Bit patterns of
-    non-negative floats are ordered like the floats, so bisection over int32 ends at the exact
-    value.  Rounding keeps the sum monotone in t: the same tree of additions, of terms >= 0.
-    """
-
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = low + (high - low) // 2
-        inside = below <= lax.bitcast_convert_type(middle, jnp.float32)[:, None]
-        if mass is None:
-            got = jnp.sum(inside, axis=1, dtype=jnp.int32)
-        else:
-            got = jnp.sum(jnp.where(inside, mass, 0.0), axis=1)
-        reached = got >= enough
-        return jnp.where(reached, low, middle + 1), jnp.where(reached, middle, high)
-
-    low = jnp.zeros(below.shape[:1], jnp.int32)
-    passes = jnp.where(is_used, 31, 0)
-    _, high = lax.fori_loop(0, passes, halve, (low, jnp.full_like(low, _INF_BITS)))
-    return lax.bitcast_convert_type(high, jnp.float32)

@@ -7,15 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllama.cutoff import by_digits, by_halves
 from jaxllama.errors import JaxLlamaError
 from jaxllama.sampling import (
     History,
     Sampling,
     SamplingParams,
     _add_bias,
-    _cutoff,
     _kept,
+    _likeliest,
     _penalize,
+    _pick,
     sample,
 )
 
@@ -102,14 +104,45 @@ def test_kept_tokens_are_those_of_transformers(cut):
     np.testing.assert_array_equal(got, torch.isfinite(scores).numpy())
 
 
-def test_cutoff_is_exact_over_the_whole_range_of_floats():
+@pytest.mark.parametrize("search", [by_halves, by_digits])
+def test_cutoff_is_exact_over_the_whole_range_of_floats(search):
     rng = np.random.default_rng(2)
     below = np.abs(rng.normal(size=(3, 50))) * 10.0 ** rng.integers(-30, 30, (3, 50))
     below = below.astype(np.float32)
     below[:, :3] = [0.0, np.inf, np.finfo(np.float32).max]
     for k in (1, 2, 25, 49, 50):
-        got = _cutoff(jnp.asarray(below), None, jnp.full(3, k, jnp.int32))
+        got = jax.jit(search)(jnp.asarray(below), None, jnp.full(3, k, jnp.int32))
         np.testing.assert_array_equal(np.asarray(got), np.sort(below, axis=1)[:, k - 1])
+
+
+def test_both_searches_end_at_the_same_mass():
+    """Dyadic weights, so that every sum is exact and in no order of additions another."""
+    rng = np.random.default_rng(3)
+    below = jnp.asarray(np.round(np.abs(rng.normal(size=(4, 300))), 1).astype(np.float32))
+    mass = jnp.asarray(rng.integers(0, 8, (4, 300)).astype(np.float32) / 8)
+    for share in (0.0, 0.1, 0.5, 0.97, 1.0):
+        enough = share * jnp.sum(mass, axis=1)
+        got, want = (
+            np.asarray(jax.jit(search)(below, mass, enough)) for search in (by_digits, by_halves)
+        )
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("vocab", [1, 97, 3000])
+def test_one_reduction_picks_what_several_do(vocab):
+    """Rows of ties, of huge values, of -inf and of nothing else."""
+    x = logits_of(6, vocab, ties=True)
+    x[1] *= 1e37
+    x[2, ::2] = -np.inf
+    x[3] = -np.inf
+    x[4] = np.finfo(np.float32).max
+    tokens, logprobs = jax.jit(_likeliest)(jnp.asarray(x))
+    want, _ = jax.jit(_pick)(jnp.asarray(x), jnp.asarray(x))
+    np.testing.assert_array_equal(np.asarray(tokens), np.asarray(want))
+    with np.errstate(invalid="ignore"):
+        exact = -np.log(np.exp(x.astype(np.float64) - x.max(1, keepdims=True)).sum(1))
+    # A CPU adds one after the other, each time with half a unit of rounding.  NaN: nothing is left.
+    np.testing.assert_allclose(np.asarray(logprobs), exact, atol=2e-6 + vocab * 2**-24)
 
 
 def test_greedy_is_the_first_maximum_and_logprobs_are_log_softmax():

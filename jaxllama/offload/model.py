@@ -36,6 +36,7 @@ from jaxllama.sampling import SamplingParams
 
 SCHEME = "w4a16"  # what compress_weight means
 KV_DTYPE = "int4"  # what compress_cache means
+CHUNK = 512  # tokens of a prompt in a unit at once, as the cost model has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,7 @@ class OffloadedModel(LanguageModel):
         """As LanguageModel.generate; kv_dtype and chunk default to what the policy says."""
         if self.policy.compress_cache and options.get("kv_dtype") is None:
             options["kv_dtype"] = KV_DTYPE
-        if self.policy.prefill_batch_size:
-            options.setdefault("chunk", self.policy.prefill_batch_size)
+        options.setdefault("chunk", self.policy.prefill_batch_size or CHUNK)
         return super().generate(prompts, *arguments, **options)
 
     def logits(self, tokens: Any, lengths: Any) -> jax.Array:

@@ -40,7 +40,7 @@ from jaxllama.serving.live import Live, OnEvent
 from jaxllama.serving.options import EngineOptions
 from jaxllama.serving.output import OutputReader
 from jaxllama.serving.request import Event, FinishReason, QueueFull, Request
-from jaxllama.serving.runner import Runner, compiled_programs
+from jaxllama.serving.runner import Runner
 from jaxllama.serving.scheduler import Scheduler, Sequence
 from jaxllama.serving.snapshot import RequestLog, Script, load_state, save_state
 from jaxllama.serving.stats import Stats, count
@@ -84,7 +84,7 @@ class Engine:
         self.script = Script(())
         self.on_script_event: OnEvent = lambda event: None
         self.log = None if log is None else RequestLog(log, self.options)
-        self.compiled = compiled_programs()
+        self.compiled = self.runner.compiled_programs()
         self._stats = count(self)
         self._inbox = Inbox()
         self._stepping = threading.RLock()  # steps and snapshots exclude each other
@@ -276,7 +276,7 @@ class Engine:
         """Compile every program in every shape; requests in flight are left as they are."""
         with self._stepping:
             self.runner.warm_up()
-            self.compiled = compiled_programs()
+            self.compiled = self.runner.compiled_programs()
             self._stats = count(self)
 
     def stats(self) -> Stats:

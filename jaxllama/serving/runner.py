@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxllama import compiler_options
 from jaxllama.cache import Cache, init_cache
 from jaxllama.config import ModelConfig
 from jaxllama.parallel import mesh_of, row_axis
@@ -31,14 +32,9 @@ from jaxllama.serving.scheduler import Fill, Sequence
 # Steps for which the running rows must fit a smaller size before the slots shrink to it.
 PATIENCE = 32
 _PROGRAMS = (
-    device.empty_cache, device.fill, device.fill_new, device.insert, device.resize, device.decode,
+    device.empty_cache, device.fill, device.fill_new, device.insert, device.resize,
     pool.load_blocks, pool.store_blocks,
 )  # fmt: skip
-
-
-def compiled_programs() -> int:
-    """Programs of the engine that this process has compiled."""
-    return sum(program._cache_size() for program in _PROGRAMS)
 
 
 @dataclasses.dataclass
@@ -63,6 +59,11 @@ class Runner:
     def __init__(self, cfg: ModelConfig, params: device.Params, options: EngineOptions) -> None:
         self.cfg, self.params, self.options = cfg, params, options
         self.mesh = mesh_of(params)
+        self._decode_program = device.decode
+        if self.mesh is None:
+            self._decode_program = compiler_options.on_mesh(
+                device.decode, None, static_argnums=0, static_argnames="width", donate_argnums=2
+            )
         self.slots = self._init_slots()
         self.prefix = PrefixCache(options.prefix_blocks, options.prefix_block)
         self.pool = None
@@ -261,7 +262,7 @@ class Runner:
 
     def _decode(self, orders: np.ndarray, masks: jax.Array) -> list[Written]:
         width, wants_top = self.options.steps_per_call, orders[2]
-        self.slots, rows, top = device.decode(
+        self.slots, rows, top = self._decode_program(
             self.cfg, self.params, self.slots, orders, masks, self._stop_ids, width=width
         )
         rows, top = jax.device_get((rows, top if wants_top else ()))
@@ -275,6 +276,10 @@ class Runner:
         return [row._replace(top=tuple(pair)) for row, *pair in zip(written, *top, strict=True)]
 
     # Programs
+
+    def compiled_programs(self) -> int:
+        """Programs of the engine that this process has compiled."""
+        return sum(program._cache_size() for program in (*_PROGRAMS, self._decode_program))
 
     def warm_up(self) -> None:
         """Run every program in every shape once, on slots of their own; the state stays."""
@@ -316,7 +321,7 @@ class Runner:
             caches.append(jax.eval_shape(partial(init_cache, cfg, rows, width, kv_dtype)))
         for size in options.sizes:
             slots = jax.eval_shape(device.resize, self.slots, np.zeros(size, np.int32))
-            yield device.decode.lower(
+            yield self._decode_program.lower(
                 cfg, params, slots, _idle(size), self._no_masks[size], self._stop_ids,
                 width=options.steps_per_call,
             )  # fmt: skip

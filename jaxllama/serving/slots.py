@@ -43,7 +43,7 @@ from jaxllama.serving.rows import Rows, stack_sampling, unpack
 Params = dict[str, Any]
 # Branches of the sampler: greedy, greedy with edited logits, everything.
 _EDITS = ("bias", "penalties")
-_LEVELS = ((), _EDITS, (*_EDITS, "draw", "top_k", "top_p", "min_p"))
+_LEVELS = ((), _EDITS, (*_EDITS, "draw", "top_k", "top_p", "min_p", "mixed"))
 
 
 @jax.tree_util.register_dataclass

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jaxllama.serving.runner import compiled_programs
-
 if TYPE_CHECKING:
     from jaxllama.serving.engine import Engine
 
@@ -54,5 +52,5 @@ def count(engine: Engine) -> Stats:
         },
         preemptions=counts["preemptions"],
         steps=engine.steps,
-        compilations=compiled_programs() - engine.compiled,
+        compilations=engine.runner.compiled_programs() - engine.compiled,
     )
