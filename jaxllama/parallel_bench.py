@@ -1,28 +1,24 @@
-"""How fast a model decodes on a mesh, beside one device of it, and what its collectives cost.
+"""How a model decodes on a mesh, beside one device of it, and what its collectives cost.
 
     python -m jaxllama.parallel_bench --model llama-3.1-70b --quantize w4a16 --mesh model=2
     python -m jaxllama.parallel_bench --model llama-3.1-8b --mesh model=1 model=2 model=4 --batch 1
 
 Weights are random, drawn leaf by leaf and put on the mesh at once, so a model that fits no single
-device can be measured.  One JSON line per mesh and batch: tokens a second, scaling efficiency
-against the first mesh of the call (speed-up over devices), the bytes a device moves per step and
-their share of its memory's measured rate, the collectives of the compiled loop, and the time in
-them from a profiler trace of a few steps (None where the trace names none).
+device can be measured; the loop is ``generate``'s own.  Two JSON lines per mesh and batch, as they
+are known: tokens a second, scaling efficiency against the first mesh of the call (speed-up over
+devices), the bytes a device moves per step and their share of its memory's measured rate; then
+where the time of a step goes, from a profiler's trace (``parallel_trace``; null on a CPU).
 
-The profiler makes XLA launch op by op, unless XLA_FLAGS has
---xla_enable_command_buffers_during_profiling=true, and the time in a collective is also that of
-waiting for the device that comes last.  ``compiler_options`` says how the loop is compiled.
-
-Left out: prefill, and anything a CPU's numbers would say of a GPU.
+Left out: prefill, long contexts (a row has only what it writes), and anything a CPU's numbers would
+say of a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
-import re
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -39,100 +35,81 @@ from jaxllama.decode_program import cache_bytes_per_step, memory_bandwidth
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import load
+from jaxllama.parallel_trace import profiled_graphs, step_parts
 from jaxllama.sampling import Sampling, SamplingParams
 from pallas_kernels.qtensor import packed_bytes
 
-_COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
-_PROMPT = 8
+_TRACED = 8  # steps
 
 
-def measure(lm: LanguageModel, batch: int, steps: int, runs: int, kv_dtype: str | None) -> dict:
-    """Greedy decoding of ``batch`` rows; medians."""
-    cfg, mesh = lm.config, lm.mesh
-    assert mesh is not None
-    sampling = SamplingParams.stack([Sampling()] * batch, cfg.vocab_size)
-    stop_ids = jnp.zeros((0,), jnp.int32)
-    tokens = jnp.ones((batch, _PROMPT), jnp.int32)
-    lengths = jnp.full((batch,), _PROMPT, jnp.int32)
-    dtype = kv_dtype or lm.dtype
-    loop = generation.loop_for(lm.params)
+class Decoding:
+    """Greedy decoding of ``batch`` rows, ``steps`` tokens each, compiled when it is made."""
 
-    def start() -> generation.GenerateState:
-        cache = init_cache(cfg, batch, _PROMPT + steps, dtype, mesh=mesh)
-        state = generation.start(
-            cfg, lm.params, tokens, lengths, cache, sampling, stop_ids, max_new_tokens=steps
-        )
-        return jax.block_until_ready(state)
-
-    def advance(state: generation.GenerateState, until: int) -> None:
-        jax.block_until_ready(loop(cfg, lm.params, state, sampling, stop_ids, np.int32(until)))
-
-    times = []
-    for _ in range(runs + 2):  # the first compiles, the second fills the allocator
-        state = start()
+    def __init__(self, lm: LanguageModel, batch: int, steps: int, kv_dtype: str | None) -> None:
+        self.lm, self.batch, self.steps = lm, batch, steps
+        self.kv_dtype = kv_dtype or lm.dtype
+        self.sampling = SamplingParams.stack([Sampling()] * batch, lm.config.vocab_size)
+        self.stop_ids = jnp.zeros((0,), jnp.int32)
+        self.loop = generation.loop_for(lm.params)
         begun = time.perf_counter()
-        advance(state, steps)
-        times.append((time.perf_counter() - begun) / (steps - 1))
-    seconds = statistics.median(times[2:])
-    state = start()
-    program = loop.lower(cfg, lm.params, state, sampling, stop_ids, np.int32(steps)).compile()
-    moved = _device_bytes(lm) + _cache_share(lm, state, steps)
-    traced = min(steps, 9)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            advance(state, traced)
-        in_collectives = collective_seconds(Path(folder))
+        self.run(2)
+        self.compile_seconds = time.perf_counter() - begun
+
+    def state(self) -> generation.GenerateState:
+        """One token a row and an empty cache: a prompt's program would cost a compilation."""
+        shape = self.batch, self.steps + 1
+        cfg, mesh = self.lm.config, self.lm.mesh
+        return jax.block_until_ready(generation.GenerateState(
+            tokens=jnp.ones(shape, jnp.int32),
+            logprobs=jnp.zeros(shape, jnp.float32),
+            counts=jnp.ones((self.batch,), jnp.int32),
+            done=jnp.zeros((self.batch,), bool),
+            step=jnp.int32(1),
+            cache=init_cache(cfg, self.batch, self.steps, self.kv_dtype, mesh=mesh),
+            history=None,
+        ))  # fmt: skip
+
+    def run(self, steps: int) -> float:
+        """Seconds of so many."""
+        cfg, params, state = self.lm.config, self.lm.params, self.state()
+        begun = time.perf_counter()
+        jax.block_until_ready(
+            self.loop(cfg, params, state, self.sampling, self.stop_ids, np.int32(1 + steps))
+        )
+        return time.perf_counter() - begun
+
+    def bytes_per_device(self) -> int:
+        """What the fullest device reads a step: of an embedding only some rows."""
+        held: Counter[int] = Counter()
+        params = dict(self.lm.params)
+        if not self.lm.config.tie_embeddings:
+            del params["embed"]
+        for leaf in jax.tree.leaves(params):
+            for shard in leaf.addressable_shards:
+                held[shard.device.id] += packed_bytes(shard.data.size, leaf.dtype)
+        assert self.lm.mesh is not None
+        cache = cache_bytes_per_step(self.lm.config, self.state().cache, self.steps // 2)
+        return max(held.values()) + cache // self.lm.mesh.size
+
+    def trace(self) -> dict[str, Any] | None:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                self.run(_TRACED)
+            return step_parts(Path(folder), _TRACED)
+
+
+def measure(decoding: Decoding, runs: int) -> dict[str, Any]:
+    decoding.run(decoding.steps)  # warms up
+    seconds = statistics.median(decoding.run(decoding.steps) for _ in range(runs)) / decoding.steps
+    moved = decoding.bytes_per_device()
     return {
-        "mesh": dict(mesh.shape), "batch": batch, "step_seconds": seconds,
-        "tokens_per_second": batch / seconds, "bytes_per_device": moved,
+        "compile_seconds": decoding.compile_seconds,
+        "step_seconds": seconds,
+        "tokens_per_second": decoding.batch / seconds,
+        "bytes_per_device": moved,
         "gigabytes_per_second_per_device": moved / seconds / 1e9,
         "share_of_ceiling": moved / seconds / memory_bandwidth(),
-        "collectives": dict(Counter(re.findall(rf" ({_COLLECTIVES})(?:-start)?\(",
-                                               program.as_text()))),
-        "collective_seconds_per_step": (
-            None if in_collectives is None else in_collectives / (traced - 1) / mesh.size
-        ),
-    }  # fmt: skip
-
-
-def _device_bytes(lm: LanguageModel) -> int:
-    """Bytes of weights that the fullest device reads a step; of an embedding only some rows."""
-    held: Counter[int] = Counter()
-    params = dict(lm.params)
-    if not lm.config.tie_embeddings:
-        del params["embed"]
-    for leaf in jax.tree.leaves(params):
-        for shard in leaf.addressable_shards:
-            held[shard.device.id] += packed_bytes(shard.data.size, leaf.dtype)
-    return max(held.values())
-
-
-def _cache_share(lm: LanguageModel, state: generation.GenerateState, steps: int) -> int:
-    assert lm.mesh is not None
-    return cache_bytes_per_step(lm.config, state.cache, _PROMPT + steps // 2) // lm.mesh.size
-
-
-def collective_seconds(folder: Path) -> float | None:
-    """Seconds of the kernels that are collectives in a trace (NCCL's, or XLA's own, which it names
-    after the sum), all devices together; None where it has no such kernel on a device."""
-    total, found = 0.0, False
-    for path in folder.rglob("*.trace.json.gz"):
-        events = json.loads(gzip.decompress(path.read_bytes())).get("traceEvents", [])
-        # The host has rows of the same names; what counts is what a stream of a device ran.
-        labels = {
-            (event["name"], event["pid"], event.get("tid")): event["args"]["name"]
-            for event in events
-            if event.get("name") in ("process_name", "thread_name")
-        }
-        devices = {pid for (kind, pid, _), label in labels.items()
-                   if kind == "process_name" and "/device:" in label}  # fmt: skip
-        streams = {(pid, tid) for (kind, pid, tid), label in labels.items()
-                   if kind == "thread_name" and pid in devices and "Stream" in label}  # fmt: skip
-        for event in events:
-            if event.get("ph") == "X" and (event["pid"], event.get("tid")) in streams:
-                if re.search(r"nccl|allreducekernel|^psum", event["name"], re.IGNORECASE):
-                    total, found = total + event["dur"] / 1e6, True
-    return total if found else None
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -143,23 +120,32 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", help="of weights and activations")
     parser.add_argument("--quantize", help="a scheme")
     parser.add_argument("--kv-dtype")
-    parser.add_argument("--steps", type=int, default=128)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args(argv)
-    if args.steps < 2 or args.runs < 1:
-        raise JaxLlamaError("parallel_bench: --steps from 2 on, --runs from 1 on")
+    if args.steps < _TRACED or args.runs < 1:
+        raise JaxLlamaError(f"parallel_bench: --steps from {_TRACED} on, --runs from 1 on")
+    profiled_graphs()
     first: dict[int, dict[str, Any]] = {}
     for mesh in args.mesh:
+        begun = time.perf_counter()
         lm = load(args.model, args.dtype, args.quantize, mesh=mesh, random=True)
+        jax.block_until_ready(lm.params)
+        print(f"{mesh}: loaded in {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
+        assert lm.mesh is not None
         for batch in args.batch:
-            row = measure(lm, batch, args.steps, args.runs, args.kv_dtype)
+            about = {
+                "model": args.model, "quantize": args.quantize, "dtype": lm.dtype.name,
+                "mesh": dict(lm.mesh.shape), "batch": batch,
+            }  # fmt: skip
+            decoding = Decoding(lm, batch, args.steps, args.kv_dtype)
+            row = {"devices": lm.mesh.size, **measure(decoding, args.runs)}
             base = first.setdefault(batch, row)
             row["speedup"] = base["step_seconds"] / row["step_seconds"]
-            devices = lm.mesh.size / np.prod(list(base["mesh"].values()))
-            row["scaling_efficiency"] = row["speedup"] / float(devices)
-            report = {"model": args.model, "quantize": args.quantize, "dtype": lm.dtype.name, **row}
-            print(json.dumps(report), flush=True)
-        del lm  # before the next one is drawn
+            row["scaling_efficiency"] = row["speedup"] * base["devices"] / row["devices"]
+            print(json.dumps({**about, **row}), flush=True)
+            print(json.dumps({**about, "step_parts": decoding.trace()}), flush=True)
+        del lm, decoding  # before the next one is drawn
 
 
 if __name__ == "__main__":

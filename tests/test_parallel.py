@@ -25,7 +25,6 @@ from jaxllama.checkpoints import hf
 from jaxllama.config import load_config, preset_names
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.parallel_bench import collective_seconds
 from jaxllama.parallel_hosts import join, roll_call
 from jaxllama.parallel_layout import (
     check_shards,
@@ -34,6 +33,7 @@ from jaxllama.parallel_layout import (
     row_order,
     split_axis,
 )
+from jaxllama.parallel_trace import step_parts
 from tests.models import FAMILIES, LLAMA
 from tests.seeded import seeded_params
 
@@ -152,8 +152,8 @@ def test_training_on_a_mesh_follows_one_device_s_curve():
     assert on_mesh == pytest.approx(alone, rel=1e-5)
 
 
-def test_the_time_in_collectives_is_that_of_a_device_s_kernels(tmp_path):
-    """Not of the host's rows, which have the same names."""
+def test_the_parts_of_a_step_are_those_of_a_device_s_kernels(tmp_path):
+    """Not of the host's rows, which have the same names, nor of gaps that are the host's."""
 
     def named(kind, pid, name, **more):
         return {"ph": "M", "name": kind, "pid": pid, "args": {"name": name}, **more}
@@ -162,18 +162,22 @@ def test_the_time_in_collectives_is_that_of_a_device_s_kernels(tmp_path):
         named("process_name", 1, "/device:GPU:0"), named("thread_name", 1, "Stream #5", tid=7),
         named("thread_name", 1, "XLA Ops", tid=8), named("process_name", 2, "/host:CPU"),
         named("thread_name", 2, "Stream-like", tid=7),
-        *({"ph": "X", "pid": pid, "tid": tid, "name": name, "dur": 10.0} for pid, tid, name in (
-            (1, 7, "void stream_executor::gpu::AllReduceKernelImpl<float>"),
-            (1, 7, "ncclDevKernel_AllGather_RING_LL"), (1, 7, "nvjet_sm90_tst"),
-            (1, 7, "psum_457_0_fusion"),
-            (1, 8, "all-reduce.3"), (2, 7, "ncclGroupEnd"), (2, 9, "all-reduce.3"))),
+        *({"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": begin, "dur": 10.0}
+          for pid, tid, begin, name in (
+            (1, 7, 0.0, "void stream_executor::gpu::AllReduceKernelImpl<float>"),
+            (1, 7, 12.0, "ncclDevKernel_AllGather_RING_LL"), (1, 7, 25.0, "loop_fusion_12"),
+            (1, 7, 2e6, "loop_fusion_3"), (1, 7, 2e6 + 5, "psum_457_0_fusion"),
+            (1, 8, 0.0, "all-reduce.3"), (2, 7, 0.0, "ncclGroupEnd"), (2, 9, 0.0, "nccl"))),
     ]  # fmt: skip
     trace = gzip.compress(json.dumps({"traceEvents": events}).encode())
     (tmp_path / "host.trace.json.gz").write_bytes(trace)
-    assert collective_seconds(tmp_path) == pytest.approx(30e-6)
-    none = gzip.compress(json.dumps({"traceEvents": events[:-7]}).encode())
+    parts = step_parts(tmp_path, 2)
+    assert parts.pop("sums") == 1.5
+    assert parts.pop("longest")["loop_fusion"] == pytest.approx({"launches": 1, "seconds": 10e-6})
+    assert parts == pytest.approx({"collectives": 15e-6, "kernels": 10e-6, "gaps": 2.5e-6})
+    none = gzip.compress(json.dumps({"traceEvents": events[:-8]}).encode())
     (tmp_path / "host.trace.json.gz").write_bytes(none)
-    assert collective_seconds(tmp_path) is None
+    assert step_parts(tmp_path, 2) is None
 
 
 # Layout

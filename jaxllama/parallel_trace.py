@@ -1,0 +1,85 @@
+"""Where the steps of a decode loop on several GPUs go, read off a profiler's trace.
+
+    with jax.profiler.trace(folder): run(steps)
+    step_parts(folder, steps) -> {"collectives": ..., "kernels": ..., "gaps": ..., ...}
+
+Seconds a step, means over the devices: in collectives (NCCL's kernels, or XLA's own, which it names
+after the sum), in all other kernels, and between kernels; how many collectives there are ("sums"),
+and the kernels that take most ("longest").  Kernels side by side on two streams count both.  A gap
+of a millisecond or more is the host's, before or behind the loop, and not counted.
+
+The time in a collective is also that of waiting for the device that comes last.  The profiler makes
+XLA launch op by op unless ``profiled_graphs`` is called before jax starts its devices.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+_COLLECTIVE = re.compile(r"nccl|allreducekernel|^psum", re.IGNORECASE)
+_HOST_GAP = 1e-3
+_LONGEST = 8
+_GRAPHS = "--xla_enable_command_buffers_during_profiling=true"
+
+
+def profiled_graphs() -> None:
+    """Keep CUDA graphs while the profiler runs."""
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_GRAPHS}".strip()
+
+
+def step_parts(folder: Path, steps: int) -> dict[str, Any] | None:
+    """See the module docstring; None where the trace has no kernel on a device."""
+    devices = _kernels_by_device(folder)
+    if not devices:
+        return None
+    parts = {"collectives": 0.0, "kernels": 0.0, "gaps": 0.0}
+    sums = 0
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for kernels in devices.values():
+        reached = min(begin for begin, _, _ in kernels)
+        for begin, seconds, name in sorted(kernels):
+            is_sum = _COLLECTIVE.search(name) is not None
+            parts["collectives" if is_sum else "kernels"] += seconds
+            sums += is_sum
+            by_name[re.sub(r"(_\d+)+(?=$|_fusion)", "", name)].append(seconds)
+            gap = begin - reached
+            parts["gaps"] += gap if 0 < gap < _HOST_GAP else 0.0
+            reached = max(reached, begin + seconds)
+    count = steps * len(devices)
+    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:_LONGEST]
+    return {
+        **{name: seconds / count for name, seconds in parts.items()},
+        "sums": sums / count,
+        "longest": {
+            name: {"launches": len(times) / count, "seconds": sum(times) / count}
+            for name, times in longest
+        },
+    }
+
+
+def _kernels_by_device(folder: Path) -> dict[Any, list[tuple[float, float, str]]]:
+    """(begin, seconds, name) of what the streams of each device ran.  The host has rows of the same
+    names, and so have a device's summaries."""
+    found: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
+    for path in folder.rglob("*.trace.json.gz"):
+        events = json.loads(gzip.decompress(path.read_bytes())).get("traceEvents", [])
+        labels = {
+            (event["name"], event["pid"], event.get("tid")): event["args"]["name"]
+            for event in events
+            if event.get("name") in ("process_name", "thread_name")
+        }
+        devices = {pid for (kind, pid, _), label in labels.items()
+                   if kind == "process_name" and "/device:" in label}  # fmt: skip
+        streams = {(pid, tid) for (kind, pid, tid), label in labels.items()
+                   if kind == "thread_name" and pid in devices and "Stream" in label}  # fmt: skip
+        for event in events:
+            if event.get("ph") == "X" and (event["pid"], event.get("tid")) in streams:
+                times = event["ts"] / 1e6, event["dur"] / 1e6
+                found[path, event["pid"]].append((*times, event["name"]))
+    return found
