@@ -100,7 +100,7 @@ COSTS = Calibration(
     store_cache=Moving(1e-5, 2e-11, 4e-10, 1e-12), push_cache=1e-5,
     load_hidden=Moving(1e-5, 2e-11, 4e-10, 1e-12), store_hidden=Moving(1e-5, 2e-11, 4e-10, 1e-12),
     decode=(2e-4, 1e-6, 1e-9), prefill=(0.0, 1e-7, 0.0), head=(5e-4, 1e-6),
-    look_up=(1e-4, 1e-8), contention=(0.0,) * 3,
+    look_up=(1e-4, 1e-8), contention=(0.0,) * 4,
     disk_cold=4e-10,
 )  # fmt: skip
 LLAMA = load_config("llama-3.1-8b")

@@ -206,7 +206,7 @@ def test_plan_solves_measures_and_draws(tmp_path, monkeypatch):
     assert "tokens/s" in plan.table(found)
     [kept] = tmp_path.glob("offload/calibration-*.json")
     costs = calibration._read(kept)
-    assert len(costs.contention) == 3 and all(0 <= share <= 1 for share in costs.contention)
+    assert len(costs.contention) == 4 and all(0 <= share <= 1 for share in costs.contention)
 
 
 def test_the_summary_of_a_sweep():

@@ -99,7 +99,7 @@ def calibrate(
 def _path(cfg: ModelConfig, *settings: Any) -> Path:
     device = jax.devices()[0].device_kind
     fields = [field.name for field in dataclasses.fields(Calibration)]
-    words = [repr(cfg), device, jax.__version__, *fields, *map(str, settings)]
+    words = [repr(cfg), device, jax.__version__, *fields, str(KINDS), *map(str, settings)]
     name = hashlib.sha256("|".join(words).encode()).hexdigest()[:16]
     return hub.cache_dir() / "offload" / f"calibration-{name}.json"
 

@@ -44,8 +44,13 @@ LANES = (
 )  # fmt: skip
 _LOADS, _STORES = ("load weights", "load cache", "load hidden"), ("store cache", "store hidden")
 LINKS = (("link", _LOADS), ("link", _STORES), ("disk", _LOADS + _STORES))
-KINDS = (("load weights", "compute"), ("load cache", "store cache"),
-         ("load hidden", "store hidden"))  # fmt: skip  # of contention
+# Of contention.  Weights that come whole are a few transfers, which computing hardly slows; pieces
+# that are to be joined keep the host and the device's queue busy.
+KINDS = (
+    ("load weights", "compute"), ("load cache", "store cache"), ("load hidden", "store hidden"),
+    ("load weights", "compute"),
+)  # fmt: skip
+WHOLE, JOINED = 0, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +152,9 @@ def step_of(
     """``batches`` of ``rows`` with ``context`` tokens each, or a prefill of ``width`` tokens."""
     totals, links = dict.fromkeys(LANES, 0.0), np.zeros(len(LINKS))
     longest_sum, beside, serial = 0.0, np.zeros(len(KINDS)), 0.0
+    names = cfg, np.dtype(settings.dtype).name, settings.scheme, policy.sep_layer
+    joins = any(joined for *_, joined in _weights_moving(*names, policy.weights))
+    other = WHOLE if joins else JOINED
     for lanes in _units(cfg, policy, costs, settings, rows, batches, width, context, task):
         own = [{lane: getattr(lanes[lane], part) for lane in members} for part, members in LINKS]
         alone = [{lane: value.seconds} for lane, value in lanes.items() if lane != "load weights"]
@@ -158,7 +166,8 @@ def step_of(
         for lane, value in lanes.items():
             totals[lane] += value.seconds
         for kind, members in enumerate(KINDS):
-            beside[kind] += sum(lanes[lane].seconds - hidden.get(lane, 0.0) for lane in members)
+            if kind != other:
+                beside[kind] += sum(lanes[lane].seconds - hidden.get(lane, 0.0) for lane in members)
         links += [sum(seconds.values()) for seconds in own]
         serial += sum(value.seconds for value in lanes.values())
     overlapped = longest_sum + float(beside @ np.array(costs.contention))

@@ -50,7 +50,7 @@ class Calibration:
     prefill: tuple[float, float, float]  # overhead, a row and token, a row and token^2; a layer
     head: tuple[float, float]  # overhead, a row
     look_up: tuple[float, float]  # of a table that is not on the device: overhead, a token
-    contention: tuple[float, ...]  # of weights and computation, cache, hidden states
+    contention: tuple[float, ...]  # what is not hidden, by ``cost_model.KINDS``
     disk_cold: float  # seconds a byte when the system's page cache holds nothing of the file
 
     def cold(self) -> Calibration:

@@ -142,7 +142,8 @@ def _linear_program(
     # Lanes that are hidden must count for something: among equals the one that moves least.
     share = np.ones(len(LANES))
     if policy.overlap:
-        kinds = [next(i for i, kind in enumerate(KINDS) if lane in kind) for lane in LANES]
+        # What is between pure policies is joined.
+        kinds = [max(i for i, kind in enumerate(KINDS) if lane in kind) for lane in LANES]
         share = np.clip([costs.contention[kind] for kind in kinds], 0.02, 1.0)
     objective = [*(share @ slope[: len(LANES)]), float(1.0 - share.min())]
     found = linprog(

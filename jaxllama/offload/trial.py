@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -39,10 +39,11 @@ def repeated_model(
     params: dict[str, Any] = {}
     layers = [name for name in shapes if name.startswith("layer_")]
     for name in [name for name in shapes if name not in layers] + layers[:1]:
-        drawn = random_tree(shapes[name])
-        for target in layers if name in layers else [name]:
-            params[target] = _placed(place, drawn, (target,))
-        del drawn
+        for path, shape in _weights_of(shapes[name]):
+            drawn = random_tree(shape)  # one at a time, so that it is no peak of the memory
+            for target in layers if name in layers else [name]:
+                _put(params, (target, *path), place((target, *path), drawn))
+            del drawn
     return place.model(cfg, params, None)
 
 
@@ -59,17 +60,31 @@ def _draw(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     if len(shape) == 1:
         return jnp.ones(shape, dtype)
     if dtype == "int4":
-        half = (*shape[:-1], shape[-1] // 2)
-        bits = lax.bitcast_convert_type(jax.random.bits(key, half, jnp.uint8), jnp.int8)
-        return lax.bitcast_convert_type(bits, jnp.int4).reshape(shape)
-    bits = lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), jnp.int8)
-    return (bits.astype(jnp.float32) * (0.02 / 74)).astype(dtype)
+        words = _random_bytes(key, (*shape[:-1], shape[-1] // 2))
+        return lax.bitcast_convert_type(words, jnp.int4).reshape(shape)
+    return (_random_bytes(key, shape).astype(jnp.float32) * (0.02 / 74)).astype(dtype)
 
 
-def _placed(place: Placement, tree: Any, path: tuple[str, ...]) -> Any:
-    if isinstance(tree, dict):
-        return {name: _placed(place, child, (*path, name)) for name, child in tree.items()}
-    return place(path, tree)
+def _random_bytes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """int8; the first rows over and over, so that drawing takes no memory to speak of."""
+    rows, rest = min(shape[0], 1024), shape[1:]
+    bits = lax.bitcast_convert_type(jax.random.bits(key, (rows, *rest), jnp.uint8), jnp.int8)
+    turns = -(-shape[0] // rows)
+    return jnp.tile(bits, (turns, *(1,) * len(rest)))[: shape[0]]
+
+
+def _weights_of(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not isinstance(tree, dict):
+        yield path, tree
+        return
+    for name, child in tree.items():
+        yield from _weights_of(child, (*path, name))
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
 
 
 def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: Settings) -> float:
