@@ -2,7 +2,7 @@
 
     for_device()                options for ``jax.jit`` of a loop on one device, None for XLA's
     for_mesh(mesh)              options for ``jax.jit`` of a loop, None for XLA's defaults
-    on_mesh(program, mesh)      a jitted loop, with these options
+    compiled_for(program, mesh) a jitted loop, with these options
 
 On one GPU jax 0.11 makes each step a CUDA graph, and the host reads behind each whether there is
 another.  A graph may hold the loop itself, so that the device decides: 9 us a step less on an H200.
@@ -74,7 +74,7 @@ def for_mesh(mesh: Mesh | None) -> Options | None:
     return next((options for options in choices if _adds_up(mesh, options)), None)
 
 
-def on_mesh(program: Any, mesh: Mesh | None, **jit: Any) -> Any:
+def compiled_for(program: Any, mesh: Mesh | None, **jit: Any) -> Any:
     """The jitted ``program``, or, where a loop on ``mesh`` (None: on one device) has options, the
     same compiled with them (one function per program and options).  jit: what else ``program`` was
     jitted with."""

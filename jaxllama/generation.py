@@ -311,7 +311,9 @@ def advance(
 
 def loop_for(params: Params) -> Callable[..., GenerateState]:
     """``advance``, compiled as suits the devices that (concrete) parameters are on."""
-    return compiler_options.on_mesh(advance, mesh_of(params), static_argnums=0, donate_argnums=2)
+    return compiler_options.compiled_for(
+        advance, mesh_of(params), static_argnums=0, donate_argnums=2
+    )
 
 
 def emit(

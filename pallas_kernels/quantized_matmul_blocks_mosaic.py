@@ -24,7 +24,7 @@ from pallas_kernels.quantized_matmul_decode_plan import CLUSTERS, WARPS, Plan, m
 from pallas_kernels.quantized_matmul_decode_scheme import KIND, Scheme
 
 
-class Kernel(decode._Kernel):
+class Kernel(decode.Kernel):
     """The decode matmul's program; its own operands are the first weight's.
 
     begin: the first block (or cluster) that runs it.  firsts: the first tile of each weight but the

@@ -138,7 +138,7 @@ class Operands(NamedTuple):
     out: Any
 
 
-class _Kernel(Copies, StagedX, TileProduct, Sums):
+class Kernel(Copies, StagedX, TileProduct, Sums):
     """One block's program.  Everything it does is emitted while the kernel is traced.
 
     scratch: partial sums and x, the ring, scales and what else a tile needs, squares of x.
@@ -325,7 +325,7 @@ def matmul(
         inputs = [next(refs) if there else None for there in present]
         operands = Operands(*inputs, next(refs))
 
-        _Kernel(plan, scheme, n, k, operands, list(refs), **kinds).run()
+        Kernel(plan, scheme, n, k, operands, list(refs), **kinds).run()
 
     def quantized_matmul_decode(*refs):
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)

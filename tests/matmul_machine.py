@@ -287,7 +287,7 @@ def run_decode(
         kinds = {"out": KIND[jnp.dtype(out_dtype).name], "eps": eps}
         if gamma is not None:
             kinds["gamma"] = KIND[gamma.dtype.name]
-        decode._Kernel(plan, scheme, n, k, operands, machine.refs[8:], **kinds).run()
+        decode.Kernel(plan, scheme, n, k, operands, machine.refs[8:], **kinds).run()
         out = machine.memory[7].view(out.dtype).reshape(m, n_out)
     return out
 

@@ -61,7 +61,7 @@ class Runner:
         self.mesh = mesh_of(params)
         self._decode_program = device.decode
         if self.mesh is None:
-            self._decode_program = compiler_options.on_mesh(
+            self._decode_program = compiler_options.compiled_for(
                 device.decode, None, static_argnums=0, static_argnames="width", donate_argnums=2
             )
         self.slots = self._init_slots()
