@@ -13,9 +13,10 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic import gpu as mgpu
 
+from pallas_kernels.mosaic import LOG2E as LOG2E
+
 utils = mgpu.utils
 Value = ir.Value
-LOG2E = 1.4426950408889634
 
 
 def i32() -> ir.Type:

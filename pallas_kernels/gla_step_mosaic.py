@@ -51,9 +51,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attention_ptx as a
 from pallas_kernels import mosaic as p
+from pallas_kernels.mosaic import LOG2E
 
 BATCH = 16  # loads of 16 bytes that a lane has in flight
-_LOG2_E = 1.4426950408889634
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +224,7 @@ class _Step:
         """Binary logarithm."""
         at = p.offset(self.given.log_decay, self.whole_head, 4 * self.shape.dk)
         (g,) = a.load_words(p.offset(at, d, 4), 1, 0, "f32", ".nc")
-        return arith.mulf(g, p.cf(_LOG2_E))
+        return arith.mulf(g, p.cf(LOG2E))
 
     def low_rank_decay(self, low, key):
         """Binary logarithm."""
@@ -234,12 +234,12 @@ class _Step:
         for c in range(0, shape.rank, 8):
             for w, y in zip(self.load_pairs(p.offset(row, p.ci(c), 2), 4), low[c:], strict=False):
                 x = p.fma(w, y, x)
-        x = arith.mulf(x, p.cf(_LOG2_E))
+        x = arith.mulf(x, p.cf(LOG2E))
         away = a.exp2(arith.mulf(a.absolute(x), p.cf(-1.0)))
         x = arith.subf(a.minimum(x, p.cf(0.0)), a.log2(arith.addf(away, p.cf(1.0))))
         x = arith.mulf(x, p.cf(1.0 / shape.normalizer))
         if shape.clamp_min is not None:
-            x = a.maximum(x, p.cf(shape.clamp_min * _LOG2_E))
+            x = a.maximum(x, p.cf(shape.clamp_min * LOG2E))
         return x
 
     def begin_exchange(self) -> None:
@@ -267,7 +267,7 @@ class _Step:
         y = [arith.mulf(arith.mulf(x, factor), w) for x, w in zip(o, weight, strict=True)]
         if gate is None:
             return y
-        power = [a.exp2(arith.mulf(g, p.cf(-_LOG2_E))) for g in gate]
+        power = [a.exp2(arith.mulf(g, p.cf(-LOG2E))) for g in gate]
         gate = [a.divide(g, arith.addf(e, p.cf(1.0))) for g, e in zip(gate, power, strict=True)]
         return [arith.mulf(x, g) for x, g in zip(y, gate, strict=True)]
 

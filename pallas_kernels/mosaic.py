@@ -13,6 +13,7 @@ from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
 from jax.experimental.mosaic import gpu as mgpu
 
 Value = ir.Value
+LOG2E = 1.4426950408889634
 
 
 def i32() -> ir.Type:

@@ -36,9 +36,11 @@ class Kernel(decode.Kernel):
         self.cluster = p.add(self.cluster, -begin)
         self.firsts = firsts
         words, scales, zeros = zip(*others, strict=True) if others else [()] * 3
-        self.word_shifts = self.shifts(self.w, words, self.row_bytes)
-        self.scale_shifts = self.shifts(self.scale, scales, self.scale_row)
-        self.zero_shifts = self.shifts(self.zero, zeros, self.zero_row)
+        self.moves = {
+            "w": self.shifts(self.w, words, self.row_bytes),
+            "scale": self.shifts(self.scale, scales, self.scale_row),
+            "zero": self.shifts(self.zero, zeros, self.zero_row),
+        }
 
     def shifts(self, base, refs, row: int):
         """Bytes from where the other weights would lie behind the first to where they do."""
@@ -47,32 +49,12 @@ class Kernel(decode.Kernel):
         near = [p.offset(base, p.ci(first), 16 * row) for first in self.firsts]
         return [arith.subi(p.address(ref), at) for ref, at in zip(refs, near, strict=True)]
 
-    def moved(self, at, tile, shifts):
-        """``at``, where the tile would be, to where it is."""
+    def rows_of(self, name: str, tile, row: int):
+        at = super().rows_of(name, tile, row)
         shift = arith.subi(at, at)
-        for first, other in zip(self.firsts, shifts, strict=True):
+        for first, other in zip(self.firsts, self.moves[name], strict=True):
             shift = arith.select(p.less(tile, first), shift, other)
         return arith.addi(at, shift)
-
-    def copy_words(self, step, block: int, slot) -> None:
-        tile = self.tile_of(step)
-        at = p.offset(self.w_mine, tile, 16 * self.row_bytes)
-        at = self.moved(at, tile, self.word_shifts)
-        for half in range(2):
-            p.copy_async(slot, at, 512 * half, block * 64 + half * 8 * self.row_bytes)
-
-    def copy_scales(self, batch, buffer) -> None:
-        for base, row, start, shifts in (
-            (self.scale, self.scale_row, 0, self.scale_shifts),
-            (self.zero, self.zero_row, 16 * self.scale_row, self.zero_shifts),
-        ):
-            if base is not None:
-
-                def source(tile, piece, base=base, row=row, shifts=shifts):
-                    at = self.moved(p.offset(base, tile, 16 * row), tile, shifts)
-                    return p.offset(at, piece, 16)
-
-                self.copy_pieces(batch, buffer, self.plan.batch, row, start, source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +94,6 @@ def divide(m: int, groups, kind: str) -> list[Group]:
     ]
 
 
-def parts_of(w: jax.Array | QTensor) -> tuple[jax.Array | None, ...]:
-    return (w.q, w.scale, w.zero) if isinstance(w, QTensor) else (w, None, None)
-
-
 @functools.partial(jax.jit, static_argnames=("out_dtype", "eps"))
 def matmul(
     x: jax.Array,
@@ -129,7 +107,8 @@ def matmul(
     m, k = x.shape
     divided = divide(m, groups, KIND[x.dtype.name])
     kinds = {"out": KIND[out_dtype.name], "gamma": KIND[gamma.dtype.name], "eps": eps}
-    given, tree = jax.tree.flatten((x, gamma, [[parts_of(w) for w in group] for group in groups]))
+    parts = [[decode.parts_of(w) for w in group] for group in groups]
+    given, tree = jax.tree.flatten((x, gamma, parts))
 
     def emit(ctx, *refs):
         del ctx

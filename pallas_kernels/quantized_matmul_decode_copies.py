@@ -26,16 +26,20 @@ class Copies:
 
     def copy_scales(self, batch, buffer) -> None:
         """Scales and zeros of the batch's tiles: the tile's 16 rows are one run of bytes."""
-        for base, row, start in (
-            (self.scale, self.scale_row, 0),
-            (self.zero, self.zero_row, 16 * self.scale_row),
+        for name, row, start in (
+            ("scale", self.scale_row, 0),
+            ("zero", self.zero_row, 16 * self.scale_row),
         ):
-            if base is not None:
+            if getattr(self, name) is not None:
 
-                def source(tile, piece, base=base, row=row):
-                    return p.offset(p.offset(base, tile, 16 * row), piece, 16)
+                def source(tile, piece, name=name, row=row):
+                    return p.offset(self.rows_of(name, tile, row), piece, 16)
 
                 self.copy_pieces(batch, buffer, self.plan.batch, row, start, source)
+
+    def rows_of(self, name: str, tile, row: int):
+        """Address of a tile's 16 rows of ``row`` bytes in ``name``; of the words, the lane's."""
+        return p.offset(self.w_mine if name == "w" else getattr(self, name), tile, 16 * row)
 
     def copy_addends(self, batch, buffer, count: int) -> None:
         """Bias and residual of the batch's tiles, which are read when it ends: they replace those
@@ -58,7 +62,7 @@ class Copies:
 
     def copy_words(self, step, block: int, slot) -> None:
         """The lane's words of one block of columns, rows r and r + 8."""
-        at = p.offset(self.w_mine, self.tile_of(step), 16 * self.row_bytes)
+        at = self.rows_of("w", self.tile_of(step), self.row_bytes)
         for half in range(2):
             source = block * 64 + half * 8 * self.row_bytes
             p.copy_async(slot, at, 512 * half, source)

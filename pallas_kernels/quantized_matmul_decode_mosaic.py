@@ -292,6 +292,11 @@ class Kernel(Copies, StagedX, TileProduct, Sums):
             p.cluster_barrier()  # no block may leave while others read its shared memory
 
 
+def parts_of(w: jax.Array | QTensor) -> tuple[jax.Array | None, ...]:
+    """Words, scales and zeros."""
+    return (w.q, w.scale, w.zero) if isinstance(w, QTensor) else (w, None, None)
+
+
 @functools.partial(jax.jit, static_argnames=("out_dtype", "eps", "swiglu", "plan"))
 def matmul(
     x: jax.Array,
@@ -312,9 +317,8 @@ def matmul(
         plan = make_plan(m, w, bias=bias is not None, residual=residual is not None, pairs=swiglu)
     assert plan is not None
     scheme = Scheme(w, KIND[x.dtype.name])
-    words = (w, None, None) if scheme.plain else (w.q, w.scale, w.zero)
     bias = None if bias is None else bias.astype(jnp.float32)
-    given = [x, *words, bias, gamma, residual]
+    given = [x, *parts_of(w), bias, gamma, residual]
     present = [v is not None for v in given]
     kinds = {"out": KIND[jnp.dtype(out_dtype).name], "eps": eps}
     if gamma is not None:

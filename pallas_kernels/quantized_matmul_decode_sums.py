@@ -9,10 +9,10 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import attention_ptx as a
 from pallas_kernels import mosaic as p
+from pallas_kernels.mosaic import LOG2E
 from pallas_kernels.quantized_matmul_decode_plan import PITCH, WARPS
 
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4}
-_LOG2_E = 1.4426950408889634
 
 
 class Sums:
@@ -118,5 +118,5 @@ class Sums:
         p.when(p.less(tile, self.out_tiles), store)
 
     def silu_times(self, gate, up):
-        power = a.exp2(arith.mulf(gate, p.cf(-_LOG2_E)))
+        power = a.exp2(arith.mulf(gate, p.cf(-LOG2E)))
         return arith.mulf(a.divide(gate, arith.addf(power, p.cf(1.0))), up)

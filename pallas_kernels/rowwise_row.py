@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import mosaic as p
+from pallas_kernels.mosaic import LOG2E
 from pallas_kernels.rowwise_plan import BYTES, QMAX, Op, Plan
 
 _FLOAT_MAX = 3.4028234663852886e38
@@ -82,7 +83,7 @@ def _floats(words: Sequence[p.Value], kind: str) -> list[p.Value]:
 
 
 def _silu(gate: p.Value) -> p.Value:
-    power = _f32("ex2.approx.f32 $0, $1;", arith.mulf(gate, p.cf(-1.4426950408889634)))
+    power = _f32("ex2.approx.f32 $0, $1;", arith.mulf(gate, p.cf(-LOG2E)))
     return arith.mulf(gate, _f32("rcp.approx.f32 $0, $1;", arith.addf(power, p.cf(1.0))))
 
 

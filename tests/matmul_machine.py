@@ -277,10 +277,9 @@ def run_decode(
     out = np.full((m, n_out), np.nan, jnp.dtype(out_dtype))
     bias = None if bias is None else np.asarray(bias, np.float32)
     gamma, eps = (None, None) if norm is None else norm
-    words = (w, None, None) if scheme.plain else (w.q, w.scale, w.zero)
     sizes = plan.scratch_sizes(normed=norm is not None)
     for cluster in range(plan.clusters):
-        arrays = [raw(v) for v in (x, *words, bias, gamma, residual, out)]
+        arrays = [raw(v) for v in (x, *decode.parts_of(w), bias, gamma, residual, out)]
         machine = Machine(arrays, sizes, cluster, plan.split)
         install(monkeypatch, machine)
         operands = decode.Operands(*machine.refs[:8])

@@ -57,7 +57,7 @@ def test_the_kernel_s_code_on_numpy(given, monkeypatch):
     groups = alike(weights)
     outs, kinds = [], {"out": "bf16", "gamma": "bf16", "eps": EPS}
     for group, own in zip(kernel.divide(m, groups, "bf16"), groups, strict=True):
-        first, *others = (kernel.parts_of(w) for w in own)
+        first, *others = (decode.parts_of(w) for w in own)
         out = np.full((m, sum(group.rows)), np.nan, DTYPE)
         for block in range(group.begin, group.begin + group.plan.clusters):
             arrays = [x, *first, None, norm[0], None, out, *itertools.chain(*others)]
