@@ -251,13 +251,16 @@ class _Carry(NamedTuple):
     cache's length and the step, int32 ``[5, B]``; tokens and the bits of logprobs, int32
     ``[2, B, max_new_tokens]``; the cache's layers; the history."""
 
-    rows: jax.Array
+    rows: jax.Array | Sequence[jax.Array]
     written: jax.Array
     layers: tuple[Any, ...]
     history: History | None
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+_LOOP = {"static_argnums": 0, "donate_argnums": 2}
+
+
+@functools.partial(jax.jit, **_LOOP)
 def advance(
     cfg: ModelConfig,
     params: Params,
@@ -272,11 +275,6 @@ def advance(
     array that changes costs a step a kernel.
     """
     until = jnp.minimum(until, state.tokens.shape[1])
-    newest = lax.dynamic_index_in_dim(state.tokens, state.step - 1, 1, keepdims=False)
-    step = jnp.broadcast_to(state.step, newest.shape)
-    done = state.done.astype(jnp.int32)
-    rows = jnp.stack([newest, done, state.counts, state.cache.lengths, step])
-    written = jnp.stack([state.tokens, _bits(state.logprobs)])
 
     def unfinished(carry: _Carry) -> jax.Array:
         _, done, _, _, step = carry.rows
@@ -284,19 +282,36 @@ def advance(
 
     def one_token(carry: _Carry) -> _Carry:
         newest, done, counts, lengths, step = carry.rows
-        live = 1 - done
-        scores, cache = _decode(cfg, params, newest, Cache(carry.layers, lengths), live)
-        tokens, logprobs = sample(scores, sampling, cache.lengths, carry.history)
-        new = jnp.where(live > 0, jnp.stack([tokens, _bits(logprobs)]), 0)  # [2, B]
-        done |= _stops(tokens, stop_ids).astype(jnp.int32)
-        rows = jnp.stack([new[0], done, counts + live, cache.lengths, step + 1])
-        written = lax.dynamic_update_slice_in_dim(carry.written, new[:, :, None], step[0], axis=2)
-        history = carry.history
-        history = None if history is None else history.add(tokens, live > 0)
-        return _Carry(rows, written, cache.layers, history)
+        scores, cache = _decode(cfg, params, newest, Cache(carry.layers, lengths), 1 - done)
+        rows = newest, done, counts, cache.lengths, step
+        carry = _Carry(rows, carry.written, cache.layers, carry.history)
+        return _append(carry, scores, sampling, stop_ids)
 
-    carry = _Carry(rows, written, state.cache.layers, state.history)
-    carry = lax.while_loop(unfinished, one_token, carry)
+    return _unpack(lax.while_loop(unfinished, one_token, _pack(state)))
+
+
+def loop_for(params: Params) -> Callable[..., GenerateState]:
+    """``advance``, compiled as suits the devices that (concrete) parameters are on."""
+    return compiler_options.compiled_for(advance, mesh_of(params), **_LOOP)
+
+
+def emit(
+    state: GenerateState, scores: jax.Array, sampling: SamplingParams, stop_ids: jax.Array
+) -> GenerateState:
+    """Sample one token per row and append it; rows that are done stand still."""
+    return _unpack(_append(_pack(state), scores, sampling, stop_ids))
+
+
+def _pack(state: GenerateState) -> _Carry:
+    newest = lax.dynamic_index_in_dim(state.tokens, state.step - 1, 1, keepdims=False)
+    step = jnp.broadcast_to(state.step, newest.shape)
+    done = state.done.astype(jnp.int32)
+    rows = jnp.stack([newest, done, state.counts, state.cache.lengths, step])
+    written = jnp.stack([state.tokens, _bits(state.logprobs)])
+    return _Carry(rows, written, state.cache.layers, state.history)
+
+
+def _unpack(carry: _Carry) -> GenerateState:
     _, done, counts, lengths, step = carry.rows
     return GenerateState(
         tokens=carry.written[0],
@@ -309,38 +324,21 @@ def advance(
     )
 
 
-def loop_for(params: Params) -> Callable[..., GenerateState]:
-    """``advance``, compiled as suits the devices that (concrete) parameters are on."""
-    return compiler_options.compiled_for(
-        advance, mesh_of(params), static_argnums=0, donate_argnums=2
-    )
-
-
-def emit(
-    state: GenerateState, scores: jax.Array, sampling: SamplingParams, stop_ids: jax.Array
-) -> GenerateState:
-    """Sample one token per row and append it; rows that are done stand still."""
-    tokens, logprobs = sample(scores, sampling, state.cache.lengths, state.history)
-    live = ~state.done
-    history = state.history
-    return dataclasses.replace(
-        state,
-        tokens=_put(state.tokens, jnp.where(live, tokens, 0), state.step),
-        logprobs=_put(state.logprobs, jnp.where(live, logprobs, 0.0), state.step),
-        counts=state.counts + live.astype(jnp.int32),
-        done=state.done | _stops(tokens, stop_ids),
-        step=state.step + 1,
-        history=None if history is None else history.add(tokens, live),
-    )
-
-
-def _stops(tokens: jax.Array, stop_ids: jax.Array) -> jax.Array:
-    return jnp.any(tokens[:, None] == stop_ids[None, :], axis=1)
+def _append(
+    carry: _Carry, scores: jax.Array, sampling: SamplingParams, stop_ids: jax.Array
+) -> _Carry:
+    """``emit`` for what the loop carries."""
+    _, done, counts, lengths, step = carry.rows
+    live = 1 - done
+    tokens, logprobs = sample(scores, sampling, lengths, carry.history)
+    new = jnp.where(live > 0, jnp.stack([tokens, _bits(logprobs)]), 0)  # [2, B]
+    done |= jnp.any(tokens[:, None] == stop_ids[None, :], axis=1).astype(jnp.int32)
+    rows = jnp.stack([new[0], done, counts + live, lengths, step + 1])
+    written = lax.dynamic_update_slice_in_dim(carry.written, new[:, :, None], step[0], axis=2)
+    history = carry.history
+    history = None if history is None else history.add(tokens, live > 0)
+    return _Carry(rows, written, carry.layers, history)
 
 
 def _bits(floats: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(floats, jnp.int32)
-
-
-def _put(buffer: jax.Array, column: jax.Array, index: jax.Array) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(buffer, column[:, None], index, axis=1)

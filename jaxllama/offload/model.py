@@ -28,6 +28,7 @@ import numpy as np
 from jaxllama.language_model import Generation, LanguageModel
 from jaxllama.offload import units as programs
 from jaxllama.offload.accounting import check_host
+from jaxllama.offload.cost_model import Task
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.run import Run
 from jaxllama.offload.store import Rows, Store
@@ -36,7 +37,6 @@ from jaxllama.sampling import SamplingParams
 
 SCHEME = "w4a16"  # what compress_weight means
 KV_DTYPE = "int4"  # what compress_cache means
-CHUNK = 512  # tokens of a prompt in a unit at once, as the cost model has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class OffloadedModel(LanguageModel):
         """As LanguageModel.generate; kv_dtype and chunk default to what the policy says."""
         if self.policy.compress_cache and options.get("kv_dtype") is None:
             options["kv_dtype"] = KV_DTYPE
-        options.setdefault("chunk", self.policy.prefill_batch_size or CHUNK)
+        options.setdefault("chunk", self.policy.prefill_batch_size or Task.chunk)
         return super().generate(prompts, *arguments, **options)
 
     def logits(self, tokens: Any, lengths: Any) -> jax.Array:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
 from jaxllama.config import ModelConfig
@@ -36,15 +37,15 @@ def repeated_model(
     """A model whose layers, all of one kind, hold copies of one layer's random bytes."""
     place = Placement(policy, dtype, scheme)
     shapes = weight_shapes(cfg, dtype, place.scheme)
-    params: dict[str, Any] = {}
+    params: dict[tuple[str, ...], Any] = {}
     layers = [name for name in shapes if name.startswith("layer_")]
     for name in [name for name in shapes if name not in layers] + layers[:1]:
-        for path, shape in _weights_of(shapes[name]):
+        for path, shape in flatten_dict(shapes[name]).items():
             drawn = random_tree(shape)  # one at a time, so that it is no peak of the memory
             for target in layers if name in layers else [name]:
-                _put(params, (target, *path), place((target, *path), drawn))
+                params[target, *path] = place((target, *path), drawn)
             del drawn
-    return place.model(cfg, params, None)
+    return place.model(cfg, unflatten_dict(params), None)
 
 
 def random_tree(shapes: Any) -> Any:
@@ -71,20 +72,6 @@ def _random_bytes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     bits = lax.bitcast_convert_type(jax.random.bits(key, (rows, *rest), jnp.uint8), jnp.int8)
     turns = -(-shape[0] // rows)
     return jnp.tile(bits, (turns, *(1,) * len(rest)))[: shape[0]]
-
-
-def _weights_of(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if not isinstance(tree, dict):
-        yield path, tree
-        return
-    for name, child in tree.items():
-        yield from _weights_of(child, (*path, name))
-
-
-def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for name in path[:-1]:
-        tree = tree.setdefault(name, {})
-    tree[path[-1]] = value
 
 
 def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: Settings) -> float:
