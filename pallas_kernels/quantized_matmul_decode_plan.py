@@ -106,7 +106,8 @@ def slices(k: int, bits: int, m: int) -> list[tuple[int, int, int, bool]]:
     cuts.sort(key=lambda cut: (cut[0] > 1, cut[0] == 8, cut[2] == 512, cut[0]))
     few = m <= RESIDENT_TOKENS and not (cuts and cuts[0][0] == 1)
     if (few or not cuts) and k % block == 0 and k >= 8 * block:
-        k_warp = -(-k // block // WARPS) * block
+        unit = max(block, 64)  # the places of x are exchanged among 8 granules
+        k_warp = -(-k // unit // WARPS) * unit
         cuts.insert(0, (1, -(-k // k_warp), k_warp, True))
     return cuts
 

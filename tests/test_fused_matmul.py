@@ -75,6 +75,9 @@ EMULATED = [  # weights, m, K, fused, changes to the plan
     ("plain", 5, 576, "n", {}),
     ("w4-g128", 1, 14336, "nr", {"clusters": 1, "per": 5, "batch": 3}),
     ("plain", 3, 2048, "r", {"clusters": 1, "per": 5, "depth": 9}),
+    ("plain", 2, 256, "n", {}),
+    ("plain", 4, 1056, "nr", {}),
+    ("plain", 3, 18944, "r", {"clusters": 1, "per": 5, "batch": 1}),
 ]
 
 
