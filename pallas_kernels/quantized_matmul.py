@@ -43,10 +43,10 @@ from pallas_kernels.dispatch import Implementation, choose, wants_kernel
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, take_columns
 from pallas_kernels.quantized_matmul_choice import (
     Call,
+    run_fused,
     run_kernel,
     slower,
     slower_fused,
-    takes_rows,
     unfusible,
     unsupported,
 )
@@ -302,21 +302,7 @@ _quantized_pair.defvjp(_quantized_pair_fwd, _quantized_pair_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(call: Call, x, w, bias, gamma, residual):
-    from pallas_kernels import quantized_matmul_decode_mosaic as decode
-    from pallas_kernels import quantized_matmul_prefill_mosaic as prefill
-
-    if takes_rows(x.shape[0], w, gamma, residual):
-        return prefill.matmul_plain(x, w, bias, call.out_dtype, swiglu=call.swiglu)
-    return decode.matmul(
-        x,
-        w,
-        bias=bias,
-        out_dtype=call.out_dtype,
-        gamma=gamma,
-        eps=call.eps,
-        residual=residual,
-        swiglu=call.swiglu,
-    )
+    return run_fused(call, x, w, bias, gamma, residual)
 
 
 def _fused_fwd(call, x, w, bias, gamma, residual):

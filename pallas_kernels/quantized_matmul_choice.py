@@ -66,6 +66,8 @@ def unfusible(x, w, call: Call, gamma, residual) -> str | None:
 
     if isinstance(w, QTensor) and (w.columns is not None or w.activations is not None):
         return "columns in another order, or quantized activations, are not fused"
+    if takes_one_row(x, w, call.out_dtype, gamma, residual, call.swiglu):
+        return None
     rows = math.prod(x.shape[:-1])
     if takes_rows(rows, w, gamma, residual):
         return prefill.unsupported_plain(rows, x.dtype, w, call.out_dtype)
@@ -81,15 +83,13 @@ def unfusible(x, w, call: Call, gamma, residual) -> str | None:
 
 
 def slower_fused(x, w, call: Call, gamma, residual) -> str | None:
-    """Why that kernel is not worth it, or None.  With a plain weight it is faster than XLA's where
-    the weight is small (6144 x 4096, M = 1 and 16: 13.9 and 15.0 us, XLA 15.1 and 16.4; 4096 x 4096
-    10.0 and 10.8, XLA 11.6 and 11.3) and slower where it is large (28672 x 4096 57.1 and 59.7, XLA
-    54.2 and 56.5; 4096 x 14336 31.1, XLA 29.7).  A kernel that is saved is worth under 1 us: one
-    row of a layer of Llama-3.1-8B takes 151.5 us with both of the large ones by XLA, 153.2 with
-    only gate and up so, 155.1 with neither."""
+    """Why that kernel is not worth it, or None.  With a plain weight the decode kernel is faster
+    than XLA's where the weight is small (M = 16: 6144 x 4096 15.0 us, XLA 16.4; 4096 x 4096 10.8,
+    XLA 11.3) and slower where it is large (28672 x 4096 59.7, XLA 56.5).  A kernel that is saved
+    is worth under 1 us."""
     from pallas_kernels import quantized_matmul_prefill_mosaic as prefill
 
-    if isinstance(w, QTensor):
+    if isinstance(w, QTensor) or takes_one_row(x, w, call.out_dtype, gamma, residual, call.swiglu):
         return None
     rows = math.prod(x.shape[:-1])
     if takes_rows(rows, w, gamma, residual):
@@ -98,6 +98,26 @@ def slower_fused(x, w, call: Call, gamma, residual) -> str | None:
     if w.size * w.dtype.itemsize <= 60e6 + 50e6 * saved:
         return None
     return "XLA's product with a plain weight of this size is faster"
+
+
+def takes_one_row(x, w, out_dtype, gamma=None, residual=None, swiglu: bool = False) -> bool:
+    """One row of bfloat16 has a kernel of its own, which is the faster way (its NOTES); but with
+    int4 only where there is much to read: 28672 x 4096 with SwiGLU 16.3 us and the decode kernel
+    17.3, 4096 x 14336 10.2 and 10.7, but 14336 x 4096 10.0 and 9.9, 4096 x 4096 4.9 and 4.8."""
+    from pallas_kernels import quantized_matmul_row_mosaic as row
+
+    if isinstance(x, QTensor) or w.dtype == jnp.int4 and not swiglu and w.shape[1] < 8192:
+        return False
+    reason = row.unsupported(
+        math.prod(x.shape[:-1]),
+        x.dtype,
+        w,
+        out_dtype,
+        norm=None if gamma is None else gamma.dtype,
+        residual=None if residual is None else residual.dtype,
+        swiglu=swiglu,
+    )
+    return reason is None
 
 
 def takes_rows(rows: int, w, gamma, residual) -> bool:
@@ -112,9 +132,33 @@ def takes_rows(rows: int, w, gamma, residual) -> bool:
 def run_kernel(x: jax.Array | QTensor, w: QTensor, bias, out_dtype) -> jax.Array:
     from pallas_kernels import quantized_matmul_decode_mosaic as decode
     from pallas_kernels import quantized_matmul_prefill_mosaic as prefill
+    from pallas_kernels import quantized_matmul_row_mosaic as row
 
     if isinstance(x, QTensor):
         return prefill.matmul_w8a8(x, w, bias, out_dtype)
+    if takes_one_row(x, w, out_dtype):
+        return row.matmul(x, w, bias=bias, out_dtype=out_dtype)
     if _takes_decode(x, w, out_dtype):
         return decode.matmul(x, w, bias=bias, out_dtype=out_dtype)
     return prefill.matmul_weight_only(x, w, bias, out_dtype)
+
+
+def run_fused(call: Call, x, w, bias, gamma, residual) -> jax.Array:
+    """What ``unfusible`` has nothing against."""
+    from pallas_kernels import quantized_matmul_decode_mosaic as decode
+    from pallas_kernels import quantized_matmul_prefill_mosaic as prefill
+    from pallas_kernels import quantized_matmul_row_mosaic as row
+
+    one = takes_one_row(x, w, call.out_dtype, gamma, residual, call.swiglu)
+    if not one and takes_rows(x.shape[0], w, gamma, residual):
+        return prefill.matmul_plain(x, w, bias, call.out_dtype, swiglu=call.swiglu)
+    return (row if one else decode).matmul(
+        x,
+        w,
+        bias=bias,
+        out_dtype=call.out_dtype,
+        gamma=gamma,
+        eps=call.eps,
+        residual=residual,
+        swiglu=call.swiglu,
+    )

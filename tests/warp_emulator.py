@@ -183,6 +183,8 @@ def _modules(block: Block):
         store_shared=lambda base, v, at=0: block.store(base, [v], at),
         widen=lambda w, kind: _half(w, 0, kind), widen_high=lambda w, kind: _half(w, 1, kind),
         rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32),
+        narrow=lambda x, kind: x.astype(_HALF[kind]).view(np.uint16).astype(U32),
+        store_global_half=lambda base, half: block.store(base, [half.astype(np.uint16)]),
     )  # fmt: skip
 
     def expect(barrier, size):

@@ -1,0 +1,370 @@
+"""The product of one row on Hopper, ``x[K] w[N, K]^T``, and what stands around it.
+
+w is bfloat16, int8 with one scale a row, or int4 in groups of 128, in the plain layout; x is
+bfloat16.  A warp reads 512 bytes of one row of w that lie side by side with every instruction, into
+registers, and multiplies them there: one row needs no tile in shared memory.
+
+Who does what.  A block of 16 warps per SM.  A warp has one or two rows of w at a time (with SwiGLU
+a row of gate and its row of up), neighbouring warps neighbouring rows, so that all SMs read from
+one place of w.
+
+    all      x and the norm's weight, then the first words of w -> registers  (``ask_x``, ``words``)
+    all      x times that weight -> shared memory; sum of x's squares; barrier           (``x``)
+    warp     per group of 4 loads: the next group -> registers, multiply this one     (``group``)
+    warp     sum over lanes; lane 0: what is fused, one rounding, store              (``finish``)
+
+Numerics.  Float32, in an order that depends on K alone; the norm's factor and an int8 row's scale
+meet the sum.  x times the norm's weight stays float32; beside int4 it is rounded once to bfloat16,
+and a group's exact sum is scaled.
+
+NOTES.  H200, cold L2, CUPTI, us; [floor at 4.3 TB/s], the decode kernel's, XLA's with the same
+things around it.
+  * bfloat16: 28672 x 4096 with norm and SwiGLU 54.2 [54.6], 59.5, 59.4; 4096 x 14336 with residual
+    28.5 [27.3], 33.0, 30.7; 6144 x 4096 with norm 13.4 [11.7], 14.1, 16.3; 4096 x 4096 with
+    residual 9.8 [7.8], 10.1, 10.9; 128256 x 4096 with norm 233.8 [244], XLA 241.  Predicted from
+    XLA's own product (54.2, which has this order of reading): the same and no kernels around it.
+    Llama-3.1-8B 4.03 to 3.83 ms a step.
+  * int8: 28672 x 4096 29.0, 31.0; 4096 x 14336 15.5 to 16.2, 19.0; 6144 x 4096 8.0, 8.3; 4096 x
+    4096 6.3, 6.5; 14336 x 4096 16.0, 16.1.  One row a warp, not two, which share x: 8.3, 15.9,
+    16.5, but 4096 x 4096 6.0.
+  * int4: 28672 x 4096 16.3, 17.3; 4096 x 14336 10.2, 10.7; 6144 x 4096 6.0, 6.1; 4096 x 4096 4.9,
+    4.8; 14336 x 4096 10.0, 9.9.
+  * Loads that a lane holds, 2 / 4 / 8: int4 28672 x 4096 17.6 / 16.3 / 17.5, 14336 x 4096 10.8 /
+    10.0 / 11.1; int8 29.1 / 29.1 / 29.1; bfloat16 54.3 with 8, 54.1 with 4.
+  * 24 and 32 warps: 14336 pairs of rows take them 4.5 and 3.4 rounds and not 6.8, the last one
+    idle: int8 29.6 and 31.5, int4 17.5 and 19.3; where the rounds fit (int8 128256 x 4096) 120.6
+    instead of 122.8.
+  * x asked for before the first words, not after: 0.1 less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import attention_ptx as a
+from pallas_kernels import mosaic as p
+from pallas_kernels.mosaic import LOG2E
+from pallas_kernels.qtensor import QTensor
+from pallas_kernels.quantized_matmul_decode_scheme import KIND
+from pallas_kernels.quantized_matmul_row_products import Floats, Nibbles
+
+BLOCKS = 132
+LOADS = 4
+MAX_K = 48 * 1024  # x is in shared memory as floats
+_STREAMED = ".nc.L1::no_allocate"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The division of one product among warps."""
+
+    k: int
+    rows: int  # of w that a warp has at a time
+    units: int  # of so many rows
+    bits: int  # of a value of w
+    loads: int  # of 16 bytes that a lane multiplies while as many more are under way
+    warps: int = 16
+
+    @property
+    def per_load(self) -> int:
+        """Values of w in 16 bytes."""
+        return 128 // self.bits
+
+    @property
+    def x_words(self) -> int:
+        """Of x in shared memory: floats, or pairs beside int4."""
+        return self.k if self.bits > 4 else self.k // 2
+
+    @property
+    def chunks(self) -> int:
+        """Instructions that read one row."""
+        return self.k // (32 * self.per_load)
+
+    @property
+    def blocks(self) -> int:
+        return min(BLOCKS, -(-self.units // self.warps))
+
+    @property
+    def rounds(self) -> int:
+        return -(-self.units // (self.blocks * self.warps))
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The chunks of a row by the groups in which they are loaded."""
+        each = max(1, self.loads // self.rows)
+        return [list(range(c, min(c + each, self.chunks))) for c in range(0, self.chunks, each)]
+
+
+def make_plan(w: jax.Array | QTensor, swiglu: bool) -> Plan:
+    n, k = w.shape
+    bits = 8 * w.dtype.itemsize if w.dtype != jnp.int4 else 4
+    rows = 2 if swiglu or bits == 4 else 1
+    return Plan(k, rows, n // rows, bits, LOADS)
+
+
+def unsupported(
+    rows: int, x_dtype, w: jax.Array | QTensor, out_dtype=None, *, norm=None, residual=None,
+    swiglu: bool = False,
+) -> str | None:  # fmt: skip
+    """Why the kernel does not take ``[rows, K] x w``, or None.  norm, residual: the dtypes of a
+    norm's weight and of a residual."""
+    n, k = w.shape
+    if rows != 1 or jnp.dtype(x_dtype) != jnp.bfloat16:
+        return f"{rows} rows of {jnp.dtype(x_dtype).name}; the kernel takes one of bfloat16"
+    if not isinstance(w, QTensor):
+        if w.dtype != jnp.bfloat16:
+            return f"plain weights {w.dtype.name}"
+    elif w.zero is not None or (w.dtype, w.group_size) not in ((jnp.int8, k), (jnp.int4, 128)):
+        return "words other than int8 with one scale a row and int4 in groups of 128, without zeros"
+    elif w.columns is not None or w.activations is not None:
+        return "columns in another order, or quantized activations"
+    wanted = 32 * make_plan(w, swiglu).per_load
+    if k % wanted or k > MAX_K:
+        return f"K = {k} is not a multiple of {wanted} up to {MAX_K}"
+    if out_dtype is not None and jnp.dtype(out_dtype).name not in KIND:
+        return f"the output would be {jnp.dtype(out_dtype).name}"
+    if norm is not None and KIND.get(jnp.dtype(norm).name) not in ("bf16", "f32"):
+        return f"a norm with weights {jnp.dtype(norm).name}"
+    if residual is not None and (swiglu or jnp.dtype(residual) != jnp.bfloat16):
+        return f"a residual {jnp.dtype(residual).name}, or one behind SwiGLU"
+    if n % 2 and (swiglu or w.dtype == jnp.int4):
+        return f"N = {n} is odd"
+    return None
+
+
+class Kernel:
+    """One block's program.  Everything it does is emitted while the kernel is traced.
+
+    given: device memory of x, w, scale, bias, gamma, residual and the result, None for what there
+    is not.  shared: x and what the warps have summed of its squares.
+    """
+
+    def __init__(self, plan: Plan, given: dict, shared, *, swiglu, kinds, eps):
+        self.plan, self.swiglu, self.kinds, self.eps = plan, swiglu, kinds, eps
+        self.at = {name: None if r is None else p.address(r) for name, r in given.items()}
+        self.xs, self.squares = (p.shared_address(r) for r in shared)
+        self.thread = p.register("tid.x")
+        self.warp = p.shift_right(self.thread, 5)
+        self.lane = arith.andi(self.thread, p.ci(31))
+        # Neighbouring warps of a block have neighbouring rows.
+        self.first = p.add(p.mul(p.register("ctaid.x"), plan.warps), self.warp)
+        self.stride = plan.blocks * plan.warps
+        row_bytes = 16 * 32 * plan.chunks
+        self.row_bytes = row_bytes
+        # Rows of w of a unit: side by side, or one of gate and one of up.
+        self.apart = plan.units if swiglu else 1
+        self.w_mine = p.offset(self.at["w"], self.lane, 16)
+        self.in_groups = plan.bits == 4
+        self.product = (Nibbles if self.in_groups else Floats)(self)
+
+    def row_of(self, unit):
+        """The unit's first row of w."""
+        return unit if self.swiglu else p.mul(unit, self.plan.rows)
+
+    def rows_of(self, unit):
+        row = self.row_of(unit)
+        return [row, p.add(row, self.apart)][: self.plan.rows]
+
+    def words(self, unit, group):
+        """What a lane needs of these chunks of the unit's rows: 4 words of each, and with groups of
+        columns the scale of its own."""
+        out = []
+        rows = self.rows_of(unit)
+        places = [p.offset(self.w_mine, row, self.row_bytes) for row in rows]
+        scales = [self.product.scales_of(row) for row in rows] if self.in_groups else []
+        for chunk in group:
+            for place in places:
+                out += a.load_words(place, 4, 512 * chunk, cache=_STREAMED)
+            out += [self.product.scale(at, chunk) for at in scales]
+        return out
+
+    # --- x ---
+
+    def ask_x(self, early: bool):
+        """8 values a thread of x and of the norm's weight, those that are asked for before the
+        first words of w, or the others: [(piece, is it one, x, gamma)]."""
+        pieces = self.plan.k // 8
+        threads = 32 * self.plan.warps
+        rounds = range(0, pieces, threads)
+        at_once = 4 if self.at["gamma"] is None else 2
+        asked = []
+        for first in rounds[:at_once] if early else rounds[at_once:]:
+            piece = p.add(self.thread, first)
+            inside = None
+            if first + threads > pieces:
+                inside, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
+            words = a.load_words(p.offset(self.at["x"], piece, 16), 4)
+            gamma = None if self.at["gamma"] is None else self.gamma(piece)
+            asked.append((piece, inside, words, gamma))
+        return asked
+
+    def x(self, asked) -> None:
+        """x times the norm's weight to shared memory, and the warps' sums of x's squares."""
+        total = p.cf(0.0)
+        for piece, inside, words, gamma in [*asked, *self.ask_x(early=False)]:
+            values = [f(w, "bf16") for w in words for f in (p.widen, p.widen_high)]
+            if gamma is not None:
+                squares = total
+                for v in values:
+                    squares = p.fma(v, v, squares)
+                total = squares if inside is None else arith.select(inside, squares, total)
+                values = [arith.mulf(v, g) for v, g in zip(values, gamma, strict=True)]
+            store = functools.partial(self.product.store_x, piece, values)
+            if inside is None:
+                store()
+            else:
+                p.when(inside, store)
+        if self.at["gamma"] is not None:
+            for distance in (16, 8, 4, 2, 1):
+                total = arith.addf(total, a.shuffle_xor(total, distance))
+            at = p.add(self.squares, p.mul(self.warp, 4))
+            p.when(p.less(self.lane, 1), lambda: p.store_shared(at, total))
+
+    def gamma(self, piece):
+        if self.kinds["gamma"] == "f32":
+            at = p.offset(self.at["gamma"], piece, 32)
+            return a.load_words(at, 4, kind="f32") + a.load_words(at, 4, 16, kind="f32")
+        words = a.load_words(p.offset(self.at["gamma"], piece, 16), 4)
+        return [f(w, "bf16") for w in words for f in (p.widen, p.widen_high)]
+
+    def norm_factor(self):
+        total = p.load_shared(self.squares)
+        for w in range(1, self.plan.warps):
+            total = arith.addf(total, p.load_shared(self.squares, 4 * w))
+        return p.rsqrt(p.fma(total, p.cf(1.0 / self.plan.k), p.cf(self.eps)))
+
+    # --- what is fused ---
+
+    def fused(self, unit):
+        """What ``finish`` needs of device memory, asked for before the product."""
+        names = [name for name in ("scale", "bias", "residual") if self.at[name] is not None]
+        if self.in_groups:
+            names.remove("scale")
+        rows = self.rows_of(unit)
+        return {name: [self.number(name, row) for row in rows] for name in names}
+
+    def number(self, name, index):
+        kind = self.kinds[name]
+        if kind == "f32":
+            return a.load_words(p.offset(self.at[name], index, 4), 1, kind="f32")[0]
+        return p.widen(a.load_half(p.offset(self.at[name], index, 2)), kind)
+
+    def finish(self, unit, sums, asked) -> None:
+        totals = self.product.totals(sums)
+        for distance in (16, 8, 4, 2, 1):
+            totals = [arith.addf(t, a.shuffle_xor(t, distance)) for t in totals]
+
+        def store():
+            values = totals
+            if self.at["gamma"] is not None:
+                values = [arith.mulf(v, self.factor) for v in values]
+            if "scale" in asked:
+                values = [arith.mulf(v, s) for v, s in zip(values, asked["scale"], strict=True)]
+            if "bias" in asked:
+                values = [arith.addf(v, b) for v, b in zip(values, asked["bias"], strict=True)]
+            if self.swiglu:
+                gate, up = values
+                power = a.exp2(arith.mulf(gate, p.cf(-LOG2E)))
+                values = [arith.mulf(a.divide(gate, arith.addf(power, p.cf(1.0))), up)]
+            if "residual" in asked:
+                values = [arith.addf(v, r) for v, r in zip(values, asked["residual"], strict=True)]
+            kind = self.kinds["out"]
+            first = p.mul(unit, len(values))
+            for i, value in enumerate(values):
+                at = p.offset(self.at["out"], p.add(first, i), 4 if kind == "f32" else 2)
+                if kind == "f32":
+                    a.store_words(at, [value])
+                else:
+                    p.store_global_half(at, p.narrow(value, kind))
+
+        p.when(p.less(self.lane, 1), store)
+
+    def run(self) -> None:
+        plan, groups = self.plan, self.plan.groups
+        asked = self.ask_x(early=True)
+        ready = self.words(p.minimum(self.first, plan.units - 1), groups[0])
+        self.x(asked)
+        p.barrier()
+        self.factor = None if self.at["gamma"] is None else self.norm_factor()
+
+        def product(unit, ready, later=None):
+            """later: the warp's next unit."""
+            asked = self.fused(unit)
+            sums = self.product.nothing()
+            for i, group in enumerate(groups):
+                now = ready
+                if i + 1 < len(groups):
+                    ready = self.words(unit, groups[i + 1])
+                elif later is not None:
+                    ready = self.words(later, groups[0])
+                sums = self.product.group(group, now, sums)
+            self.finish(unit, sums, asked)
+            return ready
+
+        def step(i, ready):
+            unit = p.add(p.mul(i, self.stride), self.first)
+            later = p.add(unit, self.stride)
+            # A warp without another unit reads its first one again, and stores nothing of it.
+            later = arith.select(p.less(later, plan.units), later, self.first)
+            return product(unit, ready, later)
+
+        if plan.rounds > 1:
+            ready = a.loop(p.ci(0), p.ci(plan.rounds - 1), p.ci(1), ready, step)
+        last = p.add(self.first, self.stride * (plan.rounds - 1))
+        p.when(p.less(last, plan.units), lambda: product(last, ready))
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "eps", "swiglu", "plan"))
+def matmul(
+    x: jax.Array,
+    w: jax.Array | QTensor,
+    *,
+    bias: jax.Array | None = None,
+    out_dtype,
+    gamma: jax.Array | None = None,
+    eps: float | None = None,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
+    plan: Plan | None = None,
+) -> jax.Array:
+    """x [1, K] bf16, w [N, K] -> [1, N]; ``unsupported`` says what else is asked of them.
+    gamma [K], eps: of a norm of x; residual: of the result's shape and dtype."""
+    plan = make_plan(w, swiglu) if plan is None else plan
+    q, scale = (w.q, w.scale) if isinstance(w, QTensor) else (w, None)
+    bias = None if bias is None else bias.astype(jnp.float32)
+    given = {"x": x, "w": q, "scale": scale, "bias": bias, "gamma": gamma, "residual": residual}
+    kinds = {name: KIND[v.dtype.name] for name, v in given.items() if v is not None and name != "w"}
+    kinds["out"] = KIND[jnp.dtype(out_dtype).name]
+    present = [name for name, v in given.items() if v is not None]
+
+    def emit(ctx, *refs):
+        del ctx
+        memory = dict.fromkeys(given) | dict(zip([*present, "out"], refs, strict=False))
+        shared = refs[len(present) + 1 :]
+        Kernel(plan, memory, shared, swiglu=swiglu, kinds=kinds, eps=eps).run()
+
+    def quantized_matmul_row(*refs):
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
+
+    kernel = plgpu.kernel(
+        quantized_matmul_row,
+        out_type=jax.ShapeDtypeStruct((1, w.shape[0] // (2 if swiglu else 1)), out_dtype),
+        grid=(plan.blocks,),
+        grid_names=("rows",),
+        num_threads=plan.warps // 4,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((plan.x_words,), jnp.float32),
+            plgpu.SMEM((plan.warps,), jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )
+    return kernel(*[given[name] for name in present])
