@@ -54,7 +54,7 @@ from pallas_kernels.qtensor import QTensor
 from pallas_kernels.quantized_matmul_decode_scheme import KIND
 from pallas_kernels.quantized_matmul_row_products import Floats, Nibbles
 
-BLOCKS = 132
+BLOCKS, WARPS = 132, 16
 LOADS = 4
 MAX_K = 48 * 1024  # x is in shared memory as floats
 _STREAMED = ".nc.L1::no_allocate"
@@ -69,7 +69,7 @@ class Plan:
     units: int  # of so many rows
     bits: int  # of a value of w
     loads: int  # of 16 bytes that a lane multiplies while as many more are under way
-    warps: int = 16
+    warps: int = WARPS
 
     @property
     def per_load(self) -> int:
@@ -104,7 +104,9 @@ class Plan:
 def make_plan(w: jax.Array | QTensor, swiglu: bool) -> Plan:
     n, k = w.shape
     bits = 8 * w.dtype.itemsize if w.dtype != jnp.int4 else 4
-    rows = 2 if swiglu or bits == 4 else 1
+    # Two rows share what is read of x; one round of short rows is better than two.
+    one_round = bits == 8 and n % 2 == 0 and n <= 2 * BLOCKS * WARPS and k <= 4096
+    rows = 2 if swiglu or bits == 4 or one_round else 1
     return Plan(k, rows, n // rows, bits, LOADS)
 
 
