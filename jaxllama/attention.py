@@ -76,6 +76,8 @@ class Attention(nn.Module):
         batch, n_new, _ = x.shape
         n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
         qkv = Linear((n + 2 * n_kv) * h, cfg.d_model, cfg.qkv_bias, name="qkv")(x, dtype)
+        if isinstance(x, Normed) and x.pending is not None:
+            qkv, stream = qkv
         qkv = qkv.reshape(batch, n_new, n + 2 * n_kv, h)
         if cache is not None and n_new == 1:
             out, cache = self._decode(qkv, cache, positions, lengths, rope)

@@ -32,12 +32,13 @@ _normal = nn.initializers.normal(0.02)
 
 @struct.dataclass
 class Normed:
-    """``rms_norm(x, weight, eps)`` that is not taken yet: the product that reads it does so in its
-    own kernel."""
+    """``rms_norm(x + pending, weight, eps)`` that is not taken yet: the product that reads it does
+    so in its own kernel, and where something is pending gives the pair (product, sum)."""
 
     x: jax.Array
     weight: jax.Array
     eps: float = struct.field(pytree_node=False)
+    pending: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -91,17 +92,17 @@ def matmul(
     *,
     residual: jax.Array | None = None,
     gated: bool = False,
-) -> jax.Array:
-    """``x[..., in] @ weight[out, in].T + bias`` -> ``[..., out]``.
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """``x[..., in] @ weight[out, in].T + bias`` -> ``[..., out]``, for some ``Normed`` a pair.
 
     dtype: of the result, x's by default; to be given where x is quantized already, which only a
     weight with ``activations`` takes.
     residual: added to the result.  It and a Normed x come only where ``fusible`` has said so.
     gated: weight is gate and up, and the result ``silu(gate) * up``, ``[..., out / 2]``.
     """
-    norm = None
+    norm = pending = None
     if isinstance(x, Normed):
-        norm, x = (x.weight, x.eps), x.x
+        norm, pending, x = (x.weight, x.eps), x.pending, x.x
     if isinstance(weight, RowBlocks):
         ends = list(itertools.accumulate(block.shape[0] for block in weight.blocks))
         biases = [None] * len(ends) if bias is None else jnp.split(bias, ends[:-1])
@@ -114,8 +115,9 @@ def matmul(
         out = quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
     else:
         return quantized_matmul(
-            x, weight, bias=bias, out_dtype=dtype, norm=norm, residual=residual, swiglu=gated
-        )
+            x, weight, bias=bias, out_dtype=dtype, norm=norm, residual=residual, swiglu=gated,
+            pending=pending,
+        )  # fmt: skip
     return swiglu(out) if gated else out
 
 
@@ -138,9 +140,9 @@ class Linear(nn.Module):
         *,
         stream: jax.Array | None = None,
         gated: bool = False,
-    ) -> jax.Array | Stream:
-        """y; or, given the residual stream that y belongs to, that stream with y added or
-        pending."""
+    ) -> jax.Array | Stream | tuple[jax.Array, jax.Array]:
+        """y, or the pair of a ``Normed``; or, given the residual stream that y belongs to, that
+        stream with y added or pending."""
         weight = weight_param(self, "weight", _normal, (self.features, self.in_features))
         bias = (
             self.param("bias", nn.initializers.zeros_init(), (self.features,), jnp.float32)
@@ -149,8 +151,9 @@ class Linear(nn.Module):
         )
         if self.split_inputs and is_split():
             y = row_parallel_matmul(x, weight, bias, dtype)
-            # Added here, in the pass that rounds the sum, and not by the norm that comes next.
-            return y if stream is None else (stream + y, None)
+            if stream is None:
+                return y.astype(x.dtype if dtype is None else dtype)
+            return stream, y
         if stream is not None and fusible(x, weight, out_dtype=dtype, residual=stream):
             return matmul(x, weight, bias, dtype, residual=stream), None
         y = matmul(x, weight, bias, dtype, gated=gated)
@@ -163,6 +166,8 @@ class RMSNorm(nn.Module):
 
     reader: the weight that the normed value is multiplied with, and nothing else, or all of
     several; where one kernel does both the result is ``Normed``.
+    pending: float32, a residual that is not rounded yet; returns (normed sum, sum or, where the
+    kernel of the product will also add, None).
     """
 
     features: int
@@ -175,12 +180,26 @@ class RMSNorm(nn.Module):
         residual: jax.Array | None = None,
         quantize: DTypeLike | None = None,
         reader: Weight | tuple[Weight, ...] | None = None,
+        pending: jax.Array | None = None,
     ):
         ones = nn.initializers.ones_init()
         weight = self.param("weight", ones, (self.features,), jnp.float32)
+        norm = (weight, self.eps)
+        if pending is not None:
+            alone = quantize is None and reader is not None and not isinstance(reader, tuple)
+            if alone and fusible(x, reader, norm=norm, pending=pending):
+                return Normed(x, *norm, pending), None
+            # Not by the norm: what rounds the sum adds it.
+            x = x + pending.astype(x.dtype)
+        normed = self.normed(x, norm, residual, quantize, reader)
+        return normed if pending is None else (normed, x)
+
+    @nn.nowrap
+    def normed(self, x, norm, residual, quantize, reader):
+        weight, _ = norm
         if residual is None and quantize is None and reader is not None:
             takes = all_fusible if isinstance(reader, tuple) else fusible
-            if takes(x, reader, norm=(weight, self.eps)):
+            if takes(x, reader, norm=norm):
                 return Normed(x, weight, self.eps)
         return rms_norm(x, weight, self.eps, residual=residual, quantize=quantize)
 
@@ -206,12 +225,13 @@ class SwiGLU(nn.Module):
         words = input_words(self, "down")
         gate_up = Linear(2 * self.d_ff, self.d_model, self.use_bias, name="gate_up")
         dtype = x.dtype if dtype is None else dtype
-        if words is None:
-            y = gate_up(x, dtype, gated=True)
-        elif is_split():  # the token's scale needs the other shards
-            y = swiglu(gate_up(x, dtype).astype(jnp.float32))
-        else:
-            y = swiglu(gate_up(x, dtype), quantize=words)
+        y = gate_up(x, dtype, gated=words is None)
+        if isinstance(x, Normed) and x.pending is not None:
+            y, stream = y
+        if words is not None and is_split():  # the token's scale needs the other shards
+            y = swiglu(y.astype(jnp.float32))
+        elif words is not None:
+            y = swiglu(y, quantize=words)
         down = Linear(self.d_model, self.d_ff, self.use_bias, split_inputs=True, name="down")
         return down(y, dtype, stream=stream)
 

@@ -3,7 +3,8 @@
     Block:   x += mixer(norm(x));  x += mlp(norm(x))        mixer from cfg.layer_types[i]
 
 The residual stream is carried as a pair (x, pending): where the product that makes the last term
-cannot add it in its own kernel (pending is then None), the next norm does.  In a decode step on
+cannot add it in its own kernel (pending is then None), the next norm does, or the product behind
+that norm, which then gives the stream too: so with a sum over devices.  In a decode step on
 Hopper a Llama layer is few kernels: norm + qkv, RoPE + cache + attention, o + residual, norm +
 gate/up + SwiGLU, down + residual.  A GLA layer's first two are norm + all its projections, and the
 recursion with its decay, norm and gate.
@@ -86,10 +87,11 @@ class Block(nn.Module):
         words, reader = input_words(self, "mixer", "qkv"), weight_at(self, "mixer", "qkv")
         if self.kind == "gla":
             reader = self.mixer.readers()
+        dtype = x.dtype
         y, x = add_norm(self.mixer_norm, x, pending, words, reader)
         if self.kind == "attention":
             assert rope is not None
-            stream, state = self.mixer(y, state, positions, lengths, rope, x.dtype, stream=x)
+            stream, state = self.mixer(y, state, positions, lengths, rope, dtype, stream=x)
         else:
             stream, state = self.mixer(y, state, positions, lengths, stream=x)
         return *stream, state
@@ -97,8 +99,9 @@ class Block(nn.Module):
     def feed(self, x: jax.Array, pending: jax.Array | None) -> Stream:
         """The second half: norm and feed-forward."""
         words, reader = input_words(self, "mlp", "gate_up"), weight_at(self, "mlp", "gate_up")
+        dtype = x.dtype
         y, x = add_norm(self.mlp_norm, x, pending, words, reader)
-        return self.mlp(y, x.dtype, stream=x)
+        return self.mlp(y, dtype, stream=x)
 
 
 def add_norm(
@@ -107,17 +110,20 @@ def add_norm(
     pending: jax.Array | None,
     words: str | None = None,
     reader: Weight | tuple[Weight, ...] | None = None,
-) -> tuple[jax.Array | QTensor | Normed, jax.Array]:
-    """(norm(x + pending), x + pending); pending may be None.  words: the dtype to quantize the
-    normed value to; reader: the weight or weights that it is multiplied with."""
+) -> tuple[jax.Array | QTensor | Normed, jax.Array | None]:
+    """(norm(x + pending), x + pending); pending may be None, and the second is where the product
+    with the first gives it.  words: the dtype to quantize the normed value to; reader: the weight
+    or weights that it is multiplied with."""
     if pending is None:
         return norm(x, quantize=words, reader=reader), x
+    if pending.dtype != x.dtype:  # a sum over devices
+        return norm(x, quantize=words, reader=reader, pending=pending)
     return norm(pending, x, quantize=words)
 
 
 def total(x: jax.Array, pending: jax.Array | None) -> jax.Array:
     """The residual stream as one array."""
-    return x if pending is None else x + pending
+    return x if pending is None else x + pending.astype(x.dtype)
 
 
 class Decoder(nn.Module):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,6 +53,9 @@ def make_mesh(shape: str | Mapping[str, int] | Mesh) -> Mesh:
     "model" is the inner axis, so that it stays on one host where it fits.  Raises JaxLlamaError
     naming the axis, or the number of devices that there are.
     """
+    # What XLA gives to NCCL is in order, whether in CUDA graphs or not; left alone, NCCL orders the
+    # two once more, with two nodes of the graph for every sum.
+    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     if isinstance(shape, Mesh):
         sizes = _sizes(dict(shape.shape))
         order = [shape.axis_names.index(axis) for axis in AXES if axis in shape.axis_names]

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.dispatch import wants_kernel
 from pallas_kernels.qtensor import QTensor, dequantize, quantize, take_columns
 from pallas_kernels.quantize_tokens import quantize_tokens
-from pallas_kernels.quantized_matmul import quantized_matmul, unsupported
+from pallas_kernels.quantized_matmul import fusible, quantized_matmul, unsupported
 
 MODEL_AXIS = "model"
 
@@ -40,7 +40,7 @@ def row_parallel_matmul(
     x: jax.Array, weight: jax.Array | QTensor, bias: jax.Array | None, dtype: DTypeLike | None
 ) -> jax.Array:
     """``layers.matmul`` where ``x[..., in / n]`` and ``weight[out, in / n]`` are one shard's; the
-    result, whole, is on every shard."""
+    result, whole and in float32, to be rounded to ``dtype``, is on every shard."""
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     if isinstance(weight, QTensor):
         if weight.columns is not None:  # this shard's columns take features from all shards
@@ -51,17 +51,18 @@ def row_parallel_matmul(
         elif weight.activations is not None:
             x = quantize_split_tokens(x, weight.activations)
         total = _quantized_sum(x, weight, dtype)
-        return (total if bias is None else total + bias.astype(jnp.float32)).astype(dtype)
-    partial = lax.dot_general(
-        x.reshape(-1, x.shape[-1]),
-        weight.astype(x.dtype),
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-    out = lax.psum(partial, MODEL_AXIS).astype(dtype)
-    out = out if bias is None else out + bias.astype(dtype)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+    elif fusible(x, weight, out_dtype=jnp.float32):
+        total = lax.psum(quantized_matmul(x, weight, out_dtype=jnp.float32), MODEL_AXIS)
+    else:
+        partial = lax.dot_general(
+            x.reshape(-1, x.shape[-1]),
+            weight.astype(x.dtype),
+            (((1,), (1,)), ((), ())),
+            precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+        total = lax.psum(partial, MODEL_AXIS).reshape(*x.shape[:-1], weight.shape[0])
+    return total if bias is None else total + bias.astype(jnp.float32)
 
 
 def _quantized_sum(x: jax.Array | QTensor, weight: QTensor, dtype: jnp.dtype) -> jax.Array:

@@ -64,8 +64,9 @@ def quantized_matmul(
     norm: tuple[jax.Array, float] | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
+    pending: jax.Array | None = None,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``x[..., K]`` times ``w[N, K]`` transposed -> ``[..., N]``.
 
     bias: ``[N]``, added in float32 before the only cast.
@@ -74,6 +75,8 @@ def quantized_matmul(
     norm: (weight ``[K]``, eps) of an RMSNorm of x that comes first.
     residual: of the result's shape and dtype, added last.
     swiglu: w's rows are gate, then up; the result is ``silu(gate) * up`` of ``[..., N / 2]``.
+    pending: float32 of x's shape, to be added to x before the norm; the result is then a pair, with
+        the sum in x's dtype.
     Raises ValueError for shapes or dtypes that do not go together, NotImplementedError for
     ``implementation="mosaic"`` where no kernel covers the call.
     """
@@ -84,21 +87,20 @@ def quantized_matmul(
         else:
             out_dtype = w.scale.dtype if w.scale.dtype.itemsize == 2 else jnp.float32
     out_dtype = jnp.dtype(out_dtype)
-    _check_fused(x, w, out_dtype, norm, residual, swiglu)
+    _check_fused(x, w, out_dtype, norm, residual, swiglu, pending)
     if norm is None and residual is None and not swiglu and isinstance(w, QTensor):
         return _product(x, w, bias, out_dtype, implementation)
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
     call = Call(eps, swiglu, out_dtype)
     asked = wants_kernel(implementation)
-    reason = unfusible(x, w, call, gamma, residual) if asked else None
+    reason = unfusible(x, w, call, gamma, residual, pending) if asked else None
     if asked and implementation is None and reason is None:
-        reason = slower_fused(x, w, call, gamma, residual)
+        reason = slower_fused(x, w, call, gamma, residual, pending)
     if choose("quantized_matmul", implementation, reason) == "xla":
-        return _composed(call, implementation, x, w, bias, gamma, residual)
-    if residual is not None:
-        residual = _flatten(residual)
-    out = _fused(call, _flatten(x), w, bias, gamma, residual)
-    return out.reshape(*x.shape[:-1], out.shape[-1])
+        return _composed(call, implementation, x, w, bias, gamma, residual, pending)
+    residual, pending = _flatten(residual), _flatten(pending)
+    out = _fused(call, _flatten(x), w, bias, gamma, residual, pending)
+    return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out)
 
 
 def fusible(
@@ -109,6 +111,7 @@ def fusible(
     norm: tuple[jax.Array, float] | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
+    pending: jax.Array | None = None,
 ) -> bool:
     """Is ``quantized_matmul`` of these one kernel here, and the faster way?  Only shapes and dtypes
     are looked at."""
@@ -116,7 +119,7 @@ def fusible(
         return False
     eps = None if norm is None else float(norm[1])
     call = Call(eps, swiglu, jnp.dtype(x.dtype if out_dtype is None else out_dtype))
-    given = x, w, call, None if norm is None else norm[0], residual
+    given = x, w, call, None if norm is None else norm[0], residual, pending
     return unfusible(*given) is None and slower_fused(*given) is None
 
 
@@ -138,8 +141,11 @@ def _product(x, w, bias, out_dtype, implementation) -> jax.Array:
     return out.reshape(*lead, w.shape[0])
 
 
-def _composed(call: Call, implementation, x, w, bias, gamma, residual) -> jax.Array:
+def _composed(call: Call, implementation, x, w, bias, gamma, residual, pending=None):
     """The parts of a fused product one after the other."""
+    if pending is not None:
+        total = (x.astype(jnp.float32) + pending).astype(x.dtype)
+        return _composed(call, implementation, total, w, bias, gamma, residual), total
     if gamma is not None:
         x = rms_norm(x, gamma, call.eps, implementation=implementation)
     if isinstance(w, QTensor):
@@ -194,8 +200,10 @@ def check_operands(x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None) -
         raise ValueError(f"quantized_matmul: x is {x.dtype}; floats or a QTensor are wanted")
 
 
-def _check_fused(x, w, out_dtype, norm, residual, swiglu) -> None:
+def _check_fused(x, w, out_dtype, norm, residual, swiglu, pending) -> None:
     n, k = w.shape
+    if pending is not None and (norm is None or pending.shape != x.shape):
+        raise ValueError(f"quantized_matmul: pending, of x's shape {x.shape}, comes before a norm")
     if isinstance(x, QTensor) and (norm is not None or residual is not None or swiglu):
         raise ValueError("quantized_matmul: norm, residual and swiglu go with a float x")
     if norm is not None and norm[0].shape != (k,):
@@ -219,7 +227,7 @@ def quantized_matmul_reference(
     return out if bias is None else out + bias.astype(jnp.float32)
 
 
-def _flatten(x: jax.Array | QTensor) -> jax.Array | QTensor:
+def _flatten(x: jax.Array | QTensor | None) -> jax.Array | QTensor | None:
     return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), x)
 
 
@@ -301,12 +309,12 @@ _quantized_pair.defvjp(_quantized_pair_fwd, _quantized_pair_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(call: Call, x, w, bias, gamma, residual):
-    return run_fused(call, x, w, bias, gamma, residual)
+def _fused(call: Call, x, w, bias, gamma, residual, pending):
+    return run_fused(call, x, w, bias, gamma, residual, pending)
 
 
-def _fused_fwd(call, x, w, bias, gamma, residual):
-    return _fused(call, x, w, bias, gamma, residual), (x, w, bias, gamma, residual)
+def _fused_fwd(call, *given):
+    return _fused(call, *given), given
 
 
 def _fused_bwd(call, saved, dy):

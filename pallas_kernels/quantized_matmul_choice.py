@@ -59,13 +59,15 @@ def _takes_decode(x: jax.Array | QTensor, w: QTensor, out_dtype: DTypeLike | Non
     return decode.unsupported(x.shape[0], x.dtype, w, out_dtype) is None
 
 
-def unfusible(x, w, call: Call, gamma, residual) -> str | None:
+def unfusible(x, w, call: Call, gamma, residual, pending=None) -> str | None:
     """Why no one kernel computes a fused product, or a plain weight's; or None."""
     from pallas_kernels import quantized_matmul_decode_mosaic as decode
     from pallas_kernels import quantized_matmul_prefill_mosaic as prefill
 
     if isinstance(w, QTensor) and (w.columns is not None or w.activations is not None):
         return "columns in another order, or quantized activations, are not fused"
+    if pending is not None and (gamma is None or pending.dtype != jnp.float32):
+        return "what is pending is float32, and comes before a norm"
     if takes_one_row(x, w, call.out_dtype, gamma, residual, call.swiglu):
         return None
     rows = math.prod(x.shape[:-1])
@@ -82,7 +84,7 @@ def unfusible(x, w, call: Call, gamma, residual) -> str | None:
     )
 
 
-def slower_fused(x, w, call: Call, gamma, residual) -> str | None:
+def slower_fused(x, w, call: Call, gamma, residual, pending=None) -> str | None:
     """Why that kernel is not worth it, or None.  With a plain weight the decode kernel is faster
     than XLA's where the weight is small (M = 16: 6144 x 4096 15.0 us, XLA 16.4; 4096 x 4096 10.8,
     XLA 11.3) and slower where it is large (28672 x 4096 59.7, XLA 56.5).  A kernel that is saved
@@ -94,7 +96,7 @@ def slower_fused(x, w, call: Call, gamma, residual) -> str | None:
     rows = math.prod(x.shape[:-1])
     if takes_rows(rows, w, gamma, residual):
         return prefill.slower_plain(rows, w, call.swiglu)
-    saved = (gamma is not None) + (residual is not None) + call.swiglu
+    saved = sum(extra is not None for extra in (gamma, residual, pending)) + call.swiglu
     if w.size * w.dtype.itemsize <= 60e6 + 50e6 * saved:
         return None
     return "XLA's product with a plain weight of this size is faster"
@@ -143,7 +145,7 @@ def run_kernel(x: jax.Array | QTensor, w: QTensor, bias, out_dtype) -> jax.Array
     return prefill.matmul_weight_only(x, w, bias, out_dtype)
 
 
-def run_fused(call: Call, x, w, bias, gamma, residual) -> jax.Array:
+def run_fused(call: Call, x, w, bias, gamma, residual, pending):
     """What ``unfusible`` has nothing against."""
     from pallas_kernels import quantized_matmul_decode_mosaic as decode
     from pallas_kernels import quantized_matmul_prefill_mosaic as prefill
@@ -161,4 +163,5 @@ def run_fused(call: Call, x, w, bias, gamma, residual) -> jax.Array:
         eps=call.eps,
         residual=residual,
         swiglu=call.swiglu,
+        pending=pending,
     )

@@ -19,7 +19,8 @@ for another.
              peers' shared memory), what is fused, one rounding, store  (``_sums``)
 
 What is fused.  A norm, out = rsqrt(mean x^2 + eps) * ((x * gamma) W): x comes by registers instead
-of cp.async, is multiplied on its way to shared memory, and the factor meets the sum at the end.
+of cp.async, is multiplied on its way to shared memory, and the factor meets the sum at the end.  So
+can what is still to be added to x come: every block adds it, and the first cluster stores the sum.
 Bias and residual are copied beside the scales, a batch ahead of their use.  SwiGLU: the steps are
 pairs of a tile of gate and its tile of up, and the sum over the warps is taken of both at once.
 
@@ -82,6 +83,13 @@ arithmetic 9.2.
     12.5, plain 16.8 and 17.1; in the chain nothing above its scatter.  Even with all of o in L2 the
     kernel takes 3.9 (int4, cold 4.9), 4.2 (int8, 6.2), 5.4 (plain, 10.0): x, barriers and the sums
     are what a short product costs.
+    On two GPUs, between whose products stands a sum of 4 us (8B, M = 1, ms a step, 2.89 without):
+    asked for by the product before the sum, 4 / 8 / 16 / 24 MB, 2.93 / 2.92 / 3.03 / 2.99; by a
+    kernel beside the sum, 3.30 (2.91 with the same freedom in the graph and no such kernel).  One
+    GPU, 4096 x 7168, 3.7 us of idling, 3072 x 4096: 38.4 us a pair, with 16 MB 40.5, and 42.6 with
+    a kernel that reads all of it.
+  * What is pending (a sum over devices) added here rather than by a kernel before: 8B on two GPUs,
+    ms a step, plain 3.04 to 2.89, int4 from between 1.73 and 1.89 to 1.63.
   * o, gate_up and down, and qkv, in one kernel with barriers of the grid between the products and
     the ring filled ahead: 34.5 us, the sum of the three (34.0); the gaps saved are 0.7 to 2 us of
     52.6 a layer, int8 slower.  Without its barriers (and so wrong) the kernel is 2 faster.
@@ -136,6 +144,8 @@ class Operands(NamedTuple):
     gamma: Any
     residual: Any
     out: Any
+    pending: Any = None
+    total: Any = None
 
 
 class Kernel(Copies, StagedX, TileProduct, Sums):
@@ -308,26 +318,32 @@ def matmul(
     eps: float | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
+    pending: jax.Array | None = None,
     plan: Plan | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """x [M, K] bf16 or f16, w [N, K] -> [M, N]; ``unsupported`` says what else is asked of them.
-    gamma [K], eps: of a norm of x; residual: of the result's shape and dtype."""
+    gamma [K], eps: of a norm of x; residual: of the result's shape and dtype.  pending [M, K] f32:
+    to be added to x before the norm; the result is then a pair, with the sum."""
     (m, k), n = x.shape, w.shape[0]
     if plan is None:
         plan = make_plan(m, w, bias=bias is not None, residual=residual is not None, pairs=swiglu)
     assert plan is not None
     scheme = Scheme(w, KIND[x.dtype.name])
     bias = None if bias is None else bias.astype(jnp.float32)
-    given = [x, *parts_of(w), bias, gamma, residual]
+    given = [x, *parts_of(w), bias, gamma, residual, pending]
     present = [v is not None for v in given]
+    outs = [jax.ShapeDtypeStruct((m, n // 2 if swiglu else n), out_dtype)]
+    if pending is not None:
+        outs.append(jax.ShapeDtypeStruct((m, k), x.dtype))
     kinds = {"out": KIND[jnp.dtype(out_dtype).name], "eps": eps}
     if gamma is not None:
         kinds["gamma"] = KIND[gamma.dtype.name]
 
     def emit(ctx, *refs):
         refs = iter(refs)
-        inputs = [next(refs) if there else None for there in present]
-        operands = Operands(*inputs, next(refs))
+        *inputs, addend = (next(refs) if there else None for there in present)
+        out, *total = (next(refs) for _ in outs)
+        operands = Operands(*inputs, out, addend, *total)
 
         Kernel(plan, scheme, n, k, operands, list(refs), **kinds).run()
 
@@ -337,7 +353,7 @@ def matmul(
     clustered = plan.split > 1
     kernel = plgpu.kernel(
         quantized_matmul_decode,
-        out_type=jax.ShapeDtypeStruct((m, n // 2 if swiglu else n), out_dtype),
+        out_type=outs[0] if pending is None else tuple(outs),
         grid=(plan.clusters,),
         grid_names=("tiles",),
         cluster=(plan.split,) if clustered else (),

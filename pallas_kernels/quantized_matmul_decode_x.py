@@ -2,6 +2,7 @@
 
 With a norm, x is multiplied by the norm's weight on the way and its squares are summed, float32,
 in an order that depends on K's division alone; the token's factor meets the product's sum later.
+What is still to be added to x is so before, and rounded as the sum that is stored.
 """
 
 from __future__ import annotations
@@ -90,13 +91,19 @@ class StagedX:
         def load(step):
             index = p.add(lane, step * lanes)
             index = p.minimum(index, per_token - 1)
-            xs = [p.load_global(self.x_source(p.minimum(t, plan.m - 1), index), 4) for t in tokens]
+            rows = [p.minimum(t, plan.m - 1) for t in tokens]
+            xs = [p.load_global(self.x_source(row, index), 4) for row in rows]
+            if self.pending is not None:
+                pending = [self.load_pending(row, index) for row in rows]
+                xs = list(zip(xs, pending, strict=True))
             return xs, self.load_gamma(p.add(self.k0, p.mul(index, 8)))
 
         def use(step, xs, gamma):
             index = p.add(lane, step * lanes)
             whole = (step + 1) * lanes <= per_token
             for r, (token, words) in enumerate(zip(tokens, xs, strict=True)):
+                if self.pending is not None:
+                    words = self.store_total(*words, token, p.minimum(index, per_token - 1))
                 if repeated is not None:
                     keep = p.less(index, repeated)
                     words = [arith.select(keep, p.ci(0), w) for w in words]
@@ -142,6 +149,22 @@ class StagedX:
             at = p.add(self.squares, p.mul(self.warp, 4 * TOKENS), p.mul(token, 4))
             p.when(mine, lambda at=at, total=total: p.store_shared(at, total))
         yield
+
+    def load_pending(self, token, index):
+        """8 columns of what is to be added to a token, as floats."""
+        at = p.offset(self.pending, token, 4 * self.k)
+        at = p.offset(at, p.add(self.k0, p.mul(index, 8)), 4)
+        return [arith.bitcast(p.f32(), w) for w in p.load_global(at, 4) + p.load_global(at, 4, 16)]
+
+    def store_total(self, words, pending, token, index):
+        """8 columns of a token with what was pending: words, which the first cluster stores."""
+        values = [f(w, "bf16") for w in words for f in (p.widen, p.widen_high)]
+        values = [arith.addf(v, more) for v, more in zip(values, pending, strict=True)]
+        words = [a.pack(*values[i : i + 2], "bf16") for i in range(0, 8, 2)]
+        at = p.offset(self.total, p.minimum(token, self.plan.m - 1), 2 * self.k)
+        at = p.offset(at, p.add(self.k0, p.mul(index, 8)), 2)
+        p.when(p.less(self.cluster, 1), lambda: a.store_words(at, words))
+        return words
 
     def load_gamma(self, column):
         """The norm's weight of 8 columns, as floats."""

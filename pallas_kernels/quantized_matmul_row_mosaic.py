@@ -143,8 +143,9 @@ def unsupported(
 class Kernel:
     """One block's program.  Everything it does is emitted while the kernel is traced.
 
-    given: device memory of x, w, scale, bias, gamma, residual and the result, None for what there
-    is not.  shared: x and what the warps have summed of its squares.
+    given: device memory of x, w, scale, bias, gamma, residual, pending, the result and x with what
+    was pending; None for what there is not.  shared: x and what the warps have summed of its
+    squares.
     """
 
     def __init__(self, plan: Plan, given: dict, shared, *, swiglu, kinds, eps):
@@ -190,7 +191,7 @@ class Kernel:
 
     def ask_x(self, early: bool):
         """8 values a thread of x and of the norm's weight, those that are asked for before the
-        first words of w, or the others: [(piece, is it one, x, gamma)]."""
+        first words of w, or the others: [(piece, is it one, x, gamma, pending)]."""
         pieces = self.plan.k // 8
         threads = 32 * self.plan.warps
         rounds = range(0, pieces, threads)
@@ -203,13 +204,16 @@ class Kernel:
                 inside, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
             words = a.load_words(p.offset(self.at["x"], piece, 16), 4)
             gamma = None if self.at["gamma"] is None else self.gamma(piece)
-            asked.append((piece, inside, words, gamma))
+            pending = None if self.at["pending"] is None else self.pending(piece)
+            asked.append((piece, inside, words, gamma, pending))
         return asked
 
     def x(self, asked) -> None:
         """x times the norm's weight to shared memory, and the warps' sums of x's squares."""
         total = p.cf(0.0)
-        for piece, inside, words, gamma in [*asked, *self.ask_x(early=False)]:
+        for piece, inside, words, gamma, pending in [*asked, *self.ask_x(early=False)]:
+            if pending is not None:
+                words = self.store_total(piece, words, pending)
             values = [f(w, "bf16") for w in words for f in (p.widen, p.widen_high)]
             if gamma is not None:
                 squares = total
@@ -227,6 +231,20 @@ class Kernel:
                 total = arith.addf(total, a.shuffle_xor(total, distance))
             at = p.add(self.squares, p.mul(self.warp, 4))
             p.when(p.less(self.lane, 1), lambda: p.store_shared(at, total))
+
+    def pending(self, piece):
+        """8 floats of what is to be added to x."""
+        at = p.offset(self.at["pending"], piece, 32)
+        return a.load_words(at, 4, kind="f32") + a.load_words(at, 4, 16, kind="f32")
+
+    def store_total(self, piece, words, pending):
+        """8 values of x with what was pending, rounded: words, which the first block stores."""
+        values = [f(w, "bf16") for w in words for f in (p.widen, p.widen_high)]
+        values = [arith.addf(v, more) for v, more in zip(values, pending, strict=True)]
+        words = [a.pack(*values[i : i + 2], "bf16") for i in range(0, 8, 2)]
+        at = p.offset(self.at["total"], piece, 16)
+        p.when(p.less(p.register("ctaid.x"), 1), lambda: a.store_words(at, words))
+        return words
 
     def gamma(self, piece):
         if self.kinds["gamma"] == "f32":
@@ -333,22 +351,28 @@ def matmul(
     eps: float | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
+    pending: jax.Array | None = None,
     plan: Plan | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """x [1, K] bf16, w [N, K] -> [1, N]; ``unsupported`` says what else is asked of them.
-    gamma [K], eps: of a norm of x; residual: of the result's shape and dtype."""
+    gamma [K], eps: of a norm of x; residual: of the result's shape and dtype.  pending [1, K] f32:
+    to be added to x before the norm; the result is then a pair, with the sum."""
     plan = make_plan(w, swiglu) if plan is None else plan
     q, scale = (w.q, w.scale) if isinstance(w, QTensor) else (w, None)
     bias = None if bias is None else bias.astype(jnp.float32)
     given = {"x": x, "w": q, "scale": scale, "bias": bias, "gamma": gamma, "residual": residual}
+    given["pending"] = pending
     kinds = {name: KIND[v.dtype.name] for name, v in given.items() if v is not None and name != "w"}
     kinds["out"] = KIND[jnp.dtype(out_dtype).name]
     present = [name for name, v in given.items() if v is not None]
+    outs = {"out": jax.ShapeDtypeStruct((1, w.shape[0] // (2 if swiglu else 1)), out_dtype)}
+    if pending is not None:
+        outs["total"] = jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     def emit(ctx, *refs):
         del ctx
-        memory = dict.fromkeys(given) | dict(zip([*present, "out"], refs, strict=False))
-        shared = refs[len(present) + 1 :]
+        memory = dict.fromkeys(given) | dict(zip([*present, *outs], refs, strict=False))
+        shared = refs[len(present) + len(outs) :]
         Kernel(plan, memory, shared, swiglu=swiglu, kinds=kinds, eps=eps).run()
 
     def quantized_matmul_row(*refs):
@@ -356,7 +380,7 @@ def matmul(
 
     kernel = plgpu.kernel(
         quantized_matmul_row,
-        out_type=jax.ShapeDtypeStruct((1, w.shape[0] // (2 if swiglu else 1)), out_dtype),
+        out_type=outs["out"] if pending is None else tuple(outs.values()),
         grid=(plan.blocks,),
         grid_names=("rows",),
         num_threads=plan.warps // 4,

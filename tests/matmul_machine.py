@@ -89,6 +89,10 @@ class Machine:
             carry = body(self.ci(i), carry)
         return carry
 
+    def store_words(self, base, words, at=0):
+        for i, word in enumerate(words):
+            self.store_global(base + np.uint64(at + 4 * i), word)
+
     # memory; threads that are masked off read what the first active one reads
     def _bytes(self, base, at, count):
         where = np.where(self.mask, base + np.uint64(at), base[self.mask][:1]).astype(np.uint64)
@@ -265,7 +269,17 @@ def raw(a):
 
 
 def run_decode(
-    monkeypatch, x, w, bias, out_dtype, *, norm=None, residual=None, pairs=False, **changes
+    monkeypatch,
+    x,
+    w,
+    bias,
+    out_dtype,
+    *,
+    norm=None,
+    residual=None,
+    pairs=False,
+    pending=None,
+    **changes,
 ):
     """``decode.matmul`` of x and w; ``changes`` to its plan (clusters, per, batch, depth)."""
     (m, k), n = x.shape, w.shape[0]
@@ -275,20 +289,24 @@ def run_decode(
 
     n_out = n // 2 if pairs else n
     out = np.full((m, n_out), np.nan, jnp.dtype(out_dtype))
+    total = None if pending is None else np.full((m, k), np.nan, x.dtype)
     bias = None if bias is None else np.asarray(bias, np.float32)
     gamma, eps = (None, None) if norm is None else norm
     sizes = plan.scratch_sizes(normed=norm is not None)
     for cluster in range(plan.clusters):
-        arrays = [raw(v) for v in (x, *decode.parts_of(w), bias, gamma, residual, out)]
+        given = x, *decode.parts_of(w), bias, gamma, residual, out, pending, total
+        arrays = [raw(v) for v in given]
         machine = Machine(arrays, sizes, cluster, plan.split)
         install(monkeypatch, machine)
-        operands = decode.Operands(*machine.refs[:8])
+        operands = decode.Operands(*machine.refs[: len(given)])
         kinds = {"out": KIND[jnp.dtype(out_dtype).name], "eps": eps}
         if gamma is not None:
             kinds["gamma"] = KIND[gamma.dtype.name]
-        decode.Kernel(plan, scheme, n, k, operands, machine.refs[8:], **kinds).run()
+        decode.Kernel(plan, scheme, n, k, operands, machine.refs[len(given) :], **kinds).run()
         out = machine.memory[7].view(out.dtype).reshape(m, n_out)
-    return out
+        if total is not None:
+            total = machine.memory[9].view(x.dtype).reshape(m, k)
+    return out if total is None else (out, total)
 
 
 def install(monkeypatch, machine: Machine) -> None:

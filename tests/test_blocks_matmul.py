@@ -60,7 +60,7 @@ def test_the_kernel_s_code_on_numpy(given, monkeypatch):
         first, *others = (decode.parts_of(w) for w in own)
         out = np.full((m, sum(group.rows)), np.nan, DTYPE)
         for block in range(group.begin, group.begin + group.plan.clusters):
-            arrays = [x, *first, None, norm[0], None, out, *itertools.chain(*others)]
+            arrays = [x, *first, None, norm[0], None, out, None, None, *itertools.chain(*others)]
             sizes = group.plan.scratch_sizes(normed=True)
             machine = Machine([raw(a) for a in arrays], sizes, block, 1)
             install(monkeypatch, machine)

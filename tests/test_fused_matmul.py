@@ -95,6 +95,30 @@ def test_emulated(name, m, k, kinds, changes, monkeypatch):
     check(jnp.asarray(out), ref, dtype)
 
 
+@pytest.mark.parametrize(
+    "name,m,k,kinds,changes",
+    [
+        ("plain", 1, 4096, "n", {}),
+        ("plain", 3, 2048, "ns", {"clusters": 2, "per": 4, "batch": 2}),
+        ("plain", 5, 576, "n", {}),
+        ("w4-g128", 2, 14336, "n", {"clusters": 2, "per": 3, "batch": 1}),
+        ("w8-row", 16, 1024, "ns", {}),
+    ],
+)
+def test_what_is_pending_is_added_and_stored(name, m, k, kinds, changes, monkeypatch):
+    """The same bits as with a sum that was rounded before."""
+    n, dtype = (96 if "s" in kinds else 80), jnp.bfloat16
+    w, x = weight(name, n, k, dtype), activations((m, k), dtype)
+    pending = activations((m, k), jnp.float32, 9)
+    total = (x.astype(jnp.float32) + pending).astype(dtype)
+    given = extras(m, n, k, dtype, kinds)
+    given["pairs"] = given.pop("swiglu", False)
+    run = functools.partial(run_decode, monkeypatch, w=w, bias=None, out_dtype=dtype)
+    out, stored = run(x, pending=pending, **given, **changes)
+    np.testing.assert_array_equal(stored, np.asarray(total))
+    np.testing.assert_array_equal(out, run(total, **given, **changes))
+
+
 # --- the op ---------------------------------------------------------------------------------------
 
 FUSED = ["n", "r", "s", "nr", "nsb", ""]
@@ -113,6 +137,18 @@ def test_composition(name, kinds):
     out = jax.jit(lambda x, w: quantized_matmul(x, w, bias=bias, **given))(x, w)
     check(out, expected(x, w, bias, **given), "float32")
     assert not fusible(x, w, **given)
+
+
+def test_what_is_pending_in_a_composition():
+    w, x = weight("plain", 96, 512, jnp.bfloat16), activations((2, 1, 512), jnp.bfloat16)
+    pending = activations(x.shape, jnp.float32, 9)
+    norm = extras(2, 96, 512, jnp.bfloat16, "n")["norm"]
+    out, total = quantized_matmul(x, w, norm=norm, pending=pending)
+    assert total.dtype == x.dtype
+    assert (total == (x.astype(jnp.float32) + pending).astype(x.dtype)).all()
+    assert (out == quantized_matmul(total, w, norm=norm)).all()
+    with pytest.raises(ValueError, match="before a norm"):
+        quantized_matmul(x, w, pending=pending)
 
 
 def test_gradients_of_a_composition():
@@ -179,13 +215,14 @@ def lowered(m, n, k, words, **fused):
         given["norm"] = S((k,), jnp.bfloat16)
     if "residual" in fused:
         given["residual"] = S((m, n), jnp.bfloat16)
+    if "pending" in fused:
+        given["pending"] = S((m, k), jnp.float32)
 
-    def call(x, w, norm=None, residual=None):
+    def call(x, w, norm=None, **given):
         norm = None if norm is None else (norm, EPS)
         return quantized_matmul(
-            x, w, norm=norm, residual=residual, swiglu="swiglu" in fused,
-            implementation="mosaic",
-        )  # fmt: skip
+            x, w, norm=norm, swiglu="swiglu" in fused, implementation="mosaic", **given
+        )
 
     traced = jax.jit(call).trace(S((m, k), jnp.bfloat16), w, **given)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -195,7 +232,7 @@ def lowered(m, n, k, words, **fused):
 def test_lowers_for_hopper(name, n, k):
     if tuple(int(v) for v in jax.__version__.split(".")[:3]) < (0, 11, 2):
         pytest.skip(f"jax {jax.__version__}: the kernels need 0.11.2")
-    fused = {"qkv": ["norm"], "gate_up": ["norm", "swiglu"]}.get(name, ["residual"])
+    fused = {"qkv": ["norm", "pending"], "gate_up": ["norm", "swiglu"]}.get(name, ["residual"])
     for words, m in (("int4", 1), ("int8", 9), ("plain", 16)):
         text = lowered(m, n, k, words, **dict.fromkeys(fused, True))
         assert text.count("@mosaic_gpu") == 1
@@ -242,6 +279,18 @@ def test_values_on_the_gpu(name, m, k, kinds):
     assert (np.asarray(out) == np.asarray(again)).all()
     for row, ref in zip(out, expected(x, w, bias, **given), strict=True):
         check(row, ref, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name,m", [("w4-g128", 1), ("w8-row", 16), ("plain", 1), ("plain", 5)])
+def test_what_is_pending_on_the_gpu(name, m):
+    n, k, dtype = 4320, 4096, jnp.bfloat16
+    w, x = weight(name, n, k, dtype), hostile(activations((m, k), dtype, m))
+    pending, norm = activations((m, k), jnp.float32, 9), extras(m, n, k, dtype, "n")["norm"]
+    call = functools.partial(quantized_matmul, w=w, norm=norm, implementation="mosaic")
+    out, total = call(x, pending=pending)
+    assert (np.asarray(total) == np.asarray((x.astype(jnp.float32) + pending).astype(dtype))).all()
+    assert (np.asarray(out) == np.asarray(call(total))).all()
 
 
 @pytest.mark.gpu

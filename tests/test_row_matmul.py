@@ -80,3 +80,17 @@ def test_what_it_takes():
     assert "odd" in no(33, 1024, "w4-g128") and no(33, 1024, "plain") is None
     assert "behind SwiGLU" in no(64, 1024, "plain", residual=jnp.bfloat16, swiglu=True)
     assert "float32" in no(64, 1024, "plain", residual=jnp.float32)
+
+
+@newest
+@pytest.mark.parametrize("name,n,k,kinds", [CASES[i][:4] for i in (2, 3, 4, 8)])
+def test_what_is_pending_is_added_and_stored(name, n, k, kinds):
+    """The same bits as with a sum that was rounded before."""
+    x, w, given, _ = case(name, n, k, kinds.replace("r", ""))
+    pending = activations((1, k), jnp.float32, 9)
+    total = (x.astype(jnp.float32) + pending).astype(x.dtype)
+    with emulated(row, products):
+        out, stored = row.matmul(x, w, out_dtype=x.dtype, pending=pending, **given)
+        want = row.matmul(total, w, out_dtype=x.dtype, **given)
+    assert (stored == total).all()
+    assert (out == want).all()
