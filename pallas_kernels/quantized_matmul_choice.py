@@ -103,12 +103,19 @@ def slower_fused(x, w, call: Call, gamma, residual, pending=None) -> str | None:
 
 
 def takes_one_row(x, w, out_dtype, gamma=None, residual=None, swiglu: bool = False) -> bool:
-    """One row of bfloat16 has a kernel of its own, which is the faster way (its NOTES); but with
-    int4 only where there is much to read: 28672 x 4096 with SwiGLU 16.3 us and the decode kernel
-    17.3, 4096 x 14336 10.2 and 10.7, but 14336 x 4096 10.0 and 9.9, 4096 x 4096 4.9 and 4.8."""
+    """One row of bfloat16 has a kernel of its own, which is the faster way where there is something
+    to read (its NOTES; 2048 x 2048 plain 3.9 us, and 3.8 by the decode kernel), with int4 only
+    beside SwiGLU or where rows are long or many: 4096 x 7168 6.8 us and 7.1, 128256 x 4096 64.9 and
+    69.2, but 14336 x 4096 10.0 and 9.9, 4096 x 4096 4.9 and 4.8."""
     from pallas_kernels import quantized_matmul_row_mosaic as row
 
-    if isinstance(x, QTensor) or w.dtype == jnp.int4 and not swiglu and w.shape[1] < 8192:
+    if isinstance(x, QTensor):
+        return False
+    values, is_long = math.prod(w.shape), w.shape[1] >= 7168
+    few = 8e6
+    if w.dtype == jnp.int4:
+        few = 0 if swiglu else 28e6 if is_long else 1e8
+    if values < few:
         return False
     reason = row.unsupported(
         math.prod(x.shape[:-1]),
