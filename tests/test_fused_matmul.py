@@ -248,6 +248,9 @@ def hostile(x):
 
 
 ON_THE_GPU = [  # weights, m, K, fused
+    ("plain", 2, 256, "n"),
+    ("plain", 3, 18944, "r"),
+    ("plain", 4, 1056, "nr"),
     ("w4-g128", 1, 2048, "nsb"),
     ("w4-g128", 16, 2048, "nr"),
     ("w4-g128", 3, 2688, "n"),
