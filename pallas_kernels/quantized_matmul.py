@@ -17,8 +17,8 @@ SwiGLU and a residual behind it.  Up to 16 rows of 16-bit floats it is then one 
 the product to the only rounding; elsewhere the ops run one after the other.  ``fusible`` tells.
 
 The XLA forms are in ``quantized_matmul_xla``; the kernels in ``quantized_matmul_row_mosaic`` (one
-row of x), ``quantized_matmul_decode_mosaic`` (up to 16) and ``quantized_matmul_prefill_mosaic``.  All
-read the plain layout, so there is no re-layout at load.
+row of x), ``quantized_matmul_decode_mosaic`` (up to 16) and ``quantized_matmul_prefill_mosaic``.
+All read the plain layout, so there is no re-layout at load.
 
 Gradients: for float x, with respect to x, bias, w.scale and a floating w.zero (or a plain w), and
 to what is fused; for QTensor x, with respect to both scales and bias.  Words are integers and get

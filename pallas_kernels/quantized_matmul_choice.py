@@ -107,7 +107,7 @@ def takes_one_row(x, w, out_dtype, gamma=None, residual=None, swiglu: bool = Fal
     to read (its NOTES; 2048 x 2048 plain 3.9 us, and 3.8 by the decode kernel), with int4 only
     beside SwiGLU or where rows are long or many: 4096 x 7168 6.8 us and 7.1, 128256 x 4096 64.9 and
     69.2, but 14336 x 4096 10.0 and 9.9, 4096 x 4096 4.9 and 4.8."""
-    from pallas_kernels import quantized_matmul_row_mosaic as row
+    from pallas_kernels import quantized_matmul_row_plan as row
 
     if isinstance(x, QTensor):
         return False

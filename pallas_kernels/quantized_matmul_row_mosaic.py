@@ -40,7 +40,6 @@ things around it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -53,92 +52,10 @@ from pallas_kernels import mosaic as p
 from pallas_kernels.mosaic import LOG2E
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.quantized_matmul_decode_scheme import KIND
+from pallas_kernels.quantized_matmul_row_plan import WARPS, Plan, make_plan
 from pallas_kernels.quantized_matmul_row_products import Floats, Nibbles
 
-BLOCKS, WARPS = 132, 16
-LOADS = 4
-MAX_K = 48 * 1024  # x is in shared memory as floats
 _STREAMED = ".nc.L1::no_allocate"
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The division of one product among warps."""
-
-    k: int
-    rows: int  # of w that a warp has at a time
-    units: int  # of so many rows
-    bits: int  # of a value of w
-    loads: int  # of 16 bytes that a lane multiplies while as many more are under way
-    warps: int = WARPS
-
-    @property
-    def per_load(self) -> int:
-        """Values of w in 16 bytes."""
-        return 128 // self.bits
-
-    @property
-    def x_words(self) -> int:
-        """Of x in shared memory: floats, or pairs beside int4."""
-        return self.k if self.bits > 4 else self.k // 2
-
-    @property
-    def chunks(self) -> int:
-        """Instructions that read one row."""
-        return self.k // (32 * self.per_load)
-
-    @property
-    def blocks(self) -> int:
-        return min(BLOCKS, -(-self.units // self.warps))
-
-    @property
-    def rounds(self) -> int:
-        return -(-self.units // (self.blocks * self.warps))
-
-    @property
-    def groups(self) -> list[list[int]]:
-        """The chunks of a row by the groups in which they are loaded."""
-        each = max(1, self.loads // self.rows)
-        return [list(range(c, min(c + each, self.chunks))) for c in range(0, self.chunks, each)]
-
-
-def make_plan(w: jax.Array | QTensor, swiglu: bool) -> Plan:
-    n, k = w.shape
-    bits = 8 * w.dtype.itemsize if w.dtype != jnp.int4 else 4
-    # Two rows share what is read of x; one round of short rows is better than two.
-    one_round = bits == 8 and n % 2 == 0 and n <= 2 * BLOCKS * WARPS and k <= 4096
-    rows = 2 if swiglu or bits == 4 or one_round else 1
-    return Plan(k, rows, n // rows, bits, LOADS)
-
-
-def unsupported(
-    rows: int, x_dtype, w: jax.Array | QTensor, out_dtype=None, *, norm=None, residual=None,
-    swiglu: bool = False,
-) -> str | None:  # fmt: skip
-    """Why the kernel does not take ``[rows, K] x w``, or None.  norm, residual: the dtypes of a
-    norm's weight and of a residual."""
-    n, k = w.shape
-    if rows != 1 or jnp.dtype(x_dtype) != jnp.bfloat16:
-        return f"{rows} rows of {jnp.dtype(x_dtype).name}; the kernel takes one of bfloat16"
-    if not isinstance(w, QTensor):
-        if w.dtype != jnp.bfloat16:
-            return f"plain weights {w.dtype.name}"
-    elif w.zero is not None or (w.dtype, w.group_size) not in ((jnp.int8, k), (jnp.int4, 128)):
-        return "words other than int8 with one scale a row and int4 in groups of 128, without zeros"
-    elif w.columns is not None or w.activations is not None:
-        return "columns in another order, or quantized activations"
-    wanted = 32 * make_plan(w, swiglu).per_load
-    if k % wanted or k > MAX_K:
-        return f"K = {k} is not a multiple of {wanted} up to {MAX_K}"
-    if out_dtype is not None and jnp.dtype(out_dtype).name not in KIND:
-        return f"the output would be {jnp.dtype(out_dtype).name}"
-    if norm is not None and KIND.get(jnp.dtype(norm).name) not in ("bf16", "f32"):
-        return f"a norm with weights {jnp.dtype(norm).name}"
-    if residual is not None and (swiglu or jnp.dtype(residual) != jnp.bfloat16):
-        return f"a residual {jnp.dtype(residual).name}, or one behind SwiGLU"
-    if n % 2 and (swiglu or w.dtype == jnp.int4):
-        return f"N = {n} is odd"
-    return None
 
 
 class Kernel:
@@ -157,8 +74,8 @@ class Kernel:
         self.warp = p.shift_right(self.thread, 5)
         self.lane = arith.andi(self.thread, p.ci(31))
         # Neighbouring warps of a block have neighbouring rows.
-        self.first = p.add(p.mul(p.register("ctaid.x"), plan.warps), self.warp)
-        self.stride = plan.blocks * plan.warps
+        self.first = p.add(p.mul(p.register("ctaid.x"), WARPS), self.warp)
+        self.stride = plan.blocks * WARPS
         row_bytes = 16 * 32 * plan.chunks
         self.row_bytes = row_bytes
         # Rows of w of a unit: side by side, or one of gate and one of up.
@@ -194,7 +111,7 @@ class Kernel:
         """8 values a thread of x and of the norm's weight, those that are asked for before the
         first words of w, or the others: [(piece, is it one, x, gamma, pending)]."""
         pieces = self.plan.k // 8
-        threads = 32 * self.plan.warps
+        threads = 32 * WARPS
         rounds = range(0, pieces, threads)
         at_once = 4 if self.at["gamma"] is None else 2
         asked = []
@@ -256,7 +173,7 @@ class Kernel:
 
     def norm_factor(self):
         total = p.load_shared(self.squares)
-        for w in range(1, self.plan.warps):
+        for w in range(1, WARPS):
             total = arith.addf(total, p.load_shared(self.squares, 4 * w))
         return p.rsqrt(p.fma(total, p.cf(1.0 / self.plan.k), p.cf(self.eps)))
 
@@ -384,11 +301,11 @@ def matmul(
         out_type=outs["out"] if pending is None else tuple(outs.values()),
         grid=(plan.blocks,),
         grid_names=("rows",),
-        num_threads=plan.warps // 4,
+        num_threads=WARPS // 4,
         thread_name="warpgroup",
         scratch_types=[
             plgpu.SMEM((plan.x_words,), jnp.float32),
-            plgpu.SMEM((plan.warps,), jnp.float32),
+            plgpu.SMEM((WARPS,), jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True

@@ -11,6 +11,7 @@ from test_quantized_matmul import activations, check
 from warp_emulator import emulated
 
 from pallas_kernels import quantized_matmul_row_mosaic as row
+from pallas_kernels import quantized_matmul_row_plan as planning
 from pallas_kernels import quantized_matmul_row_products as products
 
 CASES = [  # weights, N, K, fused, changes to the plan
@@ -41,7 +42,7 @@ def case(name, n, k, kinds):
 @pytest.mark.parametrize("name,n,k,kinds,changes", CASES, ids=str)
 @pytest.mark.parametrize("blocks", [1, 132])
 def test_emulated(name, n, k, kinds, changes, blocks, monkeypatch):
-    monkeypatch.setattr(row, "BLOCKS", blocks)
+    monkeypatch.setattr(planning, "BLOCKS", blocks)
     x, w, given, ref = case(name, n, k, kinds)
     plan = dataclasses.replace(row.make_plan(w, "s" in kinds), **changes)
     assert blocks == 132 or plan.rounds > 1
@@ -69,7 +70,7 @@ def test_values_on_the_gpu(name, n, k, kinds):
 def test_what_it_takes():
     def no(n, k, name, rows=1, dtype=jnp.bfloat16, **more):
         w = jax.eval_shape(lambda: weight(name, n, k, dtype))
-        return row.unsupported(rows, dtype, w, **more)
+        return planning.unsupported(rows, dtype, w, **more)
 
     for name, k in (("plain", 256), ("w8-row", 512), ("w4-g128", 1024)):
         assert no(64, k, name) is None
