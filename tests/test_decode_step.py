@@ -8,12 +8,14 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from models import GLA, LLAMA
 
 import jaxllama as jl
-from jaxllama import compiler_options
+from jaxllama import compiler_options, parallel
 from jaxllama.config import ModelConfig
 from jaxllama.generation import advance, init_params, start
+from jaxllama.parallel_params import specs
 from jaxllama.sampling import Sampling, SamplingParams
 from pallas_kernels import dispatch
 
@@ -125,3 +127,25 @@ def test_a_loop_as_one_graph_is_tried_before_it_is_used():
     options = [{}, compiler_options._WHOLE_LOOP, {"xla_gpu_no_such_option": True}]
     assert [compiler_options._counts(each) for each in options] == [True, True, False]
     assert (compiler_options.for_device() is None) == (jax.default_backend() != "gpu")
+
+
+def test_the_products_of_a_step_add_what_the_devices_summed(on_hopper, monkeypatch):
+    """On a mesh nothing stands between a sum and the product that reads it."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    mesh = AbstractMesh((1, 2), parallel.AXES, axis_types=(AxisType.Auto,) * 2)
+    cfg = LLAMA.replace(d_model=512, n_heads=8, n_kv_heads=4, head_dim=64, d_ff=1024)
+    cfg = cfg.replace(vocab_size=512)
+
+    def on_mesh(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    shapes = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0), "bfloat16"))
+    params = jax.tree.map(on_mesh, shapes, specs(shapes))
+    cache = jax.eval_shape(lambda: jl.init_cache(cfg, 1, 64, "bfloat16"))
+    cache = jax.tree.map(on_mesh, cache, parallel.cache_specs(cache, None))
+    tokens = on_mesh(jax.ShapeDtypeStruct((1,), "int32"), PartitionSpec())
+    step = jl.decode_step.trace(cfg, params, tokens, cache)
+    text = step.lower(lowering_platforms=("cuda",)).as_text()
+    adds = [line for line in text.splitlines() if "stablehlo.add" in line]
+    assert len([line for line in adds if "x512xbf16>" in line]) == 1  # the last, before the head
+    assert text.count('"stablehlo.all_reduce"') == 2 * cfg.n_layers + 1

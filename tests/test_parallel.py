@@ -19,10 +19,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxllama import generation, parallel
-from jaxllama.cache import init_cache
+from jaxllama import parallel
 from jaxllama.checkpoints import hf
 from jaxllama.config import load_config, preset_names
 from jaxllama.errors import JaxLlamaError
@@ -35,9 +33,7 @@ from jaxllama.parallel_layout import (
     row_order,
     split_axis,
 )
-from jaxllama.parallel_params import specs
 from jaxllama.parallel_trace import step_parts
-from pallas_kernels import dispatch
 from tests.models import FAMILIES, LLAMA
 from tests.seeded import seeded_params
 
@@ -123,31 +119,6 @@ def test_options_that_the_backend_refuses_are_not_taken(quick):
     """And CPUs have none of their own."""
     assert quick["one-row"]["adds_up"] == [True, False]
     assert quick["one-row"]["is_default"]
-
-
-def test_the_products_of_a_step_add_what_the_devices_summed(monkeypatch):
-    """On Hopper nothing stands between a sum and the product that reads it."""
-    if tuple(int(v) for v in jax.__version__.split(".")[:3]) < (0, 11, 2):
-        pytest.skip(f"jax {jax.__version__}: the kernels need 0.11.2")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(dispatch, "hopper_reason", lambda: None)
-    mesh = AbstractMesh((1, 2), parallel.AXES, axis_types=(AxisType.Auto,) * 2)
-    cfg = LLAMA.replace(d_model=512, n_heads=8, n_kv_heads=4, head_dim=64, d_ff=1024)
-    cfg = cfg.replace(vocab_size=512)
-
-    def on_mesh(leaf, spec):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    shapes = jax.eval_shape(lambda: generation.init_params(cfg, jax.random.key(0), "bfloat16"))
-    params = jax.tree.map(on_mesh, shapes, specs(shapes))
-    cache = jax.eval_shape(lambda: init_cache(cfg, 1, 64, "bfloat16"))
-    cache = jax.tree.map(on_mesh, cache, parallel.cache_specs(cache, None))
-    tokens = on_mesh(jax.ShapeDtypeStruct((1,), "int32"), PartitionSpec())
-    step = generation.decode_step.trace(cfg, params, tokens, cache)
-    text = step.lower(lowering_platforms=("cuda",)).as_text()
-    adds = [line for line in text.splitlines() if "stablehlo.add" in line]
-    assert len([line for line in adds if "x512xbf16>" in line]) == 1  # the last, before the head
-    assert text.count('"stablehlo.all_reduce"') == 2 * cfg.n_layers + 1
 
 
 @pytest.mark.slow
