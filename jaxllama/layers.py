@@ -185,23 +185,18 @@ class RMSNorm(nn.Module):
         ones = nn.initializers.ones_init()
         weight = self.param("weight", ones, (self.features,), jnp.float32)
         norm = (weight, self.eps)
+        is_read = residual is None and quantize is None and reader is not None
+        several = isinstance(reader, tuple)
         if pending is not None:
-            alone = quantize is None and reader is not None and not isinstance(reader, tuple)
-            if alone and fusible(x, reader, norm=norm, pending=pending):
+            if is_read and not several and fusible(x, reader, norm=norm, pending=pending):
                 return Normed(x, *norm, pending), None
             # Not by the norm: what rounds the sum adds it.
             x = x + pending.astype(x.dtype)
-        normed = self.normed(x, norm, residual, quantize, reader)
+        if is_read and (all_fusible if several else fusible)(x, reader, norm=norm):
+            normed = Normed(x, *norm)
+        else:
+            normed = rms_norm(x, *norm, residual=residual, quantize=quantize)
         return normed if pending is None else (normed, x)
-
-    @nn.nowrap
-    def normed(self, x, norm, residual, quantize, reader):
-        weight, _ = norm
-        if residual is None and quantize is None and reader is not None:
-            takes = all_fusible if isinstance(reader, tuple) else fusible
-            if takes(x, reader, norm=norm):
-                return Normed(x, weight, self.eps)
-        return rms_norm(x, weight, self.eps, residual=residual, quantize=quantize)
 
 
 class SwiGLU(nn.Module):

@@ -51,6 +51,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attention_ptx as a
 from pallas_kernels import mosaic as p
+from pallas_kernels.fused_parts import floats, silu
 from pallas_kernels.mosaic import LOG2E
 
 BATCH = 16  # loads of 16 bytes that a lane has in flight
@@ -129,8 +130,7 @@ class _Step:
 
     def load_pairs(self, at, n: int):
         """2 n bfloat16 of device memory as floats."""
-        words = a.load_words(at, n, cache=".nc")
-        return [f(word, "bf16") for word in words for f in (p.widen, p.widen_high)]
+        return floats(a.load_words(at, n, cache=".nc"))
 
     def run(self) -> None:
         shape, normed = self.shape, self.normed
@@ -267,9 +267,7 @@ class _Step:
         y = [arith.mulf(arith.mulf(x, factor), w) for x, w in zip(o, weight, strict=True)]
         if gate is None:
             return y
-        power = [a.exp2(arith.mulf(g, p.cf(-LOG2E))) for g in gate]
-        gate = [a.divide(g, arith.addf(e, p.cf(1.0))) for g, e in zip(gate, power, strict=True)]
-        return [arith.mulf(x, g) for x, g in zip(y, gate, strict=True)]
+        return [arith.mulf(x, silu(g)) for x, g in zip(y, gate, strict=True)]
 
     def over_blocks(self, squares):
         def send():

@@ -7,9 +7,8 @@ import functools
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import attention_ptx as a
 from pallas_kernels import mosaic as p
-from pallas_kernels.mosaic import LOG2E
+from pallas_kernels.fused_parts import silu
 from pallas_kernels.quantized_matmul_decode_plan import PITCH, WARPS
 
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -102,7 +101,7 @@ class Sums:
                 values = [
                     arith.addf(v, p.load_shared(b)) for v, b in zip(values, places, strict=True)
                 ]
-            out = self.silu_times(*values) if self.plan.pairs else values[0]
+            out = arith.mulf(silu(values[0]), values[1]) if self.plan.pairs else values[0]
             if self.residual is not None:
                 at = p.add(p.mul(slots[0], self.plan.param_bytes), p.mul(token, 32), p.mul(row, 2))
                 old = p.load_shared_narrow(p.add(self.params, at), "u16", self.residual_at)
@@ -116,7 +115,3 @@ class Sums:
                 p.store_global_half(at, p.narrow(out, self.out_kind))
 
         p.when(p.less(tile, self.out_tiles), store)
-
-    def silu_times(self, gate, up):
-        power = a.exp2(arith.mulf(gate, p.cf(-LOG2E)))
-        return arith.mulf(a.divide(gate, arith.addf(power, p.cf(1.0))), up)

@@ -14,6 +14,7 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import attention_ptx as a
 from pallas_kernels import mosaic as p
+from pallas_kernels.fused_parts import floats, rounded_sum
 from pallas_kernels.quantized_matmul_decode_plan import TOKENS, WARPS
 
 _IN_FLIGHT = 8  # loads of 16 bytes a lane holds in registers
@@ -107,7 +108,7 @@ class StagedX:
                 if repeated is not None:
                     keep = p.less(index, repeated)
                     words = [arith.select(keep, p.ci(0), w) for w in words]
-                values = [f(w, "bf16") for w in words for f in (p.widen, p.widen_high)]
+                values = floats(words)
                 total = sums[r][step % at_once]
                 for v in values:
                     total = p.fma(v, v, total)
@@ -158,9 +159,7 @@ class StagedX:
 
     def store_total(self, words, pending, token, index):
         """8 columns of a token with what was pending: words, which the first cluster stores."""
-        values = [f(w, "bf16") for w in words for f in (p.widen, p.widen_high)]
-        values = [arith.addf(v, more) for v, more in zip(values, pending, strict=True)]
-        words = [a.pack(*values[i : i + 2], "bf16") for i in range(0, 8, 2)]
+        words = rounded_sum(words, pending)
         at = p.offset(self.total, p.minimum(token, self.plan.m - 1), 2 * self.k)
         at = p.offset(at, p.add(self.k0, p.mul(index, 8)), 2)
         p.when(p.less(self.cluster, 1), lambda: a.store_words(at, words))
@@ -173,7 +172,7 @@ class StagedX:
             words = p.load_global(at, 4) + p.load_global(at, 4, 16)
             return [arith.bitcast(p.f32(), w) for w in words]
         words = p.load_global(p.offset(self.gamma, column, 2), 4)
-        return [f(w, "bf16") for w in words for f in (p.widen, p.widen_high)]
+        return floats(words)
 
     def sum_squares(self) -> None:
         """A thread per token: the warps' sums to the block's; with one block the token's factor."""

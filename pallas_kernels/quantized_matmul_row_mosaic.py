@@ -49,9 +49,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attention_ptx as a
 from pallas_kernels import mosaic as p
-from pallas_kernels.mosaic import LOG2E
+from pallas_kernels.fused_parts import floats, rounded_sum, silu
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.quantized_matmul_decode_scheme import KIND
+from pallas_kernels.quantized_matmul_decode_scheme import KIND, Scheme
 from pallas_kernels.quantized_matmul_row_plan import WARPS, Plan, make_plan
 from pallas_kernels.quantized_matmul_row_products import Floats, Nibbles
 
@@ -66,8 +66,9 @@ class Kernel:
     squares.
     """
 
-    def __init__(self, plan: Plan, given: dict, shared, *, swiglu, kinds, eps):
-        self.plan, self.swiglu, self.kinds, self.eps = plan, swiglu, kinds, eps
+    def __init__(self, plan: Plan, scheme: Scheme, given: dict, shared, *, swiglu, kinds, eps):
+        self.plan, self.scheme = plan, scheme
+        self.swiglu, self.kinds, self.eps = swiglu, kinds, eps
         self.at = {name: None if r is None else p.address(r) for name, r in given.items()}
         self.xs, self.squares = (p.shared_address(r) for r in shared)
         self.thread = p.register("tid.x")
@@ -76,20 +77,16 @@ class Kernel:
         # Neighbouring warps of a block have neighbouring rows.
         self.first = p.add(p.mul(p.register("ctaid.x"), WARPS), self.warp)
         self.stride = plan.blocks * WARPS
-        row_bytes = 16 * 32 * plan.chunks
-        self.row_bytes = row_bytes
+        self.row_bytes = 16 * 32 * plan.chunks
         # Rows of w of a unit: side by side, or one of gate and one of up.
         self.apart = plan.units if swiglu else 1
         self.w_mine = p.offset(self.at["w"], self.lane, 16)
         self.in_groups = plan.bits == 4
         self.product = (Nibbles if self.in_groups else Floats)(self)
 
-    def row_of(self, unit):
-        """The unit's first row of w."""
-        return unit if self.swiglu else p.mul(unit, self.plan.rows)
-
     def rows_of(self, unit):
-        row = self.row_of(unit)
+        """The unit's rows of w."""
+        row = unit if self.swiglu else p.mul(unit, self.plan.rows)
         return [row, p.add(row, self.apart)][: self.plan.rows]
 
     def words(self, unit, group):
@@ -132,7 +129,7 @@ class Kernel:
         for piece, inside, words, gamma, pending in [*asked, *self.ask_x(early=False)]:
             if pending is not None:
                 words = self.store_total(piece, words, pending)
-            values = [f(w, "bf16") for w in words for f in (p.widen, p.widen_high)]
+            values = floats(words)
             if gamma is not None:
                 squares = total
                 for v in values:
@@ -157,9 +154,7 @@ class Kernel:
 
     def store_total(self, piece, words, pending):
         """8 values of x with what was pending, rounded: words, which the first block stores."""
-        values = [f(w, "bf16") for w in words for f in (p.widen, p.widen_high)]
-        values = [arith.addf(v, more) for v, more in zip(values, pending, strict=True)]
-        words = [a.pack(*values[i : i + 2], "bf16") for i in range(0, 8, 2)]
+        words = rounded_sum(words, pending)
         at = p.offset(self.at["total"], piece, 16)
         p.when(p.less(p.register("ctaid.x"), 1), lambda: a.store_words(at, words))
         return words
@@ -168,8 +163,7 @@ class Kernel:
         if self.kinds["gamma"] == "f32":
             at = p.offset(self.at["gamma"], piece, 32)
             return a.load_words(at, 4, kind="f32") + a.load_words(at, 4, 16, kind="f32")
-        words = a.load_words(p.offset(self.at["gamma"], piece, 16), 4)
-        return [f(w, "bf16") for w in words for f in (p.widen, p.widen_high)]
+        return floats(a.load_words(p.offset(self.at["gamma"], piece, 16), 4))
 
     def norm_factor(self):
         total = p.load_shared(self.squares)
@@ -208,8 +202,7 @@ class Kernel:
                 values = [arith.addf(v, b) for v, b in zip(values, asked["bias"], strict=True)]
             if self.swiglu:
                 gate, up = values
-                power = a.exp2(arith.mulf(gate, p.cf(-LOG2E)))
-                values = [arith.mulf(a.divide(gate, arith.addf(power, p.cf(1.0))), up)]
+                values = [arith.mulf(silu(gate), up)]
             if "residual" in asked:
                 values = [arith.addf(v, r) for v, r in zip(values, asked["residual"], strict=True)]
             kind = self.kinds["out"]
@@ -275,7 +268,7 @@ def matmul(
     """x [1, K] bf16, w [N, K] -> [1, N]; ``unsupported`` says what else is asked of them.
     gamma [K], eps: of a norm of x; residual: of the result's shape and dtype.  pending [1, K] f32:
     to be added to x before the norm; the result is then a pair, with the sum."""
-    plan = make_plan(w, swiglu) if plan is None else plan
+    plan, scheme = make_plan(w, swiglu) if plan is None else plan, Scheme(w, "bf16")
     q, scale = (w.q, w.scale) if isinstance(w, QTensor) else (w, None)
     bias = None if bias is None else bias.astype(jnp.float32)
     given = {"x": x, "w": q, "scale": scale, "bias": bias, "gamma": gamma, "residual": residual}
@@ -291,7 +284,7 @@ def matmul(
         del ctx
         memory = dict.fromkeys(given) | dict(zip([*present, *outs], refs, strict=False))
         shared = refs[len(present) + len(outs) :]
-        Kernel(plan, memory, shared, swiglu=swiglu, kinds=kinds, eps=eps).run()
+        Kernel(plan, scheme, memory, shared, swiglu=swiglu, kinds=kinds, eps=eps).run()
 
     def quantized_matmul_row(*refs):
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)

@@ -79,8 +79,8 @@ class Nibbles:
 
     def __init__(self, kernel):
         self.plan, self.xs, self.lane = kernel.plan, kernel.xs, kernel.lane
-        self.scales, self.kind = kernel.at["scale"], kernel.kinds["scale"]
-        self.bytes = 4 if self.kind == "f32" else 2
+        self.scales, self.scheme = kernel.at["scale"], kernel.scheme
+        self.kind, self.bytes = self.scheme.scale_kind, self.scheme.scale_bytes
         group = p.shift_right(self.lane, 2)
         # Of the lane's accumulators of a row, columns 2 c and 2 c + 1, is one on the diagonal?
         quad = arith.andi(self.lane, p.ci(3))
@@ -109,22 +109,16 @@ class Nibbles:
     def nothing(self):
         return [p.cf(0.0)] * 2
 
-    def pairs(self, word):
-        """Nibbles i and i + 4, as bfloat16: below the exponent of 128 a nibble u = q + 8 is the
-        float 128 + u; flipping its top bit makes q unsigned."""
-        offset = p.ci(0x43084308)
-        shifted = [p.shift_right(word, 4 * i) for i in range(4)]
-        return [p.sub_pairs(p.and_xor(w, 0x000F000F, 0x43084308), offset, "bf16") for w in shifted]
-
     def group(self, chunks, words, sums):
         """sums[row] and the scaled products of these chunks' words."""
         at, words, sums = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
+        offset = p.ci(self.scheme.bias)
         for chunk in chunks:
             rows = [[next(words) for _ in range(4)] for _ in range(2)]
             scales = [next(words) for _ in range(2)]
             acc = [p.cf(0.0)] * 4
             for i in range(4):
-                low, high = (self.pairs(row[i]) for row in rows)
+                low, high = (self.scheme.word_pairs(row[i], offset) for row in rows)
                 xs = a.load_shared(at, 4, 2048 * chunk + 512 * i)
                 for s in (0, 2):
                     left = [low[s], high[s], low[s + 1], high[s + 1]]

@@ -14,6 +14,7 @@ import types
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import fused_parts
 from pallas_kernels import quantized_matmul_decode_copies as copies
 from pallas_kernels import quantized_matmul_decode_mosaic as decode
 from pallas_kernels import quantized_matmul_decode_scheme as schemes
@@ -311,7 +312,7 @@ def run_decode(
 
 def install(monkeypatch, machine: Machine) -> None:
     """The kernel's modules emit into the machine."""
-    for module in (decode, copies, staging, tiles, sums, schemes):
+    for module in (decode, copies, staging, tiles, sums, schemes, fused_parts):
         for name, fake in (("p", machine), ("a", machine), ("arith", ARITH)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, fake)

@@ -10,6 +10,7 @@ from test_fused_matmul import expected, extras, weight
 from test_quantized_matmul import activations, check
 from warp_emulator import emulated
 
+from pallas_kernels import quantized_matmul_decode_scheme as schemes
 from pallas_kernels import quantized_matmul_row_mosaic as row
 from pallas_kernels import quantized_matmul_row_plan as planning
 from pallas_kernels import quantized_matmul_row_products as products
@@ -46,7 +47,7 @@ def test_emulated(name, n, k, kinds, changes, blocks, monkeypatch):
     x, w, given, ref = case(name, n, k, kinds)
     plan = dataclasses.replace(row.make_plan(w, "s" in kinds), **changes)
     assert blocks == 132 or plan.rounds > 1
-    with emulated(row, products):
+    with emulated(row, products, schemes):
         out = row.matmul(x, w, out_dtype=x.dtype, plan=plan, **given)
     check(out, ref, x.dtype)
 
@@ -90,7 +91,7 @@ def test_what_is_pending_is_added_and_stored(name, n, k, kinds):
     x, w, given, _ = case(name, n, k, kinds.replace("r", ""))
     pending = activations((1, k), jnp.float32, 9)
     total = (x.astype(jnp.float32) + pending).astype(x.dtype)
-    with emulated(row, products):
+    with emulated(row, products, schemes):
         out, stored = row.matmul(x, w, out_dtype=x.dtype, pending=pending, **given)
         want = row.matmul(total, w, out_dtype=x.dtype, **given)
     assert (stored == total).all()

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels import fused_parts
+
 _HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 U32 = np.uint32
 
@@ -265,6 +267,7 @@ def _modules(block: Block):
 @contextlib.contextmanager
 def emulated(*modules):
     """Within, the kernels of ``modules`` compute here, on concrete arrays."""
+    modules = *modules, fused_parts
 
     def kernel(body, *, out_type, grid, scratch_types, num_threads=1, cluster=(), **_):
         outs = out_type if isinstance(out_type, tuple) else (out_type,)
