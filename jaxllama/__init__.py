@@ -9,19 +9,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from jaxllama.cache import Cache, insert
-    from jaxllama.cache import init_cache as init_cache
-    from jaxllama.config import ModelConfig, load_config
-    from jaxllama.errors import JaxLlamaError
-    from jaxllama.generation import decode_step, generate, init_params, logits, prefill
-    from jaxllama.language_model import Generation, LanguageModel
-    from jaxllama.loading import load
-    from jaxllama.offload.policy import Policy
-    from jaxllama.quantization.scheme import quantize_params
-    from jaxllama.sampling import Sampling
-    from jaxllama.serving.engine import Engine
-    from jaxllama.tokenizer import Tokenizer
+if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
+    from jaxllama.config import ModelConfig as ModelConfig
+    from jaxllama.config import load_config as load_config
+    from jaxllama.errors import JaxLlamaError as JaxLlamaError
+    from jaxllama.generation import decode_step as decode_step
+    from jaxllama.generation import generate as generate
+    from jaxllama.generation import init_params as init_params
+    from jaxllama.generation import logits as logits
+    from jaxllama.generation import prefill as prefill
+    from jaxllama.language_model import Generation as Generation
+    from jaxllama.language_model import LanguageModel as LanguageModel
+    from jaxllama.loading import load as load
+    from jaxllama.model.cache import Cache as Cache
+    from jaxllama.model.cache import init_cache as init_cache
+    from jaxllama.model.cache import insert as insert
+    from jaxllama.offload.policy import Policy as Policy
+    from jaxllama.quantization.quantize import quantize_params as quantize_params
+    from jaxllama.sampling import Sampling as Sampling
+    from jaxllama.serving.engine.engine import Engine as Engine
+    from jaxllama.text.tokenizer import Tokenizer as Tokenizer
 
 _HOME = {
     "load": "loading",
@@ -29,22 +36,22 @@ _HOME = {
     "Generation": "language_model",
     "load_config": "config",
     "ModelConfig": "config",
-    "Tokenizer": "tokenizer",
+    "Tokenizer": "text.tokenizer",
     "init_params": "generation",
-    "quantize_params": "quantization.scheme",
-    "init_cache": "cache",
-    "Cache": "cache",
-    "insert": "cache",
+    "quantize_params": "quantization.quantize",
+    "init_cache": "model.cache",
+    "Cache": "model.cache",
+    "insert": "model.cache",
     "prefill": "generation",
     "decode_step": "generation",
     "generate": "generation",
     "logits": "generation",
     "Sampling": "sampling",
-    "Engine": "serving.engine",
+    "Engine": "serving.engine.engine",
     "Policy": "offload.policy",
     "JaxLlamaError": "errors",
 }
-__all__ = list(_HOME)  # noqa: PLE0604
+__all__ = list(_HOME)  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 __version__ = "0.1.0"
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxllama.cli import main
+from jaxllama.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -35,7 +35,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-_KNOWN = (0, 11, 2) <= jax.__version_info__ < (0, 13)
+from pallas_kernels.dispatch import untested_jax
+
+_KNOWN = untested_jax() is None
 Options = dict[str, str | bool | int]
 _WHOLE_LOOP: Options = {
     # XLA's defaults and loops; a graph may be a single operation.

@@ -2,8 +2,8 @@
 
 A ``ModelConfig`` is everything the forward pass depends on besides weights and cache.  Presets are
 ``configs/models/<name>.toml``; a checkpoint's own config becomes the same dataclass
-(``checkpoints.hf``, ``checkpoints.gguf``).  Facts that differ between models (theta, eps) have no
-defaults here, so that no preset can forget them.
+(``checkpoints.hf.load``, ``checkpoints.gguf.load``).  Facts that differ between models (theta, eps)
+have no defaults here, so that no preset can forget them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import tomllib
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,9 +100,9 @@ class ModelConfig:
 
     Sizes are counts of features, heads or tokens.  ``layer_types`` is "attention" or "gla" per
     layer; ``sliding_window`` counts the keys a query sees, itself included (None: all of them), in
-    the layers from ``first_window_layer`` on; ``attn_sparsity`` < 1 keeps that share of the
-    attention weights in decode (FlexGen, arXiv 2303.06865, section 5); ``embedding_scale``
-    multiplies embeddings by sqrt(d_model).
+    the layers that ``window_layers`` lists by index (empty: in every layer); ``attn_sparsity`` < 1
+    keeps that share of the attention weights in decode (FlexGen, arXiv 2303.06865, section 5);
+    ``embedding_scale`` multiplies embeddings by sqrt(d_model).
     """
 
     name: str
@@ -120,7 +121,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
-    first_window_layer: int = 0
+    window_layers: tuple[int, ...] = ()
     embedding_scale: bool = False
     attn_sparsity: float = 1.0
     layer_types: tuple[LayerType, ...] = ()
@@ -148,9 +149,13 @@ class ModelConfig:
                 self.sliding_window > 0, "sliding_window", self.sliding_window, "must be positive"
             )
         _require(
-            0 <= self.first_window_layer < self.n_layers,
-            "first_window_layer", self.first_window_layer, "must be the index of a layer",
+            set(self.window_layers) <= set(range(self.n_layers)),
+            "window_layers", self.window_layers, f"must be below n_layers ({self.n_layers})",
         )  # fmt: skip
+        # One spelling for each meaning, so that configs that mean the same are equal.
+        layers = () if self.sliding_window is None else tuple(sorted(set(self.window_layers)))
+        layers = () if len(layers) == self.n_layers else layers
+        object.__setattr__(self, "window_layers", layers)
         _require(
             len(self.layer_types) == self.n_layers,
             "layer_types", len(self.layer_types), f"must have n_layers ({self.n_layers}) entries",
@@ -170,9 +175,15 @@ class ModelConfig:
                     f"times d_model ({self.d_model}) must divide into {self.gla.n_heads} heads",
                 )  # fmt: skip
 
+    def with_head_of(self, params: Mapping[str, Any]) -> ModelConfig:
+        """The config, untied where ``params`` have a head beside the embedding: the copy that
+        ``quantize_params`` makes of a tied one."""
+        is_untied = self.tie_embeddings and "head" in params
+        return self.replace(tie_embeddings=False) if is_untied else self
+
     def window_of(self, layer: int) -> int | None:
         """The sliding window of one layer."""
-        return self.sliding_window if layer >= self.first_window_layer else None
+        return self.sliding_window if layer in (self.window_layers or (layer,)) else None
 
     @property
     def group_size(self) -> int:
@@ -189,6 +200,9 @@ class ModelConfig:
         )
 
     def replace(self, **changes: Any) -> ModelConfig:
+        """With these fields; other ``n_layers`` of a model whose layers are all alike are alike."""
+        if "n_layers" in changes and len(set(self.layer_types)) == 1:
+            changes = {"layer_types": self.layer_types[:1] * changes["n_layers"], **changes}
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -211,6 +225,18 @@ def load_config(name: str | Path) -> ModelConfig:
         return from_dict(ModelConfig, data)
     except JaxLlamaError as error:
         raise JaxLlamaError(f"{path}: {error}") from None
+
+
+def shipped(kind: str, name: str | Path) -> Path:
+    """A TOML file by path, or of those in configs/KIND by name.  Raises JaxLlamaError naming
+    them."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        return path
+    files = {file.stem: file for file in (configs_dir() / kind).glob("*.toml")}
+    if str(name) not in files:
+        raise JaxLlamaError(f"{str(name)!r} is no .toml file; shipped: {', '.join(sorted(files))}")
+    return files[str(name)]
 
 
 def preset_names() -> list[str]:

@@ -9,4 +9,5 @@ class JaxLlamaError(ValueError):
 
 
 class WeightWarning(UserWarning):
-    """A checkpoint that loads but cannot be right: NaN or infinite weights, named."""
+    """A checkpoint that loads but may not be right, with what is odd by name: NaN or infinite
+    weights, a head that its config denies, keys of another architecture."""

@@ -24,10 +24,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxllama import compiler_options
-from jaxllama.cache import Cache
 from jaxllama.config import ModelConfig
-from jaxllama.model import Decoder
-from jaxllama.parallel import mesh_of
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model import decoder
+from jaxllama.model.cache import Cache
+from jaxllama.parallel.mesh import mesh_of
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
 
 Params = dict[str, Any]
@@ -45,9 +46,7 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _init_params(cfg: ModelConfig, dtype: str, key: jax.Array) -> Params:
-    one = jnp.ones((1,), jnp.int32)
-    decoder = Decoder(cfg, jnp.dtype(jnp.float32))
-    params = decoder.init(key, one[None], one, method=Decoder.init_all)["params"]
+    params = decoder.Decoder(cfg).init(key, method="tree")["params"]
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
@@ -55,9 +54,8 @@ def _init_params(cfg: ModelConfig, dtype: str, key: jax.Array) -> Params:
 def logits(cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, right-padded beyond
     ``lengths[B]`` (what stands there in the result means nothing)."""
-    decoder = _decoder(cfg, params)
-    hidden, _ = decoder.apply({"params": params}, tokens, lengths)
-    return decoder.apply({"params": params}, hidden, method=Decoder.logits)
+    hidden, _ = decoder.forward(cfg, params, *_int32(tokens, lengths))
+    return decoder.logits(cfg, params, hidden)
 
 
 def prefill_chunk(rows: int, width: int) -> int | None:
@@ -82,16 +80,19 @@ def prefill(
 
     chunk: tokens a row that go through the model at once (``prefill_chunk``); bounds the memory of
     activations, and changes nothing else.  Returns (float32 logits ``[B, V]`` of each row's last
-    valid token, cache).  The cache must have room: positions beyond its capacity are dropped.
+    valid token, cache).  Raises JaxLlamaError where T exceeds the cache's capacity.  A row whose
+    tokens do not fit behind what it holds gets those that do, and NaN logits.
     """
-    decoder = _decoder(cfg, params)
+    _check_room(cache, tokens.shape[1], "tokens")
+    tokens, lengths = _int32(tokens, lengths)
     rows = jnp.arange(tokens.shape[0])
+    before = cache
 
     def last_valid(hidden: jax.Array, n_new: jax.Array) -> jax.Array:
         return hidden[rows, jnp.maximum(n_new - 1, 0)]
 
     if chunk is None or chunk >= tokens.shape[1]:
-        hidden, cache = decoder.apply({"params": params}, tokens, lengths, cache)
+        hidden, cache = decoder.forward(cfg, params, tokens, lengths, cache)
         last = last_valid(hidden, lengths)
     else:
         n_chunks = -(-tokens.shape[1] // chunk)
@@ -103,34 +104,55 @@ def prefill(
             cache, last = carry
             index, part = piece
             n_new = jnp.clip(lengths - index * chunk, 0, chunk)
-            hidden, cache = decoder.apply({"params": params}, part, n_new, cache, total)
+            hidden, cache = decoder.forward(cfg, params, part, n_new, cache, total)
             return (cache, jnp.where((n_new > 0)[:, None], last_valid(hidden, n_new), last)), None
 
-        blank = jnp.zeros((tokens.shape[0], cfg.d_model), decoder.dtype)
+        blank = jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params))
         index = jnp.arange(n_chunks, dtype=jnp.int32)
         (cache, last), _ = lax.scan(one_chunk, (cache, blank), (index, pieces))
-    return decoder.apply({"params": params}, last, method=Decoder.logits), cache
+    return _logits(cfg, params, last, before, lengths), cache
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def decode_step(
     cfg: ModelConfig, params: Params, tokens: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
-    """Append one token to every row: ``tokens[B]`` -> (float32 logits ``[B, V]``, cache)."""
-    return _decode(cfg, params, tokens, cache, jnp.ones_like(cache.lengths))
+    """Append one token to every row: ``tokens[B]`` -> (float32 logits ``[B, V]``, cache).
+
+    A generated token, which reads the share ``cfg.attn_sparsity`` of the values; a prompt's are
+    for ``prefill``, which reads all of them.  A row that is full stays as it is and gets NaN
+    logits.
+    """
+    return _decode(cfg, params, *_int32(tokens), cache, jnp.ones_like(cache.lengths))
 
 
 def _decode(
     cfg: ModelConfig, params: Params, tokens: jax.Array, cache: Cache, lengths: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    decoder = _decoder(cfg, params)
-    hidden, cache = decoder.apply({"params": params}, tokens[:, None], lengths, cache)
-    return decoder.apply({"params": params}, hidden[:, 0], method=Decoder.logits), cache
+    hidden, after = decoder.forward(cfg, params, tokens[:, None], lengths, cache, sparse=True)
+    return _logits(cfg, params, hidden[:, 0], cache, lengths), after
 
 
-def _decoder(cfg: ModelConfig, params: Params) -> Decoder:
-    """Norm weights are never quantized, so their dtype is the activations'."""
-    return Decoder(cfg, params["norm"]["weight"].dtype)
+def _logits(
+    cfg: ModelConfig, params: Params, hidden: jax.Array, cache: Cache, lengths: jax.Array
+) -> jax.Array:
+    """Logits after ``lengths[B]`` new tokens; NaN for rows of ``cache`` without room for them.
+    (A choice that whatever reads the logits makes in passing.)"""
+    logits = decoder.logits(cfg, params, hidden)
+    if cache.capacity is None:
+        return logits
+    fits = cache.lengths + lengths <= cache.capacity
+    return jnp.where(fits[:, None], logits, jnp.float32(jnp.nan))
+
+
+def _check_room(cache: Cache, width: int, what: str) -> None:
+    if cache.capacity is not None and width > cache.capacity:
+        raise JaxLlamaError(f"{width} {what} do not fit a cache of max_len {cache.capacity}")
+
+
+def _int32(*ids: jax.Array) -> list[jax.Array]:
+    """Tokens or lengths, which come as int64 under ``jax_enable_x64``."""
+    return [x.astype(jnp.int32) for x in ids]
 
 
 @jax.tree_util.register_dataclass
@@ -170,7 +192,11 @@ def generate(
     sampling: one for all rows, one per row, or the stacked form; a row without a seed of its own
     uses ``key`` (a PRNG key or an int).  stop_tokens: ids that end a row, cfg's by default.
     The loop ends when every row has stopped or ``max_new_tokens`` are written.
+    Raises JaxLlamaError for a cache with room for less than ``T + max_new_tokens - 1`` tokens: the
+    last one is not read again.
     """
+    width = tokens.shape[1]
+    _check_room(cache, width + max_new_tokens - 1, f"tokens ({width} + {max_new_tokens} new - 1)")
     if not isinstance(sampling, SamplingParams):
         rows = [sampling] * tokens.shape[0] if isinstance(sampling, Sampling) else list(sampling)
         sampling = SamplingParams.stack(rows, cfg.vocab_size, key)
@@ -228,7 +254,7 @@ def start(
     A row of length 0 is empty: done from the beginning.  alone: rows are prefilled one after the
     other, so that their bits depend on no batch size.
     """
-    batch = tokens.shape[0]
+    batch, (tokens, lengths) = tokens.shape[0], _int32(tokens, lengths)
     if alone:
         scores, cache = _prefill_alone(cfg, params, tokens, lengths, cache, chunk)
     else:

@@ -8,6 +8,7 @@ somebody watches the text (streaming, stop strings), and decodes.  It holds no s
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -18,13 +19,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama import generation
-from jaxllama.cache import init_cache
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.parallel import mesh_of
-from jaxllama.parallel_params import fetch
+from jaxllama.model.cache import init_cache
+from jaxllama.parallel.mesh import mesh_of
+from jaxllama.parallel.shardings import fetch
 from jaxllama.sampling import Sampling, SamplingParams
-from jaxllama.tokenizer import StopStrings, TextStream, Tokenizer
+from jaxllama.text.tokenizer import StopStrings, TextStream, Tokenizer
 
 # Tokens between two looks at the text when only stop strings are watched.
 STOP_SLICE = 8
@@ -59,6 +60,10 @@ class LanguageModel:
     params: generation.Params
     tokenizer: Tokenizer | None
     deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        # What else asks about the head (saving, byte counts, offloading) sees an untied model.
+        object.__setattr__(self, "config", self.config.with_head_of(self.params))
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -98,6 +103,8 @@ class LanguageModel:
         rows = self.encode(prompts)
         batch = len(rows)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if chunk is not None and chunk < 1:
+            raise JaxLlamaError(f"chunk = {chunk}: must be at least 1")
         self._check(rows, max_new_tokens, stops)
         per_row = _per_row(sampling, seed, batch)
         options = _Options(
@@ -107,6 +114,7 @@ class LanguageModel:
         for members in self._groups(rows, max_new_tokens):
 
             def tell(row: int, text: str, members: list[int] = members) -> None:
+                assert on_text is not None
                 on_text(members[row], text)
 
             outs = self._run(
@@ -209,8 +217,12 @@ class LanguageModel:
         return loop(self.config, self.params, state, sampling, stop_ids, np.int32(until))
 
     def logits(self, tokens: Any, lengths: Any) -> jax.Array:
-        """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, ``lengths[B]`` valid."""
-        tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+        """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, ``lengths[B]`` valid.
+
+        Raises JaxLlamaError for other shapes, numbers that are not whole, and valid ids outside of
+        the vocabulary.
+        """
+        tokens, lengths = self._batch(tokens, lengths)
         rows = 1 if self.deterministic else tokens.shape[0]  # at once
         parts = [
             generation.logits(self.config, self.params, tokens[i : i + rows], lengths[i : i + rows])
@@ -218,13 +230,35 @@ class LanguageModel:
         ]
         return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
+    def _batch(self, tokens: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
+        """``logits``'s arguments as int32 arrays; of traced ones only the shapes are looked at."""
+        given = [x if isinstance(x, jax.core.Tracer) else np.asarray(x) for x in (tokens, lengths)]
+        tokens, lengths = given
+        for name, x in (("tokens", tokens), ("lengths", lengths)):
+            if not np.issubdtype(x.dtype, np.integer):
+                raise JaxLlamaError(f"{name}: {x.dtype.name}: expected whole numbers")
+        if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+            raise JaxLlamaError(
+                f"tokens{list(tokens.shape)}, lengths{list(lengths.shape)}: expected [B, T] and [B]"
+            )
+        if not any(isinstance(x, jax.core.Tracer) for x in given):
+            if np.any((lengths < 0) | (lengths > tokens.shape[1])):
+                raise JaxLlamaError(f"lengths: must be from 0 to {tokens.shape[1]}")
+            valid = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
+            bad = valid[(valid < 0) | (valid >= self.config.vocab_size)]
+            if bad.size:
+                raise JaxLlamaError(
+                    f"token id {bad[0]} is outside the vocabulary of {self.config.vocab_size}"
+                )
+        return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
     def encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
         """Token ids of each prompt; ids pass through."""
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not prompts:
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not given:
             raise JaxLlamaError("no prompts: the list is empty")
         rows = []
-        for index, prompt in enumerate(prompts):
+        for index, prompt in enumerate(given):
             if isinstance(prompt, str):
                 if self.tokenizer is None:
                     raise JaxLlamaError(
@@ -235,7 +269,7 @@ class LanguageModel:
                     raise JaxLlamaError(f"prompt {index} is empty")
                 rows.append(self.tokenizer.encode(prompt))
             else:
-                rows.append([int(token) for token in prompt])
+                rows.append(_ids(index, prompt))
         return rows
 
     def _check(self, rows: list[list[int]], max_new_tokens: int, stops: tuple[str, ...]) -> None:
@@ -350,13 +384,33 @@ def _bucket(size: int, smallest: int = 16) -> int:
     return bucket
 
 
+def _ids(index: int, prompt: Any) -> list[int]:
+    """Token ids as ints.  Raises JaxLlamaError for what is no list of whole numbers."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise JaxLlamaError(
+            f"prompt {index} is {_short(prompt)}: expected text or a list of token ids"
+        ) from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def _per_row(
     sampling: Sampling | Sequence[Sampling] | None, seed: int | Sequence[int], batch: int
 ) -> list[Sampling]:
     """One Sampling a row, each with a seed."""
     if sampling is None or isinstance(sampling, Sampling):
         sampling = [sampling or Sampling()] * batch
-    seeds = [seed] * batch if isinstance(seed, int) else list(seed)
+    if not isinstance(sampling, Sequence) or not all(isinstance(s, Sampling) for s in sampling):
+        raise JaxLlamaError(f"sampling = {_short(sampling)}: expected a Sampling, or one a row")
+    try:
+        seeds = [seed] * batch if hasattr(seed, "__index__") else list(seed)
+    except TypeError:
+        raise JaxLlamaError(f"seed = {seed!r}: expected a whole number, or one a row") from None
     for name, given in (("sampling", len(sampling)), ("seed", len(seeds))):
         if given != batch:
             raise JaxLlamaError(f"{name}: {given} entries for {batch} prompts")

@@ -4,16 +4,18 @@
 
 source: a preset's name (fetched once, see ``checkpoints.hub``), a directory of Hugging Face's or
 flash-linear-attention's files, a .gguf file, or a hub id.  Weights are read, cast and placed one at
-a time: on one device, on a mesh's devices, each its own part (``parallel_params``), or where a
+a time: on one device, on a mesh's devices, each its own part (``parallel.shardings``), or where a
 policy says (``offload``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +23,20 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama import generation
-from jaxllama.checkpoints import gguf, hf, hub
+from jaxllama.checkpoints import hub
+from jaxllama.checkpoints.gguf import load as gguf
+from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig, load_config, preset_names
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.policy import Policy
-from jaxllama.parallel import make_mesh
-from jaxllama.parallel_params import placing, settle, shard_params
-from jaxllama.quantization.scheme import quantize_params
-from jaxllama.random_params import random_params
-from jaxllama.tokenizer import Tokenizer
+from jaxllama.parallel.mesh import make_mesh
+from jaxllama.parallel.shardings import placing, settle, shard_params
+from jaxllama.quantization.quantize import quantize_params
+from jaxllama.quantization.random_params import random_params
+from jaxllama.quantization.scheme import parse
+from jaxllama.text.tokenizer import Tokenizer
 
 
 def load(
@@ -60,9 +65,7 @@ def load(
     Raises JaxLlamaError naming what was tried.
     """
     enable_compilation_cache()
-    dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise JaxLlamaError(f"dtype {dtype.name!r} is not float32, bfloat16 or float16")
+    dtype = float_dtype(default_dtype() if dtype is None else dtype)
     if not random and str(source) in preset_names() and "gla" in load_config(source).layer_types:
         warnings.warn(
             f"{source}: no trained weights are published for this preset: its weights are random",
@@ -70,6 +73,8 @@ def load(
             stacklevel=2,
         )
         random = True
+    if quantize is not None:
+        parse(quantize)
     place = None
     if policy is not None:
         place = Placement(policy, dtype, quantize, deterministic)
@@ -78,19 +83,19 @@ def load(
         raise JaxLlamaError("policy and mesh exclude each other: one device offloads")
     if random:
         cfg, tokenizer = load_config(source), Tokenizer.byte_level()
-        if grid is not None:
-            shard, _ = placing(cfg, grid, dtype)
-            params = random_params(cfg, jax.random.key(0), dtype, quantize, shard)
-        else:
-            params = random_params(cfg, jax.random.key(0), dtype, quantize, place)
+        scheme = quantize if place is None else place.scheme
+        params = random_params(
+            cfg, jax.random.key(0), dtype, scheme, place, grid, progress=progress
+        )
     else:
-        cfg, params, tokenizer = _from_checkpoint(source, dtype, progress, place, grid)
+        cfg, params, tokenizer = _from_checkpoint(source, dtype, progress, place, grid, quantize)
     if tokenizer is not None:
         tokenizer.check_vocab(cfg.vocab_size)
     if place is not None:
         return place.model(cfg, params, tokenizer)
-    if quantize is not None:
-        params = quantize_params(params, quantize)
+    if quantize is not None and not random:
+        whole = cfg if grid is None else None  # its programs run on one device
+        params = quantize_params(params, quantize, cfg=whole, progress=progress)
     if grid is not None:
         cfg, params = settle(cfg, params, grid)
     return LanguageModel(cfg, params, tokenizer, deterministic)
@@ -102,6 +107,7 @@ def _from_checkpoint(
     progress: bool,
     place: Placement | None = None,
     grid: Mesh | None = None,
+    scheme: str | None = None,
 ) -> tuple[ModelConfig, generation.Params, Tokenizer | None]:
     path = hub.resolve(source, progress=progress)
     if path.suffix == ".gguf":
@@ -111,16 +117,39 @@ def _from_checkpoint(
         params = params if grid is None else shard_params(cfg, params, grid)[1]
         tokenizer = Tokenizer.from_gguf(path)
     else:
-        stream = None
+        if scheme is not None and hf.is_packed(path):  # words are not rounded again
+            raise JaxLlamaError(
+                f"{source}: its weights are already quantized, so quantize={scheme!r} is not for "
+                "it: leave that out, or start from the model in floats"
+            )
+        put, stream = place, None
         if grid is not None:
-            place, stream = placing(hf.read_config(path), grid, dtype)
-        cfg, params = hf.load(path, dtype=dtype, progress=progress, place=place, stream=stream)
+            put, stream = placing(hf.read_config(path), grid, dtype)
+        cfg, params = hf.load(path, dtype=dtype, progress=progress, place=put, stream=stream)
         has_tokenizer = (path / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_file(path / "tokenizer.json") if has_tokenizer else None
     if str(source) in preset_names():
         hf.check_preset(load_config(source), cfg)
     is_placed = place is not None or grid is not None
     return cfg, params if is_placed else jax.device_put(params), tokenizer
+
+
+def float_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Of weights and activations.  Raises JaxLlamaError for any that cannot be."""
+    with contextlib.suppress(TypeError):
+        found = jnp.dtype(dtype)
+        if jnp.issubdtype(found, jnp.floating) and found.itemsize in (2, 4, 8):
+            return found
+        dtype = found.name
+    raise JaxLlamaError(f"dtype {dtype!r} is not float32, bfloat16 or float16")
+
+
+def read_config(source: str | Path, random: bool = False) -> ModelConfig:
+    """The config that ``load`` would give the model, without its weights."""
+    if random or str(source) in preset_names():
+        return load_config(source)
+    path = hub.resolve(source)
+    return gguf.read_config(path) if path.suffix == ".gguf" else hf.read_config(path)
 
 
 def default_dtype() -> jnp.dtype:
@@ -130,7 +159,8 @@ def default_dtype() -> jnp.dtype:
 
 def enable_compilation_cache() -> None:
     """Keep compiled programs in our cache folder, unless the user chose otherwise."""
-    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
+    config: Any = jax.config  # its options are made at import, where no type checker sees them
+    if config.jax_compilation_cache_dir is None and config.jax_enable_compilation_cache:
         folder = hub.cache_dir() / "xla"
         try:
             folder.mkdir(parents=True, exist_ok=True)

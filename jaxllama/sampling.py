@@ -99,7 +99,7 @@ class Sampling:
 
 def _check(key: str, value: Any, low: float, high: float, above: bool = False) -> None:
     """``low <= value <= high``, or ``low < value`` with ``above``; NaN is neither."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    number = issubclass(type(value), numbers.Real) and not isinstance(value, bool)
     if not number or not (low < value if above else low <= value) or not value <= high:
         start = "above" if above else "from"
         raise JaxLlamaError(f"{key} = {value!r}: must be a number {start} {low:g} to {high:g}")
@@ -166,7 +166,7 @@ class SamplingParams:
     ) -> SamplingParams:
         """``stack`` in numpy's arrays."""
         shared = None if all(row.seed is not None for row in rows) else _key_data(seed)
-        keys = [shared if row.seed is None else _key_data(row.seed) for row in rows]
+        keys: list[Any] = [shared if row.seed is None else _key_data(row.seed) for row in rows]
         drawn = [row for row in rows if row.temperature > 0]
         wanted = {
             "draw": bool(drawn),
@@ -181,7 +181,7 @@ class SamplingParams:
         def floats(name: str) -> np.ndarray:
             return np.array([getattr(row, name) for row in rows], np.float32)
 
-        arrays = (
+        arrays: tuple[Any, ...] = (
             floats("temperature"),
             np.array([min(row.top_k or vocab_size, vocab_size) for row in rows], np.int32),
             floats("top_p"),
@@ -194,7 +194,7 @@ class SamplingParams:
             values,
         )
         features = tuple(name for name, want in wanted.items() if want)
-        return cls(*arrays, features)
+        return cls(*arrays, features=features)
 
     @property
     def penalties(self) -> bool:
@@ -216,7 +216,7 @@ def _key_data(seed: int | jax.Array) -> np.ndarray:
 
 
 def _stack_bias(rows: Sequence[Sampling], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    biases = [tuple(row.logit_bias or ()) for row in rows]
+    biases: list[tuple[Any, ...]] = [tuple(row.logit_bias or ()) for row in rows]
     # A power of two, so that few widths are ever compiled.
     width = 1 << (max(len(bias) for bias in biases) - 1).bit_length()
     ids = np.full((len(rows), width), vocab_size, np.int32)
@@ -274,6 +274,7 @@ def sample(
     logits = _clean(logits)
     scores = logits
     if "bias" in features:
+        assert params.bias_ids is not None and params.bias_values is not None
         scores = _add_bias(scores, params.bias_ids, params.bias_values)
     if "penalties" in features:
         if history is None:

@@ -1,23 +1,26 @@
 """The ops: quantized matmul, norms, activations, Gated Linear Attention, on arrays and QTensors.
 
 Each has a readable reference, an XLA form that runs anywhere, and where it pays a Pallas Mosaic GPU
-kernel for Hopper; ``dispatch`` says which is taken.  No flax and no configuration in here.
+kernel for Hopper; ``dispatch`` says which is taken, and ``explain`` tells it of a call.  No flax
+and no configuration in here.
 """
 
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.gla import gla, gla_step
+from pallas_kernels.attention.op import decode_attention
+from pallas_kernels.attention.rope_attention import rope_and_attend
+from pallas_kernels.attention.rope_cache import rope_and_write
+from pallas_kernels.dispatch import explain
+from pallas_kernels.gla.op import gla, gla_step
+from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor, dequantize, quantize
-from pallas_kernels.quantize_tokens import quantize_tokens
-from pallas_kernels.quantized_matmul import quantized_matmul
-from pallas_kernels.rms_norm import rms_norm
-from pallas_kernels.rope_attention import rope_and_attend
-from pallas_kernels.rope_cache import rope_and_write
-from pallas_kernels.swiglu import swiglu
+from pallas_kernels.rows.quantize_tokens import quantize_tokens
+from pallas_kernels.rows.rms_norm import rms_norm
+from pallas_kernels.rows.swiglu import swiglu
 
 __all__ = [
     "QTensor",
     "decode_attention",
     "dequantize",
+    "explain",
     "gla",
     "gla_step",
     "quantize",

@@ -1,51 +1,232 @@
-"""Which implementation an op uses.
+"""Which implementation an op uses, and ``explain``, which tells.
 
 "xla" is plain jax.numpy and runs anywhere.  "mosaic" is the Pallas Mosaic GPU kernel, or
-NotImplementedError that names the fact that rules it out.  None is the kernel on Hopper where the
-op's ``unsupported(...)`` has no objection, and XLA everywhere else.  Nothing is tried and caught.
+NotImplementedError that names the fact that rules it out.  None is the kernel where the operands
+are on Hopper, jax is a version that was tested, and the op's ``unsupported(...)`` has no objection;
+XLA everywhere else.  Nothing is tried and caught.  A call with an operand of size 0 is XLA's under
+each: there is nothing to launch.
+
+Where the operands are: on the devices of committed arrays and of meshes, else on the default
+device.  Inside ``jax.jit`` without a mesh nothing says where the arguments will be, and the default
+device stands for them; a function that is jitted for another device is traced under
+``jax.default_device`` of it, or asks for "xla".
 """
 
 from __future__ import annotations
 
+import contextvars
+import dataclasses
 import functools
-from typing import Literal
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 Implementation = Literal["xla", "mosaic"]
+# From the first version on, and below the second.
+TESTED_JAX = (0, 11, 2), (0, 13, 0)
+_SPAN = " <= jax < ".join(".".join(map(str, version)) for version in TESTED_JAX)
+
+
+def untested_jax() -> str | None:
+    """How this jax is none of the versions that were tested, or None."""
+    first, end = TESTED_JAX
+    if first <= jax.__version_info__ < end:
+        return None
+    return f"jax {jax.__version__} is not one of the tested versions, {_SPAN}"
+
+
+def hopper_reason(*operands: Any) -> str | None:
+    """Why Mosaic kernels cannot run natively where these operands (by default: new arrays) are, or
+    None if they can."""
+    device = device_of(operands)
+    if device.platform != "gpu":
+        return f"the operands are on {device.platform!r}, not a Hopper GPU"
+    capability = getattr(device, "compute_capability", "?")
+    if capability != "9.0":
+        return f"compute capability {capability} is not Hopper's 9.0"
+    if reason := untested_jax():
+        _say_once(reason)
+    return reason
 
 
 @functools.cache
-def hopper_reason() -> str | None:
-    """Why Mosaic kernels cannot run natively here, or None if they can."""
-    backend = jax.default_backend()
-    if backend != "gpu":
-        return f"the default backend is {backend!r}, not a Hopper GPU"
-    capability = getattr(jax.devices()[0], "compute_capability", "?")
-    if capability != "9.0":
-        return f"compute capability {capability} is not Hopper's 9.0"
-    version = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
-    if version < (0, 11, 2):
-        return f"jax {jax.__version__} is older than 0.11.2"
-    return None
+def _say_once(reason: str) -> None:
+    logging.getLogger("pallas_kernels").warning("no Mosaic kernel is used: %s", reason)
 
 
-def wants_kernel(implementation: Implementation | None) -> bool:
+def device_of(operands: Any) -> Any:
+    """The device, or one of the devices, where a pytree of arrays, tracers or shapes is: something
+    with ``platform`` and, for GPUs, ``compute_capability``."""
+    if (recorder := _recorder.get()) is not None:
+        return recorder.device
+    mesh = None
+    for x in jax.tree.leaves(operands):
+        if isinstance(x, jax.core.Tracer):
+            mesh = _device_of_mesh(jax.typeof(x).sharding.mesh)
+        elif isinstance(x, jax.Array):
+            if x.committed:
+                return next(iter(x.sharding.device_set))
+        elif getattr(x, "sharding", None) is not None:
+            return next(iter(x.sharding.device_set))
+        if mesh is not None:
+            return mesh
+    mesh = _device_of_mesh(jax.sharding.get_abstract_mesh())
+    if mesh is not None:
+        return mesh
+    default = jax.config.jax_default_device
+    if isinstance(default, str):
+        return jax.devices(default)[0]
+    return jax.devices()[0] if default is None else default
+
+
+def _device_of_mesh(mesh: Any) -> Any | None:
+    """One of this machine's devices of the mesh's kind.  Where it has none, the program is for
+    another machine, and the abstract device says as much as there is to know."""
+    abstract = None if mesh.empty else mesh.abstract_device
+    if abstract is None:
+        return None
+    try:
+        here = jax.devices(abstract.platform)
+    except RuntimeError:
+        here = []
+    return next((d for d in here if d.device_kind == abstract.device_kind), abstract)
+
+
+def wants_kernel(implementation: Implementation | None, *operands: Any) -> bool:
     """Can ``choose`` come to "mosaic"?  Only then need an op ask its ``unsupported()``, which may
     import the kernels: a third of a second, and jax's private modules, that XLA does without."""
-    return implementation == "mosaic" or (implementation is None and hopper_reason() is None)
+    if implementation is None:
+        return hopper_reason(*operands) is None
+    return implementation == "mosaic"
 
 
-def choose(op: str, implementation: Implementation | None, reason: str | None) -> Implementation:
+def choose(
+    op: str,
+    implementation: Implementation | None,
+    reason: str | None,
+    *operands: Any,
+    has_xla: bool = True,
+) -> Implementation:
     """Resolve ``implementation`` for ``op``; ``reason`` is what its ``unsupported()`` returned.
+    has_xla: whether there is a form to fall back on.
 
     An explicit "mosaic" is honoured on any platform (lowering for cuda, the interpreter), so only
     the op's own reason can refuse it.
     """
-    if implementation is None:
-        return "mosaic" if reason is None and hopper_reason() is None else "xla"
-    if implementation not in ("xla", "mosaic"):
+    if implementation not in ("xla", "mosaic", None):
         raise ValueError(f"{op}: implementation {implementation!r} is not 'xla', 'mosaic' or None")
+    if implementation == "xla":
+        reason = "it was asked for"
+    elif has_xla and is_empty(*operands):
+        reason, implementation = "an operand of size 0", "xla"
+    elif implementation is None:
+        # The device comes first: where it has no kernels the op's own reason was not asked for.
+        reason = hopper_reason(*operands) or reason
+        implementation = "mosaic" if reason is None else "xla"
+    if (recorder := _recorder.get()) is not None:
+        recorder.choices.append(Choice(op, _described(operands), implementation, reason))
     if implementation == "mosaic" and reason is not None:
         raise NotImplementedError(f"{op}: no Mosaic kernel for this call: {reason}")
     return implementation
+
+
+def is_empty(*operands: Any) -> bool:
+    """Has one of the arrays no elements?"""
+    return any(0 in x.shape for x in jax.tree.leaves(operands))
+
+
+# --- explain -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Choice:
+    """What ``choose`` came to; ``kernel`` and its ``plan`` are known when it is launched."""
+
+    op: str
+    operands: str
+    implementation: Implementation
+    reason: str | None
+    kernel: str | None = None
+    plan: str = ""
+
+    def __str__(self) -> str:
+        how = f"{self.implementation}"
+        if self.kernel is not None:
+            how = ", ".join(filter(None, (how, self.kernel, self.plan)))
+        elif self.reason is not None:
+            how = f"no {how} kernel" if self.implementation == "mosaic" else how
+            how += f" ({self.reason})"
+        return f"{self.op} {self.operands}: {how}"
+
+
+class _Recorder(NamedTuple):
+    device: Any
+    choices: list[Choice]
+
+
+_recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar("_", default=None)
+
+
+def launching(kernel: str, plan: Callable[[], Any] = lambda: None) -> None:
+    """Said by an op on the way to its kernel.  Raises NotImplementedError where this jax is older
+    than the first that has what kernels are made of."""
+    if (recorder := _recorder.get()) is not None and recorder.choices:
+        choice = recorder.choices[-1]
+        choice.kernel, choice.plan = kernel, str(plan() or "")
+    if jax.__version_info__ < TESTED_JAX[0]:
+        raise NotImplementedError(f"{kernel}: {untested_jax()}")
+
+
+def explain(op: str | Callable[..., Any], *operands: Any, **options: Any) -> str:
+    """Which implementation ``op(*operands, **options)`` would use, with which kernel and plan, or
+    why it has none: a line for each choice that is made.  Nothing is computed.
+
+    op: a function of this package, or its name.  operands, options: as the op takes them, arrays
+        or ``jax.ShapeDtypeStruct``.  On a machine without a Hopper GPU ``implementation="mosaic"``
+        asks what one would do.
+    Raises ValueError for an unknown name, and what the op raises for operands that it refuses.
+
+    >>> print(explain("rms_norm", x, weight, 1e-5))
+    rms_norm bfloat16[1,4096] bfloat16[4096]: mosaic, rowwise_mosaic, Plan(threads=256, ...)
+    """
+    if isinstance(op, str):
+        package = importlib.import_module("pallas_kernels")
+        if op not in package.__all__ or not callable(getattr(package, op)):
+            raise ValueError(f"explain: {op!r} is no op of pallas_kernels")
+        op = getattr(package, op)
+    made = choices(op, *operands, **options)
+    return "\n".join(map(str, made)) or f"{op.__name__}: xla (it has no kernel)"
+
+
+def choices(function: Callable[..., Any], *operands: Any, **options: Any) -> list[Choice]:
+    """What is chosen in ``function(*operands, **options)``, which is traced and not run.  A kernel
+    that is asked for and not there is a choice too, the last one."""
+    leaves, tree = jax.tree.flatten((operands, options))
+    traced = [hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
+              for x in leaves]  # fmt: skip
+
+    def call(arrays: list[jax.Array]) -> Any:
+        arrays = iter(arrays)
+        pairs = zip(leaves, traced, strict=True)
+        args, options = jax.tree.unflatten(tree, [next(arrays) if t else x for x, t in pairs])
+        return function(*args, **options)
+
+    arrays = [x for x, is_traced in zip(leaves, traced, strict=True) if is_traced]
+    recorder = _Recorder(device_of(arrays), [])
+    token = _recorder.set(recorder)
+    try:
+        jax.eval_shape(call, arrays)
+    except NotImplementedError:
+        if not recorder.choices or recorder.choices[-1].implementation != "mosaic":
+            raise
+    finally:
+        _recorder.reset(token)
+    return recorder.choices
+
+
+def _described(operands: Any) -> str:
+    return " ".join(f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
+                    for x in jax.tree.leaves(operands))  # fmt: skip

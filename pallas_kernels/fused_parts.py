@@ -1,6 +1,6 @@
 """Pieces of what kernels fuse around a product or a step, float32 in registers.
 
-Everything runs while a kernel is traced.  ``rowwise_row`` has a SiLU of its own, whose division is
+Everything runs while a kernel is traced.  ``rows.one_row`` has a SiLU of its own, whose division is
 approximate.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import attention_ptx as a
 from pallas_kernels import mosaic as p
+from pallas_kernels import ptx as a
 from pallas_kernels.mosaic import LOG2E, Value
 
 

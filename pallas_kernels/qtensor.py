@@ -26,12 +26,14 @@ grouped words with zero points, GGUF for minima.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.operands import FLOATS, check, check_parts
 from pallas_kernels.rounding import WORDS, grid, words
 
 
@@ -126,9 +128,12 @@ def quantize(
     symmetric: False adds an integer zero point per group (int8, int4 only).
     scale_dtype: defaults to w's dtype; words are computed against the rounded scale, so the
         error stays within half a step of the stored scale.
-    Raises ValueError for another dtype than int8, int4, float8_e4m3fn, or a group that does not
-    divide K.
+    Plain jax.numpy: every transformation.  Gradients reach w through the scales alone (and through
+    8-bit floats, whose rounding passes them on).
+    Raises ValueError for another dtype than int8, int4, float8_e4m3fn, a group that does not
+    divide K, or a ``w`` that is not floating or has no columns.
     """
+    check("quantize", {"w": "float [..., K+]"}, w=w)
     name = jnp.dtype(dtype).name
     if name not in WORDS:
         raise ValueError(f"quantize: dtype {name!r} is not one of {', '.join(WORDS)}")
@@ -138,13 +143,20 @@ def quantize(
         raise ValueError(f"quantize: group_size {group_size} does not divide the last axis ({k})")
     if not symmetric and name == "float8_e4m3fn":
         raise ValueError("quantize: float8_e4m3fn has no zero points; use symmetric=True")
-    scale_dtype = w.dtype if scale_dtype is None else scale_dtype
+    scale_dtype = jnp.dtype(w.dtype if scale_dtype is None else scale_dtype)
+    if scale_dtype.name not in FLOATS:
+        raise ValueError(f"quantize: scale_dtype {scale_dtype} is not a float")
     scale, zero = grid(w, name, group_size, not symmetric, scale_dtype=scale_dtype)
     return QTensor(words(w, scale, zero, name), scale, zero)
 
 
 def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """The floats that ``w`` stands for, computed in float32 and cast once."""
+    """The floats that ``w`` stands for, computed in float32 and cast once.
+
+    Plain jax.numpy: every transformation; gradients of scales, floating zeros and 8-bit floats.
+    Raises ValueError naming the part where those of ``w`` do not fit together.
+    """
+    check_parts("dequantize", "w", w)
     groups = w.scale.shape[-1]
     x = w.q.astype(jnp.float32).reshape(*w.shape[:-1], groups, w.group_size)
     scale = w.scale.astype(jnp.float32)[..., None]
@@ -155,7 +167,7 @@ def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
     else:
         x = x * scale + w.zero.astype(jnp.float32)[..., None]
     x = x.reshape(w.shape).astype(dtype)
-    return x if w.columns is None else take_columns(x, jnp.argsort(w.columns))
+    return x if w.columns is None else jnp.take(x, jnp.argsort(w.columns), axis=-1, mode="clip")
 
 
 def take_columns(x: jax.Array | QTensor, columns: jax.Array) -> jax.Array | QTensor:
@@ -164,3 +176,11 @@ def take_columns(x: jax.Array | QTensor, columns: jax.Array) -> jax.Array | QTen
         return dataclasses.replace(x, q=take_columns(x.q, columns))
     # "clip" because jnp's own answer to a wrong index, NaN, costs a pass; loaders check them.
     return jnp.take(x, columns, axis=-1, mode="clip")
+
+
+def stacked(weights: Sequence[jax.Array | QTensor]) -> Any:
+    """The shapes of the one weight that these are the rows of, one after the other."""
+    rows = sum(w.shape[0] for w in weights)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), weights[0]
+    )

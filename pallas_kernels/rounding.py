@@ -31,7 +31,7 @@ def grid(
     scale_dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(scale, zero or None), each ``[..., K / group_size]``, of ``w[..., K]``."""
-    x = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, group_size)
+    x = w.astype(jnp.float32).reshape(*w.shape[:-1], w.shape[-1] // group_size, group_size)
     low_word, high_word = WORDS[dtype]
     if not zeros:
         return ((jnp.max(jnp.abs(x), axis=-1) * shrink / high_word).astype(scale_dtype)), None
@@ -45,7 +45,7 @@ def grid(
 
 def words(w: jax.Array, scale: jax.Array, zero: jax.Array | None, dtype: str) -> jax.Array:
     """``w[..., K]`` rounded to nearest on the grid."""
-    x = w.astype(jnp.float32).reshape(*scale.shape, -1)
+    x = w.astype(jnp.float32).reshape(*scale.shape, w.shape[-1] // scale.shape[-1])
     steps = x * reciprocal(scale)[..., None]
     if zero is not None:
         steps = steps + zero.astype(jnp.float32)[..., None]

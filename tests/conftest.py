@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 import jax
 import pytest
 
+from jaxllama import progress
 from pallas_kernels.dispatch import hopper_reason
 
+# A busy machine may take seconds for what tests expect to leave nothing on stderr.
+progress.QUIET = 1e6
 # Several test processes may share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

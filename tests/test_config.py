@@ -8,11 +8,11 @@ import math
 import jax
 import pytest
 
-from jaxllama.checkpoints.hf_config import check_preset, config_from_hf, config_to_hf
-from jaxllama.checkpoints.tensor_map import tensor_map
+from jaxllama.checkpoints.hf.config import check_preset, config_from_hf, config_to_hf
 from jaxllama.config import ModelConfig, RopeConfig, load_config, preset_names
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import init_params
+from jaxllama.model.params import param_table
 
 # Parameters as the model cards' files count them (a tied head once).
 PUBLISHED = {
@@ -45,20 +45,20 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_parameter_count(name: str) -> None:
     cfg = load_config(name)
-    assert sum(spec.size for spec in tensor_map(cfg).values()) == PUBLISHED[name]
+    assert sum(spec.size for spec in param_table(cfg).values()) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", ["llama-2-70b", "qwen2.5-0.5b", "llama-3.2-1b"])
 def test_the_model_has_the_same_parameters_as_the_table(name: str) -> None:
     """eval_shape over the whole model; a few layers say as much as eighty."""
     cfg = load_config(name)
-    cfg = cfg.replace(n_layers=3, layer_types=())
+    cfg = cfg.replace(n_layers=3)
     shapes = jax.eval_shape(functools.partial(init_params, cfg), jax.random.key(0))
     leaves = {
         tuple(part.key for part in path): leaf.shape
         for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
     }
-    assert leaves == {path: spec.shape for path, spec in tensor_map(cfg).items()}
+    assert leaves == {path: spec.shape for path, spec in param_table(cfg).items()}
 
 
 def test_every_preset_of_the_llama_families_has_a_published_count() -> None:
@@ -123,7 +123,7 @@ def test_toml_file(tmp_path) -> None:
         (("n_kv_heads = 1", "n_kv_heads = 3"), "n_kv_heads = 3"),
         (("head_dim = 4", "head_dim = 3"), "head_dim = 3"),
         (("n_layers = 2", 'n_layers = 2\nlayer_types = ["mamba", "gla"]'), "layer_types"),
-        (("n_layers = 2", "n_layers = 2\nfirst_window_layer = 2"), "first_window_layer = 2"),
+        (("n_layers = 2", "n_layers = 2\nwindow_layers = [2]"), "window_layers = (2,)"),
         (("n_layers = 2", "n_layers = ="), "not a TOML file"),
     ],
     ids=lambda value: None if isinstance(value, tuple) else value.replace(" ", ""),

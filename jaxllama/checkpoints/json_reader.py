@@ -7,13 +7,32 @@ is one JaxLlamaError line that names the key and its value.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxllama.errors import JaxLlamaError
+from jaxllama.errors import JaxLlamaError, WeightWarning
 
 MAX_SIZE = 1 << 31
 _MISSING: Any = object()
+# Keys of a config.json that change no logit: records, options of training, and what belongs into
+# generation_config.json.  So do keys that begin with "_".
+_INERT = frozenset(
+    """
+    attention_dropout attn_implementation dtype finetuning_task id2label initializer_range
+    is_decoder is_llama_config label2id name_or_path num_labels output_attentions
+    output_hidden_states pad_token_id prefix pretraining_tp problem_type return_dict sep_token_id
+    task_specific_params tokenizer_class torch_dtype torchscript transformers.js_config
+    transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
+    assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty
+    forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens min_length
+    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups
+    num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty
+    return_dict_in_generate suppress_tokens target_lookbehind temperature top_k top_p typical_p
+    """.split()
+)
 
 
 class JsonReader:
@@ -29,6 +48,34 @@ class JsonReader:
             value = "(a huge number)"
         value = value if len(value) <= 80 else value[:77] + "..."
         return JaxLlamaError(f"{self.prefix}{key} = {value}: {why}")
+
+    def check_keys(
+        self, name: str, kind: str, known: Collection[str], fixed: Mapping[str, tuple[Any, ...]]
+    ) -> None:
+        """No key is passed over in silence.
+
+        fixed: keys that change the computation, with the values that are supported; any other value
+            is an error.
+        known: the keys that are read.  The rest is what a model of this kind does not have: one
+            WeightWarning names those that are there and not null, false, zero or empty.
+        """
+        for key, values in fixed.items():
+            if key in self.config and not any(self.config[key] == value for value in values):
+                raise self.error(key, f"only {values[0]!r} is supported")
+        unknown = [
+            key
+            for key, value in self.config.items()
+            if value and key not in (*known, *fixed) and key not in _INERT and key[:1] != "_"
+        ]
+        if unknown:
+            shown = ", ".join(repr(key[:60]) for key in unknown[:12])
+            more = f" and {len(unknown) - 12} more" if len(unknown) > 12 else ""
+            warnings.warn(
+                f"{name}: config.json: not part of a {kind} model and ignored, as by its own "
+                f"library: {shown}{more}",
+                WeightWarning,
+                stacklevel=2,
+            )
 
     def get(self, key: str, default: Any) -> Any:
         value = self.config.get(key)

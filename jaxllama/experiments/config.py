@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxllama.config import ModelConfig, configs_dir, from_dict, read_toml
+from jaxllama.config import ModelConfig, from_dict, read_toml, shipped
 from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.settings import SETTINGS, TrainSettings, Workload, flatten
 
@@ -117,12 +117,7 @@ def load_experiment(name: str | Path) -> Experiment:
 
     Raises JaxLlamaError naming the file, the key and what is allowed.
     """
-    path = Path(name)
-    if path.suffix != ".toml":
-        path = configs_dir() / "experiments" / f"{name}.toml"
-        if not path.is_file():
-            known = sorted(p.stem for p in path.parent.glob("*.toml"))
-            raise JaxLlamaError(f"no experiment {str(name)!r}; shipped: {', '.join(known)}")
+    path = shipped("experiments", name)
     data = read_toml(path)
     try:
         return _experiment(path, data)

@@ -20,9 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllama.cache import init_cache
+from jaxllama.bench.decode_program import cache_bytes_per_step, memory_bandwidth
 from jaxllama.config import ModelConfig
-from jaxllama.decode_program import cache_bytes_per_step, memory_bandwidth
 from jaxllama.experiments.config import Experiment, Point
 from jaxllama.experiments.run import finished
 from jaxllama.experiments.settings import (
@@ -33,8 +32,10 @@ from jaxllama.experiments.settings import (
 )
 from jaxllama.experiments.workloads import kv_dtype, model_config
 from jaxllama.loading import default_dtype
-from jaxllama.quantization.scheme import parse, quantize_params
-from jaxllama.random_params import param_shapes
+from jaxllama.model.cache import init_cache
+from jaxllama.quantization.quantize import quantize_params
+from jaxllama.quantization.random_params import param_shapes
+from jaxllama.quantization.scheme import parse
 from pallas_kernels.qtensor import tree_bytes
 
 _ADAM = 4  # float32 copies of the weights: themselves, gradients, two moments
@@ -67,24 +68,28 @@ def plan(experiment: Experiment, directory: Path) -> str:
     ]  # fmt: skip
     costs = [cost(experiment, point) for point in experiment.points]
     bandwidth, rate = memory_bandwidth(), matmul_rate()
-    total = 0.0
+    total, calibrated = 0.0, 0
     for point, one in zip(experiment.points, costs, strict=True):
         if one is None:
             lines.append(f"{point.name}: known when the model is loaded")
             continue
         seconds = one.moved / bandwidth + one.operations / rate
-        total += seconds * len(experiment.seeds)
+        is_calibrated = getattr(point.settings, "calibrated", False)
+        calibrated += is_calibrated
+        total += 0 if is_calibrated else seconds * len(experiment.seeds)
+        duration = "time unknown (calibration)" if is_calibrated else f"at least {_time(seconds)}"
         cached = f", cache {_size(one.cache_bytes)}" if one.cache_bytes else ""
         lines.append(
             f"{point.name}: {one.shapes}; {one.parameters / 1e6:.1f} M parameters, weights "
-            f"{_size(one.weight_bytes)}{cached}; at least {_time(seconds)}"
+            f"{_size(one.weight_bytes)}{cached}; {duration}"
         )
     unknown = sum(one is None for one in costs)
     lines += [
         "",
         f"at least {_time(total)} in all on this {jax.devices()[0].device_kind} "
         f"({bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.2f} TFLOP/s), without loading and compiling"
-        + (f", and without {unknown} points whose models are not known yet" if unknown else ""),
+        + (f", and without {unknown} points whose models are not known yet" if unknown else "")
+        + (f", and without {calibrated} points that calibrate" if calibrated else ""),
     ]
     return "\n".join(lines) + "\n"
 
@@ -106,7 +111,8 @@ def cost(experiment: Experiment, point: Point) -> Cost | None:
         return Cost(_shape(cfg), n, weights, 0, weights, 2.0 * n * tokens * models)
     held, batch, runs = _decode(settings)
     cache = _cache(cfg, batch, held + settings.new_tokens, settings)
-    step = weights + cache_bytes_per_step(cfg, cache, held)
+    unread = tree_bytes(shapes["embed"]) if "head" in shapes else 0
+    step = weights - unread + cache_bytes_per_step(cfg, cache, held)
     return Cost(
         _shape(cfg), n, weights, tree_bytes(cache.layers),
         float(step * settings.new_tokens * runs),

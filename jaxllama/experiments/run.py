@@ -22,7 +22,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,25 +33,26 @@ import jaxllama
 from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.config import Experiment, Point, digest
 from jaxllama.experiments.pictures import draw
-from jaxllama.experiments.settings import BIBLE
+from jaxllama.experiments.settings import BIBLE, FILES
 from jaxllama.experiments.table import check_columns, markdown
-from jaxllama.experiments.workloads import WORKLOADS
+from jaxllama.experiments.workloads import WORKLOADS, check
+from jaxllama.progress import working, write
 
 RUNS = Path("runs")
-_FILES = ("text", "calibration")  # settings that are files, whose contents the numbers depend on
 _MACHINE = ("jax", "backend", "device", "devices")  # what must not change inside a run
 
 
 def run(
     experiment: Experiment,
     out: Path | None = None,
-    tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    tell: Callable[[str], None] = write,
 ) -> Path:
     """Measure what is not measured yet, then write table and pictures.  tell: takes progress.
 
     Raises JaxLlamaError for a directory that is another run's, a file that is missing, or what a
     workload refuses, naming the point.
     """
+    check(experiment)
     directory = run_directory(experiment) if out is None else out
     _open(directory, experiment)
     # Seed by seed, not point by point: the spread of a point then has the machine's drift in it.
@@ -64,7 +64,9 @@ def run(
     for index, (point, seed) in enumerate(missing):
         left = _left(begun, index, len(missing))
         tell(f"[{index + 1}/{len(missing)}] {point.name}, seed {seed}{left}")
-        _write(_file(directory, point, seed), _measure(experiment, point, seed, directory))
+        with working(point.name):
+            measured = _measure(experiment, point, seed, directory)
+        _write(_file(directory, point, seed), measured)
     rows = [json.loads(_file(directory, *one).read_text(encoding="utf-8")) for one in work]
     _write(directory / "results.json", {"title": experiment.title, "rows": rows})
     _write_text(directory / "table.md", markdown(experiment, rows))
@@ -159,7 +161,7 @@ def _open(directory: Path, experiment: Experiment) -> None:
 def _hashes(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """(name, SHA-256) of every file that the settings name.  Raises JaxLlamaError for a missing
     one."""
-    names = {point.flat.get(key) for point in experiment.points for key in _FILES} - {None, BIBLE}
+    names = {point.flat.get(key) for point in experiment.points for key in FILES} - {None, BIBLE}
     for name in sorted(names):
         path = experiment.find(name)
         try:

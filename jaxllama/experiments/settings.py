@@ -128,6 +128,7 @@ class TrainSettings:
 
 
 BIBLE = "bible"
+FILES = ("text", "calibration")  # settings that are files, whose contents the numbers depend on
 SETTINGS: dict[str, Any] = {
     "quality": QualitySettings,
     "speed": SpeedSettings,

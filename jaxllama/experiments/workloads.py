@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxllama.bench import run as run_bench
+from jaxllama.bench.decode import run as run_bench
+from jaxllama.bench.evaluate import perplexity
+from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig, load_config, preset_names
 from jaxllama.errors import JaxLlamaError
-from jaxllama.evaluate import perplexity
 from jaxllama.experiments.config import Experiment
 from jaxllama.experiments.settings import (
     BIBLE,
+    FILES,
     ModelSettings,
     OffloadSettings,
     QualitySettings,
@@ -37,9 +39,10 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.quantization import calibration
 from jaxllama.quantization.pipeline import calibrate
-from jaxllama.quantization.scheme import parse, quantize_params
-from jaxllama.random_params import random_params
-from jaxllama.tokenizer import Tokenizer
+from jaxllama.quantization.quantize import quantize_params
+from jaxllama.quantization.random_params import random_params
+from jaxllama.quantization.scheme import parse
+from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import tree_bytes
 
 if TYPE_CHECKING:
@@ -78,7 +81,8 @@ def quality(experiment: Experiment, settings: QualitySettings, seed: int, room: 
         )
         lm = dataclasses.replace(plain, params=params)
     elif settings.scheme != "none":
-        lm = dataclasses.replace(plain, params=quantize_params(plain.params, settings.scheme))
+        params = quantize_params(plain.params, settings.scheme, cfg=plain.config)
+        lm = dataclasses.replace(plain, params=params)
     reference = plain
     if settings.reference is not None:
         other = dataclasses.replace(
@@ -123,8 +127,8 @@ def speed(experiment: Experiment, settings: SpeedSettings, seed: int, room: Path
 def train(experiment: Experiment, settings: TrainSettings, seed: int, room: Path) -> Results:
     """Curves of loss by tokens, and their ends; continues in ``room`` where it was killed."""
     from jaxllama import training
-    from jaxllama.data import tokenize
     from jaxllama.training.corpus import bible
+    from jaxllama.training.data import tokenize
     from jaxllama.training.flops import parameters
 
     config = dataclasses.replace(settings.config, seed=seed)
@@ -162,8 +166,8 @@ def train(experiment: Experiment, settings: TrainSettings, seed: int, room: Path
 def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: Path) -> Results:
     """Generation of random prompts under a policy, prefill included, as FlexGen counts it; and the
     bytes in each place that the policy needs.  No row stops before ``new_tokens``."""
-    from jaxllama.offload.accounting import footprint
     from jaxllama.offload.loading import scheme_of
+    from jaxllama.offload.planner.accounting import footprint
     from jaxllama.offload.policy import Policy
 
     policy = Policy.parse(settings.policy)
@@ -208,6 +212,60 @@ WORKLOADS: dict[str, Function] = {
 # What they share
 
 
+def check(experiment: Experiment) -> None:
+    """Raises JaxLlamaError for what would stop a point after others have been measured: a model, a
+    file or a command that is not there.  Nothing is fetched."""
+    for point in experiment.points:
+        try:
+            for name in _models(experiment, point.settings):
+                # A preset of GLA layers is random by nature: ``load`` warns of it.
+                if name not in preset_names() or "gla" not in load_config(name).layer_types:
+                    hub.find(name)
+            _check_files(experiment, point.settings)
+        except JaxLlamaError as error:
+            raise JaxLlamaError(f"{experiment.path}: {point.name}: {error}") from None
+
+
+def _models(experiment: Experiment, settings: Any) -> list[str]:
+    """Names that are loaded, paths as the file means them."""
+    if isinstance(settings, TrainSettings):
+        config = settings.config
+        teacher = None if config.distill is None else config.distill.teacher
+        tokenizer = None if settings.text is None else settings.tokenizer
+        names = [config.init_from, teacher, None if tokenizer == "bytes" else tokenizer]
+        return [name for name in names if name is not None]
+    if is_random(experiment, settings) and model_config(experiment, settings) is None:
+        raise JaxLlamaError(_no_preset(experiment, settings.model))
+    names = {settings.model, getattr(settings, "reference", None)} - {None, *experiment.models}
+    if settings.random:
+        names = set()
+    return [str(path) if (path := experiment.find(name)).exists() else name for name in names]
+
+
+def _check_files(experiment: Experiment, settings: Any) -> None:
+    if getattr(settings, "text", None) == BIBLE:
+        from jaxllama.training.corpus import find_bible
+
+        find_bible()
+    if isinstance(settings, TrainSettings) and settings.text is None:
+        from jaxllama.training.data import TokenFile
+
+        TokenFile.open(settings.config.data.tokens)
+    for key in FILES:
+        name = getattr(settings, key, None)
+        if name is not None and name != BIBLE:
+            path = experiment.find(name)
+            try:
+                path.stat()
+            except OSError as error:
+                raise JaxLlamaError(f"{key}: {path}: {error.strerror}") from None
+
+
+def _no_preset(experiment: Experiment, model: str) -> str:
+    known = ", ".join((*experiment.models, *preset_names()))
+    return f"random = true: model = {model!r} is not a preset; allowed: {known}"
+
+
 def is_random(experiment: Experiment, settings: ModelSettings) -> bool:
     return settings.random or settings.model in experiment.models
 
@@ -237,10 +295,7 @@ def _model(
     enable_compilation_cache()
     cfg = model_config(experiment, settings)
     if cfg is None:
-        raise JaxLlamaError(
-            f"random = true: model = {settings.model!r} is not a preset; allowed: "
-            f"{', '.join((*experiment.models, *preset_names()))}"
-        )
+        raise JaxLlamaError(_no_preset(experiment, settings.model))
     dtype = default_dtype() if settings.dtype is None else settings.dtype
     tokenizer, key = Tokenizer.byte_level(), jax.random.key(seed)
     if policy is None:

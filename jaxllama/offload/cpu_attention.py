@@ -19,15 +19,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllama.attention import sparse_decode
-from jaxllama.cache import KVCache
 from jaxllama.config import ModelConfig
-from jaxllama.layers import Linear, RMSNorm, input_words
-from jaxllama.model import Block, add_norm
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.attention import sparse_decode
+from jaxllama.model.cache import KVCache
+from jaxllama.model.linear import Stream, linear_add, norm_linear
 from jaxllama.offload.policy import Shares
-from jaxllama.offload.units import Hidden, Rope
-from pallas_kernels.blockwise_attention import blockwise_attention
-from pallas_kernels.rope_cache import rope_and_write, unspread
+from jaxllama.offload.units import Rope
+from pallas_kernels.attention.blockwise import blockwise_attention
+from pallas_kernels.attention.rope_cache import rope_and_write, unspread
 
 Parts = tuple[KVCache | None, KVCache | None]  # rows on the device, rows on the CPU
 
@@ -61,20 +61,26 @@ class SplitCache:
 
 @functools.cache
 def cpu() -> jax.Device:
-    return jax.devices("cpu")[0]
+    """Raises JaxLlamaError where jax has none beside the GPU."""
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError:
+        raise JaxLlamaError(
+            "policy: cpu_attention needs jax's CPU backend too: JAX_PLATFORMS=cuda,cpu, or unset"
+        ) from None
 
 
 def decode_layer(
     cfg: ModelConfig,
     weights: Any,
-    hidden: Hidden,
+    stream: Stream,
     parts: Parts,
     positions: jax.Array,
     lengths: jax.Array,
     rope: Rope,
-) -> tuple[Hidden, Parts]:
+) -> tuple[Stream, Parts]:
     """The mixer's half of an attention layer for one token a row."""
-    x, qkv = _project(cfg, weights, hidden)
+    qkv, stream = project(cfg, weights, stream)
     inputs = qkv, positions[:, 0], lengths, rope
     outs, new = [], []
     first = 0
@@ -88,21 +94,16 @@ def decode_layer(
         if device is not None:
             mine = jax.device_put(mine, device)
         out, new[-1] = _attend(cfg, *mine, part)
-        outs.append(out if device is None else jax.device_put(out, x.sharding))
+        outs.append(out if device is None else jax.device_put(out, stream.x.sharding))
     heads = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
-    return (x, _output(cfg, weights, heads)), (new[0], new[1])
+    return output(weights, heads, stream), (new[0], new[1])
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _project(cfg: ModelConfig, weights: Any, hidden: Hidden) -> tuple[jax.Array, jax.Array]:
-    """(the residual stream, qkv ``[B, N + 2K, H]``)."""
-    norm = RMSNorm(cfg.d_model, cfg.norm_eps).bind({"params": weights["mixer_norm"]})
-    block = Block(cfg, "attention").bind({"params": weights})
-    y, x = add_norm(norm, *hidden, input_words(block, "mixer", "qkv"))
-    heads = cfg.n_heads + 2 * cfg.n_kv_heads
-    linear = Linear(heads * cfg.head_dim, cfg.d_model, cfg.qkv_bias)
-    qkv = linear.apply({"params": weights["mixer"]["qkv"]}, y, x.dtype)
-    return x, qkv.reshape(x.shape[0], heads, cfg.head_dim)
+def project(cfg: ModelConfig, weights: Any, stream: Stream) -> tuple[jax.Array, Stream]:
+    """One token a row: (qkv ``[B, N + 2K, H]``, the residual stream)."""
+    qkv, stream = norm_linear(stream, weights["mixer_norm"], weights["mixer"]["qkv"], cfg.norm_eps)
+    return qkv.reshape(qkv.shape[0], -1, cfg.head_dim), stream
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
@@ -129,9 +130,7 @@ def _attend(
     return unspread(cache.v, out[:, 0]), cache
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _output(cfg: ModelConfig, weights: Any, heads: jax.Array) -> jax.Array:
-    width = cfg.n_heads * cfg.head_dim
-    linear = Linear(cfg.d_model, width, cfg.o_bias)
-    x = heads.reshape(heads.shape[0], 1, width)
-    return linear.apply({"params": weights["mixer"]["o"]}, x)
+@jax.jit
+def output(weights: Any, heads: jax.Array, stream: Stream) -> Stream:
+    """The stream behind the layer's first half, with heads ``[B, N, H]``."""
+    return linear_add(heads.reshape(heads.shape[0], 1, -1), weights["mixer"]["o"], stream)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllama.checkpoints.hf import aligned_empty
+from jaxllama.checkpoints.hf.load import aligned_empty
 from jaxllama.errors import JaxLlamaError
 
 CHUNK = 1 << 22  # bytes that one thread reads and checks at a time

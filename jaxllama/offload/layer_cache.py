@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllama.cache import GLAState, KVCache
+from jaxllama.model.cache import GLAState, KVCache
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.store import Store
 from jaxllama.offload.units import LayerState
@@ -65,7 +65,7 @@ class LayerCache:
         if isinstance(state, GLAState):
             return state
         capacity = jax.eval_shape(self._empty).k.shape[1]
-        return _assemble(state, self._tail, self._slots, capacity)
+        return assemble(state, self._tail, self._slots, capacity)
 
     def save(self, state: LayerState, slots: jax.Array | None, filled: int) -> None:
         """slots: int32 ``[B]``, where each row's one new token is (past the capacity: it has none),
@@ -83,8 +83,8 @@ class LayerCache:
             self._held += 1
             return
         capacity = state.k.shape[1]
-        self._replace(_first_columns(state, snapshot_columns(capacity, filled)))
-        self._tail, self._slots = _empty_tail(state)
+        self._replace(first_columns(state, snapshot_columns(capacity, filled)))
+        self._tail, self._slots = empty_tail(state)
         self._held = 0
 
     def _replace(self, state: LayerState) -> None:
@@ -93,8 +93,9 @@ class LayerCache:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _assemble(snapshot: KVCache, tail: KVCache, slots: jax.Array, capacity: int) -> KVCache:
-    """The cache ``[B, capacity, ...]``: the snapshot's columns, then the tail's tokens over it."""
+def assemble(snapshot: Any, tail: Any, slots: jax.Array, capacity: int) -> Any:
+    """The cache, or a part of it, ``[B, capacity, ...]``: the snapshot's columns, then the tail's
+    tokens over them."""
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
 
     def one(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -120,12 +121,12 @@ def _push(
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _first_columns(state: KVCache, columns: int) -> KVCache:
+def first_columns(state: KVCache, columns: int) -> KVCache:
     return jax.tree.map(lambda leaf: leaf[:, :columns], state)
 
 
 @jax.jit
-def _empty_tail(state: KVCache) -> tuple[KVCache, jax.Array]:
+def empty_tail(state: KVCache) -> tuple[KVCache, jax.Array]:
     batch, capacity = state.k.shape[:2]
 
     def zeros(leaf: jax.Array) -> jax.Array:

@@ -25,8 +25,8 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.model import SCHEME, OffloadedModel
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Rows, Store, wait
-from jaxllama.quantization.scheme import quantize_params
-from jaxllama.tokenizer import Tokenizer
+from jaxllama.quantization.scheme import parse, quantize_leaf, untie
+from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor
 
 DIRECTORY = "JAXLLAMA_OFFLOAD_DIR"  # environment variable: where the disk's share goes
@@ -60,23 +60,19 @@ class Placement:
             raise JaxLlamaError("policy: an offloaded model is not deterministic")
         self.policy, self.dtype = policy, jnp.dtype(dtype)
         self.scheme = scheme_of(policy, scheme)
+        self.plan = parse(self.scheme or "none")
         if directory is None:
             directory = os.environ.get(DIRECTORY) or hub.cache_dir() / "offload"
         self.store = Store(directory)
 
     def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
         """The leaf at ``path``, an array or a QTensor, where the policy puts it."""
-        if self.scheme is not None and not isinstance(leaf, QTensor):
-            tree = leaf
-            for name in reversed(path):
-                tree = {name: tree}
-            leaf = quantize_params(tree, self.scheme)
-            for name in path:
-                leaf = leaf[name]
-        plain = not isinstance(leaf, QTensor)
-        if path == ("embed", "weight") and plain and self.policy.weights.device < 100:
-            return np.asarray(leaf)  # where it goes depends on whether it is the head as well
-        return wait(self.store.put(leaf, self.policy.weights))
+        if path == ("embed", "weight") and not isinstance(leaf, QTensor):
+            return np.asarray(leaf)  # what it becomes depends on whether it is the head as well
+        return self._put(path, leaf)
+
+    def _put(self, path: tuple[str, ...], leaf: Any) -> Any:
+        return wait(self.store.put(quantize_leaf(path, leaf, self.plan), self.policy.weights))
 
     def tree(self, params: dict[str, Any]) -> dict[str, Any]:
         """A whole tree, leaf by leaf; the leaves of ``params`` are dropped on the way."""
@@ -95,13 +91,18 @@ class Placement:
         self, cfg: ModelConfig, params: dict[str, Any], tokenizer: Tokenizer | None
     ) -> OffloadedModel:
         """The model of placed parameters."""
-        table = params["embed"]["weight"]
+        path, table = ("embed", "weight"), params["embed"]["weight"]
         if isinstance(table, np.ndarray):
             if cfg.tie_embeddings:
-                table = wait(self.store.put(table, self.policy.weights))
-            else:
+                params, self.plan = untie(params, self.plan)
+                if params.get("head") is params["embed"]:
+                    params["head"] = {"weight": self._put(("head", "weight"), table)}
+            is_looked_up = "head" in params and self.plan.of("embed") is None
+            if is_looked_up and self.policy.weights.device < 100:
                 table = Rows(self.store, table, self.policy.weights)
-            params["embed"]["weight"] = table
+            else:
+                table = self._put(path, table)
+            params["embed"] = {"weight": table}
         if self.policy.attn_sparsity < 1:
             cfg = cfg.replace(attn_sparsity=self.policy.attn_sparsity)
         return OffloadedModel(cfg, params, tokenizer, policy=self.policy, store=self.store)

@@ -25,18 +25,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import Generation, LanguageModel
+from jaxllama.model.cache import init_cache
+from jaxllama.model.decoder import layer_config
+from jaxllama.model.linear import Stream
 from jaxllama.offload import units as programs
-from jaxllama.offload.accounting import check_host
-from jaxllama.offload.cost_model import Task
+from jaxllama.offload.planner.accounting import check_host
+from jaxllama.offload.planner.cost import Task
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.run import Run
 from jaxllama.offload.store import Rows, Store
 from jaxllama.offload.timeline import NO_RECORD
 from jaxllama.sampling import SamplingParams
 
-SCHEME = "w4a16"  # what compress_weight means
+SCHEME = "w4a16-g64-zero"  # what compress_weight means
 KV_DTYPE = "int4"  # what compress_cache means
+
+
+def kv_dtype_of(policy: Policy, kv_dtype: Any, dtype: Any) -> Any:
+    """The cache's dtype under a policy; kv_dtype: what the user asked for; dtype: the default."""
+    if not policy.compress_cache:
+        return dtype if kv_dtype is None else kv_dtype
+    if kv_dtype is not None and (name := jnp.dtype(kv_dtype).name) != KV_DTYPE:
+        raise JaxLlamaError(f"policy: compress_cache is {KV_DTYPE}, and kv_dtype is {name!r}")
+    return KV_DTYPE
+
+
+def chunk_of(policy: Policy, chunk: int | None) -> int:
+    """Tokens of a prompt that go through a unit at once; chunk: what the user asked for."""
+    own = policy.prefill_batch_size
+    if chunk is not None and own not in (0, chunk):
+        raise JaxLlamaError(f"policy: prefill_batch_size is {own}, and chunk is {chunk}")
+    return own or chunk or Task.chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +80,10 @@ class OffloadedModel(LanguageModel):
     recorder: Any = NO_RECORD
 
     def generate(self, prompts: Any, *arguments: Any, **options: Any) -> list[Generation]:
-        """As LanguageModel.generate; kv_dtype and chunk default to what the policy says."""
-        if self.policy.compress_cache and options.get("kv_dtype") is None:
-            options["kv_dtype"] = KV_DTYPE
-        options.setdefault("chunk", self.policy.prefill_batch_size or Task.chunk)
+        """As LanguageModel.generate; kv_dtype and chunk default to what the policy says, and an
+        other value than the policy's is a JaxLlamaError."""
+        options["kv_dtype"] = kv_dtype_of(self.policy, options.get("kv_dtype"), self.dtype)
+        options["chunk"] = chunk_of(self.policy, options.get("chunk"))
         return super().generate(prompts, *arguments, **options)
 
     def logits(self, tokens: Any, lengths: Any) -> jax.Array:
@@ -71,15 +92,19 @@ class OffloadedModel(LanguageModel):
         logits = [programs.all_logits(self.config, weights, x) for x in hidden]
         return jnp.concatenate(logits) if len(logits) > 1 else logits[0]
 
-    def states(self, tokens: Any, lengths: Any) -> tuple[jax.Array, Any]:
-        """(normed hidden states ``[B, T, D]``, the parameters that make logits of them)."""
-        hidden, weights = self._layers(tokens, lengths)
+    def states(self, tokens: Any, lengths: Any, kv_dtype: Any = None) -> tuple[jax.Array, Any]:
+        """(normed hidden states ``[B, T, D]``, the parameters that make logits of them).
+
+        kv_dtype: of a cache through which every token attends, sparsely if the model does so when
+        it decodes; None: no cache.
+        """
+        hidden, weights = self._layers(tokens, lengths, kv_dtype)
         states = [programs.final_hidden(self.config, weights, x) for x in hidden]
         return jnp.concatenate(states), weights
 
-    def _layers(self, tokens: Any, lengths: Any) -> tuple[list[programs.Hidden], Any]:
+    def _layers(self, tokens: Any, lengths: Any, kv_dtype: Any = None) -> tuple[list[Stream], Any]:
         """(what leaves the last layer, by batches; the weights of the head)."""
-        tokens, lengths = jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+        tokens, lengths = self._batch(tokens, lengths)
         size = self.policy.gpu_batch_size
         parts = [
             (tokens[first : first + size], lengths[first : first + size])
@@ -90,24 +115,27 @@ class OffloadedModel(LanguageModel):
             programs.positions_of(cfg, jnp.zeros_like(n), n, part.shape[1]) for part, n in parts
         ]
         for unit in programs.units_of(cfg, self.policy.sep_layer)[1:-1]:
-            weights = self.store.get(unit.weights(self.params, cfg.tie_embeddings))
-            alike, kind = programs.layer_config(cfg, unit)
-            hidden = [
-                programs.run_layer(alike, kind, unit.kind, weights, x, None, at[0], n, at[1])[0]
-                for x, at, (_, n) in zip(hidden, rope, parts, strict=True)
-            ]
+            weights = self.store.get(unit.weights(self.params))
+            alike, kind = layer_config(cfg, unit.layer)
+            has_cache = kv_dtype is not None and unit.has_cache
+            for index, (at, (part, n)) in enumerate(zip(rope, parts, strict=True)):
+                state = init_cache(alike, *part.shape, kv_dtype).layers[0] if has_cache else None
+                hidden[index], _ = programs.run_layer(
+                    alike, kind, unit.kind, weights, hidden[index], state, at[0], n, at[1],
+                    sparse=has_cache,
+                )  # fmt: skip
             jax.block_until_ready(hidden)
-        head = programs.Unit("head").weights(self.params, cfg.tie_embeddings)
+        head = programs.Unit("head").weights(self.params)
         return hidden, self.store.get(head)
 
-    def embed_tokens(self, tokens: jax.Array) -> programs.Hidden:
+    def embed_tokens(self, tokens: jax.Array) -> Stream:
         """Of ``tokens [B, T]``, from wherever the table is."""
         table = self.params["embed"]["weight"]
         if isinstance(table, Rows):
             rows = table.lookup(jax.device_get(tokens))
-            return programs.embed_rows(self.config, self.dtype, rows), None
+            return programs.embed_rows(self.config, self.dtype, rows)
         weights = self.store.get({"embed": self.params["embed"]})
-        return programs.embed(self.config, self.dtype, weights, tokens), None
+        return programs.embed(self.config, self.dtype, weights, tokens)
 
     # LanguageModel's hooks
 

@@ -19,14 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama import generation
-from jaxllama.cache import Cache, KVCache, init_cache
 from jaxllama.generation import GenerateState
+from jaxllama.model.cache import Cache, KVCache, init_cache
+from jaxllama.model.decoder import layer_config
+from jaxllama.offload import cpu_attention, sparse_cache
 from jaxllama.offload import units as programs
-from jaxllama.offload.cpu_attention import SplitCache, decode_layer
+from jaxllama.offload.cpu_attention import SplitCache
 from jaxllama.offload.layer_cache import LayerCache
 from jaxllama.offload.schedule import Overlapped, serial
+from jaxllama.offload.sparse_cache import SparseCache, SparseState
 from jaxllama.offload.store import Pending, Rows, is_pending, is_stored, moves, wait
-from jaxllama.offload.units import LayerState, Rope, Unit, layer_config
+from jaxllama.offload.units import LayerState, Rope, Unit
 from jaxllama.sampling import History, SamplingParams
 
 if TYPE_CHECKING:
@@ -150,7 +153,8 @@ class Run:
         )
         if self.policy.cpu_attention and kind == "attention":
             return SplitCache(self.policy.cache, empty)
-        return LayerCache(self.model.store, self.policy.cache, empty)
+        by_row = self.cfg.attn_sparsity < 1 and self.moves["cache"] and kind == "attention"
+        return (SparseCache if by_row else LayerCache)(self.model.store, self.policy.cache, empty)
 
     def _piece(
         self, tokens: jax.Array, start: jax.Array, lengths: jax.Array, total: jax.Array, width: int
@@ -202,7 +206,7 @@ class Run:
         return [index for index, batch in enumerate(self.batches) if batch.live]
 
     def load_weights(self, unit: Unit) -> Any:
-        tree = unit.weights(self.model.params, self.cfg.tie_embeddings)
+        tree = unit.weights(self.model.params)
         stored = [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_stored) if is_stored(leaf)]
         with self.record.watching("load weights", unit) as out:
             pending = self.model.store.begin(tree, self._known)
@@ -240,7 +244,7 @@ class Run:
             batch = self.batches[index]
             if unit.kind == "embed":
                 hidden = [
-                    (programs.embed(self.cfg, self.model.dtype, weights, piece.tokens), None)
+                    programs.embed(self.cfg, self.model.dtype, weights, piece.tokens)
                     for piece in batch.pieces
                 ]
             elif unit.kind == "head":
@@ -254,15 +258,21 @@ class Run:
     def _layer(
         self, unit: Unit, batch: Batch, weights: Any, cache: Any, hidden: Any
     ) -> tuple[Any, Any]:
-        cfg, kind = layer_config(self.cfg, unit)
+        cfg, kind = layer_config(self.cfg, unit.layer)
         results = []
         for piece, x in zip(batch.pieces, hidden, strict=True):
             at, part = (piece.positions, piece.lengths, piece.rope), unit.kind
             if isinstance(cache, tuple):  # decode, with attention on the CPU
-                x, cache = decode_layer(cfg, weights, x, cache, *at)
+                x, cache = cpu_attention.decode_layer(cfg, weights, x, cache, *at)
+                part = "feed"
+            elif isinstance(cache, SparseState):
+                store = self.model.store
+                x, cache = sparse_cache.decode_layer(cfg, store, weights, x, cache, *at)
                 part = "feed"
             if part != "feed":
-                x, cache = programs.run_layer(cfg, kind, part, weights, x, cache, *at)
+                x, cache = programs.run_layer(
+                    cfg, kind, part, weights, x, cache, *at, sparse=self.steps > 0
+                )
             elif unit.kind != "mix":
                 x, _ = programs.run_layer(cfg, kind, "feed", weights, x, None, *at)
             results.append(x)
@@ -305,8 +315,7 @@ class Run:
 
 
 def _empty_state(cfg: Any, layer: int, batch: int, capacity: int, dtype: str) -> LayerState:
-    one = cfg.replace(n_layers=1, layer_types=(cfg.layer_types[layer],), first_window_layer=0)
-    return init_cache(one, batch, capacity, dtype).layers[0]
+    return init_cache(layer_config(cfg, layer)[0], batch, capacity, dtype).layers[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -2,6 +2,7 @@
 
     stored = store.put(tree, shares)       store.get(stored) -> the same tree on the device
     store.finish(store.begin(stored))      the same in two parts: begin, and wait
+    store.take(stored, rows)               some rows of what is not on the device, and no others
 
 Contract: ``get`` gives the bits that were put.  A leaf of two axes or more becomes a ``Stored`` of
 up to three pieces; vectors (norms, biases) stay on the device, where they are needed whole and cost
@@ -46,7 +47,7 @@ class Stored:
     shape: tuple[int, ...]
     dtype: np.dtype
     device: jax.Array | None
-    host: jax.Array | None
+    host: jax.Array | np.ndarray | None
     disk: Extent | None
 
     @property
@@ -71,6 +72,15 @@ def is_stored(leaf: Any) -> bool:
 def moves(tree: Any) -> bool:
     """Whether getting the tree moves anything."""
     return any(is_stored(x) and x.moves for x in jax.tree.leaves(tree, is_leaf=is_stored))
+
+
+def on_device(tree: Any) -> int:
+    """Rows of each tensor, the first ones, that are on the device; the same for all of the tree."""
+    [rows] = {
+        0 if leaf.device is None else leaf.device.shape[0]
+        for leaf in jax.tree.leaves(tree, is_leaf=is_stored)
+    }
+    return rows
 
 
 def wait(tree: Any) -> Any:
@@ -123,10 +133,24 @@ class Store:
                 self._disk = DiskFile(self._directory)
             return self._disk
 
-    def put(self, tree: Any, shares: Shares) -> Any:
-        """A tree with a Stored for every leaf of two axes or more.  Raises JaxLlamaError when the
-        disk has no room."""
-        return jax.tree.map(lambda leaf: self._put(leaf, shares), tree)
+    def put(self, tree: Any, shares: Shares, *, pinned: bool = True) -> Any:
+        """A tree with a Stored for every leaf of two axes or more.  pinned: False keeps the host's
+        part where ``take`` can read it.  Raises JaxLlamaError when the disk has no room."""
+        return jax.tree.map(lambda leaf: self._put(leaf, shares, pinned), tree)
+
+    def take(self, tree: Any, rows: np.ndarray) -> Any:
+        """Rows (int32, rising) of every Stored, none of them on the device, as ``[n, columns]``
+        there.  Those past the end may hold anything.  The tree was put with ``pinned=False``."""
+        rows = rows - on_device(tree)
+
+        def one(leaf: Stored) -> jax.Array:
+            width = leaf.shape[-1] // 2 if leaf.dtype == jnp.int4 else leaf.shape[-1]
+            dtype = np.dtype(np.int8) if leaf.dtype == jnp.int4 else leaf.dtype
+            host = np.empty((0, width), dtype) if leaf.host is None else leaf.host
+            moved = jax.device_put(_read_rows(self, host, leaf.disk, rows), self.on_device)
+            return _unpack(moved) if leaf.dtype == jnp.int4 else moved
+
+        return jax.tree.map(one, tree, is_leaf=is_stored)
 
     def get(self, tree: Any) -> Any:
         """The tree on the device.
@@ -177,7 +201,7 @@ class Store:
             if is_stored(leaf) and leaf.disk is not None:
                 self.disk.free(leaf.disk)
 
-    def _put(self, leaf: Leaf, shares: Shares) -> Stored | jax.Array:
+    def _put(self, leaf: Leaf, shares: Shares, pinned: bool) -> Stored | jax.Array:
         if leaf.ndim < 2:
             return jax.device_put(leaf, self.on_device)
         dtype = np.dtype(leaf.dtype)
@@ -194,7 +218,8 @@ class Store:
             flat = _pack(jnp.asarray(flat))
         host = disk = None
         if counts[1]:
-            host = self._pin(flat[first:second])
+            part = flat[first:second]
+            host = self._pin(part) if pinned else np.array(part)
         if counts[2]:
             disk = self.disk.write(np.asarray(flat[second:]))
         return Stored(leaf.shape, dtype, device, host, disk)
@@ -229,13 +254,22 @@ class Rows:
     def lookup(self, tokens: np.ndarray) -> jax.Array:
         """``table[tokens]`` on the device."""
         ids = np.asarray(tokens).reshape(-1)
-        out = np.empty((len(ids), self.shape[1]), self.dtype)
-        on_disk = ids >= len(self._host)
-        out[~on_disk] = self._host[ids[~on_disk]]
-        if self._disk is not None and on_disk.any():
-            out[on_disk] = self._store.disk.read_rows(self._disk, ids[on_disk] - len(self._host))
+        out = _read_rows(self._store, self._host, self._disk, ids)
         out = out.reshape(*np.shape(tokens), self.shape[1])
         return jax.device_put(out, self._store.on_device)
+
+
+def _read_rows(store: Store, host: np.ndarray, disk: Extent | None, ids: np.ndarray) -> np.ndarray:
+    """Rows ``ids`` of a tensor whose first ones are in host memory and the next on disk; past its
+    end anything."""
+    out = np.empty((len(ids), host.shape[1]), host.dtype)
+    on_host = ids < len(host)
+    out[on_host] = host[ids[on_host]]
+    if disk is not None:
+        on_disk = ~on_host & (ids < len(host) + disk.shape[0])
+        if on_disk.any():
+            out[on_disk] = store.disk.read_rows(disk, ids[on_disk] - len(host))
+    return out
 
 
 @jax.jit

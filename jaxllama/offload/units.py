@@ -2,9 +2,10 @@
 
     units_of(cfg, sep_layer) -> [embed, layer or (mix, feed), ..., head]
 
-A unit is the part of the model whose weights are on the device together.  Its programs are those of
-``model.Block`` and ``model.Decoder``, so that a model run unit by unit gives the bits of the whole
-program (what may differ is stated in ``engine``).  Layers that are alike share one compilation.
+A unit is the part of the model whose weights are on the device together.  Its programs are the
+functions that ``model.decoder.forward`` is made of, so that a model run unit by unit gives the bits
+of the whole program (what may differ is stated in ``offload.model``).  Layers that are alike share
+one compilation.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxllama.cache import GLAState, KVCache
 from jaxllama.config import ModelConfig
-from jaxllama.layers import Embedding, RMSNorm
-from jaxllama.model import Block, Decoder, add_norm
-from jaxllama.rope import rope_tables
+from jaxllama.model import decoder
+from jaxllama.model.attention import At
+from jaxllama.model.cache import GLAState, KVCache
+from jaxllama.model.linear import Stream
 
 Kind = Literal["embed", "layer", "mix", "feed", "head"]
-Hidden = tuple[jax.Array, jax.Array | None]  # the residual stream: (x, pending)
 LayerState = KVCache | GLAState
 Rope = tuple[jax.Array, jax.Array] | None
 _HALVES = {"mix": ("mixer_norm", "mixer"), "feed": ("mlp_norm", "mlp")}
@@ -40,12 +40,12 @@ class Unit:
     def has_cache(self) -> bool:
         return self.kind in ("layer", "mix")
 
-    def weights(self, params: dict[str, Any], tied: bool) -> dict[str, Any]:
+    def weights(self, params: dict[str, Any]) -> dict[str, Any]:
         """This unit's part of the parameter tree."""
         if self.kind == "embed":
             return {"embed": params["embed"]}
         if self.kind == "head":
-            table = "embed" if tied else "head"
+            table = "head" if "head" in params else "embed"
             return {"norm": params["norm"], table: params[table]}
         layer = params[f"layer_{self.layer}"]
         return {name: layer[name] for name in _HALVES.get(self.kind, tuple(layer))}
@@ -60,97 +60,57 @@ def units_of(cfg: ModelConfig, sep_layer: bool) -> list[Unit]:
     return [Unit("embed"), *layers, Unit("head")]
 
 
-@functools.lru_cache(maxsize=1024)
-def layer_config(cfg: ModelConfig, unit: Unit) -> tuple[ModelConfig, str]:
-    """What a layer's program depends on: the same for layers that are alike."""
-    kind = cfg.layer_types[unit.layer]
-    same = cfg.replace(
-        sliding_window=cfg.window_of(unit.layer), n_layers=1, layer_types=(kind,),
-        first_window_layer=0,
-    )  # fmt: skip
-    return same, kind
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def positions_of(
-    cfg: ModelConfig, start: jax.Array, total: jax.Array, n_new: int
-) -> tuple[jax.Array, Rope]:
-    """(positions ``[B, n_new]`` from ``start[B]`` on, RoPE tables); total[B]: tokens of each row
-    when the whole prompt is in."""
-    positions = start[:, None] + jnp.arange(n_new, dtype=jnp.int32)[None, :]
-    if "attention" not in cfg.layer_types:
-        return positions, None
-    return positions, rope_tables(cfg.rope, cfg.head_dim, positions, total)
+positions_of = jax.jit(decoder.positions_of, static_argnums=(0, 3))
+head_logits = jax.jit(decoder.logits, static_argnums=0)
+# Normed hidden states ``[B, T, D]`` of every position.
+final_hidden = jax.jit(decoder.final_norm, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def embed(cfg: ModelConfig, dtype: jnp.dtype, weights: Any, tokens: jax.Array) -> jax.Array:
-    table = Embedding(cfg.vocab_size, cfg.d_model)
-    return _scaled(cfg, table.apply({"params": weights["embed"]}, tokens, dtype))
+def embed(cfg: ModelConfig, dtype: jnp.dtype, weights: Any, tokens: jax.Array) -> Stream:
+    return Stream(decoder.embed_tokens(cfg, weights, tokens, dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def embed_rows(cfg: ModelConfig, dtype: jnp.dtype, rows: jax.Array) -> jax.Array:
+def embed_rows(cfg: ModelConfig, dtype: jnp.dtype, rows: jax.Array) -> Stream:
     """``embed`` of rows that were looked up already."""
-    return _scaled(cfg, rows.astype(dtype))
+    return Stream(decoder.scale_embedded(cfg, rows.astype(dtype)))
 
 
-def _scaled(cfg: ModelConfig, x: jax.Array) -> jax.Array:
-    return x * jnp.asarray(cfg.d_model**0.5, x.dtype) if cfg.embedding_scale else x
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="sparse", donate_argnums=5)
 def run_layer(
     cfg: ModelConfig,
     kind: str,
     part: Kind,
     weights: Any,
-    hidden: Hidden,
+    stream: Stream,
     state: LayerState | None,
     positions: jax.Array,
     lengths: jax.Array,
     rope: Rope,
-) -> tuple[Hidden, LayerState | None]:
-    """A layer or one of its halves; ``cfg`` and ``kind`` are ``layer_config``'s."""
-    block, params = Block(cfg, kind), {"params": weights}
+    *,
+    sparse: bool = False,
+) -> tuple[Stream, LayerState | None]:
+    """A layer or one of its halves; ``cfg`` and ``kind`` are ``layer_config``'s, sparse is
+    ``At``'s."""
     if part == "feed":
-        return block.apply(params, *hidden, method=Block.feed), None
-    method = Block.mix if part == "mix" else Block.__call__
-    x, pending, state = block.apply(params, *hidden, state, positions, lengths, rope, method=method)
-    return (x, pending), state
+        return decoder.feed_half(cfg, weights, stream), None
+    run = decoder.mix_half if part == "mix" else decoder.block
+    return run(cfg, kind, weights, stream, state, At(positions, lengths, rope, sparse))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def last_hidden(
-    cfg: ModelConfig, weights: Any, hidden: Hidden, n_new: jax.Array, last: jax.Array | None
+    cfg: ModelConfig, weights: Any, stream: Stream, n_new: jax.Array, last: jax.Array | None
 ) -> jax.Array:
     """The normed hidden state of each row's last valid token, ``[B, D]``; rows without a new token
     keep ``last``."""
-    normed = _final_norm(cfg, weights, hidden)
+    normed = decoder.final_norm(cfg, weights, stream)
     picked = normed[jnp.arange(normed.shape[0]), jnp.maximum(n_new - 1, 0)]
     return picked if last is None else jnp.where((n_new > 0)[:, None], picked, last)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def head_logits(cfg: ModelConfig, weights: Any, hidden: jax.Array) -> jax.Array:
-    """Normed hidden states ``[..., D]`` to float32 logits ``[..., V]``."""
-    decoder = Decoder(cfg, hidden.dtype)
-    return decoder.apply({"params": weights}, hidden, method=Decoder.logits)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def final_hidden(cfg: ModelConfig, weights: Any, hidden: Hidden) -> jax.Array:
-    """Normed hidden states ``[B, T, D]`` of every position."""
-    return _final_norm(cfg, weights, hidden)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def all_logits(cfg: ModelConfig, weights: Any, hidden: Hidden) -> jax.Array:
+def all_logits(cfg: ModelConfig, weights: Any, stream: Stream) -> jax.Array:
     """Float32 logits ``[B, T, V]`` of every position."""
-    normed = _final_norm(cfg, weights, hidden)
-    return Decoder(cfg, normed.dtype).apply({"params": weights}, normed, method=Decoder.logits)
-
-
-def _final_norm(cfg: ModelConfig, weights: Any, hidden: Hidden) -> jax.Array:
-    norm = RMSNorm(cfg.d_model, cfg.norm_eps).bind({"params": weights["norm"]})
-    return add_norm(norm, *hidden)[0]
+    return decoder.logits(cfg, weights, decoder.final_norm(cfg, weights, stream))

@@ -25,14 +25,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.quantization.rounding import rounded
+from jaxllama.quantization.rounding import Grid, rounded
 from pallas_kernels.rounding import Shrink
 
 ALPHAS = tuple(round(0.1 * step, 1) for step in range(11))
 SHRINKS = tuple(round(1.0 - 0.05 * step, 2) for step in range(11))
-
-# (dtype of the words, columns per scale, zero points) of a weight.
-Grid = tuple[str, int, bool]
 
 
 @functools.partial(jax.jit, static_argnames=("grids", "n_channels"))

@@ -21,8 +21,7 @@ attention.
 
 Only the hidden states of one layer's border are kept, so memory grows with the calibration text's
 length and not with the model's depth.  One program serves all layers of a kind: a layer's
-parameters are arguments.  The residual pair (x, pending) of ``model.Block`` is summed at the
-border.
+parameters are arguments.  The residual stream is one array at the border.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,12 +37,13 @@ from jax import lax
 
 from jaxllama.config import ModelConfig, configs_dir
 from jaxllama.errors import JaxLlamaError
-from jaxllama.layers import Embedding, Linear, RMSNorm, matmul
-from jaxllama.model import Block, total
-from jaxllama.quantization.sites import Layer, sites
-from jaxllama.rope import apply_rope, rope_tables
-from jaxllama.tokenizer import Tokenizer
-from pallas_kernels.blockwise_attention import attention_scores, is_visible
+from jaxllama.model import linear
+from jaxllama.model.decoder import activation_dtype, block, embed_tokens, whole_rows
+from jaxllama.model.linear import Observer, Stream
+from jaxllama.model.rope import apply_rope, rope_tables
+from jaxllama.quantization.sites import Layer, get, sites
+from jaxllama.text.tokenizer import Tokenizer
+from pallas_kernels.attention.blockwise import attention_scores, is_visible
 from pallas_kernels.qtensor import QTensor, dequantize
 
 DEFAULT_TEXT = configs_dir() / "texts" / "calibration.txt"
@@ -101,18 +100,16 @@ def embed(cfg: ModelConfig, params: dict[str, Any], tokens: np.ndarray) -> list[
     """The residual stream before the first block, in batches of at most ``BATCH`` rows."""
     count = -(-len(tokens) // BATCH)
     size = -(-len(tokens) // count)
+    table = {"embed": params["embed"]}
     return [
-        _embed(cfg, params["embed"], jnp.asarray(tokens[first : first + size]),
-               params["norm"]["weight"].dtype.name)
+        _embed(cfg, table, jnp.asarray(tokens[first : first + size]), activation_dtype(params).name)
         for first in range(0, len(tokens), size)
-    ]  # fmt: skip
+    ]
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "dtype"))
 def _embed(cfg: ModelConfig, params: Layer, tokens: jax.Array, dtype: str) -> jax.Array:
-    embedding = Embedding(cfg.vocab_size, cfg.d_model)
-    x = embedding.apply({"params": params}, tokens, jnp.dtype(dtype))
-    return x * jnp.asarray(cfg.d_model**0.5, x.dtype) if cfg.embedding_scale else x
+    return embed_tokens(cfg, params, tokens, jnp.dtype(dtype))
 
 
 def observe(
@@ -155,34 +152,24 @@ def _observe(
     keep: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """({site: (hessian, total, felt, peak)}, {site: (sample, weight)}) of one batch."""
-    inputs: dict[tuple[str, ...], jax.Array] = {}
-
-    outputs: dict[tuple[str, ...], jax.Array] = {}
-
-    def look(call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        out = call(*args, **kwargs)
-        if isinstance(context.module, Linear):
-            inputs[context.module.path], outputs[context.module.path] = args[0], out
-        return out
-
+    watch = Observer()
     if kind == "head":
-        norm = RMSNorm(cfg.d_model, cfg.norm_eps)
-        inputs[("head",)] = norm.apply({"params": layer["norm"]}, h)
+        watch.norm_linear(Stream(h), layer["norm"], layer["head"], cfg.norm_eps)
         after = h
     else:
-        with nn.intercept_methods(look):
-            after = _through(cfg, kind, layer, h)
+        after = _through(cfg, kind, layer, h, watch)
     size = jnp.mean(jnp.square(after.astype(jnp.float32)), axis=-1).reshape(-1, 1)
     before = later = jnp.ones_like(size)
     if kind == "attention":
-        before = 1 + _attention_received(cfg, outputs["mixer", "qkv"]).reshape(-1, 1)
+        qkv = watch.outputs[id(layer["mixer"]["qkv"])]
+        before = 1 + _attention_received(cfg, qkv).reshape(-1, 1)
     if following is not None:
-        y = RMSNorm(cfg.d_model, cfg.norm_eps).apply({"params": following["mixer_norm"]}, after)
-        qkv = matmul(y, following["qkv"]["weight"], following["qkv"].get("bias"))
+        y, _ = linear.norm(Stream(after), following["mixer_norm"], cfg.norm_eps)
+        qkv = linear.linear(y, following["qkv"])
         later = 1 + _attention_received(cfg, qkv).reshape(-1, 1)
     sums, samples = {}, {}
     for site in sites(cfg, kind):
-        x = inputs[tuple(site.readers[0].split("/"))].astype(jnp.float32)
+        x = watch.inputs[id(get(layer, site.readers[0]))].astype(jnp.float32)
         x = x.reshape(-1, x.shape[-1])
         weight = before if site.source in ("mixer_norm", "norm") else later
         if site.name in _ADDED:
@@ -240,13 +227,8 @@ def _advance(cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array) -> jax.Arr
     return _through(cfg, kind, layer, h)
 
 
-def _through(cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array) -> jax.Array:
-    batch, length, _ = h.shape
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    lengths = jnp.full((batch,), length, jnp.int32)
-    rope = None
-    if kind == "attention":
-        rope = rope_tables(cfg.rope, cfg.head_dim, positions, lengths)
-    block = Block(cfg, kind)
-    x, pending, _ = block.apply({"params": layer}, h, None, None, positions, lengths, rope)
-    return total(x, pending)
+def _through(
+    cfg: ModelConfig, kind: str, layer: Layer, h: jax.Array, ops: Any = linear
+) -> jax.Array:
+    at = whole_rows(cfg, *h.shape[:2])
+    return block(cfg, kind, layer, Stream(h), None, at, ops)[0].total

@@ -1,6 +1,9 @@
 """``jaxllama quantize``: a model to a directory of quantized weights, calibrated and measured.
 
-    quantize_checkpoint(lm, Request(...)) -> report
+    request = Request(...);  check(cfg, request);  quantize_checkpoint(lm, request) -> report
+
+Whatever can be seen of a config, the format's limits and the disk's room among it, ``check`` sees
+before weights are read.  Rounding to nearest needs no text; it is calibrated only for its report.
 
 The directory appears complete, by one rename, or not at all.  Finished layers are kept in a hidden
 folder beside it, whose name is a hash of the weights, the text, the scheme, the method and the jax
@@ -10,54 +13,72 @@ see it.  The folder goes when the directory is in place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from jaxllama.bench import peak_rss
-from jaxllama.checkpoints import packed
-from jaxllama.checkpoints.progress import byte_bar
+from jaxllama.checkpoints.packed import load as packed
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
+from jaxllama.progress import peak_rss, working
 from jaxllama.quantization import report as reports
 from jaxllama.quantization.calibration import DEFAULT_TEXT, windows
 from jaxllama.quantization.pipeline import calibrate, check_method
-from jaxllama.quantization.scheme import Plan, parse
+from jaxllama.quantization.quantize import quantize_params
+from jaxllama.quantization.random_params import param_shapes
+from jaxllama.quantization.scheme import Plan, parse, untie
 from jaxllama.quantization.work import Work, fingerprint
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import QTensor, tree_bytes
 
 # Formats whose readers expect float16 scales: words are computed against the rounded ones.
 _FLOAT16_SCALES = ("awq", "gptq")
 
 
+_SAMPLES = 32
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What to make.  text: of the calibration, the packaged one by default, of which ``samples``
-    windows of ``window`` tokens are used; report: files that end in .json or .png."""
+    windows of ``window`` tokens are used, 32 by default; 0 is no calibration and no report of
+    errors, and the default of rounding to nearest unless a text or a report is asked for.
+    report: files that end in .json or .png."""
 
     out: Path
     scheme: str
     method: str = "rtn"
     format: str = "native"
     text: str | None = None
-    samples: int = 32
+    samples: int | None = None
     window: int = 512
     report: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         check_method(parse(self.scheme), self.method)
+        is_static = any(one.static for one in parse(self.scheme).schemes)
+        needs_text = self.method != "rtn" or is_static
+        if self.samples is None:
+            is_wanted = needs_text or self.text is not None or self.report
+            object.__setattr__(self, "samples", _SAMPLES if is_wanted else 0)
+        if self.samples == 0 and (needs_text or self.report):
+            what = "a report" if self.report else "fp8-static" if is_static else self.method
+            raise JaxLlamaError(f"samples = 0: {what} needs at least 1")
         if self.format not in packed.FORMATS:
             raise JaxLlamaError(f"format {self.format!r} is not one of {', '.join(packed.FORMATS)}")
-        for name, least in (("samples", 1), ("window", 2)):
+        for name, least in (("samples", 0), ("window", 2)):
             if getattr(self, name) < least:
                 raise JaxLlamaError(f"{name} = {getattr(self, name)}: must be at least {least}")
         if self.text is not None and not self.text.strip():
@@ -67,6 +88,72 @@ class Request:
                 raise JaxLlamaError(f"{path}: a report is a .json or a .png file")
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
             raise JaxLlamaError(f"{self.out}: already exists; nothing is overwritten")
+
+    @property
+    def plan(self) -> Plan:
+        """The scheme, with the head in floats where the format leaves it so and nobody asks."""
+        plan = parse(self.scheme)
+        return plan.with_rule("head", None) if self.notes else plan
+
+    @property
+    def notes(self) -> list[str]:
+        """What is done otherwise than the scheme says."""
+        names_head = any(pattern == "head" for pattern, _ in parse(self.scheme).rules)
+        if self.format != "awq" or names_head:
+            return []
+        return ["the head stays in floats: format 'awq' has no quantized head"]
+
+    @property
+    def scale_dtype(self) -> str | None:
+        return "float16" if self.format in _FLOAT16_SCALES else None
+
+
+def check(cfg: ModelConfig, request: Request, dtype: DTypeLike = jnp.float32) -> None:
+    """What is wrong with a request for a model of floats of ``dtype``.
+
+    Raises JaxLlamaError for a window beyond its context, a group that divides no weight, a weight
+    that the format cannot hold, or a disk without room.
+    """
+    if request.samples and request.window > cfg.max_position:
+        raise JaxLlamaError(f"window = {request.window}: the context is {cfg.max_position} tokens")
+    made = _stand_in(cfg, request, dtype)
+    packed.check(cfg, made, request.format)
+    folder = next(path for path in request.out.absolute().parents if path.exists())
+    if not os.access(folder, os.W_OK):
+        raise JaxLlamaError(f"{request.out}: {folder} is not writable")
+    # Finished layers are on disk beside the checkpoint that is made of them.
+    needed = tree_bytes(made) * (2 if request.samples else 1)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise JaxLlamaError(
+            f"{request.out}: needs {needed / 1e6:.0f} MB, and {folder} has {free / 1e6:.0f} MB free"
+        )
+
+
+def _stand_in(cfg: ModelConfig, request: Request, dtype: DTypeLike) -> dict[str, Any]:
+    """The tree that will be made, of arrays of ones or zeros that take no memory."""
+    shapes, plan = untie(param_shapes(cfg, dtype), request.plan)
+
+    def filled(value: int, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+        return np.broadcast_to(np.asarray(value, jnp.dtype(dtype)), shape)
+
+    def one(path: Any, leaf: Any) -> Any:
+        *keys, last = [entry.key for entry in path]
+        name = "/".join(keys)
+        scheme = plan.of(name) if last == "weight" else None
+        if scheme is None:
+            return filled(0, leaf.shape, leaf.dtype)
+        rows, width = leaf.shape
+        groups = (rows, width // scheme.group_of(width, name))
+        return QTensor(
+            filled(0, leaf.shape, scheme.weights),
+            filled(1, groups, scheme.scale_dtype(leaf, request.scale_dtype)),
+            filled(0, groups, "int8") if scheme.zeros else None,
+            scheme.activations,
+            input_scale=filled(1, (), "float32") if scheme.static else None,
+        )
+
+    return jax.tree_util.tree_map_with_path(one, shapes)
 
 
 def quantize_checkpoint(
@@ -80,49 +167,53 @@ def quantize_checkpoint(
     finite, or one that the format cannot hold.
     """
     begun = time.perf_counter()
-    if request.window > lm.config.max_position:
-        raise JaxLlamaError(
-            f"window = {request.window}: the context is {lm.config.max_position} tokens"
+    if any(isinstance(leaf, QTensor) for leaf in _leaves(lm.params)):
+        name = lm.config.name
+        raise JaxLlamaError(f"{name}: its weights are already quantized; start from floats")
+    check(lm.config, request, lm.dtype)
+    plan, errors, kept, n_tokens = request.plan, [], 0, 0
+    if request.samples == 0:
+        params = quantize_params(
+            lm.params, plan, cfg=lm.config, scale_dtype=request.scale_dtype, progress=progress
         )
-    plan = parse(request.scheme)
-    _check_weights(lm.config, lm.params, plan)
-    text = DEFAULT_TEXT.read_text(encoding="utf-8") if request.text is None else request.text
-    tokens = windows(lm.tokenizer, text, request.window, request.samples)
-    scale_dtype = jnp.float16 if request.format in _FLOAT16_SCALES else lm.dtype
-    leaves = jax.tree.leaves(lm.params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
-    facts = {
-        "config": lm.config.to_dict(), "scheme": plan.text, "method": request.method,
-        "scales": jnp.dtype(scale_dtype).name, "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
-    }  # fmt: skip
-    key = fingerprint(facts, [tokens, *jax.tree.leaves(leaves)])
-    work = Work(request.out.parent / f".{request.out.name}.{key}")
-    kept = len(list(work.folder.glob("layer_*.npz"))) if work.folder.is_dir() else 0
-    total = sum(leaf.nbytes for name, part in lm.params.items() if name.startswith("layer_")
-                for leaf in jax.tree.leaves(part))  # fmt: skip
-    with byte_bar(f"{request.method} {plan.text}", total, progress) as advance:
-        params, errors = calibrate(
-            lm.config, lm.params, tokens, plan, request.method,
-            scale_dtype=scale_dtype, work=work, progress=advance,
-        )  # fmt: skip
+        work = None
+    else:
+        text = DEFAULT_TEXT.read_text(encoding="utf-8") if request.text is None else request.text
+        tokens = windows(lm.tokenizer, text, request.window, request.samples)
+        work, n_tokens = _work(lm, request, tokens), int(tokens.size)
+        kept = len(list(work.folder.glob("layer_*.npz"))) if work.folder.is_dir() else 0
+        total = sum(leaf.nbytes for name, part in lm.params.items() if name.startswith("layer_")
+                    for leaf in jax.tree.leaves(part))  # fmt: skip
+        with (
+            _pointing_to(work),
+            working(f"{request.method} {plan.text}", total, progress) as advance,
+        ):
+            params, errors = calibrate(
+                lm.config, lm.params, tokens, plan, request.method,
+                scale_dtype=request.scale_dtype, work=work, progress=advance,
+            )  # fmt: skip
     calibrated = time.perf_counter() - begun
     _check_scales(params)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, _pointing_to(work):
         files = [] if lm.tokenizer is None else lm.tokenizer.save(scratch)
         packed.save(request.out, lm.config, params, files, format=request.format)
-    shutil.rmtree(work.folder, ignore_errors=True)
+    if work is not None:
+        shutil.rmtree(work.folder, ignore_errors=True)
+    head = params.get("head") if "head" not in lm.params else None
     report = {
         "out": str(request.out),
         "scheme": plan.text,
         "method": request.method,
         "format": request.format,
-        "calibration_tokens": int(tokens.size),
+        "calibration_tokens": n_tokens,
         "layers_kept": kept,
         "seconds": calibrated,
         "peak_rss_bytes": peak_rss(),
         "device_peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
-        "float_bytes": sum(leaf.nbytes for leaf in leaves),
-        "bytes": sum(leaf.nbytes for leaf in _leaves(params)),
+        "float_bytes": tree_bytes(lm.params),
+        "bytes": tree_bytes(params),
+        "notes": request.notes,
+        "head_copy_bytes": 0 if head is None else tree_bytes(head),
         "errors": errors,
     }
     for path in request.report:
@@ -130,16 +221,30 @@ def quantize_checkpoint(
     return report
 
 
-def _check_weights(cfg: ModelConfig, params: dict[str, Any], plan: Plan) -> None:
-    """Every weight's group, before anything slow."""
-    if any(isinstance(leaf, QTensor) for leaf in _leaves(params)):
-        raise JaxLlamaError(f"{cfg.name}: its weights are already quantized; start from floats")
-    flat = jax.tree_util.tree_leaves_with_path(params)
-    for path, leaf in flat:
-        *keys, last = [entry.key for entry in path]
-        scheme = plan.of("/".join(keys)) if last == "weight" else None
-        if scheme is not None:
-            scheme.group_of(leaf.shape[-1], "/".join(keys))
+def _work(lm: LanguageModel, request: Request, tokens: np.ndarray) -> Work:
+    """The folder of finished layers that is this request's and no other's."""
+    scales = jnp.dtype(lm.dtype if request.scale_dtype is None else request.scale_dtype).name
+    facts = {
+        "config": lm.config.to_dict(), "scheme": repr(request.plan), "method": request.method,
+        "format": request.format, "scales": scales, "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+    }  # fmt: skip
+    key = fingerprint(facts, [tokens, *jax.tree.leaves(lm.params)])
+    return Work(request.out.parent / f".{request.out.name}.{key}")
+
+
+@contextlib.contextmanager
+def _pointing_to(work: Work | None) -> Iterator[None]:
+    """Errors say where the finished layers are."""
+    try:
+        yield
+    except JaxLlamaError as error:
+        if work is None or not work.folder.is_dir():
+            raise
+        raise JaxLlamaError(
+            f"{error}; finished layers are kept in {work.folder}, and the same command goes on "
+            "from there"
+        ) from None
 
 
 def _check_scales(params: dict[str, Any]) -> None:
@@ -165,14 +270,17 @@ def _leaves(params: Any) -> list[Any]:
 def table(report: dict[str, Any]) -> str:
     """The report for people: one line of facts, then the mean errors of every kind of weight."""
     kinds: dict[str, list[dict[str, Any]]] = {}
+    copy = report["head_copy_bytes"]
     for entry in report["errors"]:
         kinds.setdefault(entry["weight"].rsplit("/", 1)[-1], []).append(entry)
     lines = [
         f"wrote     {report['out']}: {report['bytes'] / 1e6:.1f} MB, floats had "
-        f"{report['float_bytes'] / 1e6:.1f} MB",
+        f"{report['float_bytes'] / 1e6:.1f} MB"
+        + (f", and {copy / 1e6:.1f} MB are the tied head's own" if copy else ""),
         f"method    {report['method']}, {report['scheme']}, {report['calibration_tokens']} tokens, "
         f"{report['seconds']:.1f} s, peak memory {report['peak_rss_bytes'] / 1e6:.0f} MB",
     ]
+    lines += [f"note      {note}" for note in report["notes"]]
     for kind, entries in kinds.items():
         schemes = " and ".join(Counter(entry["scheme"] for entry in entries))
         worst = max(entries, key=lambda entry: entry["output_error"])

@@ -23,7 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.quantization.awq import Grid
+from jaxllama.quantization.rounding import Grid
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import Shrink, reciprocal, to_words
 from pallas_kernels.rounding import grid as make_grid

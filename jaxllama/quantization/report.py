@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.layers import matmul
+from jaxllama.model.linear import linear
 from jaxllama.quantization.calibration import Stats
 from pallas_kernels.qtensor import QTensor, dequantize
 
@@ -44,7 +44,7 @@ def _errors(
 ) -> dict[str, jax.Array]:
     w, (x, weight_of) = weight.astype(jnp.float32), seen
     y = jnp.matmul(x, w.T, precision=lax.Precision.HIGHEST) * weight_of
-    got = matmul(x / s, words) * rows * weight_of
+    got = linear(x / s, {"weight": words}) * rows * weight_of
     off = dequantize(words) * rows[:, None] / s - w
     return {
         "weight_error": _norm(off) / _norm(w),

@@ -1,13 +1,29 @@
-"""Rounding to nearest as the floats it leaves, for methods that compare grids."""
+"""Rounding to nearest: a weight's words, the floats they leave, and the grid with the least error.
+
+``search_grid`` tries a lattice of shares for the two ends of every group's range, gives each pair's
+words the scale that fits them best, and keeps the one whose squared error is least, each column
+weighed by its ``importance``: the mean square of the input that it meets, or where that is not
+known of the weights themselves, so that large ones are not clipped away.  Sources: AWQ's clipping
+(arXiv 2306.00978), with H's diagonal for H; llama.cpp's make_qkx2_quants.
+"""
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.qtensor import QTensor, dequantize
-from pallas_kernels.rounding import Shrink, grid, words
+from pallas_kernels.rounding import WORDS, Shrink, reciprocal, words
+from pallas_kernels.rounding import grid as make_grid
+
+# (dtype of the words, columns per scale, zero points) of a weight.
+Grid = tuple[str, int, bool]
+# Of one end's range.  More than all of it moves the grid within its step.
+SHARES = tuple(1.06 - 0.03 * step for step in range(9))
 
 
 def rounded(
@@ -19,5 +35,58 @@ def rounded(
     scale_dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     """The floats that ``w`` becomes, in float32."""
-    scale, zero = grid(w, dtype, group_size, zeros, shrink, scale_dtype)
+    scale, zero = make_grid(w, dtype, group_size, zeros, shrink, scale_dtype)
     return dequantize(QTensor(words(w, scale, zero, dtype), scale, zero))
+
+
+@functools.partial(jax.jit, static_argnames=("grid", "scale_dtype"))
+def nearest(weight: jax.Array, shrink: Shrink, *, grid: Grid, scale_dtype: str) -> QTensor:
+    """``weight[N, K]`` rounded to nearest on its grid, which covers ``shrink`` of each range."""
+    dtype, group, zeros = grid
+    scale, zero = make_grid(weight, dtype, group, zeros, shrink, scale_dtype)
+    return QTensor(words(weight, scale, zero, dtype), scale, zero)
+
+
+@functools.partial(jax.jit, static_argnames=("grid", "scale_dtype"))
+def fitted(
+    weight: jax.Array, importance: jax.Array | None, *, grid: Grid, scale_dtype: str
+) -> QTensor:
+    """``weight[N, K]`` rounded to nearest on the best grid with zero points; importance ``[K]``."""
+    scale, zero = search_grid(weight, importance, grid=grid)
+    scale = scale.astype(scale_dtype)
+    return QTensor(words(weight, scale, zero, grid[0]), scale, zero)
+
+
+def search_grid(
+    weight: jax.Array, importance: jax.Array | None, *, grid: Grid
+) -> tuple[jax.Array, jax.Array]:
+    """(scale, zero), each ``[N, K / group]``.
+
+    All pairs are one loop, so memory is that of one: at most four float32 copies of the weight.
+    """
+    dtype, group, zeros = grid
+    assert zeros
+    lowest, highest = WORDS[dtype]
+    x = weight.astype(jnp.float32).reshape(weight.shape[0], -1, group)
+    if importance is None:
+        cost = jnp.square(x) + jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    else:
+        cost = (importance / jnp.mean(importance)).reshape(1, -1, group)
+    pairs = jnp.asarray([(low, high) for low in SHARES for high in SHARES], jnp.float32)
+
+    def better(best: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        scale, zero = make_grid(weight, dtype, group, True, (pair[0], pair[1]))
+        shift = zero.astype(jnp.float32)[..., None]
+        steps = jnp.round(x * reciprocal(scale)[..., None] + shift)
+        steps = jnp.clip(steps, lowest, highest) - shift
+        # Least squares: the scale s of these steps, and what |x - s steps|^2 is below |x|^2.
+        along, size = jnp.sum(cost * steps * x, axis=-1), jnp.sum(cost * steps * steps, axis=-1)
+        scale = along * reciprocal(size)
+        found = (along * scale, scale, zero)
+        is_more = found[0] > best[0]
+        return tuple(jnp.where(is_more, *both) for both in zip(found, best, strict=True)), None
+
+    first = make_grid(weight, dtype, group, True)
+    start = (jnp.zeros(x.shape[:-1], jnp.float32), *first)
+    (_, scale, zero), _ = lax.scan(better, start, pairs)
+    return scale, zero

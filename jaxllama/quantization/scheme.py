@@ -6,22 +6,25 @@ A scheme names the weights' and the activations' width.  Weight-only schemes kee
 float; the others also quantize them, inside the matmul's input.
 
     w8a16       int8 weights, one scale per output channel
-    w4a16       int4 weights, one scale per group of 128 inputs (the widest of 128, 64, 32 that
-                divides)
+    w4a16       int4 weights, one scale and one zero point per group of 128 inputs (the widest of
+                128, 64, 32 that divides), each fitted for the least error
     w8a8        w8a16's weights, activations int8 with one scale per token
     fp8         float8_e4m3fn both, scales as in w8a8
     fp8-static  fp8 with one scale for all activations of a weight, which needs calibration
     none        floats
 
-``-gN`` after a weight-only scheme fixes its group (``w4a16-g32``, ``w8a16-g128``), and ``-zero``
-adds zero points to its groups, as AWQ's and GPTQ's checkpoints have (``w4a16-g64-zero``).
+``-gN`` after a weight-only scheme fixes its group (``w4a16-g32``, ``w8a16-g128``); ``-zero`` gives
+its groups zero points, as w4a16's have anyway, and ``-sym`` none (``w4a16-sym``: the grid reaches
+the group's largest magnitude).
 
 A plan is a scheme and, after commas, exceptions ``PATTERN=SCHEME``, of which the last that matches
 counts.  A pattern is a name on the weight's path (``down``, ``mlp``, ``layer_3``) or, with ``/``,
 the whole path (``layer_*/mlp/down``); ``*`` and ``?`` are wildcards.  The matmuls of the layers and
-an untied head follow the plan; an embedding, which a tied model also uses as its head, only where
-it is named (``embed=w8a16``).  Norms, biases and the small gate projections of GLA stay as they
-are.  What rounding costs is measured, not assumed: see the README's table.
+an untied head follow the plan; an embedding only where it is named (``embed=w8a16``).  A tied
+model's head, which is the embedding, becomes a copy of its own beside it: as ``head=SCHEME`` says,
+and in w8a16 where the plan's own scheme is weight-only; ``head=none`` makes no copy, and an
+embedding that is quantized itself needs none.  Norms, biases and the small gate projections of GLA
+stay as they are.  What rounding costs is measured, not assumed: see the README's table.
 """
 
 from __future__ import annotations
@@ -30,17 +33,19 @@ import dataclasses
 import fnmatch
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxllama.errors import JaxLlamaError
-from pallas_kernels.qtensor import QTensor, RowBlocks, quantize
+from jaxllama.quantization.rounding import fitted, nearest
+from pallas_kernels.qtensor import QTensor, RowBlocks
 
 SCHEMES = ("w8a16", "w4a16", "w8a8", "fp8", "fp8-static")
-# Parents of a "weight" that is a matmul; "head" counts only because a tied head has no such entry.
+# Parents of a "weight" that is a matmul.
 MATMULS = frozenset(("qkv", "q", "k", "v", "g", "o", "gate_up", "down", "head"))
 _NAMES = MATMULS | {"embed", "mixer", "mlp"}
 _GROUPS = (128, 64, 32)
@@ -77,10 +82,21 @@ class Scheme:
             raise JaxLlamaError(f"{name}: no group of 128, 64 or 32 divides its {width} inputs")
         return group
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether its grids are searched for (``rounding.search_grid``)."""
+        return self.weights == "int4" and self.zeros
+
+    def scale_dtype(self, weight: jax.Array, chosen: DTypeLike | None = None) -> str:
+        """Of the scales of ``weight``: float32 for whole rows, the weight's for groups, unless
+        another is ``chosen``."""
+        default = jnp.float32 if self.group_size is None else weight.dtype
+        return jnp.dtype(default if chosen is None else chosen).name
+
 
 _BASES = {
     "w8a16": Scheme("int8"),
-    "w4a16": Scheme("int4", group_size=0),
+    "w4a16": Scheme("int4", group_size=0, zeros=True),
     "w8a8": Scheme("int8", activations="int8"),
     "fp8": Scheme("float8_e4m3fn", activations="float8_e4m3fn"),
     "fp8-static": Scheme("float8_e4m3fn", activations="float8_e4m3fn", static=True),
@@ -101,17 +117,41 @@ class Plan:
         scheme = self.default if names[-1] in MATMULS else None
         if names[-1] not in MATMULS and names != ["embed"]:
             return None
+        return self._named(path, scheme)
+
+    def _named(self, path: str, scheme: Scheme | None) -> Scheme | None:
+        """What the exceptions say of a path, ``scheme`` if nothing."""
         for pattern, other in self.rules:
-            whole = "/" in pattern
-            if any(fnmatch.fnmatchcase(name, pattern) for name in ([path] if whole else names)):
+            names = [path] if "/" in pattern else path.split("/")
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 scheme = other
         return scheme
+
+    @property
+    def tied_head(self) -> Scheme | None:
+        """The scheme of a tied head's own copy; None where the embedding stays the head."""
+        embed, default = self.of("embed"), self.default
+        is_weight_only = default is not None and default.activations is None
+        head = self._named("head", embed or (Scheme("int8") if is_weight_only else None))
+        return None if head == embed else head
+
+    def with_rule(self, pattern: str, scheme: Scheme | None) -> Plan:
+        """The plan with one more exception."""
+        return dataclasses.replace(self, rules=(*self.rules, (pattern, scheme)))
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         """The schemes that occur."""
         every = (self.default, *(scheme for _, scheme in self.rules))
         return tuple(dict.fromkeys(scheme for scheme in every if scheme is not None))
+
+    def check_rounding(self) -> None:
+        """Raises JaxLlamaError for what rounding to nearest cannot make."""
+        if any(one.static for one in self.schemes):
+            raise JaxLlamaError(
+                f"scheme {self.text!r}: fp8-static needs calibrated activation scales: make a "
+                "checkpoint with 'jaxllama quantize'"
+            )
 
 
 @functools.cache
@@ -150,10 +190,10 @@ def _scheme(text: str) -> Scheme | None:
     for option in text[len(base) :].split("-")[1:]:
         if re.fullmatch(r"g[1-9]\d*", option):
             scheme = dataclasses.replace(scheme, group_size=int(option[1:]))
-        elif option == "zero":
-            scheme = dataclasses.replace(scheme, zeros=True)
+        elif option in ("zero", "sym"):
+            scheme = dataclasses.replace(scheme, zeros=option == "zero")
         else:
-            raise JaxLlamaError(f"scheme {text!r}: {option!r} is not one of gN, zero")
+            raise JaxLlamaError(f"scheme {text!r}: {option!r} is not one of gN, zero, sym")
     if scheme.activations and (scheme.zeros or scheme.group_size is not None):
         raise JaxLlamaError(
             f"scheme {text!r}: groups and zero points are for w8a16 and w4a16, whose activations "
@@ -162,43 +202,45 @@ def _scheme(text: str) -> Scheme | None:
     return scheme
 
 
-def quantize_params(params: Mapping[str, Any], scheme: str | Plan) -> dict[str, Any]:
-    """The tree with every weight of the plan rounded to a QTensor; weights already quantized stay.
-
-    Raises JaxLlamaError for text that is no plan, a scheme that needs calibration, or naming a
-    weight no group size divides.
-    """
-    plan = parse(scheme) if isinstance(scheme, str) else scheme
-    if any(one.static for one in plan.schemes):
-        raise JaxLlamaError(
-            f"scheme {plan.text!r}: fp8-static needs calibrated activation scales: make a "
-            "checkpoint with 'jaxllama quantize'"
-        )
-
-    def one(path: tuple[Any, ...], leaf: Any) -> Any:
-        keys = [getattr(key, "key", key) for key in path]
-        name = "/".join(keys[:-1])
-        if isinstance(leaf, QTensor | RowBlocks) or keys[-1] != "weight":
-            return leaf
-        chosen = plan.of(name)
-        return leaf if chosen is None else round_weight(leaf, chosen, name)
-
-    return jax.tree_util.tree_map_with_path(
-        one, dict(params), is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks)
-    )
+def untie(params: Mapping[str, Any], plan: Plan) -> tuple[dict[str, Any], Plan]:
+    """(params, plan) of a model whose tied head the plan quantizes: there the head has an entry of
+    its own, the embedding's floats, and from here on nothing is special about it."""
+    if "embed" not in params or "head" in params or plan.tied_head is None:
+        return dict(params), plan
+    if is_packed(params["embed"]["weight"]):
+        return dict(params), plan
+    return {**params, "head": params["embed"]}, plan.with_rule("head", plan.tied_head)
 
 
-def round_weight(weight: jax.Array, scheme: Scheme, name: str) -> QTensor:
-    """``weight[out, in]`` rounded to nearest; ``name`` is for the error."""
-    group = scheme.group_of(weight.shape[-1], name)
-    words = _quantize(
-        weight,
-        dtype=scheme.weights,
-        group_size=group,
-        symmetric=not scheme.zeros,
-        scale_dtype=jnp.float32 if scheme.group_size is None else None,
-    )
+def is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, QTensor | RowBlocks)
+
+
+def quantize_leaf(
+    path: Sequence[str], leaf: Any, plan: Plan, scale_dtype: DTypeLike | None = None
+) -> Any:
+    """One parameter of ``quantize_params``, by its path."""
+    plan.check_rounding()
+    name = "/".join(path[:-1])
+    chosen = plan.of(name) if path[-1] == "weight" else None
+    if chosen is None or is_packed(leaf):
+        return leaf
+    return round_weight(leaf, chosen, name, scale_dtype)
+
+
+def round_weight(
+    weight: jax.Array,
+    scheme: Scheme,
+    name: str,
+    scale_dtype: DTypeLike | None = None,
+    importance: jax.Array | None = None,
+) -> QTensor:
+    """``weight[out, in]`` rounded to nearest; ``name`` is for the error, scale_dtype as in
+    ``Scheme.scale_dtype``, importance ``[in]`` as in ``rounding``."""
+    grid = (scheme.weights, scheme.group_of(weight.shape[-1], name), scheme.zeros)
+    scale_dtype = scheme.scale_dtype(weight, scale_dtype)
+    if scheme.is_fitted:
+        words = fitted(weight, importance, grid=grid, scale_dtype=scale_dtype)
+    else:
+        words = nearest(weight, 1.0, grid=grid, scale_dtype=scale_dtype)
     return dataclasses.replace(words, activations=scheme.activations)
-
-
-_quantize = jax.jit(quantize, static_argnames=("dtype", "group_size", "symmetric", "scale_dtype"))

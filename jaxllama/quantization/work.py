@@ -89,11 +89,15 @@ def _write(path: Path, tree: dict[str, Any], note: Any) -> None:
         leaves[key] = static
     head = json.dumps({"leaves": leaves, "note": note}).encode()
     temporary = path.with_suffix(".partial")
-    with open(temporary, "wb") as file:
-        np.savez(file, head=np.frombuffer(head, np.uint8), **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            np.savez(file, head=np.frombuffer(head, np.uint8), **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise JaxLlamaError(f"{path}: not written: {error.strerror or error}") from None
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Any]:

@@ -1,14 +1,23 @@
-"""What a server has promised: accepted bodies and their answers, on disk (``serve --state DIR``).
+"""Journal: what has come in, on disk, so that it can be done again; the one thing of serving that
+outlives its process.
 
-    journal.accept(id, kind, created, body)      before anything is sent to the client
-    journal.finish(id, answer)                   an answer's JSON, or an error's
-    journal.unfinished() -> [Accepted, ...]      what a killed server still owes, oldest first
-    journal.find(id, kind) -> answer | "" | None whole, owed, or never heard of
+    journal.accept(id, kind, at, body)      before anything is done about it
+    journal.finish(id, answer)              an answer's JSON, or an error's
+    journal.unfinished() -> [Entry, ...]    what a killed server still owes, oldest first
+    journal.find(id, kind) -> answer | ""   whole, owed; None: never heard of
+    journal.history() -> [Entry, ...]       what an engine has taken, in order
+
+No caches and no tokens are written down: they follow from what came in.  Two write a journal:
+
+* ``serve --state DIR``, every body under its id until it is answered.  Bodies carry their seed, and
+  a row's tokens depend on nothing but its request, so a restarted server that runs them again
+  finishes the same tokens.  The newest ``KEPT`` answers stay.
+* ``Engine(lm, state=DIR)``, its options, then every arrival and every end that came from outside,
+  at the step that took it (a deadline when it strikes, so no clock is needed).  ``Engine.restore``
+  takes them again at the same steps: the same bits, on the same machine.
 
 Contract.  SQLite in write-ahead mode: what ``accept`` returned from survives kill -9 (a loss of
-power may take the last moments).  Bodies carry their seed, and a row's tokens depend on nothing but
-its request, so a restarted server that runs them again finishes the same tokens.  One server at a
-time.  The newest ``KEPT`` answers stay.  Left out: half-finished caches, which are computed again.
+power may take the last moments), and half a line is no line.  One process at a time.
 """
 
 from __future__ import annotations
@@ -23,17 +32,18 @@ KEPT = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Accepted:
-    """A body as it was accepted, its seed written in; kind is "completion" or "chat"."""
+class Entry:
+    """id: what its answer is found by; None for an engine's, which are never answered.  at: the
+    engine's step, or of a body the time in seconds."""
 
-    id: str
+    id: str | None
     kind: str
-    created: int
+    at: int
     body: str
 
 
 class Journal:
-    """See the module docstring.  Raises JaxLlamaError when the folder cannot be used."""
+    """The one in ``folder``.  Raises JaxLlamaError when the folder cannot be used."""
 
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder) / "journal.sqlite"
@@ -58,10 +68,9 @@ class Journal:
         except (OSError, sqlite3.Error) as error:
             raise JaxLlamaError(f"--state {folder}: {error}") from None
 
-    def accept(self, id: str, kind: str, created: int, body: str) -> None:
+    def accept(self, id: str | None, kind: str, at: int, body: str) -> None:
         self._db.execute(
-            "INSERT INTO calls (id, kind, created, body) VALUES (?, ?, ?, ?)",
-            (id, kind, created, body),
+            "INSERT INTO calls (id, kind, created, body) VALUES (?, ?, ?, ?)", (id, kind, at, body)
         )
 
     def finish(self, id: str, answer: str) -> None:
@@ -75,11 +84,15 @@ class Journal:
             (KEPT,),
         )
 
-    def unfinished(self) -> list[Accepted]:
-        rows = self._db.execute(
-            "SELECT id, kind, created, body FROM calls WHERE answer IS NULL ORDER BY number"
-        )
-        return [Accepted(*row) for row in rows]
+    def unfinished(self) -> list[Entry]:
+        return self._entries("id IS NOT NULL AND answer IS NULL")
+
+    def history(self) -> list[Entry]:
+        return self._entries("id IS NULL")
+
+    def _entries(self, which: str) -> list[Entry]:
+        query = f"SELECT id, kind, created, body FROM calls WHERE {which} ORDER BY number"
+        return [Entry(*row) for row in self._db.execute(query)]
 
     def find(self, id: str, kind: str | None = None) -> str | None:
         """The answer; "" while it is owed; None for an unknown id."""

@@ -21,7 +21,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxllama.config import ModelConfig, from_dict, load_config, read_toml
+from jaxllama.config import ModelConfig, from_dict, load_config, read_toml, shipped
 from jaxllama.errors import JaxLlamaError
 
 
@@ -92,7 +92,8 @@ class DistillConfig:
 @dataclasses.dataclass(frozen=True)
 class QuantizeConfig:
     """Quantization-aware training of every matmul weight: "w8a16" has one scale per output channel,
-    "w4a16" one per group of inputs; with ``zeros``, one offset beside each scale."""
+    "w4a16" one per group of inputs (it begins at w4a16-sym's grids); with ``zeros``, one offset
+    beside each scale."""
 
     scheme: Literal["w8a16", "w4a16"]
     zeros: bool = False
@@ -170,9 +171,9 @@ class TrainConfig:
 
 
 def load_train_config(path: str | Path) -> TrainConfig:
-    """A TOML file as a TrainConfig.  Raises JaxLlamaError naming the file, the key and what is
-    allowed."""
-    path = Path(path)
+    """A TOML file, by path or a shipped one by name, as a TrainConfig.  Raises JaxLlamaError naming
+    the file, the key and what is allowed."""
+    path = shipped("training", path)
     return train_config_from_dict(read_toml(path), str(path), path.parent)
 
 

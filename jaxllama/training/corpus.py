@@ -58,10 +58,15 @@ SUBJECTS = (
 )  # fmt: skip
 
 
-def bible() -> str:
-    """A verse a line, without its number.  Raises JaxLlamaError where the package is missing."""
+def find_bible() -> None:
+    """Raises JaxLlamaError where ``bible`` would."""
     if shutil.which("bible") is None:
         raise JaxLlamaError("the command `bible` is missing: apt-get install bible-kjv")
+
+
+def bible() -> str:
+    """A verse a line, without its number.  Raises JaxLlamaError where the package is missing."""
+    find_bible()
     out = subprocess.run(
         ["bible", "-f", WHOLE_BIBLE], check=True, capture_output=True, text=True, encoding="latin-1"
     ).stdout
@@ -72,15 +77,16 @@ def conversations(
     lm: LanguageModel, count: int, *, batch: int, max_new_tokens: int, seed: int
 ) -> Iterator[str]:
     """``count`` conversations in the model's template, special tokens written out."""
-    from jaxllama import chat
     from jaxllama.sampling import Sampling
 
     assert lm.tokenizer is not None
     requests = [form.format(subject) for form, subject in itertools.product(FORMS, SUBJECTS)]
     for first in range(0, count, batch):
         numbers = range(first, min(first + batch, count))
-        messages = [[chat.user(requests[number * STRIDE % len(requests)])] for number in numbers]
-        rows = [chat.ids_of(lm, message) for message in messages]
+        asked = [requests[number * STRIDE % len(requests)] for number in numbers]
+        messages = [[{"role": "user", "content": request}] for request in asked]
+        prompts = [lm.tokenizer.apply_chat_template(message) for message in messages]
+        rows = [lm.tokenizer.encode(prompt, add_special=False) for prompt in prompts]
         seeds = [seed + number for number in numbers]
         outs = lm.generate(rows, max_new_tokens, Sampling(temperature=1.0, top_p=0.95), seeds)
         for message, out in zip(messages, outs, strict=True):

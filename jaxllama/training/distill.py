@@ -19,20 +19,18 @@ Llama, 2408.15237):
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxllama.attention import Attention
 from jaxllama.config import GLAConfig, ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import Params
-from jaxllama.gla import GatedLinearAttention
-from jaxllama.layers import RMSNorm
-from jaxllama.model import Block, add_norm
-from jaxllama.random_params import random_params
+from jaxllama.model import gla
+from jaxllama.model.decoder import block, walk, whole_rows
+from jaxllama.model.linear import Observer, columns, linear
+from jaxllama.quantization.random_params import random_params
 from jaxllama.training.forward import embed
 
 # Gate biases of a head's channels, evenly spaced: sigmoid(bias) ** (1 / 16) a token is a half-life
@@ -67,7 +65,7 @@ def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ())
         return student
     # What only attention reads, and GLA's files have no words for.
     rope = RopeConfig(teacher.rope.theta)
-    return student.replace(rope=rope, qkv_bias=False, sliding_window=None, first_window_layer=0)
+    return student.replace(rope=rope, qkv_bias=False, sliding_window=None)
 
 
 def student_params(student: ModelConfig, teacher_params: Params, key: jax.Array) -> Params:
@@ -110,7 +108,8 @@ def answer_scales(
     times too large.  Least squares, but at least a tenth of what makes the sizes equal.
     """
     scales = [jnp.float32(1.0)] * student.n_layers
-    for index, given, answer in _teacher_layers(teacher, teacher_params, tokens, jnp.dtype(dtype)):
+    seen = _teacher_layers(teacher, teacher_params, tokens, jnp.dtype(dtype))
+    for index, (given, answer) in enumerate(seen):
         if student.layer_types[index] == "gla":
             answer = answer.astype(jnp.float32)
             mine = _answer(student, params[f"layer_{index}"]["mixer"], given)
@@ -142,7 +141,8 @@ def mixer_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Objective 1 on ``tokens[B, T]``."""
     losses = []
-    for index, given, answer in _teacher_layers(teacher, teacher_params, tokens, dtype):
+    seen = _teacher_layers(teacher, teacher_params, tokens, dtype)
+    for index, (given, answer) in enumerate(seen):
         if student.layer_types[index] == "gla":
             loss = functools.partial(_imitation, student)
             loss = jax.checkpoint(loss) if remat else loss
@@ -157,32 +157,26 @@ def _imitation(cfg: ModelConfig, params: Params, given: jax.Array, answer: jax.A
 
 def _answer(cfg: ModelConfig, params: Params, given: jax.Array) -> jax.Array:
     """A GLA mixer's output, float32."""
-    lengths = jnp.full((given.shape[0],), given.shape[1], jnp.int32)
-    mixer = GatedLinearAttention(cfg)
-    return mixer.apply({"params": params}, given, None, None, lengths)[0].astype(jnp.float32)
+    at = whole_rows(cfg, *given.shape[:2])
+    heads, _ = gla.mix(cfg, params, columns(given, gla.inputs(cfg, params)), None, at)
+    return linear(heads, params["o"]).astype(jnp.float32)
 
 
 def _teacher_layers(
     cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: jnp.dtype
-) -> Iterator[tuple[int, jax.Array, jax.Array]]:
-    """(layer, its mixer's input, its mixer's output) of a model of attention."""
-    x, positions, lengths, rope = embed(cfg, params, tokens, dtype)
-    pending = None
-    for index, kind in enumerate(cfg.layer_types):
-        layer, layer_cfg = (
-            params[f"layer_{index}"],
-            cfg.replace(sliding_window=cfg.window_of(index)),
-        )
-        norm = functools.partial(
-            RMSNorm(cfg.d_model, cfg.norm_eps).apply, {"params": layer["mixer_norm"]}
-        )
-        given, x = add_norm(norm, x, pending)
-        answer, _ = Attention(layer_cfg).apply(
-            {"params": layer["mixer"]}, given, None, positions, lengths, rope
-        )
-        yield index, given, answer
-        block = Block(layer_cfg, kind)
-        x, pending = block.apply({"params": layer}, x, answer, method=Block.feed)
+) -> list[tuple[jax.Array, jax.Array]]:
+    """(its mixer's input, its mixer's output) of every layer of a model of attention."""
+    seen = []
+
+    def each(cfg, kind, p, stream, state, at):
+        watch = Observer()
+        out = block(cfg, kind, p, stream, state, at, watch)
+        seen.append((watch.inputs[id(p["mixer"]["qkv"])], watch.outputs[id(p["mixer"]["o"])]))
+        return out
+
+    stream, at = embed(cfg, params, tokens, dtype)
+    walk(cfg, params, stream, None, at, each)
+    return seen
 
 
 def learned(student: ModelConfig, params: Params) -> Any:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import jax
 
-from jaxllama.checkpoints.tensor_map import tensor_table
 from jaxllama.config import ModelConfig
+from jaxllama.model.params import param_table
 
 # Dense bfloat16 peaks of the vendors' data sheets, TFLOP/s, by a word of jax's device_kind.
 _PEAKS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
@@ -43,13 +43,13 @@ def forward_flops_per_token(cfg: ModelConfig, sequence_length: int) -> float:
 
 
 def parameters(cfg: ModelConfig) -> int:
-    return sum(spec.size for spec in tensor_table(cfg).values())
+    return sum(spec.size for spec in param_table(cfg).values())
 
 
 def matmul_weights(cfg: ModelConfig) -> int:
     """Weights that a token is multiplied by: matrices, a tied embedding once, as the head."""
     total = 0
-    for path, spec in tensor_table(cfg).items():
+    for path, spec in param_table(cfg).items():
         if len(spec.shape) == 2 and not path[-2].endswith("_conv"):
             total += spec.size
     return total if cfg.tie_embeddings else total - cfg.vocab_size * cfg.d_model

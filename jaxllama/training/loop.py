@@ -7,7 +7,9 @@ follow from its number, so a checkpoint of parameters, moments and step is all t
 on a CPU the curve after a resume is that of an uninterrupted run to the last bit.  (On a GPU that
 takes XLA_FLAGS=--xla_gpu_deterministic_ops=true; scatters there add in any order.)
 
-Metrics are fetched one step late, so that the device never waits for the host.
+Metrics are fetched one step late, so that the device never waits for the host.  Ctrl-C saves the
+step under way before it ends the run.  A run whose ``steps`` have become more goes on from where it
+is, under the longer schedule.
 
 With a mesh its devices share the rows of every step; weights and moments are whole on each.  A mesh
 is not part of a run: it may be resumed on another, with the same curve up to the order in which
@@ -16,9 +18,13 @@ gradients are added.  Left out: several hosts, splitting the weights or moments,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +32,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxllama.checkpoints import hf, packed
-from jaxllama.data import TokenFile
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.packed import load as packed
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import Params
 from jaxllama.loading import enable_compilation_cache
-from jaxllama.parallel import DATA_AXIS, make_mesh
+from jaxllama.parallel.mesh import DATA_AXIS, make_mesh
+from jaxllama.progress import Working, working
 from jaxllama.training import report
 from jaxllama.training.checkpoint import Checkpoints
 from jaxllama.training.config import TrainConfig
+from jaxllama.training.data import TokenFile
 from jaxllama.training.flops import flops_per_token, peak_flops
 from jaxllama.training.quantization_aware import quantized
 from jaxllama.training.run_directory import RunDirectory
@@ -128,23 +136,54 @@ def _run(
         run.keep_until(first)
         training, held_out = data.split(config.data.validation_tokens)
         log = _Log(plan, run, first, 1 if mesh is None else mesh.size)
-        with report.training_bar(first, config.steps, progress) as show:
+        bar = working(str(run.path), config.steps, progress, unit="steps", done=first)
+        with bar as bar, _interruptible(bar) as asked_to_stop:
+            if first:
+                bar.say(f"{run.path}: goes on after step {first} of {config.steps}")
+            bar.note("compiling")
             for step in range(first, config.steps):
                 batch = jax.device_put(_batch(config, training, step), _sharding(mesh, 1))
                 state, metrics = update(plan, state, teacher, batch)
-                log.put(step + 1, metrics, show)
+                log.put(step + 1, metrics, bar)
                 done = step + 1
                 last = done == config.steps
                 if _is_due(done, config.validate_every, last) and len(held_out):
-                    log.flush(show)
-                    log.validation(done, _validate(plan, state["params"], held_out, mesh))
-                if _is_due(done, config.checkpoint_every, last):
-                    log.flush(show)
+                    log.flush(bar)
+                    log.validation(done, _validate(plan, state["params"], held_out, mesh), bar)
+                if _is_due(done, config.checkpoint_every, last) or asked_to_stop.is_set():
+                    log.flush(bar)
                     run.sync()
                     checkpoints.save(done, state)
-        _finish(plan, state, data, run)
+                if asked_to_stop.is_set() and not last:
+                    bar.say(
+                        f"{run.path}: step {done} is saved; the same command goes on from there"
+                    )
+                    raise KeyboardInterrupt
+        with working("writing the model", show=progress):
+            _finish(plan, state, data, run)
     finally:
         checkpoints.close()
+
+
+@contextlib.contextmanager
+def _interruptible(bar: Working) -> Iterator[threading.Event]:
+    """An event that Ctrl-C sets, so that the step under way is not lost; a second Ctrl-C, or one
+    outside of the main thread, is Python's own."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def ask(*_: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        asked.set()
+        bar.say("stopping after this step; Ctrl-C again stops at once and loses it")
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _sharding(mesh: Mesh | None, rows: int | None = None) -> Sharding:
@@ -204,11 +243,11 @@ class _Log:
         self._waiting: tuple[int, dict[str, jax.Array]] | None = None
         self._began = time.perf_counter()
 
-    def put(self, step: int, metrics: dict[str, jax.Array], show) -> None:
-        self.flush(show)
+    def put(self, step: int, metrics: dict[str, jax.Array], bar: Working) -> None:
+        self.flush(bar)
         self._waiting = (step, metrics)
 
-    def flush(self, show) -> None:
+    def flush(self, bar: Working) -> None:
         if self._waiting is None:
             return
         (step, metrics), self._waiting = self._waiting, None
@@ -230,9 +269,11 @@ class _Log:
             "mfu": None if self._peak is None else rate * self._flops / self._peak,
         }
         self._run.append([row])
-        show(row)
+        bar()
+        bar.note(report.told(row))
 
-    def validation(self, step: int, loss: float) -> None:
+    def validation(self, step: int, loss: float, bar: Working) -> None:
         tokens = step * self._tokens
         self._run.append([{"step": step, "tokens": tokens, "validation_loss": loss}])
+        bar.say(f"step {step}: validation loss {loss:.4f}")
         self._began = time.perf_counter()  # validating is not training

@@ -3,7 +3,8 @@
 A weight becomes a ``GridWeight``: the float32 master, its scales and zeros, all of them trained;
 ``rounded`` gives the tree of floats that the model multiplies by, with straight-through gradients
 (``pallas_kernels.fake_quantize``), ``quantized`` the QTensors at the end.  The grid starts as
-round-to-nearest's, so step 0 is ``quantize_params`` (without zeros to the last bit).
+round-to-nearest's, so step 0 is ``quantize_params`` of w8a16 or w4a16-sym (without zeros to the
+last bit).
 
 Left out: quantized activations (w8a8, fp8).
 """
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.generation import Params
-from jaxllama.quantization.scheme import quantize_params
+from jaxllama.quantization.quantize import quantize_params
 from jaxllama.training.config import QuantizeConfig
 from pallas_kernels.fake_quantize import RANGES, fake_quantize, to_qtensor
 from pallas_kernels.qtensor import QTensor
@@ -39,7 +40,9 @@ def prepare(params: Params, config: QuantizeConfig | None) -> Params:
     """The tree to train: floats with every matmul weight on a grid, or unchanged without one."""
     if config is None:
         return params
-    found = quantize_params(params, config.scheme)
+    scheme = config.scheme if config.scheme == "w8a16" else f"{config.scheme}-sym"
+    # A tied head is trained as the embedding that it is.
+    found = quantize_params(params, scheme if "head" in params else f"{scheme},head=none")
 
     def one(grid: Any, w: jax.Array) -> Any:
         if not isinstance(grid, QTensor):

@@ -1,10 +1,7 @@
-"""What a run shows: a bar while it works, and a picture of its loss."""
+"""What a run shows: its steps in words, and a picture of its loss."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +10,10 @@ from jaxllama.errors import JaxLlamaError
 Row = dict[str, Any]
 
 
-@contextlib.contextmanager
-def training_bar(first: int, steps: int, show: bool) -> Iterator[Callable[[Row], None]]:
-    """Yield ``show(row of a step)``; nothing on a stderr that is no terminal."""
-    if not show or not sys.stderr.isatty():
-        yield lambda row: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), Remaining(),
-               TextColumn("{task.fields[text]}"))  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("training", total=steps, completed=first, text="compiling")
-
-        def advance(row: Row) -> None:
-            mfu = "" if row["mfu"] is None else f"  MFU {row['mfu']:.1%}"
-            text = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s{mfu}"
-            bar.update(task, completed=row["step"], text=text)
-
-        yield advance
+def told(row: Row) -> str:
+    """A step in a few words."""
+    mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
+    return f"loss {row['loss']:.4f}, {row['tokens_per_second']:,.0f} tokens/s{mfu}"
 
 
 def draw(path: Path, steps: list[Row], validations: list[Row]) -> None:

@@ -8,7 +8,8 @@
 
 A folder belongs to the run whose configuration is in it, from its first step on: the same one
 resumes, another is refused, and so is a folder with anything else in it, or one that a living
-process is writing to.
+process is writing to.  One thing may change: more ``steps`` extend a run, finished or not, and
+run.json's "extended" keeps how many there were to be before.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -54,10 +56,18 @@ class RunDirectory:
 
     def _check(self, identity: dict[str, Any]) -> None:
         try:
-            stored = json.loads((self.path / RUN).read_text(encoding="utf-8"))["config"]
+            document = json.loads((self.path / RUN).read_text(encoding="utf-8"))
+            stored = document["config"]
         except (ValueError, KeyError, TypeError):
             raise JaxLlamaError(f"{self.path / RUN}: not a run's configuration") from None
-        for key, theirs, ours in _differences(stored, identity):
+        differences = list(_differences(stored, identity))
+        if [key for key, *_ in differences] == ["steps"] and stored["steps"] < identity["steps"]:
+            # The model goes first: where it is, a run is over.
+            shutil.rmtree(self.model, ignore_errors=True)
+            document["extended"] = [*document.get("extended", []), stored["steps"]]
+            _write_whole(self.path / RUN, json.dumps({**document, "config": identity}, indent=2))
+            return
+        for key, theirs, ours in differences:
             raise JaxLlamaError(
                 f"{self.path}: another run is there: its {key} is {theirs!r}, and here it is "
                 f"{ours!r}; choose another --out"

@@ -8,15 +8,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxllama.checkpoints.hf_config import config_to_hf
+from jaxllama.checkpoints.hf.config import config_to_hf
 from jaxllama.config import ModelConfig
-from jaxllama.data import TokenFile
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import Params
 from jaxllama.loading import load
-from jaxllama.random_params import random_params
-from jaxllama.tokenizer import Tokenizer
+from jaxllama.quantization.random_params import random_params
+from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training.config import TrainConfig
+from jaxllama.training.data import TokenFile
 from jaxllama.training.distill import answer_scales, scaled, student_config, student_params
 from pallas_kernels.qtensor import QTensor
 

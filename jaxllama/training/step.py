@@ -18,9 +18,10 @@ import optax
 from jax import lax
 
 from jaxllama.generation import Params
-from jaxllama.parallel import data_parallel
+from jaxllama.model.decoder import head
+from jaxllama.parallel.mesh import data_parallel
 from jaxllama.training import distill
-from jaxllama.training.forward import head_weight, hidden_states
+from jaxllama.training.forward import hidden_states
 from jaxllama.training.loss import cross_entropy, distillation
 from jaxllama.training.optimizer import learning_rate, optimizer
 from jaxllama.training.quantization_aware import prepare, rounded
@@ -93,12 +94,12 @@ def loss(
         )
     x = hidden_states(cfg, params, inputs, dtype, config.remat)
     if goal is None:
-        value, _ = cross_entropy(x, head_weight(cfg, params), targets)
+        value, _ = cross_entropy(x, head(params)["weight"], targets)
         return value, {}
     teacher_x = hidden_states(plan.teacher, teacher_params, inputs, dtype)
     return distillation(
-        x, head_weight(cfg, params), targets,
-        teacher_x, head_weight(plan.teacher, teacher_params),
+        x, head(params)["weight"], targets,
+        teacher_x, head(teacher_params)["weight"],
         kl_weight=goal.kl_weight, ce_weight=goal.ce_weight, temperature=goal.temperature,
     )  # fmt: skip
 
@@ -110,6 +111,6 @@ def validation_loss(plan: Plan, params: Params, tokens: jax.Array) -> jax.Array:
     def mean(params: Params, tokens: jax.Array) -> jax.Array:
         params = rounded(params)
         x = hidden_states(plan.model, params, tokens[:, :-1], jnp.dtype(plan.config.dtype))
-        return cross_entropy(x, head_weight(plan.model, params), tokens[:, 1:])[0]
+        return cross_entropy(x, head(params)["weight"], tokens[:, 1:])[0]
 
     return data_parallel(mean)(params, tokens)

@@ -18,7 +18,8 @@ import sys
 from typing import Any
 
 import numpy as np
-from seeded import uniform
+
+from tests.helpers.seeded import uniform
 
 _COMMON: dict[str, Any] = {
     "model_type": "gla", "vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2,

@@ -14,7 +14,7 @@ import numpy as np
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
-from parity_cases import CASES, GOLDEN, SCORED, reference  # noqa: E402
+from tests.helpers.parity_cases import CASES, GOLDEN, SCORED, reference  # noqa: E402
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 import jaxllama as jl
-from jaxllama.serving.request import Request
+from jaxllama.serving.engine.request import Request
 
 SLOTS = 16
 PROMPT = 32

@@ -79,7 +79,7 @@ def measure_transformers(directory: str, dtype: str) -> None:
 
 def main() -> None:
     import jaxllama as jl
-    from jaxllama.checkpoints import hf
+    from jaxllama.checkpoints.hf import load as hf
 
     with tempfile.TemporaryDirectory() as parent:
         directory = f"{parent}/smollm2"

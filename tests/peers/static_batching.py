@@ -25,10 +25,10 @@ from typing import TypeVar
 import numpy as np
 
 import jaxllama as jl
-from jaxllama.serving import slots as device
-from jaxllama.serving.request import Request
-from jaxllama.serving.scheduler import Fill
-from jaxllama.serving.scheduler import Sequence as Row
+from jaxllama.serving.engine import slots as device
+from jaxllama.serving.engine.request import Request
+from jaxllama.serving.engine.scheduler import Fill
+from jaxllama.serving.engine.scheduler import Sequence as Row
 
 HEAD = """\
                                    continuous, tokens/s        static       static / continuous

@@ -1,0 +1,135 @@
+"""GGUF's blocks as words in groups: ``w = q * scale (+ zero)``, exactly what the file says.
+
+    Q8_0 Q4_0 Q5_0    groups of 32   word * d
+    Q4_1 Q5_1         groups of 32   word * d + m
+    Q4_K Q5_K         groups of 32   word * (d * s) - dmin * m     s, m: 6 bits each, 8 to a block
+    Q6_K              groups of 16   (word - 32) * (d * s)         s: 8 bits
+
+d, dmin and m of the first rows are float16, so ``d * s`` and ``dmin * m`` are exact in float32, and
+so is their product with a word.  Words of 4 bits that are unsigned in the file become int4 with
+``zero = m + 8 d`` where that sum is exact too (it is unless the two are some 2^9 apart); otherwise
+they stay 0..15, as int8.  Source: llama.cpp's ggml-quants.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType as Type
+
+from jaxllama.checkpoints.packed.codes import INT4
+
+if TYPE_CHECKING:
+    from pallas_kernels.qtensor import QTensor
+
+KEPT = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K)
+_GROUP = {Type.Q6_K: 16}  # columns that share a scale; 32 of any other
+_MINIMUM = (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K)
+
+
+class Words(NamedTuple):
+    """One stored tensor ``[rows, columns]``, filled some rows at a time."""
+
+    kind: Type
+    q: np.ndarray  # int8, in the range that the file has
+    scale: np.ndarray
+    minimum: np.ndarray | None
+
+    def fill(self, rows: slice, raw: np.ndarray) -> None:
+        """Take ``raw[rows, bytes]``."""
+        target = self.q[rows]
+        size = 256 if self.kind.name.endswith("_K") else 32
+        blocks = np.ascontiguousarray(raw).reshape(len(target), target.shape[1] // size, -1)
+        words, scale, minimum = _block(self.kind, blocks)
+        target[...] = words.reshape(target.shape)
+        self.scale[rows] = scale.reshape(len(target), -1)
+        if minimum is not None:
+            assert self.minimum is not None
+            self.minimum[rows] = minimum.reshape(len(target), -1)
+
+    def finite(self) -> bool:
+        both = (self.scale,) if self.minimum is None else (self.scale, self.minimum)
+        return all(bool(np.isfinite(values).all()) for values in both)
+
+    def to_qtensor(self) -> QTensor:
+        """The words, spent, with their scales."""
+        from pallas_kernels.qtensor import QTensor
+
+        q, scale, minimum = self.q, self.scale, self.minimum
+        if minimum is None:
+            return QTensor(q.astype(INT4) if self.kind == Type.Q4_0 else q, scale)
+        if self.kind not in (Type.Q4_1, Type.Q4_K):
+            return QTensor(q, scale, minimum)
+        zero = minimum + np.float32(8.0) * scale
+        exact = minimum.astype(np.float64) + 8.0 * scale.astype(np.float64)
+        if not np.array_equal(zero.astype(np.float64), exact, equal_nan=True):
+            return QTensor(q, scale, minimum)
+        q -= np.int8(8)
+        return QTensor(q.astype(INT4), scale, zero)
+
+
+def empty(kind: Type, rows: int, columns: int) -> Words:
+    scale = np.empty((rows, columns // _GROUP.get(kind, 32)), np.float32)
+    minimum = np.empty_like(scale) if kind in _MINIMUM else None
+    return Words(kind, np.empty((rows, columns), np.int8), scale, minimum)
+
+
+def _block(kind: Type, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """``raw[rows, blocks, bytes]`` as words (int8), scales and minima (float32)."""
+    if kind == Type.Q8_0:
+        return raw[..., 2:].view(np.int8), _half(raw, 0), None
+    if kind == Type.Q4_0:
+        return (_halves(raw[..., 2:]) - 8).astype(np.int8), _half(raw, 0), None
+    if kind == Type.Q4_1:
+        return _halves(raw[..., 4:]), _half(raw, 0), _half(raw, 2)
+    if kind in (Type.Q5_0, Type.Q5_1):
+        head = 2 if kind == Type.Q5_0 else 4
+        fifth = np.unpackbits(raw[..., head : head + 4], axis=-1, bitorder="little")
+        words = (_halves(raw[..., head + 4 :]) | fifth << 4).astype(np.int8)
+        if kind == Type.Q5_1:
+            return words, _half(raw, 0), _half(raw, 2)
+        return words - np.int8(16), _half(raw, 0), None
+    if kind == Type.Q6_K:
+        return _q6_k(raw)
+    scales, minima = _six_bits(raw[..., 4:16])
+    words = _pairs(raw[..., -128:])
+    if kind == Type.Q5_K:
+        fifth = raw[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+        words = words | fifth << 4
+    return words.astype(np.int8), _half(raw, 0) * scales, -(_half(raw, 2) * minima)
+
+
+def _half(raw: np.ndarray, at: int) -> np.ndarray:
+    """The float16 at a byte of every block, as float32 ``[rows, blocks, 1]``."""
+    return raw[..., at : at + 2].copy().view("<f2").astype(np.float32)
+
+
+def _halves(raw: np.ndarray) -> np.ndarray:
+    """Words of 4 bits: all low ones of a block, then all high ones."""
+    return np.concatenate((raw & 15, raw >> 4), axis=-1).view(np.int8)
+
+
+def _pairs(raw: np.ndarray) -> np.ndarray:
+    """128 bytes as 8 groups of 32 words: the low ones of 32 bytes, then their high ones."""
+    four = raw.reshape(*raw.shape[:-1], 4, 1, 32)
+    return np.concatenate((four & 15, four >> 4), axis=-2).reshape(*raw.shape[:-1], 8, 32)
+
+
+def _six_bits(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """12 bytes as 8 scales and 8 minima of 6 bits; the upper two bits of the last four of each are
+    in the first eight bytes."""
+    first, second, last = raw[..., :4], raw[..., 4:8], raw[..., 8:]
+    scales = np.concatenate((first & 63, (last & 15) | (first >> 6) << 4), axis=-1)
+    minima = np.concatenate((second & 63, last >> 4 | (second >> 6) << 4), axis=-1)
+    return scales.astype(np.float32), minima.astype(np.float32)
+
+
+def _q6_k(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, None]:
+    low = raw[..., :128].reshape(*raw.shape[:-1], 2, 1, 2, 32)
+    low = np.concatenate((low & 15, low >> 4), axis=-3)  # [..., 2, low | high, 2, 32]
+    high = raw[..., 128:192].reshape(*raw.shape[:-1], 2, 1, 32)
+    high = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    words = low.reshape(*high.shape) | high << 4
+    scales = raw[..., 192:208].copy().view(np.int8).astype(np.float32)
+    return words.view(np.int8) - np.int8(32), _half(raw, 208) * scales, None

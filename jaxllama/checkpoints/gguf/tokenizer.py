@@ -1,0 +1,176 @@
+"""The tokenizer inside a GGUF file, built as a ``tokenizers`` object.
+
+Two models: "gpt2" is byte-level BPE with stored merges, its text first cut by the pre-tokenizer
+that ``tokenizer.ggml.pre`` names; "llama" is SentencePiece BPE, which scores every piece
+and always merges the neighbours whose joined piece scores best.  The latter becomes a BPE whose
+merges, every split of every piece, are ranked by the piece's score; a character without a piece
+falls back to its bytes.
+
+Source: llama.cpp's names and cuts (as facts), the ``tokenizers`` documentation.  Left out: Unigram
+and WordPiece vocabularies; pieces with equal scores, of which SentencePiece merges the leftmost
+first and we the one with the lowest id.
+"""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import pre_tokenizers as pre
+
+from jaxllama.checkpoints.gguf.file import GGUFFile
+
+# Token types of the specification.
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
+# No trained piece comes near; the splits of a longer one would take forever.
+_MAX_PIECE = 1000
+
+_GPT2_CUT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS_CUT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_CUT = _WORDS_CUT.replace("DIGITS", "{1,3}")
+_QWEN2_CUT = _WORDS_CUT.replace("DIGITS", "")
+_TEKKEN_CUT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEFAULT_CUTS = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_CUT, r"\p{N}+", r"[0-9][0-9][0-9]")
+
+# tokenizer.ggml.pre -> the regular expressions applied one after the other.
+_PRE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", ""), _DEFAULT_CUTS),
+    **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais"), (_GPT2_CUT,)),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        (r"\p{N}", _GPT2_CUT),
+    ),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"),
+        (_LLAMA3_CUT,),
+    ),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), (_QWEN2_CUT,)),
+    "tekken": (_TEKKEN_CUT,),
+}
+# Whole words that are tokens are taken as they are, without going through the merges.
+_IGNORE_MERGES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
+
+
+def build(file: GGUFFile) -> Tokenizer:
+    """The tokenizer; ``add_special_tokens`` adds the begin and end that the file asks for.
+
+    Raises JaxLlamaError naming the file and the key.
+    """
+    model = file.string("tokenizer.ggml.model")
+    tokens = file.strings("tokenizer.ggml.tokens")
+    if not tokens:
+        raise file.error("tokenizer.ggml.tokens", "is empty")
+    types = [_NORMAL] * len(tokens)
+    if "tokenizer.ggml.token_type" in file:
+        types = file.array("tokenizer.ggml.token_type").tolist()
+        if len(types) != len(tokens):
+            raise file.error(
+                "tokenizer.ggml.token_type", f"{len(types)} types for {len(tokens)} tokens"
+            )
+    if model == "gpt2":
+        tokenizer, adds_bos = _byte_level(file, tokens)
+    elif model == "llama":
+        tokenizer, adds_bos = _sentencepiece(file, tokens, types), True
+    else:
+        raise file.error("tokenizer.ggml.model", f"{model!r} is not 'gpt2' or 'llama'")
+    special = [
+        AddedToken(token, special=kind == _CONTROL, normalized=False)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (_CONTROL, _USER) and token
+    ]
+    tokenizer.add_tokens(special)
+    begin = _edge(file, tokens, "bos", adds_bos)
+    end = _edge(file, tokens, "eos", False)
+    if begin or end:
+        ids = [(token, tokens.index(token)) for token in dict.fromkeys(begin + end)]
+        try:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=[*begin, "$A", *end], special_tokens=ids
+            )
+        except Exception as error:  # the binding has no exception type of its own
+            raise file.error("tokenizer.ggml.bos_token_id", f"{ids}: {error}") from None
+    return tokenizer
+
+
+def token_id(file: GGUFFile, tokens: list[str] | int, key: str) -> int | None:
+    """``tokenizer.ggml.<key>_token_id``, checked against the vocabulary (or its size)."""
+    field = f"tokenizer.ggml.{key}_token_id"
+    index = file.integer(field, None)
+    size = tokens if isinstance(tokens, int) else len(tokens)
+    if index is not None and not 0 <= index < size:
+        raise file.error(field, f"{index} is not in the vocabulary of {size}")
+    return index
+
+
+def _edge(file: GGUFFile, tokens: list[str], key: str, default: bool) -> list[str]:
+    """The token to put at one end, in a list, or an empty list."""
+    index = token_id(file, tokens, key)
+    wanted = file.boolean(f"tokenizer.ggml.add_{key}_token", default)
+    return [tokens[index]] if wanted and index is not None else []
+
+
+def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
+    name = file.string("tokenizer.ggml.pre", "default")
+    if name not in _PRE:
+        known = ", ".join(repr(key) for key in _PRE if key)
+        raise file.error("tokenizer.ggml.pre", f"{name!r} is not one of {known}")
+    merges = []
+    for merge in file.strings("tokenizer.ggml.merges"):
+        left, _, right = merge[1:].partition(" ")
+        merges.append((merge[:1] + left, right))
+    vocab = {token: index for index, token in enumerate(tokens)}
+    try:
+        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=name in _IGNORE_MERGES)
+    except Exception as error:  # the binding has no exception type of its own
+        raise file.error("tokenizer.ggml.merges", str(error)) from None
+    tokenizer = Tokenizer(model)
+    cuts = [pre.Split(Regex(cut), behavior="isolated") for cut in _PRE[name]]
+    tokenizer.pre_tokenizer = pre.Sequence(
+        [*cuts, pre.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, name in _IGNORE_MERGES
+
+
+def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
+    scores = file.array("tokenizer.ggml.scores").tolist()
+    if len(scores) != len(tokens):
+        raise file.error("tokenizer.ggml.scores", f"{len(scores)} scores for {len(tokens)} tokens")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    # Only these take part in merges: "<0x41>" as text is not the byte.
+    pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in (_NORMAL, _USER)}
+    longest = max(map(len, pieces), default=0)
+    if longest > _MAX_PIECE:
+        raise file.error("tokenizer.ggml.tokens", f"a piece has {longest} characters")
+    ranked = []
+    for piece in pieces:
+        index = vocab[piece]
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in pieces and right in pieces:
+                ranked.append((-scores[index], index, cut, left, right))
+    ranked.sort()
+    unknown = next((t for t, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=[(left, right) for *_, left, right in ranked],
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=_BYTE in types,
+        )
+    )
+    prefix = file.boolean("tokenizer.ggml.add_space_prefix", True)
+    tokenizer.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend("▁")] if prefix else []), normalizers.Replace(" ", "▁")]
+    )
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer

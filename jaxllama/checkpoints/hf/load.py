@@ -1,0 +1,299 @@
+"""HF directories (config.json + safetensors) to parameters.
+
+``load(directory, dtype=...)`` checks every name, shape and type of every shard against the config
+before it allocates, then reads one tensor at a time straight into the fused arrays of our tree:
+the peak is the tree plus a few MB.  The arrays are numpy, 64-byte aligned, which ``jax.device_put``
+takes over on the CPU without a copy.
+
+Which tensors make up which parameter is one table (``model.params``); what config.json means is in
+``hf_config``; the container is in ``safetensors_file``; the way back is ``hf_save``; weights that
+are packed words go through ``packed``.  Left out: PyTorch .bin files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from jaxllama.checkpoints import safetensors as safetensors_file
+from jaxllama.checkpoints.hf.config import check_preset, config_from_hf, config_to_hf
+from jaxllama.checkpoints.hf.save import INDEX, WEIGHTS, save
+from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.safetensors import SafetensorsFile, TensorInfo, parse_json
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.model import params as tensors
+from jaxllama.model.params import Param, param_table
+from jaxllama.progress import working
+
+__all__ = ["check_preset", "config_from_hf", "config_to_hf", "load", "read_config", "save"]
+
+_MAX_JSON = 1 << 26  # bytes; the largest index in use is about 200 KB
+# Tables that old checkpoints carry; they follow from the config.
+_DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+
+Place = Callable[[tensors.Path, np.ndarray], Any]
+Stream = Callable[[tensors.Path, tensors.Shape, Callable[[int, np.ndarray], None]], Any]
+
+
+def read_config(directory: str | Path, name: str | None = None) -> ModelConfig:
+    """The ModelConfig of a directory's config.json (and generation_config.json, if there), untied
+    where the weights beside it are."""
+    directory = Path(directory)
+    cfg = _to_config(directory, _read_json(directory / "config.json"), name)
+    if not cfg.tie_embeddings or not any(directory.glob("*.safetensors")):
+        return cfg
+    with contextlib.ExitStack() as stack:
+        return _untied(directory, cfg, open_tensors(directory, stack))
+
+
+def is_packed(directory: str | Path) -> bool:
+    """Whether a directory's config.json says that its weights are quantized."""
+    config = _read_json(Path(directory) / "config.json")
+    return any(config.get(key) is not None for key in packed.KEYS)
+
+
+def _to_config(directory: Path, config: dict[str, Any], name: str | None = None) -> ModelConfig:
+    generation_path = directory / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.is_file() else None
+    try:
+        return config_from_hf(config, name or directory.resolve().name, generation)
+    except JaxLlamaError as error:
+        raise JaxLlamaError(f"{directory / 'config.json'}: {error}") from None
+
+
+def load(
+    directory: str | Path,
+    *,
+    dtype: DTypeLike = np.float32,
+    progress: bool = False,
+    cfg: ModelConfig | None = None,
+    place: Place | None = None,
+    stream: Stream | None = None,
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """(config, parameter tree of numpy arrays of ``dtype``) of an HF directory.
+
+    progress: a bar on stderr.
+    cfg: a preset, which must agree with the checkpoint's own config (``check_preset``).
+    place: ``place(path, array)`` gives what goes into the tree for each parameter as it is read
+        (a device array, an offloaded one); the array may be dropped then.
+    stream: ``stream(path, shape, read)`` does so for parameters of floats without their being read
+        whole: ``read(start, out)`` fills a flat array from an element on, in ``out``'s dtype.
+    The weights of a quantized checkpoint (``quantization_config``) come as QTensors or RowBlocks of
+    numpy arrays, words and scales as the file has them.
+    Warns WeightWarning for NaN or infinite weights, and for a head beside a tied embedding that it
+    differs from: it is kept then, as in transformers.  Raises JaxLlamaError naming the file and the
+    key or tensor that is missing, unexpected, of the wrong shape or type.
+    """
+    directory, dtype = Path(directory), np.dtype(dtype)
+    if not directory.is_dir():
+        raise JaxLlamaError(f"{directory}: no such directory")
+    config = _read_json(directory / "config.json")
+    found = _to_config(directory, config)
+    with contextlib.ExitStack() as stack:
+        files = open_tensors(directory, stack)
+        if found.n_layers > len(files):  # before a table of that many layers is made
+            raise JaxLlamaError(
+                f"{directory}: num_hidden_layers = {found.n_layers}, "
+                f"but there are only {len(files)} tensors"
+            )
+        found = _untied(directory, found, files)
+        cfg = found if cfg is None else check_preset(cfg, found)
+        table = param_table(cfg, files)
+        leaves = packed.plan(directory, config, table, files)
+        plain = {path: spec for path, spec in table.items() if path not in leaves}
+        known = {name for leaf in leaves.values() for name in leaf.names}
+        _check(directory, files, plain, cfg, known)
+        names = {source.name for spec in plain.values() for source in spec.sources} | known
+        total = sum(files[name][1].nbytes for name in names)
+        params: dict[str, Any] = {}
+        with working(f"reading {directory.name}", total, progress) as advance:
+
+            def floats(spec: Param) -> np.ndarray:
+                return _read(files, spec, dtype, advance)
+
+            for path, spec in table.items():
+                *rooms, leaf = path
+                room = params
+                for key in rooms:
+                    room = room.setdefault(key, {})
+                if path not in leaves and stream is not None:
+                    read = functools.partial(_read_part, files, spec, advance=advance)
+                    room[leaf] = stream(path, spec.shape, read)
+                    continue
+                if path in leaves:
+                    value = packed.read(directory, leaves[path], floats, files, advance)
+                else:
+                    value = floats(spec)
+                room[leaf] = value if place is None else place(path, value)
+    return cfg, params
+
+
+Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
+
+
+def open_tensors(directory: Path, stack: contextlib.ExitStack) -> Tensors:
+    """Every tensor of a single or sharded checkpoint by name, with its open, checked file."""
+    index_path = directory / INDEX
+    files: Tensors = {}
+    if (directory / WEIGHTS).is_file() or not index_path.is_file():
+        file = stack.enter_context(SafetensorsFile(_single(directory)))
+        return {name: (file, info) for name, info in file.tensors.items()}
+    weight_map = _read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise JaxLlamaError(f"{index_path}: weight_map: expected an object of tensor to file")
+    for shard in dict.fromkeys(map(str, weight_map.values())):
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise JaxLlamaError(f"{index_path}: weight_map: {shard[:80]!r} is no file beside it")
+        file = stack.enter_context(SafetensorsFile(directory / shard))
+        for name, info in file.tensors.items():
+            if name in files:
+                raise file.error(f"tensor {name!r} is also in {files[name][0].path.name}")
+            files[name] = (file, info)
+    for name, shard in weight_map.items():
+        if name not in files or files[name][0].path.name != shard:
+            raise JaxLlamaError(f"{index_path}: tensor {name[:80]!r} is not in {shard[:80]!r}")
+    return files
+
+
+def _single(directory: Path) -> Path:
+    if (directory / WEIGHTS).exists():
+        return directory / WEIGHTS
+    others = sorted(directory.glob("*.safetensors"))
+    if len(others) == 1:
+        return others[0]
+    if others:
+        names = ", ".join(path.name for path in others[:4])
+        raise JaxLlamaError(f"{directory}: {len(others)} safetensors ({names}) without {INDEX}")
+    hint = " (PyTorch .bin files are not read)" if any(directory.glob("*.bin")) else ""
+    raise JaxLlamaError(f"{directory}: no {WEIGHTS} and no {INDEX}{hint}")
+
+
+def _check(directory: Path, files: Tensors, table: dict[tensors.Path, Param],
+           cfg: ModelConfig, packed_names: set[str]) -> None:  # fmt: skip
+    """Names, shapes and types, before anything is allocated; of packed tensors only the names."""
+    sources = {source.name: source for spec in table.values() for source in spec.sources}
+    missing = [name for name in sources if name not in files]
+    if missing:
+        raise JaxLlamaError(f"{directory}: missing tensors: {_some(missing)}")
+    heads = _tied_heads(cfg)
+    for name, (file, info) in files.items():
+        source = sources.get(name)
+        if source is None:
+            if name.endswith(_DERIVED) or name in heads or name in packed_names:
+                continue
+            known = {*sources, *heads, *packed_names}
+            unexpected = [n for n in files if n not in known and not n.endswith(_DERIVED)]
+            raise JaxLlamaError(f"{directory}: unexpected tensors: {_some(unexpected)}")
+        if info.shape != source.shape:
+            raise file.error(
+                f"tensor {name!r}: shape {list(info.shape)}, "
+                f"but the config wants {list(source.shape)}"
+            )
+        if info.dtype not in safetensors_file.FLOATS:
+            raise file.error(f"tensor {name!r}: dtype {info.dtype} is no floating-point type")
+
+
+def _tied_heads(cfg: ModelConfig) -> list[str]:
+    """The tensors of a head that a tied checkpoint may carry although it is the embedding."""
+    untied = param_table(cfg.replace(tie_embeddings=False)) if cfg.tie_embeddings else {}
+    return [source.name for path, spec in untied.items() if path[0] == "head"
+            for source in spec.sources]  # fmt: skip
+
+
+def _untied(directory: Path, cfg: ModelConfig, files: Tensors) -> ModelConfig:
+    """``cfg`` without its tie where the checkpoint has a head whose values are others."""
+    for head in _tied_heads(cfg):
+        (embed,) = param_table(cfg)["embed", "weight"].sources
+        if head in files and embed.name in files and not _equal(files, embed.name, head):
+            warnings.warn(
+                f"{directory}: tie_word_embeddings = True, but {head!r} differs from "
+                f"{embed.name!r}: both are used",
+                WeightWarning,
+                stacklevel=1,  # one place, so one line however often the config is read
+            )
+            return cfg.replace(tie_embeddings=False)
+    return cfg
+
+
+def _equal(files: Tensors, *names: str) -> bool:
+    """Whether two tensors have the same shape and values."""
+    shapes = [files[name][1].shape for name in names]
+    size, step = math.prod(shapes[0]), 1 << 20
+    return shapes[0] == shapes[1] and all(
+        np.array_equal(*(_slice(files, name, at, min(step, size - at)) for name in names))
+        for at in range(0, size, step)
+    )
+
+
+def _slice(files: Tensors, name: str, start: int, size: int) -> np.ndarray:
+    """Elements of a tensor in float32."""
+    out = np.empty(size, np.float32)
+    _read_slice(files, name, start, out)
+    return out
+
+
+def _read_slice(files: Tensors, name: str, start: int, out: np.ndarray) -> bool:
+    """Fill the flat ``out`` from an element on; returns whether it is finite."""
+    file, info = files[name]
+    offset = info.offset + start * safetensors_file.DTYPES[info.dtype].itemsize
+    return file.read_into(dataclasses.replace(info, offset=offset), out)
+
+
+def _read(files: Tensors, spec: Param, dtype: np.dtype,
+          advance: Callable[[int], None]) -> np.ndarray:  # fmt: skip
+    out = aligned_empty(spec.size, dtype)
+    _read_part(files, spec, 0, out, advance)
+    return out.reshape(spec.shape)
+
+
+def _read_part(files: Tensors, spec: Param, start: int, out: np.ndarray,
+               advance: Callable[[int], None]) -> None:  # fmt: skip
+    """The parameter's elements from ``start`` on into the flat ``out``."""
+    at = 0
+    for source in spec.sources:
+        file, info = files[source.name]
+        begin, end = max(start, at), min(start + out.size, at + source.size)
+        if begin < end:
+            part = out[begin - start : end - start]
+            if not _read_slice(files, source.name, begin - at, part):
+                bad = part.size - int(np.count_nonzero(np.isfinite(part)))
+                warnings.warn(
+                    f"{file.path}: tensor {source.name!r}: {bad} of {part.size} weights are NaN or "
+                    f"infinite in {out.dtype.name}",
+                    WeightWarning,
+                    stacklevel=4,
+                )
+            advance(part.size * safetensors_file.DTYPES[info.dtype].itemsize)
+        at += source.size
+
+
+def aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:
+    """Uninitialized 1-D array at a 64-byte boundary: XLA's CPU client then needs no copy."""
+    raw = np.empty(size * dtype.itemsize + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size * dtype.itemsize].view(dtype)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_JSON:
+            raise JaxLlamaError(f"{path}: more than {_MAX_JSON} bytes are no model config")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise JaxLlamaError(f"{path}: {error.strerror or error}") from None
+    return parse_json(raw, str(path))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(name[:120] for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -1,0 +1,179 @@
+"""Parameters to an HF directory that transformers loads, all of it or nothing.
+
+The same table that loading reads (``model.params``) says where each parameter is cut into the
+checkpoint's tensors; one parameter at a time comes to the host.  Everything is written into a
+temporary folder beside the target, which one rename puts in place (``write_directory``, which
+``checkpoints.packed.load`` saves quantized weights with).  Left out: overwriting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllama.checkpoints import safetensors as safetensors_file
+from jaxllama.checkpoints.hf.config import config_to_hf, generation_config
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model import params as tensors
+from jaxllama.model.params import Param, param_table
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Tensors that stay in one file: (name, shape, dtype) of each, and their values in that order,
+    made when it is their turn."""
+
+    entries: tuple[tuple[str, tuple[int, ...], np.dtype], ...]
+    values: Callable[[], Iterable[np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in self.entries)
+
+
+def save(
+    directory: str | Path,
+    cfg: ModelConfig,
+    params: dict[str, Any],
+    tokenizer_files: Iterable[str | Path] | None = None,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Write an HF directory: config.json, generation_config.json, safetensors, and copies of
+    ``tokenizer_files``.  Weights keep their dtype.
+
+    The directory must not exist or be empty; it appears complete or, on any failure, not at all.
+    Raises JaxLlamaError naming the path, the option HF has no word for, or the quantized weight.
+    """
+    units = [_unit(spec, value) for spec, value in _leaves(cfg, params)]
+    dtype = np.dtype(params["embed"]["weight"].dtype)
+    config = config_to_hf(cfg, dtype.name)
+    return write_directory(directory, cfg, config, units, tokenizer_files, max_shard_bytes)
+
+
+def write_directory(
+    directory: str | Path,
+    cfg: ModelConfig,
+    config: dict[str, Any],
+    units: Sequence[Unit],
+    tokenizer_files: Iterable[str | Path] | None,
+    max_shard_bytes: int,
+) -> Path:
+    """``directory`` with config.json, generation_config.json, the units and the tokenizer's files;
+    complete or, on any failure, not at all."""
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise JaxLlamaError(f"{directory}: already exists; nothing is overwritten")
+    documents = {"config.json": config, "generation_config.json": generation_config(cfg)}
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    except OSError as error:
+        raise JaxLlamaError(f"{directory}: {error.strerror or error}") from None
+    try:
+        for name, document in documents.items():
+            _write_json(scratch / name, document)
+        _write_shards(scratch, units, max_shard_bytes)
+        for path in tokenizer_files or ():
+            shutil.copyfile(path, scratch / Path(path).name)
+        scratch.chmod(0o755)
+        os.replace(scratch, directory)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise JaxLlamaError(f"{directory}: not written: {error.strerror or error}{where}") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return directory
+
+
+Leaf = tuple[Param, Any]
+
+
+def _leaves(cfg: ModelConfig, params: dict[str, Any]) -> list[Leaf]:
+    """(spec, array) of every parameter, with the tree checked against the table."""
+    flat, table = flatten(params), param_table(cfg)
+    check_paths(flat, table)
+    for path, spec in table.items():
+        value = flat[path]
+        if not hasattr(value, "dtype") or not hasattr(value, "__array__"):
+            raise JaxLlamaError(
+                f"params: {'/'.join(path)} is {type(value).__name__}: only plain arrays can be "
+                "saved as an HF model (quantized ones: checkpoints.packed)"
+            )
+        if tuple(value.shape) != spec.shape:
+            raise JaxLlamaError(
+                f"params: {'/'.join(path)}: shape {list(value.shape)}, "
+                f"but the config wants {list(spec.shape)}"
+            )
+    return [(spec, flat[path]) for path, spec in table.items()]
+
+
+def check_paths(flat: dict[tensors.Path, Any], table: Iterable[tensors.Path]) -> None:
+    """Raises JaxLlamaError naming a parameter that is missing or unknown to the config."""
+    paths = set(table)
+    for path in paths ^ flat.keys():
+        state = "missing" if path in paths else "unexpected"
+        raise JaxLlamaError(f"params: {state}: {'/'.join(path)}")
+
+
+def flatten(tree: dict[str, Any], at: tensors.Path = ()) -> dict[tensors.Path, Any]:
+    """Parameters by path; anything that is no dict is one."""
+    result: dict[tensors.Path, Any] = {}
+    for key, value in tree.items():
+        result |= flatten(value, (*at, key)) if isinstance(value, dict) else {(*at, key): value}
+    return result
+
+
+def _unit(spec: Param, value: Any) -> Unit:
+    """The checkpoint's tensors of a parameter, which comes to the host once and is cut."""
+    dtype = np.dtype(value.dtype)
+
+    def values() -> Iterator[np.ndarray]:
+        flat = np.ascontiguousarray(value).reshape(-1)
+        at = 0
+        for source in spec.sources:
+            yield flat[at : at + source.size]
+            at += source.size
+
+    return Unit(tuple((source.name, source.shape, dtype) for source in spec.sources), values)
+
+
+def _write_shards(folder: Path, units: Sequence[Unit], max_shard_bytes: int) -> None:
+    """One file, or several and an index; units stay whole, in their order."""
+    shards: list[list[Unit]] = [[]]
+    size = 0
+    for unit in units:
+        if shards[-1] and size + unit.nbytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(unit)
+        size += unit.nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = WEIGHTS
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        entries = [entry for unit in shard for entry in unit.entries]
+        data = (array for unit in shard for array in unit.values())
+        safetensors_file.write(folder / name, entries, data)
+        weight_map |= {entry[0]: name for entry in entries}
+    if len(shards) > 1:
+        total = sum(unit.nbytes for unit in units)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

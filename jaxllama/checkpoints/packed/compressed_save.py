@@ -1,0 +1,113 @@
+"""QTensors as compressed-tensors checkpoints; what the tensors mean is in ``packed_compressed``.
+
+int4 and int8 words with float activations are "pack-quantized", int8 words with int8 activations
+"int-quantized", FP8 words "float-quantized".  Weights of one kind make one config group; where all
+that is quantized is of one kind its target is the class Linear, otherwise modules are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxllama.checkpoints.packed.codes import FP8, INT4, pack, packed_size, unsigned
+
+if TYPE_CHECKING:
+    from pallas_kernels.qtensor import QTensor
+
+
+def _packed(w: QTensor) -> bool:
+    return np.dtype(w.q.dtype) != FP8 and w.activations is None
+
+
+def _bits(w: QTensor) -> int:
+    return 4 if np.dtype(w.q.dtype) == INT4 else 8
+
+
+def to_tensors(w: QTensor) -> dict[str, np.ndarray]:
+    """The tensors of one Linear."""
+    tensors: dict[str, np.ndarray] = {}
+    if _packed(w):
+        tensors["weight_packed"] = pack(unsigned(w.q, _bits(w)), _bits(w))
+        tensors["weight_shape"] = np.array(w.shape, np.int64)
+    else:
+        tensors["weight"] = np.ascontiguousarray(w.q)
+    tensors["weight_scale"] = np.ascontiguousarray(w.scale)
+    if w.zero is not None and _packed(w):
+        fields = np.ascontiguousarray(unsigned(w.zero, _bits(w)).T)
+        tensors["weight_zero_point"] = np.ascontiguousarray(pack(fields, _bits(w)).T)
+    if w.input_scale is not None:
+        tensors["input_scale"] = np.reshape(w.input_scale, (1,))
+    return tensors
+
+
+def layout(w: QTensor) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shapes and dtypes of ``to_tensors``."""
+    out, width = w.shape
+    tensors: dict[str, tuple[tuple[int, ...], Any]] = {}
+    if _packed(w):
+        tensors["weight_packed"] = (out, packed_size(width, _bits(w))), np.int32
+        tensors["weight_shape"] = (2,), np.int64
+    else:
+        tensors["weight"] = (out, width), w.q.dtype
+    tensors["weight_scale"] = tuple(w.scale.shape), w.scale.dtype
+    if w.zero is not None and _packed(w):
+        zeros = (packed_size(out, _bits(w)), w.scale.shape[1])
+        tensors["weight_zero_point"] = zeros, np.int32
+    if w.input_scale is not None:
+        tensors["input_scale"] = (1,), np.float32
+    return {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in tensors.items()}
+
+
+def to_config(weights: Mapping[str, QTensor], floats: list[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of Linears by name; ``floats`` are those not quantized."""
+    kinds: dict[tuple[Any, ...], list[str]] = {}
+    for name, w in weights.items():
+        kinds.setdefault(_kind(w), []).append(name)
+    groups = {}
+    for index, names in enumerate(kinds.values()):
+        group = _group(weights[names[0]])
+        groups[f"group_{index}"] = {"targets": ["Linear"] if len(kinds) == 1 else names, **group}
+    formats = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": floats,
+        "kv_cache_scheme": None,
+    }
+
+
+def _kind(w: QTensor) -> tuple[Any, ...]:
+    """What the members of a config group share."""
+    groups = None if w.scale.shape[1] == 1 else w.group_size
+    static = w.input_scale is not None
+    return np.dtype(w.q.dtype).name, groups, w.zero is None, w.activations, static
+
+
+def _group(w: QTensor) -> dict[str, Any]:
+    kind = "float" if np.dtype(w.q.dtype) == FP8 else "int"
+    weights: dict[str, Any] = {"num_bits": _bits(w), "type": kind, "symmetric": w.zero is None}
+    if w.scale.shape[1] == 1:
+        weights["strategy"] = "channel"
+    else:
+        weights |= {"strategy": "group", "group_size": w.group_size}
+    inputs = None
+    if w.activations is not None:
+        inputs = {
+            "num_bits": 8,
+            "type": kind,
+            "symmetric": True,
+            "strategy": "token" if w.input_scale is None else "tensor",
+            "dynamic": w.input_scale is None,
+        }
+    plain = "float-quantized" if kind == "float" else "int-quantized"
+    return {
+        "weights": {**weights, "dynamic": False},
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": "pack-quantized" if _packed(w) else plain,
+    }

@@ -1,0 +1,179 @@
+"""Packed checkpoints: quantized words in a file <-> QTensors, without loss in either direction.
+
+    plan(directory, config, table, files)   which parameters are packed, and how each is read
+    save(directory, cfg, params, ...)       a directory in one of FORMATS
+
+``hf.load`` calls ``plan`` with config.json; its ``quantization_config`` says the method, which is
+one file here: AutoAWQ (``packed_awq``), GPTQ (``packed_gptq``), compressed-tensors
+(``packed_compressed``), FP8 (``packed_fp8``) and our own (``packed_native``).  Whether a Linear is
+quantized is told by its tensors (compressed-tensors: by the config).  Our fused parameters (qkv,
+gate_up) are the members' rows, one after the other; members that are stored differently (other
+groups, bits, column orders, or one of them in floats) become ``RowBlocks``.
+
+Every file is checked, by name, shape and type, before anything is allocated.  Left out: training
+the quantization (``jaxllama.quantization``), GGUF (``checkpoints.gguf.load``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxllama.checkpoints.hf.save import MAX_SHARD_BYTES
+from jaxllama.checkpoints.json_reader import JsonReader
+from jaxllama.checkpoints.packed import awq as packed_awq
+from jaxllama.checkpoints.packed import compressed as packed_compressed
+from jaxllama.checkpoints.packed import fp8 as packed_fp8
+from jaxllama.checkpoints.packed import gptq as packed_gptq
+from jaxllama.checkpoints.packed import native as packed_native
+from jaxllama.checkpoints.packed.module import (
+    Floats,
+    Leaf,
+    Module,
+    Part,
+    Reader,
+    Tensors,
+    plain,
+)
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model import params as tensors
+from jaxllama.model.params import Param
+
+if TYPE_CHECKING:
+    from pallas_kernels.qtensor import QTensor, RowBlocks
+
+FORMATS = ("native", "awq", "gptq", "compressed-tensors")
+_READERS: dict[str, Callable[[dict[str, Any]], Reader]] = {
+    "awq": packed_awq.reader,
+    "gptq": packed_gptq.reader,
+    "compressed-tensors": packed_compressed.reader,
+    "fp8": packed_fp8.reader,
+}
+_NATIVE = "jaxllama"
+KEYS = ("quantization_config", "compression_config")  # of config.json
+
+
+def plan(
+    directory: Path,
+    config: Mapping[str, Any],
+    table: Mapping[tensors.Path, Param],
+    files: Tensors,
+) -> dict[tensors.Path, Leaf]:
+    """The parameters of ``table`` that are not plain floats; none if config.json names no method.
+
+    Raises JaxLlamaError naming the option that is not supported, or the tensor that is missing or
+    of the wrong shape or type.
+    """
+    key = KEYS[0] if config.get(KEYS[0]) else KEYS[1]
+    if config.get(key) is None:
+        return {}
+    with _naming(directory):
+        method, options = _method(config, key)
+        if method == _NATIVE:
+            return packed_native.plan(options, table, files)
+        part = _READERS[method](options)
+        sources = {source.name for spec in table.values() for source in spec.sources}
+        leaves = {
+            path: leaf
+            for path, spec in table.items()
+            if path[0] != "embed" and (leaf := _leaf(spec, part, files, sources)) is not None
+        }
+        if not leaves:
+            raise JaxLlamaError(f"{key} says {method!r}, but no weight is quantized")
+        return leaves
+
+
+@contextlib.contextmanager
+def _naming(directory: Path) -> Iterator[None]:
+    """Errors begin with the directory or a file in it."""
+    try:
+        yield
+    except JaxLlamaError as error:
+        if str(error).startswith(str(directory)):
+            raise
+        raise JaxLlamaError(f"{directory}: {error}") from None
+
+
+def _method(config: Mapping[str, Any], key: str) -> tuple[str, dict[str, Any]]:
+    options = config[key]
+    if not isinstance(options, dict):
+        raise JsonReader(config).error(key, "expected an object")
+    default = "compressed-tensors" if "config_groups" in options else ""
+    method = options.get("quant_method", default)
+    if method not in (*_READERS, _NATIVE):
+        supported = ", ".join((*_READERS, _NATIVE))
+        raise JsonReader(options, f"{key}.").error(
+            "quant_method", f"not supported; supported: {supported}"
+        )
+    return method, options
+
+
+def _leaf(spec: Param, part: Reader, files: Tensors, sources: Collection[str]) -> Leaf | None:
+    """None for a parameter all of whose members are floats (or that is no Linear's weight)."""
+    if len(spec.shape) != 2 or any(len(source.shape) != 2 for source in spec.sources):
+        return None
+    names = [source.name.removesuffix(".weight") for source in spec.sources]
+    modules = [Module(name, s.shape, files) for name, s in zip(names, spec.sources, strict=True)]
+    found_parts = [part(module) for module in modules]
+    if not any(found_parts):
+        return None
+    parts: list[Part] = []
+    for source, module, found in zip(spec.sources, modules, found_parts, strict=True):
+        if found is None:
+            found = plain(source.name, source.shape, files)
+        elif module.has("bias") and f"{module.name}.bias" not in sources:
+            # AutoGPTQ gives every Linear a bias; where the model has none it must be zeros.
+            if module.read("bias").astype(np.float32).any():
+                raise module.error("bias", "not zero, and the config has no bias here")
+            found = Part((*found.names, f"{module.name}.bias"), found.read)
+        parts.append(found)
+    return Leaf(tuple(parts))
+
+
+def read(
+    directory: Path, leaf: Leaf, floats: Floats, files: Tensors, advance: Callable[[int], None]
+) -> QTensor | RowBlocks | np.ndarray:
+    """The value of a planned parameter; ``floats`` reads what of it is not packed.
+
+    Raises JaxLlamaError naming the tensor whose values make no sense.
+    """
+    with _naming(directory):
+        value = leaf.read(floats)
+    packed = [part.names for part in leaf.parts if not isinstance(part.read, Param)]
+    advance(sum(files[name][1].nbytes for names in packed for name in names))
+    return value
+
+
+def check(cfg: ModelConfig, params: dict[str, Any], format: str) -> None:
+    """Raises the JaxLlamaError of ``save`` for parameters, or stand-ins of their shapes and dtypes,
+    that the format cannot hold; writes nothing."""
+    from jaxllama.checkpoints.packed import save as packed_save
+
+    packed_save.check(cfg, params, format)
+
+
+def save(
+    directory: str | Path,
+    cfg: ModelConfig,
+    params: dict[str, Any],
+    tokenizer_files: Iterable[str | Path] | None = None,
+    *,
+    format: str = "native",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Write ``params`` with its QTensors bit for bit, as config.json and safetensors.
+
+    format: "native" holds anything; the others what their programs know (``packed_save``).
+    The directory must not exist or be empty; it appears complete or, on any failure, not at all.
+    Raises JaxLlamaError naming the parameter that the format cannot hold, and why.
+    """
+    from jaxllama.checkpoints.packed import save as packed_save
+
+    if format not in FORMATS:
+        raise JaxLlamaError(f"format {format!r} is not one of {', '.join(FORMATS)}")
+    return packed_save.save(directory, cfg, params, tokenizer_files, format, max_shard_bytes)

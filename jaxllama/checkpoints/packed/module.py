@@ -1,0 +1,157 @@
+"""A packed checkpoint's view of the model: one Linear's tensors, and the parameter they make up.
+
+A ``Module`` is one Linear as the checkpoint has it, with every look at a tensor checked before
+anything of its size is allocated.  A format turns it into a ``Part`` (or None: it is in floats);
+the parts of a fused parameter, one after the other, are a ``Leaf``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxllama.checkpoints import safetensors as safetensors_file
+from jaxllama.checkpoints.safetensors import SafetensorsFile, TensorInfo
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.params import Param, one
+
+if TYPE_CHECKING:
+    from pallas_kernels.qtensor import QTensor, RowBlocks
+
+Tensors = Mapping[str, tuple[SafetensorsFile, TensorInfo]]
+Floats = Callable[[Param], np.ndarray]
+FLOATS = ("F16", "BF16", "F32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """One Linear ``[out, in]`` of a checkpoint; tensors are named below it: "qweight"."""
+
+    name: str
+    shape: tuple[int, int]
+    files: Tensors
+
+    def has(self, tensor: str) -> bool:
+        return f"{self.name}.{tensor}" in self.files
+
+    def dtype(self, tensor: str) -> str:
+        return self.files[f"{self.name}.{tensor}"][1].dtype
+
+    def shape_of(self, tensor: str) -> tuple[int, ...]:
+        return self.files[f"{self.name}.{tensor}"][1].shape
+
+    def error(self, tensor: str, why: str) -> JaxLlamaError:
+        file, info = self.files[f"{self.name}.{tensor}"]
+        return file.error(f"tensor {info.name!r}: {why}")
+
+    def expect(self, tensor: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
+        """Raises JaxLlamaError unless the tensor is there, in one of these forms."""
+        if not self.has(tensor):
+            raise JaxLlamaError(f"missing tensor {f'{self.name}.{tensor}'!r}")
+        found, dtype = self.shape_of(tensor), self.dtype(tensor)
+        if dtype not in dtypes:
+            raise self.error(tensor, f"dtype {dtype} is not {' or '.join(dtypes)}")
+        if found not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise self.error(tensor, f"shape {list(found)}, but the config wants {wanted}")
+
+    def expect_groups(self, tensor: str, groups: int) -> np.ndarray:
+        """Act-order: the group of each column, read and checked."""
+        self.expect(tensor, ("I32", "I64"), (self.shape[1],))
+        found = self.read(tensor)
+        if found.min() < 0 or found.max() >= groups:
+            raise self.error(
+                tensor, f"groups {found.min()} to {found.max()}, but there are only {groups}"
+            )
+        return found.astype(np.int32)
+
+    def read(self, tensor: str) -> np.ndarray:
+        return self.files[f"{self.name}.{tensor}"][0].read(f"{self.name}.{tensor}")
+
+    def part(self, read: Callable[[], QTensor], *tensors: str) -> Part:
+        return Part(tuple(f"{self.name}.{tensor}" for tensor in tensors if self.has(tensor)), read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some rows of a parameter: the tensors they come from, and how."""
+
+    names: tuple[str, ...]
+    read: Callable[[], QTensor] | Param  # or plain floats
+
+
+def plain(name: str, shape: tuple[int, ...], files: Tensors) -> Part:
+    """A tensor of floats, checked."""
+    if name not in files:
+        raise JaxLlamaError(f"missing tensors: {name}")
+    file, info = files[name]
+    if info.shape != shape:
+        raise file.error(
+            f"tensor {name!r}: shape {list(info.shape)}, but the config wants {list(shape)}"
+        )
+    if info.dtype not in safetensors_file.FLOATS:
+        raise file.error(f"tensor {name!r}: dtype {info.dtype} is no floating-point type")
+    return Part((name,), one(name, *shape))
+
+
+Reader = Callable[[Module], Part | None]
+
+
+def fuse(parts: list[QTensor | np.ndarray]) -> QTensor | RowBlocks | np.ndarray:
+    """The rows of ``parts``, one after the other: one QTensor if they are stored alike, otherwise
+    RowBlocks of the runs that are.  Zeros that are all 0 are dropped."""
+    from pallas_kernels.qtensor import QTensor, RowBlocks
+
+    blocks = []
+    for _, run in itertools.groupby(parts, key=_storage):
+        like = list(run)
+        first = like[0]
+        if not isinstance(first, QTensor):
+            blocks.append(np.concatenate(like) if len(like) > 1 else first)
+            continue
+        zeros = [np.zeros_like(w.scale, np.int8) if w.zero is None else w.zero for w in like]
+        zero = np.concatenate(zeros)  # of one kind: integers, or floats
+        blocks.append(
+            dataclasses.replace(
+                first,
+                q=np.concatenate([w.q for w in like]),
+                scale=np.concatenate([w.scale for w in like]),
+                zero=zero if zero.any() else None,
+            )
+        )
+    return blocks[0] if len(blocks) == 1 else RowBlocks(tuple(blocks))
+
+
+def _storage(w: QTensor | np.ndarray) -> tuple[Any, ...]:
+    """What two blocks must share to be one."""
+    from pallas_kernels.qtensor import QTensor
+
+    if not isinstance(w, QTensor):
+        return (w.dtype,)
+    beside = [None if leaf is None else leaf.tobytes() for leaf in (w.columns, w.input_scale)]
+    floating = w.zero is not None and w.zero.dtype != np.int8
+    return (w.q.dtype, w.scale.dtype, w.scale.shape[1], floating, w.activations, *beside)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A parameter of a packed checkpoint, and how its parts become one."""
+
+    parts: tuple[Part, ...]
+    join: Callable[[list[Any]], Any] = fuse
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for part in self.parts for name in part.names)
+
+    def read(self, floats: Floats) -> QTensor | RowBlocks | np.ndarray:
+        return self.join(
+            [
+                floats(part.read) if isinstance(part.read, Param) else part.read()
+                for part in self.parts
+            ]
+        )

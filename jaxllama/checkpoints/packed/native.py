@@ -1,0 +1,210 @@
+"""Our own packed checkpoints: every parameter under its path in the tree, QTensors by their leaves.
+
+    layer_0.mixer.qkv.weight.q            int8, float8_e4m3fn, or uint8: two int4 words + 8 a byte
+                            .scale  .zero  .columns  .input_scale        as the QTensor has them
+    layer_0.mixer.qkv.weight.0.q ...      RowBlocks, by index (a block in floats has no ".q")
+    norm.weight                           anything that is not quantized
+
+``quantization_config`` is ``{"quant_method": "jaxllama", "version": 1, "weights": {path: entry}}``;
+an entry is ``{"words": dtype, "activations": dtype or null}``, null for floats, or a list for
+RowBlocks.  Loading gives the tree that was saved; only what is not quantized is cast.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxllama.checkpoints.json_reader import JsonReader
+from jaxllama.checkpoints.packed.codes import (
+    INT4,
+    INT8,
+    check_scale,
+    from_nibbles,
+    nibbles,
+    signed,
+    unsigned,
+)
+from jaxllama.checkpoints.packed.module import FLOATS, Leaf, Module, Part, Tensors, plain
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.params import Param, Path
+
+if TYPE_CHECKING:
+    from pallas_kernels.qtensor import QTensor, RowBlocks
+
+_VERSION = 1
+_STORED = {"int4": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
+_BESIDE = ("scale", "zero", "columns", "input_scale")
+
+
+def plan(config: dict[str, Any], table: Mapping[Path, Param], files: Tensors) -> dict[Path, Leaf]:
+    """How every parameter of ``table`` is read.
+
+    Raises JaxLlamaError naming the entry or the tensor that is wrong.
+    """
+    read = JsonReader(config, "quantization_config.")
+    if read.natural("version") != _VERSION:
+        raise read.error("version", f"only {_VERSION} is supported")
+    weights = read.get("weights", {})
+    if not isinstance(weights, Mapping):
+        raise read.error("weights", "expected an object of path to entry")
+    for path in weights:
+        if tuple(path.split("/")) not in table:
+            raise JaxLlamaError(f"quantization_config.weights: {path[:80]!r} is no parameter")
+    return {
+        path: _leaf(path, weights.get("/".join(path)), spec.shape, files)
+        for path, spec in table.items()
+    }
+
+
+def _leaf(path: Path, entry: Any, shape: tuple[int, ...], files: Tensors) -> Leaf:
+    name = ".".join(path)
+    if entry is None:
+        return Leaf((plain(name, shape, files),), operator.itemgetter(0))
+    if len(shape) != 2:
+        raise _wrong(name, "only matrices are quantized")
+    if not isinstance(entry, list):
+        return Leaf((_quantized(name, entry, shape, files),), operator.itemgetter(0))
+    parts, rows = [], 0
+    for index, block in enumerate(entry):
+        own = f"{name}.{index}"
+        tensor = own if block is None else f"{own}.q"
+        if tensor not in files:
+            raise JaxLlamaError(f"missing tensor {tensor!r}")
+        found = files[tensor][1].shape
+        if len(found) != 2:
+            raise _wrong(own, f"shape {list(found)} is no block of rows")
+        size = (found[0], shape[1])
+        parts.append(
+            plain(own, size, files) if block is None else _quantized(own, block, size, files)
+        )
+        rows += size[0]
+    if rows != shape[0]:
+        raise _wrong(name, f"blocks of {rows} rows, but the config wants {shape[0]}")
+    return Leaf(tuple(parts), _row_blocks)
+
+
+def _row_blocks(parts: list[Any]) -> RowBlocks:
+    from pallas_kernels.qtensor import RowBlocks
+
+    return RowBlocks(tuple(parts))
+
+
+def _wrong(name: str, why: str) -> JaxLlamaError:
+    return JaxLlamaError(f"quantization_config.weights: {name}: {why}")
+
+
+def _quantized(name: str, entry: Any, shape: tuple[int, int], files: Tensors) -> Part:
+    if not isinstance(entry, Mapping):
+        raise _wrong(name, "expected an object or null")
+    words, activations = entry.get("words"), entry.get("activations")
+    if not isinstance(words, str) or words not in _STORED:
+        raise _wrong(name, f"words {str(words)[:80]!r}; supported: {', '.join(_STORED)}")
+    if activations is not None and (activations != words or words == "int4"):
+        raise _wrong(name, f"activations {str(activations)[:80]!r} with words {words!r}")
+    module = Module(name, shape, files)
+    (out, width), beside = shape, [leaf for leaf in _BESIDE if module.has(leaf)]
+    module.expect("q", (_STORED[words],), (out, -(-width // 2)) if words == "int4" else shape)
+    groups = module.shape_of("scale")[-1:] if module.has("scale") else (1,)
+    module.expect("scale", FLOATS, (out, *groups))
+    if not groups[0] or width % groups[0]:
+        raise module.error("scale", f"{groups[0]} groups do not divide {width} columns")
+    if activations is not None and (groups != (1,) or module.has("zero")):
+        raise _wrong(name, "quantized activations need one scale a row and no zeros")
+    if "zero" in beside:
+        module.expect("zero", ("I8", *FLOATS), (out, *groups))
+    if "columns" in beside:
+        module.expect("columns", ("I32",), (width,))
+    if "input_scale" in beside:
+        module.expect("input_scale", ("F32",), ())
+    return module.part(lambda: _read(module, words, activations), "q", *beside)
+
+
+def _read(module: Module, words: str, activations: str | None) -> QTensor:
+    from pallas_kernels.qtensor import QTensor
+
+    q, width = module.read("q"), module.shape[1]
+    if words == "int4":
+        q = signed(nibbles(q)[:, :width], 4)
+    leaves = [module.read(name) if module.has(name) else None for name in _BESIDE]
+    scale, zero, columns, input_scale = leaves
+    w = QTensor(q, scale, zero, activations, columns, input_scale)
+    if columns is not None and not np.array_equal(np.sort(columns), np.arange(width)):
+        raise module.error("columns", f"no order of {width} columns")
+    if input_scale is not None and (not np.isfinite(input_scale) or input_scale <= 0):
+        raise module.error("input_scale", f"{input_scale} is no scale")
+    _check(w, module.name)
+    return w
+
+
+def _check(w: QTensor, name: str) -> None:
+    """GGUF's scales may be negative, and its zeros are floats."""
+    from pallas_kernels.qtensor import QTensor
+
+    if w.zero is not None and w.zero.dtype != INT8:
+        if not np.isfinite(w.zero.astype(np.float32)).all():
+            raise JaxLlamaError(f"{name}: zeros that are NaN or infinite")
+        if not np.isfinite(w.scale.astype(np.float32)).all():
+            raise JaxLlamaError(f"{name}: scales that are NaN or infinite")
+        return
+    check_scale(QTensor(w.q, abs(w.scale), w.zero), name)
+
+
+def to_tensors(
+    name: str, value: QTensor | RowBlocks | np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of one parameter (of numpy arrays)."""
+    from pallas_kernels.qtensor import QTensor, RowBlocks
+
+    if isinstance(value, RowBlocks):
+        for index, block in enumerate(value.blocks):
+            yield from to_tensors(f"{name}.{index}", block)
+    elif isinstance(value, QTensor):
+        _check(value, name)
+        yield f"{name}.q", from_nibbles(unsigned(value.q, 4)) if value.q.dtype == INT4 else value.q
+        for leaf in _BESIDE:
+            if getattr(value, leaf) is not None:
+                yield f"{name}.{leaf}", getattr(value, leaf)
+    else:
+        yield name, value
+
+
+def layout(
+    name: str, value: QTensor | RowBlocks | Any
+) -> Iterator[tuple[str, tuple[int, ...], np.dtype]]:
+    """Names, shapes and dtypes of ``to_tensors``."""
+    from pallas_kernels.qtensor import QTensor, RowBlocks
+
+    if isinstance(value, RowBlocks):
+        for index, block in enumerate(value.blocks):
+            yield from layout(f"{name}.{index}", block)
+    elif isinstance(value, QTensor):
+        out, width = value.shape
+        packed = value.q.dtype == INT4
+        shape = (out, -(-width // 2)) if packed else (out, width)
+        yield f"{name}.q", shape, np.dtype(np.uint8) if packed else np.dtype(value.q.dtype)
+        for leaf in _BESIDE:
+            array = getattr(value, leaf)
+            if array is not None:
+                yield f"{name}.{leaf}", tuple(array.shape), np.dtype(array.dtype)
+    else:
+        yield name, tuple(value.shape), np.dtype(value.dtype)
+
+
+def to_config(params: Mapping[Path, Any]) -> dict[str, Any]:
+    """The ``quantization_config`` of parameters by path."""
+    from pallas_kernels.qtensor import QTensor, RowBlocks
+
+    def entry(value: Any) -> Any:
+        if isinstance(value, RowBlocks):
+            return [entry(block) for block in value.blocks]
+        if not isinstance(value, QTensor):
+            return None
+        return {"words": np.dtype(value.q.dtype).name, "activations": value.activations}
+
+    entries = {"/".join(path): entry(value) for path, value in params.items()}
+    weights = {path: found for path, found in entries.items() if found is not None}
+    return {"quant_method": "jaxllama", "version": _VERSION, "weights": weights}

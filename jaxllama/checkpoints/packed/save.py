@@ -1,0 +1,250 @@
+"""QTensors to packed checkpoints: which parameter becomes which tensors, in every format.
+
+Each Linear that a fused parameter holds is written as a tensor set of its own, under its name in
+the model's family, from a slice of the parameter's rows.  One parameter at a time comes to the host
+and is packed when it is its turn to be written.  Nothing is rounded: what a format has no form for
+is a JaxLlamaError that names the parameter.
+
+    native              anything
+    awq                 int4; one group size for all, the finest there is (scales repeat)
+    gptq                int4, int8, act-order; what differs from most goes into ``dynamic``
+    compressed-tensors  int4, int8, FP8, with their activations; a config group per kind
+
+AWQ and GPTQ keep scales as float16, so theirs must be exactly that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxllama.checkpoints.hf.config import config_to_hf
+from jaxllama.checkpoints.hf.save import Unit, check_paths, flatten, write_directory
+from jaxllama.checkpoints.packed import awq as packed_awq
+from jaxllama.checkpoints.packed import compressed_save as packed_compressed_save
+from jaxllama.checkpoints.packed import gptq as packed_gptq
+from jaxllama.checkpoints.packed import native as packed_native
+from jaxllama.checkpoints.packed.codes import FP8, INT4, INT8, check_scale
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.params import Param, param_table
+from pallas_kernels.qtensor import QTensor, RowBlocks
+
+if TYPE_CHECKING:
+    from jaxllama.model.params import Path as Key
+
+Tensors = dict[str, np.ndarray]
+Layout = dict[str, tuple[tuple[int, ...], np.dtype]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    """One tensor (or Linear) of the checkpoint: rows ``start:stop`` of ``block``, which is a
+    parameter or a block of one."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: Any
+    start: int
+    stop: int
+
+    @property
+    def linear(self) -> str:
+        return self.name.removesuffix(".weight")
+
+    def outline(self) -> QTensor:
+        """Its QTensor with shapes for words and scales."""
+        w, rows = self.block, self.stop - self.start
+        q, scale = (
+            jax.ShapeDtypeStruct((rows, leaf.shape[1]), leaf.dtype) for leaf in (w.q, w.scale)
+        )
+        zero = None if w.zero is None else np.asarray(w.zero)[self.start : self.stop]
+        return dataclasses.replace(w, q=q, scale=scale, zero=zero)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Format:
+    """How a format stores one quantized Linear, and its ``quantization_config``."""
+
+    layout: Callable[[QTensor], Layout]
+    to_tensors: Callable[[QTensor], Tensors]
+    config: dict[str, Any]
+
+
+def save(
+    directory: str | Path,
+    cfg: ModelConfig,
+    params: dict[str, Any],
+    tokenizer_files: Iterable[str | Path] | None,
+    format: str,
+    max_shard_bytes: int,
+) -> Path:
+    """See ``packed.save``."""
+    cfg = cfg.with_head_of(params)
+    options, units = _units(cfg, params, format)
+    dtype = np.dtype(params["norm"]["weight"].dtype).name
+    config = {**config_to_hf(cfg, dtype), "quantization_config": options}
+    return write_directory(directory, cfg, config, units, tokenizer_files, max_shard_bytes)
+
+
+def check(cfg: ModelConfig, params: dict[str, Any], format: str) -> None:
+    """Raises JaxLlamaError for what ``save`` would not take; ``params`` may be stand-ins."""
+    _units(cfg.with_head_of(params), params, format)
+
+
+def _units(
+    cfg: ModelConfig, params: dict[str, Any], format: str
+) -> tuple[dict[str, Any], list[Unit]]:
+    """(the ``quantization_config``, every parameter's tensors)."""
+    flat, table = flatten(params), param_table(cfg)
+    check_paths(flat, table)
+    for path, spec in table.items():
+        if tuple(flat[path].shape) != spec.shape:
+            raise JaxLlamaError(
+                f"params: {'/'.join(path)}: shape {list(flat[path].shape)}, "
+                f"but the config wants {list(spec.shape)}"
+            )
+    if format == "native":
+        return packed_native.to_config(flat), [_native_unit(path, flat[path]) for path in table]
+    members = {path: _members(path, flat[path], spec) for path, spec in table.items()}
+    chosen = _choose(format, members, _tied_head(cfg))
+    return chosen.config, [_unit(members[path], chosen) for path in table]
+
+
+def _native_unit(path: Key, value: Any) -> Unit:
+    name = ".".join(path)
+
+    def values() -> Iterator[np.ndarray]:
+        host = jax.tree.map(np.asarray, value)
+        return (np.ascontiguousarray(array) for _, array in packed_native.to_tensors(name, host))
+
+    return Unit(tuple(packed_native.layout(name, value)), values)
+
+
+def _members(path: Key, value: Any, spec: Param) -> list[_Member]:
+    """The checkpoint's tensors that a parameter holds, each within one of its blocks."""
+    members = []
+    blocks = list(value.blocks) if isinstance(value, RowBlocks) else [value]
+    at = 0
+    for source in spec.sources:
+        block, stop = blocks[0], at + source.shape[0]
+        if stop > block.shape[0]:
+            raise JaxLlamaError(f"{'/'.join(path)}: its blocks do not end where {source.name} does")
+        members.append(_Member(source.name, source.shape, block, at, stop))
+        at = stop
+        if at == block.shape[0]:
+            blocks, at = blocks[1:], 0
+    return members
+
+
+def _tied_head(cfg: ModelConfig) -> list[str]:
+    """The head that other programs have a Linear for although it is the embedding."""
+    if not cfg.tie_embeddings:
+        return []
+    spec = param_table(cfg.replace(tie_embeddings=False))["head", "weight"]
+    return [source.name.removesuffix(".weight") for source in spec.sources]
+
+
+def _choose(format: str, members: dict[Key, list[_Member]], tied_head: list[str]) -> _Format:
+    """The format for these Linears.  Raises JaxLlamaError for what it cannot hold."""
+    weights: dict[str, QTensor] = {}
+    floats: list[str] = []
+    for path, parts in members.items():
+        for member in parts:
+            if isinstance(member.block, QTensor):
+                reason = _obstacle(format, path, member.block)
+                if reason is not None:
+                    raise JaxLlamaError(f"{'/'.join(path)}: {reason} (format {format!r})")
+                weights[member.linear] = member.outline()
+            elif path[0] != "embed" and len(member.shape) == 2:
+                floats.append(member.linear)
+    if not weights:
+        raise JaxLlamaError(f"no weight is quantized: format {format!r} has nothing to hold")
+    if format == "awq":
+        group_size = packed_awq.common_group_size(weights.values())
+        return _Format(
+            lambda w: packed_awq.layout(w, group_size),
+            lambda w: packed_awq.to_tensors(w, group_size),
+            packed_awq.to_config(group_size, floats),
+        )
+    if format == "gptq":
+        v2 = any(packed_gptq.needs_v2(w) for w in weights.values())
+        for name, w in weights.items():
+            reason = packed_gptq.obstacle(w)
+            if reason is not None:
+                raise JaxLlamaError(f"{name}: {reason} (format {format!r})")
+        return _Format(
+            packed_gptq.layout,
+            lambda w: packed_gptq.to_tensors(w, v2),
+            packed_gptq.to_config(weights, floats, v2),
+        )
+    return _Format(
+        packed_compressed_save.layout,
+        packed_compressed_save.to_tensors,
+        packed_compressed_save.to_config(weights, floats + tied_head),
+    )
+
+
+def _obstacle(format: str, path: Key, w: QTensor) -> str | None:
+    """Why the format cannot hold ``w``, or None."""
+    if path[0] == "embed":
+        return "it has no quantized embedding"
+    if w.zero is not None and np.dtype(w.zero.dtype) != INT8:
+        return f"it has no zeros of {w.zero.dtype}"
+    words = np.dtype(w.q.dtype)
+    if w.zero is not None:
+        if words == FP8 or w.activations is not None:
+            return f"it has no zeros beside {words} words" + " with activations" * (words != FP8)
+        half = 8 if words == INT4 else 128
+        if np.min(w.zero) < -half or np.max(w.zero) >= half:
+            return f"zero points beyond {words} words"
+    if format == "compressed-tensors":
+        if w.columns is not None:
+            return "its programs no longer read act-order (columns)"
+        if w.activations is not None and w.activations != words.name:
+            return f"it has no {words} words with {w.activations} activations"
+        return None
+    if w.activations is not None:
+        return f"it has no {w.activations} activations"
+    allowed = (INT4,) if format == "awq" else (INT4, INT8)
+    if words not in allowed:
+        return f"it has no {words} words"
+    if format == "awq" and path[0] == "head":
+        return "it leaves the head in floats"
+    if format == "awq" and w.columns is not None:
+        return "it has no act-order (columns)"
+    scale = np.asarray(w.scale).astype(np.float32)
+    with np.errstate(over="ignore"):
+        exact = np.array_equal(scale, scale.astype(np.float16).astype(np.float32))
+    return None if exact else f"{w.scale.dtype} scales that float16 does not hold exactly"
+
+
+def _unit(members: list[_Member], chosen: _Format) -> Unit:
+    """A parameter's tensors."""
+    entries = []
+    for member in members:
+        if isinstance(member.block, QTensor):
+            for tensor, (shape, dtype) in chosen.layout(member.outline()).items():
+                entries.append((f"{member.linear}.{tensor}", shape, dtype))
+        else:
+            entries.append((member.name, member.shape, np.dtype(member.block.dtype)))
+
+    def values() -> Iterator[np.ndarray]:
+        block = host = None
+        for member in members:
+            if member.block is not block:
+                block, host = member.block, jax.tree.map(np.asarray, member.block)
+            rows = slice(member.start, member.stop)
+            if isinstance(host, QTensor):
+                w = host.rows(rows)
+                check_scale(w, member.linear)
+                yield from chosen.to_tensors(w).values()
+            else:
+                yield np.ascontiguousarray(host[rows])
+
+    return Unit(tuple(entries), values)

@@ -1,0 +1,22 @@
+"""One op alone, without any model.  ``python -m jaxllama.examples.one_kernel``
+
+On a Hopper GPU this runs the Mosaic kernel, anywhere else its XLA form: same call, same result.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dequantize, quantize, quantized_matmul
+from pallas_kernels.dispatch import hopper_reason
+
+w = jax.random.normal(jax.random.key(0), (512, 1024), jnp.bfloat16)  # [out, in]
+x = jax.random.normal(jax.random.key(1), (4, 1024), jnp.bfloat16)  # four rows of a decode step
+
+print("kernel" if hopper_reason() is None else f"XLA's form: {hopper_reason()}")
+for dtype, group in (("int8", None), ("int4", 128), ("float8_e4m3fn", None)):
+    packed = quantize(w, dtype, group_size=group)  # codes and scales, one pytree node
+    y = jax.jit(quantized_matmul)(x, packed).astype(jnp.float32)
+    # Against the same quantized weights in float32: what the product itself rounds.
+    exact = x.astype(jnp.float32) @ dequantize(packed, jnp.float32).T
+    error = jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact)
+    print(f"{dtype}: {w.nbytes / packed.nbytes:.1f}x smaller, relative error {error:.1e}")

@@ -1,0 +1,347 @@
+"""Attention over a KVCache: GQA, MQA and MHA, prefill in chunks, decode, sliding window, sparse V.
+
+``q`` heads are grouped by the kv head they share: N = K * G.  A query at position p sees the keys
+at positions s <= p (and > p - window).  Two forms:
+
+* ``attend`` over k, v of the sequence itself (no cache: training, teacher forcing).  Queries go in
+  blocks, so memory is linear in the sequence.
+* ``attend_cached`` over a cache for several new tokens: ``attention.blockwise``, queries in blocks.
+
+On a GPU in 16-bit both are cuDNN's kernels (``model.attention_cudnn``), the second where no window
+cuts the past.
+
+One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
+attention.
+
+Which tokens read V sparsely (``ModelConfig.attn_sparsity``) the caller says, because it is a matter
+of what a token is, not of how many come at once: generated tokens do, a prompt's do not.
+
+An int4 cache is kept in a basis of its own: what goes in and the queries are ``spread``, what
+comes out is ``unspread`` (``pallas_kernels.attention.rope_cache``; decoding, by the kernels).  o's
+weights could hold that last rotation; they do not, because one set of weights serves caches of
+every dtype.
+
+``sparse_decode`` is FlexGen's top-k of V (arXiv 2303.06865, section 5), in two halves:
+``heaviest`` chooses by the keys, ``kept_values`` reads, and what it reads may come from elsewhere
+(``offload``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxllama.config import ModelConfig
+from jaxllama.model.attention_cudnn import causal, extend, has_cudnn
+from jaxllama.model.cache import KVCache, quantize_kv, write
+from jaxllama.model.linear import Params
+from jaxllama.model.rope import apply_rope
+from pallas_kernels.attention.blockwise import (
+    attention_scores,
+    blockwise_attention,
+    floats,
+    is_visible,
+    load,
+    weighted_values,
+)
+from pallas_kernels.attention.op import decode_attention
+from pallas_kernels.attention.rope_attention import rope_and_attend
+from pallas_kernels.attention.rope_cache import rope_and_write, spread, unspread
+from pallas_kernels.qtensor import QTensor, dequantize
+
+QUERY_BLOCK = 512
+SPARSE_BLOCK = 16  # query tokens of a row that gather their values at once
+
+
+class At(NamedTuple):
+    """Where a call's new tokens stand.
+
+    positions int32 ``[B, T]``; lengths int32 ``[B]``: valid new tokens of each row; rope:
+    ``rope_tables``' pair, None where no layer is attention; sparse: which tokens read the share
+    ``cfg.attn_sparsity`` of V: none, all, or bool ``[B, T]``.
+    """
+
+    positions: jax.Array
+    lengths: jax.Array
+    rope: tuple[jax.Array, jax.Array] | None
+    sparse: bool | jax.Array = False
+
+
+def inputs(cfg: ModelConfig, p: Params) -> Params:
+    """What reads the layer's input."""
+    return p["qkv"]
+
+
+def mix(
+    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache | None, at: At
+) -> tuple[jax.Array, KVCache | None]:
+    """Multi-head attention with rotary positions: ``qkv [B, T, (N + 2K) H]`` -> (heads
+    ``[B, T, N H]``, cache)."""
+    batch, n_new, _ = qkv.shape
+    qkv = qkv.reshape(batch, n_new, cfg.n_heads + 2 * cfg.n_kv_heads, cfg.head_dim)
+    one = cache is not None and n_new == 1
+    out, cache = (_decode if one else _extend)(cfg, qkv, cache, at)
+    return out.reshape(batch, n_new, -1), cache
+
+
+def _extend(
+    cfg: ModelConfig, qkv: jax.Array, cache: KVCache | None, at: At
+) -> tuple[jax.Array, KVCache | None]:
+    """Any number of tokens: ``qkv [B, T, N + 2K, H]`` -> (heads ``[B, T, N, H]``, cache)."""
+    n, n_kv, window = cfg.n_heads, cfg.n_kv_heads, cfg.sliding_window
+    positions, lengths, rope, _ = at
+    assert rope is not None
+    q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
+    q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+    if cache is None:
+        return attend(q, k, v, positions, window), None
+    q, k, v = spread(cache.k, q, k, v)
+    is_new = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    cache = write(cache, k, v, jnp.where(is_new, positions, cache.k.shape[1]))
+
+    def dense() -> jax.Array:
+        if has_cudnn(q) and window is None:
+            # What a row without new tokens holds need not be read.
+            n_past = jnp.where(lengths > 0, positions[:, 0], 0)
+            out = extend(q, *_as_stored(cache, k, v), cache.k, cache.v, n_past)
+        elif has_cudnn(q):
+            # Rows that begin at position 0 see their own new tokens and nothing else.
+            out = lax.cond(
+                jnp.all(positions[:, 0] == 0),
+                lambda: attend(q, *_as_stored(cache, k, v), positions, window),
+                lambda: attend_cached(q, cache, positions, lengths, window),
+            )
+        else:
+            out = attend_cached(q, cache, positions, lengths, window)
+        return unspread(cache.v, out)
+
+    return _mixed(cfg, dense, q, cache, at), cache
+
+
+def _decode(cfg: ModelConfig, qkv: jax.Array, cache: KVCache, at: At) -> tuple[jax.Array, KVCache]:
+    """One token per row: ``qkv [B, 1, N + 2K, H]`` -> (heads ``[B, N, H]``, cache)."""
+    assert at.rope is not None
+    window, position = cfg.sliding_window, at.positions[:, 0]
+    slots = jnp.where(at.lengths > 0, position, cache.k.shape[1])
+    new = (qkv[:, 0], *(table[:, 0] for table in at.rope), cache.k, cache.v, slots)
+    if at.sparse is False or cfg.attn_sparsity == 1.0:
+        # A row without a new token sees nothing and gives zeros.
+        out, *kv = rope_and_attend(*new, window=window)
+        return out, KVCache(*kv)
+    q, *kv = rope_and_write(*new)
+    cache = KVCache(*kv)
+
+    def dense() -> jax.Array:
+        seen = jnp.where(at.lengths > 0, position + 1, 0)
+        return decode_attention(q, *kv, seen, window=window)[:, None]
+
+    return _mixed(cfg, dense, q[:, None], cache, at)[:, 0], cache
+
+
+def _mixed(
+    cfg: ModelConfig, dense: Callable[[], jax.Array], q: jax.Array, cache: KVCache, at: At
+) -> jax.Array:
+    """``[B, T, N, H]``: sparse attention of q over the cache for the tokens that ``at.sparse``
+    names, ``dense()`` for the others; each runs only where some token wants it."""
+    share, window = cfg.attn_sparsity, cfg.sliding_window
+    positions, lengths, _, sparse = at
+    if share == 1.0:
+        return dense()
+
+    def few() -> jax.Array:
+        out = sparse_attend(q, cache, positions, lengths, share, window)
+        return unspread(cache.v, out)
+
+    if isinstance(sparse, bool):
+        return few() if sparse else dense()
+    is_new = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    kinds = jnp.stack([jnp.any(is_new & sparse), jnp.all(sparse | ~is_new)])
+    both = lambda: jnp.where(sparse[:, :, None, None], few(), dense())  # noqa: E731
+    return lax.switch(jnp.sum(kinds, dtype=jnp.int32), (dense, both, few))
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, window: int | None
+) -> jax.Array:
+    """Causal attention of ``q[B, T, N, H]`` over ``k, v[B, T, K, H]``, all at ``positions``, which
+    count up by one."""
+    n_new = q.shape[1]
+    if has_cudnn(q):
+        return causal(q, k, v, window)
+    if n_new <= QUERY_BLOCK:
+        return _attend_block(q, k, v, positions, positions, window)
+    blocks = -(-n_new // QUERY_BLOCK)
+    pad = blocks * QUERY_BLOCK - n_new
+    q_blocks, p_blocks = _split_queries(q, pad, blocks), _split_queries(positions, pad, blocks)
+    # Scores are recomputed in the backward pass: one block of them is alive at a time.
+    block = jax.checkpoint(functools.partial(_attend_block, window=window))
+    out = lax.map(lambda qp: block(qp[0], k, v, qp[1], positions), (q_blocks, p_blocks))
+    return _join_queries(out, n_new)
+
+
+def _attend_block(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_positions: jax.Array,
+    k_positions: jax.Array,
+    window: int | None,
+) -> jax.Array:
+    scores = attention_scores(q, k)
+    visible = is_visible(q_positions, k_positions, window)[:, None, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    return weighted_values(weights, v).astype(q.dtype)
+
+
+def attend_cached(
+    q: jax.Array,
+    cache: KVCache,
+    positions: jax.Array,
+    lengths: jax.Array,
+    window: int | None,
+) -> jax.Array:
+    """Attention of ``q[B, T, N, H]`` over the cache, which already holds the T new tokens.
+
+    ``positions[B, T]`` are the queries'; ``lengths[B]`` says how many of the T are valid; the
+    others give finite garbage.
+    """
+    n_new, positions = q.shape[1], _without_padding(positions, lengths)
+    if n_new <= QUERY_BLOCK:
+        return blockwise_attention(q, cache.k, cache.v, positions, window=window)
+    blocks = -(-n_new // QUERY_BLOCK)
+    pad = blocks * QUERY_BLOCK - n_new
+    q_blocks, p_blocks = _split_queries(q, pad, blocks), _split_queries(positions, pad, blocks)
+    block = functools.partial(blockwise_attention, k=cache.k, v=cache.v, window=window)
+    out = lax.map(lambda qp: block(qp[0], positions=qp[1]), (q_blocks, p_blocks))
+    return _join_queries(out, n_new)
+
+
+def sparse_attend(
+    q: jax.Array,
+    cache: KVCache,
+    positions: jax.Array,
+    lengths: jax.Array,
+    sparsity: float,
+    window: int | None,
+) -> jax.Array:
+    """``sparse_decode`` of each of the T tokens, ``q[B, T, N, H]``; the others as
+    ``attend_cached``'s."""
+    if q.shape[1] == 1:
+        return sparse_decode(q, cache, positions, sparsity, window)
+    positions = _without_padding(positions, lengths)
+
+    def one(token: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q, position = token
+        return sparse_decode(q[:, None], cache, position[:, None], sparsity, window)[:, 0]
+
+    tokens = jnp.moveaxis(q, 1, 0), positions.T
+    return jnp.moveaxis(lax.map(one, tokens, batch_size=SPARSE_BLOCK), 0, 1)
+
+
+def sparse_decode(
+    q: jax.Array,
+    cache: KVCache,
+    positions: jax.Array,
+    sparsity: float,
+    window: int | None,
+) -> jax.Array:
+    """One query token per row, ``q[B, 1, N, H]``, reading only the heaviest rows of V.
+
+    Of a row's ``len - 1`` older keys each head keeps the ``int(sparsity * (len - 1))`` with the
+    largest softmax weights (a window hides what it hides), plus the newest token always; the
+    weights are those of the full softmax and are not renormalised.  Keys are all read; of V only
+    the kept rows are gathered.
+    """
+    index, weights = heaviest(q, cache.k, positions, sparsity, window)
+    rows = jnp.arange(q.shape[0])[:, None, None, None]
+    heads = jnp.arange(cache.k.shape[2])[None, :, None, None]
+    v = jax.tree.map(lambda leaf: leaf[rows, index, heads], cache.v)
+    return kept_values(weights, v, q.dtype)[:, None]
+
+
+def quotas(sparsity: float, capacity: int) -> np.ndarray:
+    """Of ``int(sparsity * older)`` for 0 to ``capacity - 1`` older keys, int32 ``[capacity]``.
+
+    It is a table because the product must be Python's own, of doubles: in float32 450 of the 405504
+    products of hundredths and up to 4095 keys have another integer part.
+    """
+    return (sparsity * np.arange(capacity, dtype=np.float64)).astype(np.int32)
+
+
+def heaviest(
+    q: jax.Array,
+    k: jax.Array | QTensor,
+    positions: jax.Array,
+    sparsity: float,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The keys of ``k [B, S, K, H]`` whose values ``q [B, 1, N, H]`` at ``positions [B, 1]`` reads.
+
+    (slots int32, softmax weights float32), both ``[B, K, N / K, keep]``; a weight of 0 says that
+    the value is not to be read.
+    """
+    capacity = k.shape[1]
+    keys = load(k, jnp.int32(0), capacity, q.dtype)
+    k_positions = jnp.arange(capacity, dtype=jnp.int32)[None, :]
+    visible = is_visible(positions, k_positions, window)[:, None, None]
+    scores = jnp.where(visible, attention_scores(q, keys), -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1)[:, :, :, 0]  # [B, K, G, S]
+    newest = k_positions[:, None, None, :] == positions[:, :, None, None]  # [B, 1, 1, S]
+    # The newest is ranked above every probability, so it is always the first that is kept.
+    ranked = jnp.where(newest, 2.0, weights)
+    table = quotas(sparsity, capacity)
+    keep = 1 + int(table[-1])
+    _, index = lax.top_k(ranked, keep)
+    kept = jnp.take_along_axis(weights, index, axis=-1)  # 0 for what the window hides
+    quota = 1 + jnp.asarray(table).at[positions].get(mode="clip")
+    used = jnp.arange(keep, dtype=jnp.int32) < quota[:, :, None, None]
+    return index, jnp.where(used, kept, 0.0)
+
+
+def kept_values(weights: jax.Array, v: jax.Array | QTensor, dtype: DTypeLike) -> jax.Array:
+    """``weights [B, K, G, keep]`` times the values that they are of, ``[B, K, G, keep, H]``, ->
+    ``[B, K * G, H]``.  Values of weight 0 may be anything."""
+    v = floats(v, dtype)
+    v = jnp.where(weights[..., None] > 0, v, jnp.zeros_like(v))
+    out = jnp.einsum(
+        "bkgs,bkgsh->bkgh", weights, v.astype(jnp.float32), precision=lax.Precision.HIGHEST
+    )
+    return out.reshape(out.shape[0], -1, out.shape[-1]).astype(dtype)
+
+
+def _without_padding(positions: jax.Array, lengths: jax.Array) -> jax.Array:
+    """``positions [B, T]`` with padded queries at their row's last valid position: they look at
+    nothing unwritten."""
+    valid = jnp.arange(positions.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    last = jnp.max(jnp.where(valid, positions, 0), axis=1, keepdims=True)
+    return jnp.minimum(positions, last)
+
+
+def _as_stored(cache: KVCache, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """k and v as a reader of the cache would get them, rounding included."""
+
+    def stored(kv: jax.Array | QTensor, new: jax.Array) -> jax.Array:
+        if isinstance(kv, QTensor):
+            return dequantize(quantize_kv(new, jnp.dtype(kv.dtype).name), new.dtype)
+        return new.astype(kv.dtype).astype(new.dtype)
+
+    return stored(cache.k, k), stored(cache.v, v)
+
+
+def _split_queries(x: jax.Array, pad: int, blocks: int) -> jax.Array:
+    """``[B, T, ...]`` -> ``[blocks, B, T / blocks, ...]``, the last query repeated as padding."""
+    x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2), mode="edge")
+    x = x.reshape(x.shape[0], blocks, -1, *x.shape[2:])
+    return jnp.moveaxis(x, 1, 0)
+
+
+def _join_queries(blocks: jax.Array, n_new: int) -> jax.Array:
+    joined = jnp.moveaxis(blocks, 0, 1)
+    return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :n_new]

@@ -1,0 +1,122 @@
+"""Attention of several new tokens on a GPU in 16-bit floats: cuDNN's fused kernels.
+
+    causal(q, k, v, window)                a sequence by itself: training, prompts of an empty cache
+    extend(q, k, v, cache_k, cache_v, n)   new tokens behind the n[B] that each row's cache holds
+
+cuDNN's causal mask begins at the first key of a call, and its padding mask ends at a row's last, so
+a token's sum over the keys it sees is two: causal over its own chunk, and without a mask over the
+past, which comes in blocks of keys.  Each call gives the logarithm of its sum of exponentials, by
+which the parts are weighed in float32 (FlashAttention, arXiv 2205.14135; its parts over keys are
+FlashDecoding's).  A block of the past is a copy of that much of the cache: as floats where it is
+quantized, and with zeros for what no row owns, because cuDNN multiplies such values by a weight of
+zero, and they may be NaN.  Blocks past the longest row are not run.
+
+Left out: a sliding window over the past, whose mask is neither of the two.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention.blockwise import load
+from pallas_kernels.qtensor import QTensor
+
+# Tokens of the past, of all rows together, that are copied at once: 134 MB for 8 heads of 128.
+PAST_TOKENS = 32768
+
+
+def has_cudnn(q: jax.Array) -> bool:
+    """cuDNN's fused attention takes 16-bit heads of up to 128 features, in eights."""
+    is_half = q.dtype in (jnp.bfloat16, jnp.float16)
+    return jax.default_backend() == "gpu" and is_half and q.shape[-1] <= 128 and not q.shape[-1] % 8
+
+
+def causal(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None = None) -> jax.Array:
+    """``q[B, T, N, H]`` over ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``; window: keys that a query
+    sees, itself included."""
+    return jax.nn.dot_product_attention(
+        q, k, v,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )  # fmt: skip
+
+
+def extend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache_k: jax.Array | QTensor,
+    cache_v: jax.Array | QTensor,
+    n_past: jax.Array,
+) -> jax.Array:
+    """``q[B, T, N, H]`` over the first ``n_past[B]`` tokens of a row of ``cache_k, cache_v
+    [B, S, K, H]``, and causally over ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``."""
+    batch, capacity = q.shape[0], cache_k.shape[1]
+    block = min(max(PAST_TOKENS // batch, 128), capacity)
+    longest = jnp.max(n_past)
+    own, own_log = _with_log_sum(q, k, v)
+
+    def one_block(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
+        # The last block may overhang the capacity: it is moved back, and what was done, out of it.
+        begin = jnp.minimum(index * block, capacity - block)
+        n_keys = jnp.clip(n_past - index * block, 0, block)
+
+        def keys_first(kv: jax.Array | QTensor) -> jax.Array:
+            part = jnp.roll(load(kv, begin, block, q.dtype), begin - index * block, axis=1)
+            return _zeros_behind(part, n_keys)
+
+        # A row without keys here gets one, and its result no weight.
+        part, log = _with_log_sum(
+            q, keys_first(cache_k), keys_first(cache_v), jnp.maximum(n_keys, 1)
+        )
+        return _merge(*carry, part, jnp.where((n_keys > 0)[:, None, None], log, -jnp.inf))
+
+    def with_past() -> jax.Array:
+        blocks = (longest + block - 1) // block
+        out, _ = lax.fori_loop(0, blocks, one_block, (own.astype(jnp.float32), own_log))
+        return out.astype(q.dtype)
+
+    return lax.cond(longest > 0, with_past, lambda: own)
+
+
+def _merge(
+    out: jax.Array, log: jax.Array, part: jax.Array, part_log: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Two means and the logarithms of their weights -> those of both; the first's is finite."""
+    total = jnp.logaddexp(log, part_log)
+    share, part_share = jnp.exp(log - total)[..., None], jnp.exp(part_log - total)[..., None]
+    return out * share + part.astype(jnp.float32) * part_share, total
+
+
+def _zeros_behind(x: jax.Array, n: jax.Array) -> jax.Array:
+    """``x[B, S, K, H]`` with zeros from position ``n[B]`` on."""
+    is_owned = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < n[:, None]
+    return jnp.where(is_owned[:, :, None, None], x, jnp.zeros_like(x))
+
+
+def _with_log_sum(
+    q: jax.Array, k: jax.Array, v: jax.Array, n_keys: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Attention, causal or over the first ``n_keys[B]`` keys, and the logarithm of each sum of
+    exponentials, float32 ``[B, T, N]``."""
+    # jax.nn.dot_product_attention rounds the logarithms to 16 bits: weights off by percents.
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+
+    scale = q.shape[-1] ** -0.5
+    if n_keys is None:
+        out, log = dot_product_attention(
+            q, k, v, scale=scale, mask_type=MaskType.CAUSAL, return_residual=True
+        )
+    else:
+        out, log = dot_product_attention(
+            q, k, v,
+            q_seqlen=jnp.full(q.shape[:1], q.shape[1], jnp.int32),
+            kv_seqlen=n_keys,
+            scale=scale,
+            mask_type=MaskType.PADDING,
+            return_residual=True,
+        )  # fmt: skip
+    return out, jnp.swapaxes(log, 1, 2)

@@ -1,0 +1,176 @@
+"""The cache pytree: one mixer state per layer and one length per row.
+
+    Cache(layers=(KVCache | GLAState, ...), lengths=int32[B])
+
+Contract: a cache goes in, a new cache comes out; callers donate the old one, so XLA updates it in
+place.  Row ``b`` owns positions ``0 .. lengths[b] - 1``; what lies beyond may hold anything, NaN
+included, and reaches nobody.  ``insert`` replaces a row whole, which is also how a row is freed and
+reused (continuous batching: Inferencer's fill of new rows; Orca).  Attention rows grow with the
+context, GLA rows do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.mesh import row_axis
+from pallas_kernels.attention.rope_cache import quantize_kv, store
+from pallas_kernels.qtensor import QTensor, tree_bytes
+
+QUANTIZED_CACHE = ("int8", "int4", "float8_e4m3fn")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys (after RoPE) and values, each ``[B, S, K, H]``: an array, or a QTensor with one scale
+    per token and head (int4: a scale and a zero point per 64 features, in a rotated basis)."""
+
+    k: jax.Array | QTensor
+    v: jax.Array | QTensor
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GLAState:
+    """GLA's recurrent state float32 ``[B, H, Dk, Dv]`` and, with short convolutions, the last
+    ``W - 1`` inputs of the q, k and v streams, each ``[B, W - 1, features]``."""
+
+    state: jax.Array
+    conv: tuple[jax.Array, ...] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    layers: tuple[KVCache | GLAState, ...]
+    lengths: jax.Array
+
+    @property
+    def batch(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens a row can hold; None when no layer is attention."""
+        sizes = [layer.k.shape[1] for layer in self.layers if isinstance(layer, KVCache)]
+        return sizes[0] if sizes else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on an accelerator, where int4 is packed two to a byte."""
+        return tree_bytes(self)
+
+
+def init_cache(
+    cfg: ModelConfig,
+    batch: int,
+    max_len: int,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    mesh: Mesh | None = None,
+) -> Cache:
+    """An empty cache for ``batch`` rows of up to ``max_len`` tokens.
+
+    dtype: of keys and values: a float, or int8 / int4 / float8_e4m3fn for a quantized cache.
+    mesh: the parameters' own (``parallel.mesh_of``): every device holds its rows and heads alone.
+    Raises JaxLlamaError for sizes below 1 or a dtype that is neither.
+    """
+    if batch < 1 or max_len < 1:
+        raise JaxLlamaError(f"cache of batch {batch} x max_len {max_len}: both must be at least 1")
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in QUANTIZED_CACHE and not name.startswith(("float", "bfloat")):
+        raise JaxLlamaError(f"cache dtype {name!r} is not a float, {', '.join(QUANTIZED_CACHE)}")
+    if mesh is not None:
+        return _init_on_mesh(cfg, batch, max_len, name, mesh)()
+    layers = tuple(_init_layer(cfg, kind, batch, max_len, name) for kind in cfg.layer_types)
+    return Cache(layers, jnp.zeros((batch,), jnp.int32))
+
+
+@functools.lru_cache(maxsize=32)
+def _init_on_mesh(cfg: ModelConfig, batch: int, max_len: int, dtype: str, mesh: Mesh):
+    """The jitted function that makes the cache where it belongs."""
+    make = functools.partial(init_cache, cfg, batch, max_len, dtype)
+    return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), mesh))
+
+
+def _init_layer(
+    cfg: ModelConfig, kind: str, batch: int, max_len: int, dtype: str
+) -> KVCache | GLAState:
+    if kind == "attention":
+        shape = (batch, max_len, cfg.n_kv_heads, cfg.head_dim)
+        if dtype in QUANTIZED_CACHE:
+            # Zeros outright: quantizing them inside a jitted caller would be folded by the
+            # compiler, at seconds a layer.
+            words = jax.eval_shape(lambda: quantize_kv(jnp.zeros(shape, jnp.float32), dtype))
+            return KVCache(_zeros(words), _zeros(words))
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    assert cfg.gla is not None
+    d_k, d_v = cfg.gla_head_dims
+    state = jnp.zeros((batch, cfg.gla.n_heads, d_k, d_v), jnp.float32)
+    if not cfg.gla.use_short_conv:
+        return GLAState(state)
+    # A quantized cache keeps these few rows in float: they are inputs, not history.
+    conv_dtype = jnp.float32 if dtype in QUANTIZED_CACHE else dtype
+    kv_heads = cfg.gla.n_kv_heads
+    features = (cfg.gla.n_heads * d_k, kv_heads * d_k, kv_heads * d_v)
+    window = cfg.gla.conv_size - 1
+    return GLAState(state, tuple(jnp.zeros((batch, window, f), conv_dtype) for f in features))
+
+
+def _zeros(like: QTensor) -> QTensor:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+
+
+def cache_specs(cache: Cache, rows: str | None) -> Cache:
+    """How a cache is split on a mesh: its rows over the axis ``rows``, heads over the model's."""
+
+    def one(layer: KVCache | GLAState) -> KVCache | GLAState:
+        if isinstance(layer, KVCache):
+            return jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), layer)
+        conv = None if layer.conv is None else (P(rows, None, MODEL_AXIS),) * len(layer.conv)
+        return GLAState(P(rows, MODEL_AXIS), conv)
+
+    return Cache(tuple(one(layer) for layer in cache.layers), P(rows))
+
+
+def cache_shardings(cache: Cache, mesh: Mesh | AbstractMesh) -> Cache:
+    """The same as shardings, for a cache or its shapes."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        cache_specs(cache, row_axis(mesh, cache.batch)),
+        is_leaf=lambda leaf: isinstance(leaf, P),
+    )
+
+
+def write(cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVCache:
+    """Store ``k, v [B, T, K, H]`` at positions ``slots[B, T]`` of each row; a slot beyond the
+    capacity is dropped, which is how padding is kept out."""
+    return KVCache(store(cache.k, k, slots), store(cache.v, v, slots))
+
+
+def insert(cache: Cache, slot: jax.Array | int, source: Cache, row: jax.Array | int = 0) -> Cache:
+    """Replace row ``slot`` of ``cache`` with row ``row`` of ``source``, whole.
+
+    ``source`` may have a smaller capacity: the rest of the slot is beyond the new length.
+    """
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        one = jax.lax.dynamic_index_in_dim(new, row, 0, keepdims=True).astype(old.dtype)
+        start = (slot,) + (0,) * (old.ndim - 1)
+        return jax.lax.dynamic_update_slice(old, one, start)
+
+    return jax.tree.map(put, cache, source)

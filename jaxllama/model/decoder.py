@@ -1,0 +1,267 @@
+"""The decoder: embedding, blocks, final norm, head.  One description for Llama, GLA and hybrids.
+
+    hidden, cache = forward(cfg, params, tokens, lengths, cache)
+    scores        = logits(cfg, params, hidden)
+
+    block:  stream += mixer(norm(stream));  stream += mlp(norm(stream))     mixer by cfg.layer_types
+
+Pure functions of the parameter tree that ``Decoder`` declares; those that users call are in
+``generation``.  ``walk`` is the only way over the layers and ``block`` the only layer: training,
+distillation, calibration and offloading call them too.  For parameters on a mesh, ``forward`` and
+``logits`` run over it (``model.sharded``).
+
+In a decode step of few rows on Hopper a Llama layer is five kernels, one for each line of
+``mix_half`` and ``feed_half`` that calls something, and so is a GLA layer.
+
+Sources: Llama (arXiv 2302.13971), GLA (2312.06635).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jaxllama.config import ModelConfig
+from jaxllama.model import attention, gla, linear
+from jaxllama.model.attention import At
+from jaxllama.model.cache import Cache, GLAState, KVCache, cache_specs
+from jaxllama.model.linear import Params, Stream
+from jaxllama.model.params import Param, check, nested, param_table
+from jaxllama.model.rope import rope_tables
+from jaxllama.model.sharded import over_mesh
+from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.mesh import traced_mesh
+
+LayerState = KVCache | GLAState | None
+
+
+# A layer
+
+
+def block(
+    cfg: ModelConfig,
+    kind: str,
+    p: Params,
+    stream: Stream,
+    state: LayerState,
+    at: At,
+    ops: Any = linear,
+) -> tuple[Stream, LayerState]:
+    """One layer; ``cfg`` and ``kind`` are ``layer_config``'s.
+
+    state: None where there is no cache.  ops: who does ``norm_linear`` and ``linear_add``: the
+    module ``model.linear``, or a ``linear.Observer`` that watches.
+    """
+    stream, state = mix_half(cfg, kind, p, stream, state, at, ops)
+    return feed_half(cfg, p, stream, ops), state
+
+
+def mix_half(
+    cfg: ModelConfig,
+    kind: str,
+    p: Params,
+    stream: Stream,
+    state: LayerState,
+    at: At,
+    ops: Any = linear,
+) -> tuple[Stream, LayerState]:
+    """A layer's first half: norm and mixer."""
+    mixer, own = attention if kind == "attention" else gla, p["mixer"]
+    y, stream = ops.norm_linear(stream, p["mixer_norm"], mixer.inputs(cfg, own), cfg.norm_eps)
+    heads, state = mixer.mix(cfg, own, y, state, at)
+    return ops.linear_add(heads, own["o"], stream), state
+
+
+def feed_half(cfg: ModelConfig, p: Params, stream: Stream, ops: Any = linear) -> Stream:
+    """A layer's second half: norm and SwiGLU, ``down(silu(gate) * up)``."""
+    gate_up, down = p["mlp"]["gate_up"], p["mlp"]["down"]
+    y, stream = ops.norm_linear(stream, p["mlp_norm"], gate_up, cfg.norm_eps, into=down)
+    return ops.linear_add(y, down, stream)
+
+
+@functools.lru_cache(maxsize=1024)
+def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
+    """(config, kind) of a layer: what its program depends on, the same for layers that are
+    alike."""
+    kind = cfg.layer_types[index]
+    one = cfg.replace(
+        sliding_window=cfg.window_of(index), n_layers=1, layer_types=(kind,), window_layers=()
+    )
+    return one, kind
+
+
+def walk(
+    cfg: ModelConfig,
+    params: Params,
+    stream: Stream,
+    states: Sequence[LayerState] | None,
+    at: At,
+    each: Callable[..., tuple[Stream, LayerState]] = block,
+) -> tuple[Stream, tuple[LayerState, ...]]:
+    """Through all layers; each: what a layer does, called as ``block``."""
+    new = []
+    for index in range(cfg.n_layers):
+        state = None if states is None else states[index]
+        layer = params[f"layer_{index}"]
+        stream, state = each(*layer_config(cfg, index), layer, stream, state, at)
+        new.append(state)
+    return stream, tuple(new)
+
+
+# What is around the layers
+
+
+def positions_of(
+    cfg: ModelConfig, start: jax.Array, total: jax.Array, n_new: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """(positions ``[B, n_new]`` from ``start[B]`` on, RoPE tables or None); total[B]: tokens of
+    each row when the whole prompt is in."""
+    positions = start[:, None] + jnp.arange(n_new, dtype=jnp.int32)[None, :]
+    if "attention" not in cfg.layer_types:
+        return positions, None
+    return positions, rope_tables(cfg.rope, cfg.head_dim, positions, total)
+
+
+def whole_rows(cfg: ModelConfig, batch: int, length: int) -> At:
+    """Of rows without padding or a past."""
+    lengths = jnp.full((batch,), length, jnp.int32)
+    positions, rope = positions_of(cfg, jnp.zeros_like(lengths), lengths, length)
+    return At(positions, lengths, rope)
+
+
+def embed_tokens(
+    cfg: ModelConfig, params: Params, tokens: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """``tokens[B, T]`` -> ``[B, T, D]``."""
+    return scale_embedded(cfg, linear.embed(params["embed"]["weight"], tokens, dtype))
+
+
+def scale_embedded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
+    return x * jnp.asarray(cfg.d_model**0.5, x.dtype) if cfg.embedding_scale else x
+
+
+def final_norm(cfg: ModelConfig, params: Params, stream: Stream) -> jax.Array:
+    """What the head reads."""
+    return linear.norm(stream, params["norm"], cfg.norm_eps)[0]
+
+
+def head(params: Params) -> Params:
+    """The product to logits: its own weight, or the embedding's."""
+    return params["head"] if "head" in params else params["embed"]
+
+
+def activation_dtype(params: Params) -> jnp.dtype:
+    """Norm weights are never quantized, so their dtype is the activations'."""
+    return params["norm"]["weight"].dtype
+
+
+# The model
+
+
+def forward(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache | None = None,
+    total_lengths: jax.Array | None = None,
+    *,
+    sparse: bool | jax.Array = False,
+) -> tuple[jax.Array, Cache | None]:
+    """``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) -> (hidden states after the final norm
+    ``[B, T, D]``, cache).
+
+    They are appended to ``cache``, or with None are whole sequences by themselves.  Of each row's
+    tokens those that the cache has no room for are left out, like padding.
+    total_lengths[B]: tokens of each row when the whole prompt is in, where a call is one chunk
+    of it (dynamic RoPE depends on it).
+    sparse: which of these tokens read the share ``cfg.attn_sparsity`` of the cache's values:
+    none (a prompt), all (a decode step), or bool ``[B, T]``.
+    Raises ValueError naming a parameter whose shape is not ``cfg``'s.
+    """
+    mesh = traced_mesh(params)
+    if mesh is not None:
+        return over_mesh(
+            forward, mesh, cfg, params, tokens, lengths, cache, total_lengths, sparse=sparse,
+            out=lambda rows: (P(rows), None if cache is None else cache_specs(cache, rows)),
+        )  # fmt: skip
+    check(cfg, params)
+    start = jnp.zeros_like(lengths) if cache is None else cache.lengths
+    if cache is not None and cache.capacity is not None:
+        lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - start, 0))
+    total = start + lengths if total_lengths is None else total_lengths
+    positions, rope = positions_of(cfg, start, total, tokens.shape[1])
+    at = At(positions, lengths, rope, sparse)
+    stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
+    stream, states = walk(cfg, params, stream, None if cache is None else cache.layers, at)
+    x = final_norm(cfg, params, stream)
+    return x, None if cache is None else Cache(states, start + lengths)
+
+
+def logits(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
+    """``forward``'s hidden states ``[..., D]`` to float32 logits ``[..., V]``."""
+    mesh = traced_mesh(params)
+    if mesh is not None:
+        scores = over_mesh(
+            logits, mesh, cfg, params, x,
+            out=lambda rows: P(rows, *(None,) * (x.ndim - 2), MODEL_AXIS),
+        )  # fmt: skip
+        return scores[..., : cfg.vocab_size]
+    return linear.linear(x, head(params)).astype(jnp.float32)
+
+
+class Parameters(nn.Module):
+    """Declares the parameters below one name and hands them out as a nested dict, whatever they are
+    stored as: linen's own shape check knows no QTensor, so it is ``check``'s."""
+
+    table: Any  # nested: {name: Param or the same again}
+
+    @nn.compact
+    def __call__(self) -> dict[str, Any]:
+        found = {}
+        for name, node in self.table.items():
+            if not isinstance(node, Param):
+                found[name] = Parameters(node, name=name)()
+            elif self.has_variable("params", name):
+                found[name] = self.get_variable("params", name)
+            else:
+                found[name] = self.param(name, _initializer(node), node.shape, jnp.float32)
+        return found
+
+
+def _initializer(param: Param) -> nn.initializers.Initializer:
+    if param.std:
+        return nn.initializers.normal(param.std)
+    return nn.initializers.constant(param.mean)
+
+
+class Decoder(nn.Module):
+    """Declares the parameters; ``__call__`` is ``forward`` and ``logits`` ``logits`` of them.
+
+    ``Decoder(cfg).init(key, method="tree")`` draws them, in float32.
+    """
+
+    cfg: ModelConfig
+
+    def setup(self) -> None:
+        cfg = self.cfg.with_head_of(self.variables.get("params", {}))
+        self.names = tuple(nested(param_table(cfg)))
+        for name, table in nested(param_table(cfg)).items():
+            setattr(self, name, Parameters(table))
+
+    def tree(self) -> dict[str, Any]:
+        """All parameters."""
+        return {name: getattr(self, name)() for name in self.names}
+
+    def __call__(self, *args: Any, **options: Any) -> tuple[jax.Array, Cache | None]:
+        return forward(self.cfg, self.tree(), *args, **options)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        return logits(self.cfg, self.tree(), x)

@@ -1,0 +1,181 @@
+"""Gated Linear Attention: the mixer of a GLA layer, chunkwise in prefill, one step in decode.
+
+    q, k, v    = projections of x, each optionally through a short causal convolution and SiLU
+    log_decay  = logsigmoid(low-rank projection of x) / gate_logit_normalizer, at least clamp_min
+    o          = gla(q, k, v, log_decay)                       per head, scale Dk ** -0.5
+    y          = out(norm(o) * silu(gate(x)))                  norm per head; the gate is optional
+
+With fewer kv heads than heads, each key, value and decay serves ``n_heads // n_kv_heads``
+consecutive query heads.  The state of a row does not grow with its context: one ``[Dk, Dv]`` matrix
+a head, and with convolutions the last ``conv_size - 1`` inputs of each.
+
+In a decode step of few rows on Hopper it is three kernels: the projections with the norm before
+them, ``gla.token``, and the output product with the residual.
+
+Source: arXiv 2312.06635, section 4.4; parameters and their order are those of
+flash-linear-attention's ``gla`` layers.  Left out: feature maps, biases of the convolutions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.config import ModelConfig
+from jaxllama.model.attention import At
+from jaxllama.model.cache import GLAState
+from jaxllama.model.linear import Params, linear
+from pallas_kernels.gla.op import gla, gla_step
+from pallas_kernels.gla.token import gla_token, takes
+from pallas_kernels.matmul.blocks import Columns
+from pallas_kernels.rows.rms_norm import rms_norm
+
+
+def widths(cfg: ModelConfig) -> dict[str, int]:
+    """Of everything that is projected from the input, in order."""
+    gla = cfg.gla
+    assert gla is not None
+    d_k, d_v = cfg.gla_head_dims
+    sizes = {"q": gla.n_heads * d_k, "k": gla.n_kv_heads * d_k, "v": gla.n_kv_heads * d_v}
+    if gla.use_output_gate:
+        sizes["g"] = gla.n_heads * d_v
+    return {**sizes, "gk_0": gla.gate_low_rank_dim}
+
+
+def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
+    """What reads the layer's input."""
+    return [p[name] for name in widths(cfg)]
+
+
+def mix(
+    cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: GLAState | None, at: At
+) -> tuple[jax.Array, GLAState | None]:
+    """The projections of ``inputs``, columns of ``[B, T, n]`` -> (gated heads ``[B, T, H Dv]``,
+    state); a state of None starts from zero and is not returned.
+
+    Tokens beyond ``at.lengths`` are padding: it reaches neither the valid tokens' heads nor the
+    state, and its own heads mean nothing.  The recursion itself knows the order: positions are not
+    read.
+    """
+    gla = cfg.gla
+    assert gla is not None
+    streams = dict(zip(widths(cfg), projected, strict=True))
+    batch, n_new, _ = streams["q"].rows.shape
+    conv_state = None
+    if gla.use_short_conv:
+        past = (None,) * 3 if state is None or state.conv is None else state.conv
+        new = []
+        for name, old in zip(("q", "k", "v"), past, strict=True):
+            weight = p[f"{name}_conv"]["weight"]
+            y, last = short_convolution(streams[name].value, weight, old, at.lengths)
+            streams[name] = Columns(y, 0, y.shape[-1])
+            new.append(last)
+        conv_state = tuple(new)
+    before = None if state is None else state.state
+    fused = None
+    if n_new == 1 and before is not None:
+        fused = _token(cfg, p, streams, at.lengths, before)
+    o, after = _recur(cfg, p, streams, at.lengths, before) if fused is None else fused
+    return o.reshape(batch, n_new, -1), None if state is None else GLAState(after, conv_state)
+
+
+def _token(
+    cfg: ModelConfig,
+    p: Params,
+    streams: dict[str, Columns],
+    lengths: jax.Array,
+    before: jax.Array,
+) -> tuple[jax.Array, jax.Array] | None:
+    """``_recur`` of one token as one kernel, or None where there is none."""
+    gla = cfg.gla
+    assert gla is not None
+    names = ("q", "k", "v", "gk_0", "g")[: 5 if gla.use_output_gate else 4]
+    rows = [streams[name]._replace(rows=streams[name].rows[:, 0]) for name in names]
+    decay = p["gk_1"]["weight"], p["gk_1"]["bias"]
+    given = rows, decay, p["g_norm"]["weight"], lengths, before
+    if not takes(*given):
+        return None
+    return gla_token(
+        *given,
+        eps=gla.norm_eps, normalizer=gla.gate_logit_normalizer, clamp_min=gla.clamp_min,
+    )  # fmt: skip
+
+
+def _recur(
+    cfg: ModelConfig,
+    p: Params,
+    streams: dict[str, Columns],
+    lengths: jax.Array,
+    before: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(gated heads ``[B, T, H, Dv]``, state) of any number of tokens."""
+    settings = cfg.gla
+    assert settings is not None
+    d_k, _ = cfg.gla_head_dims
+    heads, kv_heads = settings.n_heads, settings.n_kv_heads
+    batch, n_new, _ = streams["q"].rows.shape
+    q, k, v = (
+        streams[name].value.reshape(batch, n_new, n, -1)
+        for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    )
+    logits = linear(streams["gk_0"].value, p["gk_1"])
+    log_decay = jax.nn.log_sigmoid(logits.astype(jnp.float32)) / settings.gate_logit_normalizer
+    if settings.clamp_min is not None:
+        log_decay = jnp.maximum(log_decay, settings.clamp_min)
+    log_decay = log_decay.reshape(batch, n_new, kv_heads, d_k)
+    if kv_heads < heads:
+        k, v, log_decay = (
+            jnp.repeat(stream, heads // kv_heads, axis=2) for stream in (k, v, log_decay)
+        )
+
+    if n_new == 1 and before is not None:
+        # A row that stands still: no decay and nothing added, so that the state can be updated
+        # in place without a second copy of it to choose from.
+        moves = (lengths > 0)[:, None, None]
+        k, v, log_decay = (
+            jnp.where(moves, x[:, 0], jnp.zeros((), x.dtype)) for x in (k, v, log_decay)
+        )
+        o, after = gla_step(q[:, 0], k, v, log_decay, before)
+        o = o[:, None]
+    else:
+        # Padding comes last and so reaches no valid o; only a state to return must be kept
+        # from it, at the price of masking every operand.
+        o, after = gla(
+            q, k, v, log_decay, initial_state=before,
+            lengths=None if before is None else lengths, return_state=before is not None,
+        )  # fmt: skip
+    gate = streams["g"].value.reshape(o.shape) if settings.use_output_gate else None
+    return gated_norm(o, p["g_norm"]["weight"], settings.norm_eps, gate), after
+
+
+def gated_norm(o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None) -> jax.Array:
+    """``rms_norm(o) * silu(gate)`` over the last axis, in float32 with one cast to o's dtype."""
+    y = rms_norm(o, weight, eps, out_dtype=jnp.float32)
+    if gate is not None:
+        y = y * jax.nn.silu(gate.astype(jnp.float32))
+    return y.astype(o.dtype)
+
+
+def short_convolution(
+    x: jax.Array, weight: jax.Array, past: jax.Array | None, lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``silu`` of a causal depthwise convolution over time: ``y_t = silu(sum_w weight[:, w] *
+    x_{t - W + 1 + w})``.
+
+    ``x[B, T, features]``, ``weight[features, W]``, past ``[B, W - 1, features]`` (None: zeros) ->
+    (y, the last W - 1 inputs after each row's ``lengths[B]`` valid ones).
+    """
+    (features, width), (batch, n_new, _) = weight.shape, x.shape
+    keep = width - 1
+    if past is None:
+        past = jnp.zeros((batch, keep, features), x.dtype)
+    inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
+    taps = weight.astype(jnp.float32)
+    y = jnp.zeros(x.shape, jnp.float32)
+    for tap in range(width):
+        y = y + inputs[:, tap : tap + n_new].astype(jnp.float32) * taps[:, tap]
+    last = lengths[:, None] + jnp.arange(keep, dtype=lengths.dtype)[None, :]
+    new = jnp.take_along_axis(inputs, last[:, :, None], axis=1)
+    return jax.nn.silu(y).astype(x.dtype), new.astype(past.dtype)

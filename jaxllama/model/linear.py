@@ -1,0 +1,243 @@
+"""The two operations that every layer is made of; nothing outside of this file knows of fusion.
+
+    y, stream = norm_linear(stream, norm, linear, eps)    RMSNorm of the stream, then a product
+    stream    = linear_add(x, linear, stream)             a product, added to the stream
+
+A norm always stands before a product and a residual always behind one, so these are the places
+where kernels join what belongs together: in a decode step on Hopper each is one kernel, with the
+quantization of its input, SwiGLU, bias and the sum over devices inside where a kernel has them.
+``linear`` is a product alone, ``norm`` a norm alone.
+
+The stream is a pair (x, pending): where the product that makes the last term cannot add it in its
+own kernel, the next norm does, or the product behind that norm.  A sum over devices is pending in
+float32 and rounded where it is added.
+
+Parameters are the dictionaries of the parameter tree, {"weight": ..., "bias": ...}.  A weight is an
+array, a QTensor or RowBlocks, ``[out, in]`` as checkpoints store it; no caller looks which.
+Activations keep the dtype they come in; every sum is accumulated in float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxllama.parallel.collectives import is_split, lookup_rows, row_parallel_matmul
+from pallas_kernels.matmul.blocks import Columns, blocks_matmul
+from pallas_kernels.matmul.blocks import fusible as all_fusible
+from pallas_kernels.matmul.op import fusible, quantized_matmul
+from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
+from pallas_kernels.rows.quantize_tokens import quantize_tokens
+from pallas_kernels.rows.rms_norm import rms_norm
+from pallas_kernels.rows.swiglu import swiglu
+
+Weight = jax.Array | QTensor | RowBlocks
+Params = Mapping[str, Any]
+
+
+class Stream(NamedTuple):
+    """The residual stream ``[..., D]``: x, and what is still to be added to it, or None."""
+
+    x: jax.Array
+    pending: jax.Array | None = None
+
+    @property
+    def total(self) -> jax.Array:
+        """As one array."""
+        return self.x if self.pending is None else self.x + self.pending.astype(self.x.dtype)
+
+    @property
+    def awaits_rounding(self) -> bool:
+        """What is pending is a sum over devices, in float32."""
+        return self.pending is not None and self.pending.dtype != self.x.dtype
+
+
+# The two operations
+
+
+def norm_linear(
+    stream: Stream,
+    scale: Params,
+    linear: Params | Sequence[Params],
+    eps: float,
+    *,
+    into: Params | None = None,
+) -> tuple[Any, Stream]:
+    """``rms_norm(stream, scale, eps) @ weight.T + bias``: (``[..., out]``, the stream).
+
+    linear: one layer, or several that read the same input and have no bias: then a list of
+        ``Columns``, which may lie in fewer arrays.
+    into: this layer's weight is gate and up, and the result ``silu(gate) * up`` is for that layer,
+        quantized where it wants it so.
+    """
+    if not isinstance(linear, Mapping):
+        return _norm_linears(stream, scale, linear, eps)
+    weight, bias, gamma = linear["weight"], linear.get("bias"), (scale["weight"], eps)
+    codes, dtype = input_codes(linear), stream.x.dtype
+    inner = into is not None and input_codes(into) is None
+    if (
+        codes is None
+        and stream.awaits_rounding
+        and fusible(stream.x, weight, norm=gamma, pending=stream.pending)
+    ):
+        y, x = quantized_matmul(
+            stream.x, weight, bias=bias, out_dtype=dtype, norm=gamma, swiglu=inner,
+            pending=stream.pending,
+        )  # fmt: skip
+        return _gated(y, into, inner), Stream(x)
+    stream = _rounded(stream)
+    if codes is None and stream.pending is None and fusible(stream.x, weight, norm=gamma):
+        y = quantized_matmul(stream.x, weight, bias=bias, out_dtype=dtype, norm=gamma, swiglu=inner)
+        return _gated(y, into, inner), stream
+    normed, stream = norm(stream, scale, eps, codes)
+    return product(normed, linear, dtype, into=into), stream
+
+
+def _norm_linears(
+    stream: Stream, scale: Params, linears: Sequence[Params], eps: float
+) -> tuple[list[Columns], Stream]:
+    stream, gamma = _rounded(stream), (scale["weight"], eps)
+    weights = tuple(linear["weight"] for linear in linears)
+    if stream.pending is None and all_fusible(stream.x, weights, norm=gamma):
+        return blocks_matmul(stream.x, weights, norm=gamma), stream
+    normed, stream = norm(stream, scale, eps)
+    return columns(normed, linears), stream
+
+
+def linear_add(x: jax.Array | QTensor, linear: Params, stream: Stream) -> Stream:
+    """``stream + x @ weight.T + bias``.  On a mesh each device has its own part of the inputs, and
+    the product is the sum over them."""
+    weight, bias, dtype = linear["weight"], linear.get("bias"), stream.x.dtype
+    if is_split():
+        return Stream(stream.x, row_parallel_matmul(x, weight, bias, dtype))
+    if fusible(x, weight, out_dtype=dtype, residual=stream.x):
+        return Stream(quantized_matmul(x, weight, bias=bias, out_dtype=dtype, residual=stream.x))
+    return Stream(stream.x, _matmul(x, weight, bias, dtype))
+
+
+class Observer:
+    """The two operations, one step after the other, told to ``inputs`` and ``outputs``: by the
+    identity of a layer's parameters what it read and what it made.  For calibration and
+    distillation, which ask what passes through a block."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[int, jax.Array] = {}
+        self.outputs: dict[int, jax.Array] = {}
+
+    def norm_linear(self, stream, scale, linear, eps, *, into=None):
+        x, stream = norm(stream, scale, eps)
+        if isinstance(linear, Mapping):
+            y = self._tell(linear, x, product(x, linear, stream.x.dtype, into=into))
+        else:
+            y = columns(x, linear)
+            for one, made in zip(linear, y, strict=True):
+                self._tell(one, x, made.value)
+        return y, stream
+
+    def linear_add(self, x, linear, stream):
+        return Stream(stream.x, self._tell(linear, x, product(x, linear, stream.x.dtype)))
+
+    def _tell(self, linear: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+        self.inputs[id(linear)], self.outputs[id(linear)] = x, y
+        return y
+
+
+# Their parts
+
+
+def norm(
+    stream: Stream, scale: Params, eps: float, codes: str | None = None
+) -> tuple[jax.Array | QTensor, Stream]:
+    """(``rms_norm`` of the stream, the stream added up); codes: the dtype to quantize it to."""
+    stream = _rounded(stream)
+    if stream.pending is None:
+        return rms_norm(stream.x, scale["weight"], eps, quantize=codes), stream
+    normed, x = rms_norm(stream.pending, scale["weight"], eps, residual=stream.x, quantize=codes)
+    return normed, Stream(x)
+
+
+def _rounded(stream: Stream) -> Stream:
+    """Not the norm but what rounds a sum over devices adds it."""
+    return Stream(stream.total) if stream.awaits_rounding else stream
+
+
+def linear(x: jax.Array | QTensor, params: Params, dtype: DTypeLike | None = None) -> jax.Array:
+    """``x[..., in] @ weight[out, in].T + bias`` -> ``[..., out]``.
+
+    dtype: of the result, x's by default; to be given where x is quantized already, which only a
+    weight with ``activations`` takes.
+    """
+    return _matmul(x, params["weight"], params.get("bias"), dtype)
+
+
+def product(
+    x: jax.Array | QTensor, params: Params, dtype: DTypeLike, *, into: Params | None = None
+) -> jax.Array | QTensor:
+    """``linear``, and with ``into`` what ``norm_linear`` does with it."""
+    inner = into is not None and input_codes(into) is None
+    y = _matmul(x, params["weight"], params.get("bias"), dtype, gated=inner)
+    return _gated(y, into, inner)
+
+
+def columns(x: jax.Array, linears: Sequence[Params]) -> list[Columns]:
+    """``linear`` of several, each in an array of its own."""
+    products = [linear(x, params) for params in linears]
+    return [Columns(y, 0, y.shape[-1]) for y in products]
+
+
+def _matmul(
+    x: jax.Array | QTensor,
+    weight: Weight,
+    bias: jax.Array | None,
+    dtype: DTypeLike | None,
+    *,
+    gated: bool = False,
+) -> jax.Array:
+    if isinstance(weight, RowBlocks):
+        ends = list(itertools.accumulate(block.shape[0] for block in weight.blocks))
+        biases = [None] * len(ends) if bias is None else jnp.split(bias, ends[:-1])
+        parts = [_matmul(x, *part, dtype) for part in zip(weight.blocks, biases, strict=True)]
+        out = jnp.concatenate(parts, axis=-1)
+    elif isinstance(weight, QTensor) and weight.activations is not None:
+        dtype = x.dtype if dtype is None else dtype
+        if not isinstance(x, QTensor):
+            x = quantize_tokens(x, weight.activations, scale=weight.input_scale)
+        out = quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
+    else:
+        return quantized_matmul(x, weight, bias=bias, out_dtype=dtype, swiglu=gated)
+    return swiglu(out) if gated else out
+
+
+def _gated(y: jax.Array, into: Params | None, inner: bool) -> jax.Array | QTensor:
+    """``silu(gate) * up`` where the product did not do it itself."""
+    if into is None or inner:
+        return y
+    if is_split():  # the token's scale needs the other shards
+        return swiglu(y.astype(jnp.float32))
+    return swiglu(y, quantize=input_codes(into))
+
+
+def input_codes(linear: Params) -> str | None:
+    """The dtype to which the layer wants its input quantized token by token, so that whoever
+    computes that input can do it in the same pass; None for floats."""
+    weight = linear["weight"]
+    blocks = weight.blocks if isinstance(weight, RowBlocks) else (weight,)
+    wanted = {
+        block.activations if isinstance(block, QTensor) and block.input_scale is None else None
+        for block in blocks
+    }
+    return wanted.pop() if len(wanted) == 1 else None
+
+
+def embed(weight: Weight, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rows ``tokens[...]`` of a table ``[V, D]``."""
+    if is_split():
+        return lookup_rows(weight, tokens, dtype)
+    if isinstance(weight, QTensor):
+        return dequantize(weight.rows(tokens), dtype)
+    return weight[tokens].astype(dtype)

@@ -1,0 +1,104 @@
+"""Rotary position embedding: frequencies under every context-extension rule, and the rotation.
+
+Frequencies and tables are float32; positions are exact int32 until the one multiplication.  The
+rotation is the "rotate half" form that HF checkpoints are stored for: feature i of the first half
+of a head turns with feature i of the second half.
+
+Sources: RoFormer (arXiv 2104.09864); linear interpolation (2306.15595); dynamic NTK; YaRN
+(2309.00071); Llama 3.1's piecewise rule.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.config import RopeConfig
+from pallas_kernels.attention.rope_cache import rotate
+
+
+def rope_tables(
+    cfg: RopeConfig, head_dim: int, positions: jax.Array, total_lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin), each float32 ``[B, T, head_dim // 2]``, for ``positions[B, T]``.
+
+    total_lengths[B] counts a row's tokens when this step is done; only "dynamic" looks at it: past
+    the trained context its base grows with the length, so there keys already cached keep the
+    rotation of their own step (as in transformers).
+    """
+    inv_freq, amplitude = _frequencies(cfg, head_dim)
+    if cfg.scaling == "dynamic":
+        freq = _dynamic_frequencies(cfg, head_dim, total_lengths)[:, None, :]  # [B, 1, H/2]
+    else:
+        freq = jnp.asarray(inv_freq)
+    angles = positions.astype(jnp.float32)[..., None] * freq
+    return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate ``x[B, T, heads, H]`` by the tables; float32 inside, x's dtype out."""
+    return rotate(x, cos, sin)
+
+
+def _frequencies(cfg: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """(inverse frequencies ``[H/2]`` float32, amplitude of the tables)."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    inv_freq = (1.0 / np.power(np.float64(cfg.theta), exponents)).astype(np.float32)
+    if cfg.scaling == "linear":
+        return inv_freq / np.float32(cfg.factor), 1.0
+    if cfg.scaling == "llama3":
+        return _llama3(cfg, inv_freq), 1.0
+    if cfg.scaling == "yarn":
+        return _yarn(cfg, head_dim, inv_freq)
+    return inv_freq, 1.0
+
+
+def _llama3(cfg: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
+    """Long waves are slowed by ``factor``, short ones kept, those between blended."""
+    assert cfg.original_max_position is not None
+    turns = cfg.original_max_position * inv_freq / (2 * math.pi)
+    keep = (turns - cfg.low_freq_factor) / (cfg.high_freq_factor - cfg.low_freq_factor)
+    keep = np.clip(keep, 0.0, 1.0)
+    return (keep * inv_freq + (1 - keep) * inv_freq / cfg.factor).astype(np.float32)
+
+
+def _yarn(cfg: RopeConfig, head_dim: int, inv_freq: np.ndarray) -> tuple[np.ndarray, float]:
+    """NTK by parts: a linear ramp over dimensions between ``beta_fast`` and ``beta_slow`` turns."""
+    assert cfg.original_max_position is not None
+
+    def dimension(turns: float) -> float:
+        waves = cfg.original_max_position / (turns * 2 * math.pi)
+        return head_dim * math.log(waves) / (2 * math.log(cfg.theta))
+
+    low, high = dimension(cfg.beta_fast), dimension(cfg.beta_slow)
+    if cfg.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (np.arange(head_dim // 2) - low) / max(high - low, 0.001)
+    stretch = np.clip(ramp, 0.0, 1.0)
+    freq = inv_freq / cfg.factor * stretch + inv_freq * (1 - stretch)
+
+    def mscale(scale: float) -> float:
+        return 0.1 * scale * math.log(cfg.factor) + 1.0 if cfg.factor > 1 else 1.0
+
+    if cfg.attention_factor is not None:
+        amplitude = cfg.attention_factor
+    elif cfg.mscale and cfg.mscale_all_dim:
+        amplitude = mscale(cfg.mscale) / mscale(cfg.mscale_all_dim)
+    else:
+        amplitude = mscale(1.0)
+    return freq.astype(np.float32), amplitude
+
+
+def _dynamic_frequencies(cfg: RopeConfig, head_dim: int, total: jax.Array) -> jax.Array:
+    """NTK base grown with the row's length once it passes the trained context: ``[B, H/2]``."""
+    assert cfg.original_max_position is not None
+    trained = cfg.original_max_position
+    length = jnp.maximum(total, trained).astype(jnp.float32)
+    growth = (cfg.factor * length / trained) - (cfg.factor - 1)
+    base = cfg.theta * growth ** (head_dim / (head_dim - 2))
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return 1.0 / (base[:, None] ** jnp.asarray(exponents)[None, :])

@@ -1,0 +1,54 @@
+"""The model over a mesh: each device runs its own, smaller model on its own arrays.
+
+Under ``shard_map`` a device has the kernels of one, on ``parallel.layout.local_config``'s shapes,
+with two sums a layer (``parallel.collectives``).  Rows are split over "data" where it divides them;
+otherwise every group does all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from jaxllama.config import ModelConfig
+from jaxllama.model.cache import Cache, cache_specs
+from jaxllama.model.linear import Params
+from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.layout import local_config
+from jaxllama.parallel.mesh import row_axis
+from jaxllama.parallel.shardings import specs
+
+
+def over_mesh(
+    function: Callable[..., Any],
+    mesh: AbstractMesh,
+    cfg: ModelConfig,
+    params: Params,
+    *args: Any,
+    out: Callable[[str | None], Any],
+    **options: Any,
+) -> Any:
+    """``function(cfg, params, *args, **options)`` on global arrays.
+
+    Arguments are caches, None, or arrays that, like those among the options, have the first one's
+    rows.  out: the results' specs, from the axis that rows are split over.
+    """
+    local, rows = local_config(cfg, mesh.shape[MODEL_AXIS]), row_axis(mesh, args[0].shape[0])
+    arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
+    fixed = {name: value for name, value in options.items() if name not in arrays}
+
+    def run(arrays: dict[str, jax.Array], params: Params, *args: Any) -> Any:
+        return function(local, params, *args, **fixed, **arrays)
+
+    split = [cache_specs(arg, rows) if isinstance(arg, Cache) else P(rows) for arg in args]
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(P(rows), specs(params), *split),
+        out_specs=out(rows),
+        check_vma=False,  # kernels do not say over which axes their results vary
+    )(arrays, dict(params), *args)

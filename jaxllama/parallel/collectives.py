@@ -1,0 +1,107 @@
+"""What a layer does differently when it holds one shard of its weights.
+
+Inside a ``shard_map`` over the mesh's "model" axis (``model.sharded``) a layer sees local
+arrays, and three things need the other shards: a matmul whose inputs are split ends in a sum
+(``row_parallel_matmul``), a lookup in a split embedding does too (``lookup_rows``), and activations
+that are quantized per token take the scale of the whole token.  (A weight with act-order columns
+also gathers its input.)  ``is_split()`` asks the trace itself whether this is such a place, so
+outside of one nothing changes.
+
+Partial sums are added in float32 and rounded once, as one long sum would be, and a token's int8
+words are those of the unsplit model: tokens do not depend on the mesh, and W8A8 logits not by a
+bit.  (Where a kernel writes 16-bit floats only, as the weight-only one for prefill does, its
+partial sums are rounded first.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import wants_kernel
+from pallas_kernels.matmul.op import fusible, quantized_matmul, unsupported
+from pallas_kernels.qtensor import QTensor, dequantize, quantize, take_columns
+from pallas_kernels.rows.quantize_tokens import quantize_tokens
+
+MODEL_AXIS = "model"
+
+
+def is_split() -> bool:
+    """Is this traced inside a shard_map over a model axis of two or more?"""
+    mesh = jax.sharding.get_abstract_mesh()
+    return MODEL_AXIS in mesh.manual_axes and mesh.shape[MODEL_AXIS] > 1
+
+
+def row_parallel_matmul(
+    x: jax.Array, weight: jax.Array | QTensor, bias: jax.Array | None, dtype: DTypeLike | None
+) -> jax.Array:
+    """``x @ weight.T + bias`` where ``x[..., in / n]`` and ``weight[out, in / n]`` are one shard's;
+    the result, whole and in float32, to be rounded to ``dtype``, is on every shard."""
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    if isinstance(weight, QTensor):
+        if weight.columns is not None:  # this shard's columns take features from all shards
+            x = lax.all_gather(x, MODEL_AXIS, axis=x.ndim - 1, tiled=True)
+            x, weight = take_columns(x, weight.columns), dataclasses.replace(weight, columns=None)
+        if weight.activations is not None and weight.input_scale is not None:
+            x = quantize_tokens(x, weight.activations, scale=weight.input_scale)
+        elif weight.activations is not None:
+            x = quantize_split_tokens(x, weight.activations)
+        total = _quantized_sum(x, weight, dtype)
+    elif fusible(x, weight, out_dtype=jnp.float32):
+        total = lax.psum(quantized_matmul(x, weight, out_dtype=jnp.float32), MODEL_AXIS)
+    else:
+        partial = lax.dot_general(
+            x.reshape(-1, x.shape[-1]),
+            weight.astype(x.dtype),
+            (((1,), (1,)), ((), ())),
+            precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+        total = lax.psum(partial, MODEL_AXIS).reshape(*x.shape[:-1], weight.shape[0])
+    return total if bias is None else total + bias.astype(jnp.float32)
+
+
+def _quantized_sum(x: jax.Array | QTensor, weight: QTensor, dtype: jnp.dtype) -> jax.Array:
+    """The float32 product, summed over the shards."""
+    if isinstance(x, QTensor):
+        # Sums of words come first, scales after: integers below 2^24 add up exactly.
+        one = jnp.ones((), jnp.float32)
+        words = dataclasses.replace(x, scale=jnp.broadcast_to(one, x.scale.shape))
+        rows = dataclasses.replace(weight, scale=jnp.broadcast_to(one, weight.scale.shape))
+        sums = lax.psum(quantized_matmul(words, rows, out_dtype=jnp.float32), MODEL_AXIS)
+        return sums * (x.scale * weight.scale.astype(jnp.float32)[:, 0])
+    out = jnp.dtype(jnp.float32)
+    if wants_kernel(None, x, weight):
+        rows = x.reshape(-1, x.shape[-1])
+        has_kernel = [unsupported(rows, weight, out_dtype=d) is None for d in (out, dtype)]
+        out = dtype if has_kernel == [False, True] else out
+    partial = quantized_matmul(x, weight, out_dtype=out)
+    return lax.psum(partial.astype(jnp.float32), MODEL_AXIS)
+
+
+def quantize_split_tokens(x: jax.Array, words: str) -> QTensor:
+    """``quantize`` of tokens whose features ``x[..., in / n]`` are split: one scale per token, that
+    of all its features."""
+    x = x.astype(jnp.float32)
+    top = lax.pmax(jnp.max(jnp.abs(x), axis=-1, keepdims=True), MODEL_AXIS)
+    # A scale is made from the largest magnitude, so a row that also holds it gets the right one,
+    # by quantize's own arithmetic.
+    whole = quantize(jnp.concatenate((x, top), axis=-1), words, scale_dtype=jnp.float32)
+    return dataclasses.replace(whole, q=whole.q[..., :-1])
+
+
+def lookup_rows(weight: jax.Array | QTensor, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rows ``tokens[...]`` of a matrix whose rows are split, on every shard."""
+    rows = weight.shape[0]
+    local = tokens - lax.axis_index(MODEL_AXIS) * rows
+    mine = (local >= 0) & (local < rows)
+    local = jnp.where(mine, local, 0)
+    if isinstance(weight, QTensor):
+        picked = dequantize(weight.rows(local), dtype)
+    else:
+        picked = weight[local].astype(dtype)
+    return lax.psum(jnp.where(mine[..., None], picked, jnp.zeros_like(picked)), MODEL_AXIS)

@@ -1,0 +1,158 @@
+"""Tensor and data parallelism: one mesh ("data", "model"), and a model cut over it.
+
+    mesh = make_mesh("data=1,model=4")
+    config, params = shard_params(cfg, params, mesh)      or jl.load(..., mesh="model=4")
+    cache = init_cache(config, batch, max_len, dtype, mesh=mesh)
+
+and then ``prefill``, ``decode_step``, ``generate``, ``logits`` as always.  The mesh is part of the
+arrays' types, so the model finds it while tracing (``traced_mesh``) and runs under ``shard_map``
+(``model.sharded``): each device its own, smaller model (``parallel.layout``) on local arrays, with
+its own kernels and two sums a layer (``parallel.collectives``).  What is around it (sampling,
+inserting rows) is plain jnp on sharded arrays, which XLA partitions: logits stay split over the
+vocabulary. Gradients pass through; a parameter's is summed over the data axis.
+
+Source: Megatron-LM (arXiv 1909.08053).  Communication is XLA's (NCCL on GPUs, gloo between CPUs);
+several hosts are ``parallel.hosts``.  Left out: sequence, pipeline and expert parallelism.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.shardings import fetch, gather_params, shard_params
+
+__all__ = ["fetch", "gather_params", "make_mesh", "mesh_of", "shard_params"]
+
+DATA_AXIS = "data"
+AXES = (DATA_AXIS, MODEL_AXIS)
+
+
+# The mesh
+
+
+def make_mesh(shape: str | Mapping[str, int] | Mesh) -> Mesh:
+    """ "data=1,model=4", a mapping of the same, or a Mesh with these axes; a missing axis is 1.
+
+    "model" is the inner axis, so that it stays on one host where it fits.  Raises JaxLlamaError
+    naming the axis, or the number of devices that there are.
+    """
+    # What XLA gives to NCCL is in order, whether in CUDA graphs or not; left alone, NCCL orders the
+    # two once more, with two nodes of the graph for every sum.
+    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
+    sizes = mesh_sizes(shape)
+    if isinstance(shape, Mesh):
+        order = [shape.axis_names.index(axis) for axis in AXES if axis in shape.axis_names]
+        devices = np.transpose(shape.devices, order)
+    else:
+        devices = _first_devices(sizes)
+    return Mesh(devices.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def mesh_sizes(shape: str | Mapping[str, int] | Mesh) -> tuple[int, ...]:
+    """Devices along each of AXES.  Raises JaxLlamaError naming the axis."""
+    if isinstance(shape, str):
+        shape = _parse(shape)
+    elif isinstance(shape, Mesh):
+        shape = dict(shape.shape)
+    for axis, size in shape.items():
+        if axis not in AXES:
+            raise JaxLlamaError(f"mesh: axis {axis!r} is not one of {', '.join(AXES)}")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise JaxLlamaError(f"mesh: {axis} = {size!r}: must be a whole number from 1 on")
+    return tuple(shape.get(axis, 1) for axis in AXES)
+
+
+def _parse(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for entry in text.split(","):
+        axis, _, size = (word.strip() for word in entry.partition("="))
+        if not size.isdecimal() or axis in sizes:
+            raise JaxLlamaError(f"mesh {text!r}: expected data=N,model=N, each at most once")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def _first_devices(sizes: tuple[int, ...]) -> np.ndarray:
+    wanted, devices = math.prod(sizes), jax.devices()
+    words = ",".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+    if wanted > len(devices):
+        raise JaxLlamaError(
+            f"mesh {words}: needs {wanted} devices, and there are {len(devices)} "
+            f"({devices[0].platform})"
+        )
+    hosts = {device.process_index for device in devices[:wanted]}
+    if len(hosts) < jax.process_count():
+        raise JaxLlamaError(
+            f"mesh {words}: its {wanted} devices are on {len(hosts)} of {jax.process_count()} "
+            f"hosts, and every host must have a part: {len(devices)} devices in all"
+        )
+    return np.array(devices[:wanted])
+
+
+def mesh_of(params: Mapping[str, Any]) -> Mesh | None:
+    """The mesh that (concrete) parameters are on; None without one."""
+    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    is_ours = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == AXES
+    return sharding.mesh if is_ours else None
+
+
+def traced_mesh(params: Mapping[str, Any]) -> AbstractMesh | None:
+    """The same from the arrays' types, so inside ``jit`` too; None inside a shard_map, where arrays
+    are one shard's."""
+    mesh = jax.typeof(jax.tree.leaves(params)[0]).sharding.mesh
+    return mesh if mesh.axis_names == AXES and not mesh.manual_axes else None
+
+
+# Rows
+
+
+def row_axis(mesh: Mesh | AbstractMesh, batch: int) -> str | None:
+    """The axis that ``batch`` rows are split over."""
+    size = mesh.shape[DATA_AXIS]
+    return DATA_AXIS if size > 1 and batch % size == 0 else None
+
+
+# What runs
+
+
+def data_parallel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function(params, *others, rows) -> means over the rows`` (a loss and its gradients), with
+    the rows split over the data axis of the mesh that ``params`` are on, if they are on one.
+
+    Every device runs the function on its own rows, kernels included, and the results are averaged:
+    the same means, since all have as many rows.  Raises JaxLlamaError for a mesh with "model" above
+    1, or rows that "data" does not divide.
+    """
+
+    def run(params: Any, *args: Any) -> Any:
+        mesh = traced_mesh(params)
+        if mesh is None:
+            return function(params, *args)
+        count = jax.tree.leaves(args[-1])[0].shape[0]
+        data, model = (mesh.shape[axis] for axis in AXES)
+        if model > 1:
+            raise JaxLlamaError(f"mesh: model={model}: training splits the data only; allowed: 1")
+        if count % data:
+            raise JaxLlamaError(f"mesh: data={data} does not divide the {count} rows of a batch")
+        average = functools.partial(jax.tree.map, lambda x: lax.pmean(x, DATA_AXIS))
+        return jax.shard_map(
+            lambda *args: average(function(*args)),
+            mesh=mesh,
+            in_specs=(*(P(),) * len(args), P(DATA_AXIS)),
+            out_specs=P(),
+            check_vma=False,
+        )(params, *args)
+
+    return run

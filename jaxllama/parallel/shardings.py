@@ -1,0 +1,346 @@
+"""Parameters on a mesh: how each is split, put there, read there from disk, and taken back.
+
+    specs(params) -> tree of PartitionSpec
+    shard_params(cfg, params, mesh) -> (config, params)        gather_params undoes it
+    read_leaf(cfg, mesh, dtype, path, shape, read) -> array
+
+``cfg`` is always the original model's; the config that comes back differs from it where kv heads
+are repeated.  Of a quantized weight, scales and zero points follow their rows and, along the
+inputs, their groups; one scale a row is on every shard.  Groups that shards would cut are written
+as smaller ones, the same numbers.
+
+``read_leaf`` asks for the rows and columns that this process's devices hold and for nothing else,
+so a host of many reads its own share of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxllama.config import ModelConfig
+from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.layout import (
+    Path,
+    check_shards,
+    natural_rows,
+    replicated_config,
+    row_order,
+    split_axis,
+)
+from pallas_kernels.qtensor import QTensor, RowBlocks
+
+# read(start, out): fill the flat ``out`` with the parameter's elements from ``start`` on.
+Read = Callable[[int, np.ndarray], None]
+
+
+def specs(params: Mapping[str, Any]) -> Any:
+    """How the arrays of a parameter tree (as ``shard_params`` leaves it) are split."""
+    return _map_arrays(lambda path, field, array, _: _spec(path, field, array), params)
+
+
+def _spec(path: Path, field: str, array: Any) -> P:
+    """field: of a QTensor, "" of a plain array."""
+    axis = split_axis(path)
+    if field == "columns" and axis == 1:
+        return P(MODEL_AXIS)
+    one_scale_a_row = axis == 1 and field in ("scale", "zero") and array.shape[-1] == 1
+    if axis is None or one_scale_a_row or field in ("columns", "input_scale"):
+        return P()
+    return P(*(None,) * axis, MODEL_AXIS)
+
+
+def shard_params(
+    cfg: ModelConfig, params: Mapping[str, Any], mesh: Mesh
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """(config, parameters on ``mesh``) of numpy or jax arrays, quantized or not.
+
+    Raises JaxLlamaError naming what the mesh does not divide.
+    """
+    config = replicated_config(cfg, mesh.shape[MODEL_AXIS])
+    return config, _map_leaves(lambda path, leaf: shard_leaf(cfg, mesh, path, leaf), dict(params))
+
+
+def shard_leaf(cfg: ModelConfig, mesh: Mesh, path: Path, leaf: Any) -> Any:
+    """One parameter: an array, a QTensor or RowBlocks."""
+    n = mesh.shape[MODEL_AXIS]
+
+    def one(path: Path, field: str, array: Any, order: np.ndarray | None) -> jax.Array:
+        array = array if order is None else _take(array, order)
+        return put(array, NamedSharding(mesh, _spec(path, field, array)))
+
+    leaf = _map_qtensors(lambda weight: split_groups(path, weight, n), leaf)
+    return _arrays_of_leaf(one, path, leaf, row_order(cfg, path, n))
+
+
+def placing(cfg: ModelConfig, mesh: Mesh, dtype: Any) -> tuple[Callable, Callable]:
+    """(place, stream) for ``checkpoints.hf.load``: ``shard_leaf`` and ``read_leaf``.
+
+    Raises JaxLlamaError naming what the mesh does not divide.
+    """
+    check_shards(cfg, mesh.shape[MODEL_AXIS])
+    return (
+        functools.partial(shard_leaf, cfg, mesh),
+        functools.partial(read_leaf, cfg, mesh, dtype),
+    )
+
+
+def computed_leaf(
+    cfg: ModelConfig, mesh: Mesh, path: Path, make: Callable[..., Any], *args: Any
+) -> Any:
+    """The parameter ``make(*args)`` on ``mesh``, inside ``jit``: every device computes all of it
+    and keeps its part, so that nothing is sent."""
+    n = mesh.shape[MODEL_AXIS]
+
+    def stored(*args: Any) -> Any:
+        leaf = _map_qtensors(lambda weight: split_groups(path, weight, n), make(*args))
+        order = row_order(cfg, path, n)
+        return _arrays_of_leaf(lambda _, __, x, own: x if own is None else _take(x, own),
+                               path, leaf, order)  # fmt: skip
+
+    def part(path: Path, field: str, x: jax.Array, _: Any) -> jax.Array:
+        split = _spec(path, field, x)
+        if MODEL_AXIS not in split:
+            return x
+        axis, at = split.index(MODEL_AXIS), lax.axis_index(MODEL_AXIS)
+        size = x.shape[axis] // n
+        return lax.dynamic_slice_in_dim(x, at * size, size, axis)
+
+    shapes = jax.eval_shape(stored, *args)
+    return jax.shard_map(
+        lambda *args: _arrays_of_leaf(part, path, stored(*args), None),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=_arrays_of_leaf(lambda *leaf: _spec(*leaf[:3]), path, shapes, None),
+        check_vma=False,  # nothing says that all devices compute the same
+    )(*args)
+
+
+def settle(
+    cfg: ModelConfig, params: Mapping[str, Any], mesh: Mesh
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """(config, parameters), each where it belongs, of parameters that are in their stored order,
+    some of them just computed from others (quantized, say)."""
+    n = mesh.shape[MODEL_AXIS]
+
+    def one(path: Path, leaf: Any) -> Any:
+        leaf = _map_qtensors(lambda weight: split_groups(path, weight, n), leaf)
+        return _arrays_of_leaf(
+            lambda path, field, array, _: jax.device_put(
+                array, NamedSharding(mesh, _spec(path, field, array))
+            ),
+            path, leaf, None,
+        )  # fmt: skip
+
+    return replicated_config(cfg, n), _map_leaves(one, dict(params))
+
+
+def gather_params(cfg: ModelConfig, params: Mapping[str, Any], n: int) -> dict[str, Any]:
+    """What ``shard_params`` was given, as numpy arrays, from parameters on a mesh of ``model=n``.
+    (Groups that were split stay so.)"""
+
+    def one(path: Path, field: str, array: Any, order: np.ndarray | None) -> np.ndarray:
+        whole = fetch(array)
+        return whole if order is None else whole[natural_rows(order)]
+
+    def of_leaf(path: Path, leaf: Any) -> Any:
+        order = row_order(cfg, path, n)
+        if order is None or not isinstance(leaf, RowBlocks):
+            return _arrays_of_leaf(one, path, leaf, order)
+        # Of every shard's rows the blocks have the same, consecutive parts.
+        shards, blocks, begin = order.reshape(n, -1), [], 0
+        for block in leaf.blocks:
+            end = begin + block.shape[0] // n
+            rows = shards[:, begin:end].reshape(-1)
+            blocks.append(_arrays_of_leaf(one, path, block, rows - rows.min()))
+            begin = end
+        return RowBlocks(tuple(blocks))
+
+    return _map_leaves(of_leaf, dict(params))
+
+
+def split_groups(path: Path, weight: QTensor, n: int) -> QTensor:
+    """A weight split by columns whose groups ``n`` shards would cut, in groups that they do not."""
+    groups = weight.scale.shape[-1]
+    if split_axis(path) != 1 or groups == 1 or groups % n == 0:
+        return weight
+    repeats = weight.group_size // math.gcd(weight.group_size, weight.shape[-1] // n)
+
+    def repeat(array: Any) -> Any:
+        return None if array is None else jnp.repeat(array, repeats, axis=-1)
+
+    return dataclasses.replace(weight, scale=repeat(weight.scale), zero=repeat(weight.zero))
+
+
+def put(array: Any, sharding: NamedSharding) -> jax.Array:
+    """An array that every host has, on the devices of ``sharding``."""
+    if sharding.is_fully_addressable:
+        if isinstance(array, jax.Array) and len(array.devices()) == 1:
+            # From device to device, where device_put would cut it on the host.
+            parts = sharding.addressable_devices_indices_map(array.shape)
+            shards = [jax.device_put(array[part], device) for device, part in parts.items()]
+            return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+        return jax.device_put(array, sharding)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def fetch(tree: Any) -> Any:
+    """The values as numpy arrays, on every host (all of them must call it)."""
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+            return x
+        return jax.jit(lambda x: x, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
+
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
+# From disk
+
+
+def read_leaf(
+    cfg: ModelConfig, mesh: Mesh, dtype: Any, path: Path, shape: tuple[int, ...], read: Read
+) -> jax.Array:
+    """The parameter at ``path``, of the original ``shape`` and row-major in its file, on ``mesh``.
+
+    A parameter split by rows is read shard by shard; another in one pass over the columns that this
+    process needs, of which its devices then take theirs.
+    """
+    order = row_order(cfg, path, mesh.shape[MODEL_AXIS])
+    stored = shape if order is None else (len(order), *shape[1:])
+    sharding = NamedSharding(mesh, _spec(path, "", np.empty(0)))
+    needed = [
+        tuple(part.indices(size)[:2] for part, size in zip(index, stored, strict=True))
+        for index in sharding.addressable_devices_indices_map(stored).values()
+    ]
+    blocks: dict[Any, np.ndarray] = {}
+    if split_axis(path) == 1:
+        hull = min(begin for _, (begin, _) in needed), max(end for _, (_, end) in needed)
+        columns = _read_columns(shape, hull, np.dtype(dtype), read)
+        for key in needed:
+            begin, end = key[1]
+            blocks[key] = columns[:, begin - hull[0] : end - hull[0]]
+    else:
+        rows = np.arange(shape[0]) if order is None else order
+        for key in needed:
+            if key not in blocks:
+                blocks[key] = _read_rows(rows[slice(*key[0])], shape[1:], np.dtype(dtype), read)
+
+    def block(index: tuple[slice, ...]) -> np.ndarray:
+        return blocks[
+            tuple(part.indices(size)[:2] for part, size in zip(index, stored, strict=True))
+        ]
+
+    return jax.make_array_from_callback(stored, sharding, block)
+
+
+def _read_rows(rows: np.ndarray, rest: tuple[int, ...], dtype: np.dtype, read: Read) -> np.ndarray:
+    """Rows of the file, in runs; row -1 is zeros."""
+    width = math.prod(rest)
+    out = np.zeros((len(rows), width), dtype)
+    # A run ends where the next row is not the next one in the file.
+    ends = [*np.flatnonzero(np.diff(rows) != 1) + 1, len(rows)]
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        if rows[begin] >= 0:
+            read(int(rows[begin]) * width, out[begin:end].reshape(-1))
+    return out.reshape(len(rows), *rest)
+
+
+def _read_columns(
+    shape: tuple[int, ...], columns: tuple[int, int], dtype: np.dtype, read: Read
+) -> np.ndarray:
+    rows, width = shape
+    begin, end = columns
+    out = np.empty((rows, end - begin), dtype)
+    if end - begin == width:
+        read(0, out.reshape(-1))
+    else:
+        for row in range(rows):
+            read(row * width + begin, out[row])
+    return out
+
+
+# Trees: a leaf is a parameter; it is an array, a QTensor of arrays, or RowBlocks of both
+
+
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, QTensor | RowBlocks)
+
+
+def _map_leaves(function: Callable[[Path, Any], Any], params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: function(tuple(key.key for key in keys), leaf), params, is_leaf=_is_leaf
+    )
+
+
+def _map_qtensors(function: Callable[[QTensor], QTensor], leaf: Any) -> Any:
+    return jax.tree.map(
+        lambda node: function(node) if isinstance(node, QTensor) else node,
+        leaf,
+        is_leaf=lambda node: isinstance(node, QTensor),
+    )
+
+
+_ArrayFunction = Callable[[Path, str, Any, np.ndarray | None], Any]
+
+
+def _map_arrays(function: _ArrayFunction, params: Any) -> Any:
+    return _map_leaves(lambda path, leaf: _arrays_of_leaf(function, path, leaf, None), dict(params))
+
+
+def _arrays_of_leaf(
+    function: _ArrayFunction, path: Path, leaf: Any, order: np.ndarray | None
+) -> Any:
+    """``function(path, field, array, order of its rows)`` of every array."""
+    if isinstance(leaf, RowBlocks):
+        blocks = zip(leaf.blocks, _orders_of_blocks(path, leaf, order), strict=True)
+        return RowBlocks(tuple(_arrays_of_leaf(function, path, *block) for block in blocks))
+    if not isinstance(leaf, QTensor):
+        return function(path, "", leaf, order)
+    fields = {
+        field.name: getattr(leaf, field.name)
+        for field in dataclasses.fields(leaf)
+        if field.name != "activations"
+    }
+    return dataclasses.replace(
+        leaf,
+        **{
+            name: function(path, name, x, None if name in ("columns", "input_scale") else order)
+            for name, x in fields.items()
+            if x is not None
+        },
+    )
+
+
+def _orders_of_blocks(
+    path: Path, leaf: RowBlocks, order: np.ndarray | None
+) -> list[np.ndarray | None]:
+    """Each block's own rows in the order of the whole, which keeps a shard's rows together."""
+    if order is None:
+        return [None] * len(leaf.blocks)
+    orders, begin = [], 0
+    for block in leaf.blocks:
+        end = begin + block.shape[0]
+        orders.append(order[(order >= begin) & (order < end)] - begin)
+        begin = end
+    return orders
+
+
+def _take(array: Any, order: np.ndarray) -> Any:
+    taken = array[np.maximum(order, 0)]
+    if (order >= 0).all():
+        return taken
+    padding = (order < 0).reshape(-1, *(1,) * (array.ndim - 1))
+    module = np if isinstance(array, np.ndarray) else jnp
+    return module.where(padding, module.zeros((), array.dtype), taken)

@@ -1,0 +1,136 @@
+"""random_params: weights of a model's shape, made on the devices that hold them, one at a time.
+
+    random_params(cfg, key, dtype, scheme) -> params
+
+The values are ``init_params``'s in kind (normal, 0.02; norms 1; biases 0).  With a scheme the tree
+is that of ``quantize_params``, but no floats are drawn for it: words are, uniform over their range
+(float8: normal), under one constant scale that gives the same deviation, so that a model whose
+floats fit nowhere can still be measured: a 70B shape in w4a16 on one GPU.  Weights of one shape
+share one program.  On a mesh every device draws a weight and keeps its part of it, all at the same
+time: the model is that of one device, cut.
+
+Left out: any claim about what such a model says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxllama.config import ModelConfig
+from jaxllama.generation import Params
+from jaxllama.model.params import Path, param_table
+from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.layout import check_shards
+from jaxllama.parallel.shardings import computed_leaf
+from jaxllama.progress import working
+from jaxllama.quantization.quantize import quantize_params
+from pallas_kernels.qtensor import QTensor, tree_bytes
+
+# Standard deviations of random words.
+_WORDS = {"int8": 73.9, "int4": 4.61, "float8_e4m3fn": 100.0}
+
+
+def random_params(
+    cfg: ModelConfig,
+    key: jax.Array,
+    dtype: DTypeLike = jnp.float32,
+    scheme: str | None = None,
+    place: Callable[[Path, Any], Any] | None = None,
+    mesh: Mesh | None = None,
+    progress: bool = False,
+) -> Params:
+    """See the module docstring.  ``place(path, leaf)`` gives what goes into the tree.  progress: a
+    bar on stderr.  Raises JaxLlamaError for an unknown scheme, or naming a weight that no group
+    size divides, or what the mesh does not divide."""
+    if mesh is not None:
+        check_shards(cfg, mesh.shape[MODEL_AXIS])
+    shapes = param_shapes(cfg, dtype)
+    if scheme is not None:
+        shapes = jax.eval_shape(functools.partial(quantize_params, scheme=scheme), shapes)
+    flat = jax.tree_util.tree_leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, QTensor))
+    leaves = {tuple(entry.key for entry in path): leaf for path, leaf in flat}
+    # The table's order is the seed's; what a scheme adds comes behind it.
+    table = param_table(cfg)
+    order = [path for path in table if path in leaves]
+    order += [path for path in leaves if path not in set(order)]
+    seed, kind = np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key))
+    params: Params = {}
+    with working("drawing weights", tree_bytes(shapes), progress) as bar:
+        for index, path in enumerate(order):
+            spec = table.get(path, table["embed", "weight"])  # a head of a tied model's own
+            where = () if mesh is None else (cfg, mesh, path[-2:])
+            value = _draw(seed, np.uint32(index), kind, leaves[path], spec.mean, spec.std, *where)
+            _put(params, path, value if place is None else place(path, value))
+            jax.block_until_ready(value)
+            bar(tree_bytes(leaves[path]))
+    return params
+
+
+def param_shapes(cfg: ModelConfig, dtype: DTypeLike = jnp.float32) -> Params:
+    """The parameter tree with a ``jax.ShapeDtypeStruct`` for every leaf."""
+    shapes: Params = {}
+    for path, spec in param_table(cfg).items():
+        _put(shapes, path, jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)))
+    return shapes
+
+
+def _put(tree: Params, path: Path, value: Any) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
+
+
+@functools.partial(jax.jit, static_argnums=range(2, 9))
+def _draw(
+    seed: jax.Array,
+    index: jax.Array,
+    kind: str,
+    like: Any,
+    mean: float,
+    std: float,
+    cfg: ModelConfig | None = None,
+    mesh: Mesh | None = None,
+    path: Path = (),
+) -> Any:
+    """A leaf like ``like``, a shape or a QTensor of shapes; on a mesh the one at a path that ends
+    with ``path``."""
+
+    def make(seed: jax.Array, index: jax.Array) -> Any:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl=kind), index)
+        if not isinstance(like, QTensor):
+            return _floats(key, like.shape, like.dtype, mean, std)
+        scale = std / _WORDS[like.q.dtype.name]
+        fields = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)  # zero points
+        return dataclasses.replace(
+            fields, q=_words(key, like.q.shape, like.q.dtype),
+            scale=jnp.full(like.scale.shape, scale, like.scale.dtype),
+        )  # fmt: skip
+
+    if mesh is None:
+        return make(seed, index)
+    return computed_leaf(cfg, mesh, path, make, seed, index)
+
+
+def _floats(key: jax.Array, shape: tuple[int, ...], dtype: Any, mean: float, std: float):
+    if std == 0:
+        return jnp.full(shape, mean, dtype)
+    return (mean + std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def _words(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if jnp.issubdtype(dtype, jnp.floating):
+        values = _WORDS[dtype.name] * jax.random.normal(key, shape, jnp.float32)
+        most = float(jnp.finfo(dtype).max)
+        return jnp.clip(values, -most, most).astype(dtype)
+    bits = lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), jnp.int8)
+    return (bits >> (8 - jnp.iinfo(dtype).bits)).astype(dtype)

@@ -1,0 +1,54 @@
+"""Admission: whether a request can ever run on an engine, asked before anything is queued."""
+
+from __future__ import annotations
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import LanguageModel
+from jaxllama.sampling import Sampling
+from jaxllama.serving.engine.grammar import GrammarCompiler, Matcher
+from jaxllama.serving.engine.options import EngineOptions
+from jaxllama.serving.engine.request import Request
+from jaxllama.serving.engine.scheduler import Scheduler
+from jaxllama.serving.engine.slots import MAX_BIAS
+
+
+class Admission:
+    def __init__(self, lm: LanguageModel, options: EngineOptions, scheduler: Scheduler) -> None:
+        cfg = lm.config
+        self._cfg, self._tokenizer = cfg, lm.tokenizer
+        self._max_len, self._scheduler = options.max_len, scheduler
+        self._grammars = GrammarCompiler(lm.tokenizer, cfg.vocab_size, cfg.eos_token_ids)
+
+    def check(self, request: Request) -> Matcher | None:
+        """The matcher of its grammar, if it has one.  JaxLlamaError, which names the limit, for
+        what can never run."""
+        cfg, n_prompt = self._cfg, len(request.prompt)
+        for token in request.prompt:
+            if not 0 <= token < cfg.vocab_size:
+                raise JaxLlamaError(
+                    f"token id {token} is outside the vocabulary of {cfg.vocab_size}"
+                )
+        if n_prompt + request.max_new_tokens > self._max_len:
+            raise JaxLlamaError(
+                f"{n_prompt} prompt tokens and {request.max_new_tokens} new ones exceed the "
+                f"engine's limit of {self._max_len}"
+            )
+        if request.stop and self._tokenizer is None:
+            raise JaxLlamaError(f"stop strings need a tokenizer, and {cfg.name} has none")
+        self._scheduler.check(request)
+        _check_sampling(request.sampling, cfg.vocab_size)
+        return None if request.grammar is None else self._grammars.matcher(request.grammar)
+
+
+def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    """JaxLlamaError if a row cannot have these parameters."""
+    bias = sampling.logit_bias or ()
+    if len(bias) > MAX_BIAS:
+        raise JaxLlamaError(
+            f"logit_bias has {len(bias)} entries: the engine takes up to {MAX_BIAS}"
+        )
+    for token, _ in bias:
+        if token >= vocab_size:
+            raise JaxLlamaError(
+                f"logit_bias: token id {token} is outside the vocabulary of {vocab_size}"
+            )

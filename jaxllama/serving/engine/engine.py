@@ -1,0 +1,461 @@
+"""Engine: continuous batching of requests over one model.
+
+    engine = Engine(lm, max_slots=16)
+    engine.start()                           # a thread that runs step() while there is work
+    engine.submit(request, on_event)         # from any thread; Events come on the engine's
+    engine.drain(); engine.stop()
+
+or, without a thread, ``submit`` and then ``step`` until it returns False.  A step is: take what
+came in, end what is overdue or cancelled, let the scheduler plan, prefill, insert, decode, read.
+
+Contract.  A request's tokens are those that ``lm.generate`` gives it alone, whatever else runs and
+in whatever order (up to rounding: other shapes add in other orders; the very same bits where the
+model is ``deterministic``, see ``EngineOptions``).  Every request gets exactly one Event with a
+``finish_reason``, its last.  What a request's own text, grammar or listener raises ends that
+request with an "error" and nothing else; what a step itself raises ends the engine: all are told
+(``EngineFailed``), and ``failure`` says why.  After ``warm_up`` nothing is compiled.  The same
+requests and cancellations at the same steps give the same bits: with a ``state`` folder everything
+that comes in is written to its ``journal``, and ``restore`` does it again.
+
+What rows have written that go on is decoded to text and told after the next decode has been handed
+to the device, which works meanwhile; what may end an answer is read before anything is planned.
+
+Parameters on a mesh (``parallel``) make an engine on that mesh: a device holds its heads of every
+cache.  Left out: several processes behind one engine, beam search, speculative decoding.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import LanguageModel
+from jaxllama.offload.model import OffloadedModel
+from jaxllama.serving.engine.admission import Admission
+from jaxllama.serving.engine.grammar import Matcher
+from jaxllama.serving.engine.inbox import Inbox
+from jaxllama.serving.engine.options import EngineOptions
+from jaxllama.serving.engine.output import Live, OnEvent, OutputReader
+from jaxllama.serving.engine.request import EngineFailed, Event, FinishReason, QueueFull, Request
+from jaxllama.serving.engine.runner import Runner
+from jaxllama.serving.engine.scheduler import Scheduler, Sequence
+from jaxllama.serving.engine.stats import Stats, count
+from jaxllama.serving.journal import Entry, Journal
+
+_log = logging.getLogger("jaxllama.serving")
+
+
+class Engine:
+    """options: the fields of ``EngineOptions``.  state: the folder of a new journal, to ``restore``
+    from.  observe: called as (name, seconds) with "queue" (until admission), "ttft" (until the
+    first token), "itl" (between tokens) and "e2e" (until the end).
+
+    failure: None, or what ended the engine.  Raises JaxLlamaError for options that do not go
+    together, for an offloaded model, and for a journal that another engine has begun."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        state: str | Path | None = None,
+        observe: Callable[[str, float], None] | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(lm, OffloadedModel):
+            raise JaxLlamaError("the engine runs no offloaded models: load this one without policy")
+        cfg = lm.config
+        self.lm = lm
+        self.failure: str | None = None
+        options = {"deterministic": lm.deterministic, **options}
+        self.options = EngineOptions(**options).resolve(cfg, lm.dtype)
+        self.runner = Runner(cfg, lm.params, self.options)
+        self.scheduler = Scheduler(
+            max_slots=self.options.max_slots,
+            cache_tokens=self.options.cache_tokens,
+            chunk=self.options.prefill_chunk,
+            token_budget=self.options.token_budget,
+            widths=self.options.widths,
+            steps_per_call=self.options.steps_per_call,
+            lanes=self.options.lanes,
+            recompute=not self.options.deterministic,
+            lookup=self._admit,
+        )
+        self.admission = Admission(lm, self.options, self.scheduler)
+        self._observe = observe or (lambda name, seconds: None)
+        self.live: dict[str, Live] = {}
+        self._untold: list[Live] = []
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.arrivals = 0
+        self.steps = 0
+        self._is_replaying = False
+        self.journal = None if state is None else self._begin_journal(state)
+        self.compiled = self.runner.compiled_programs()
+        self._stats = count(self)
+        self._inbox = Inbox()
+        self._stepping = threading.RLock()
+        self._thread: threading.Thread | None = None
+
+    # What comes in, from any thread
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        """Queue a request.  on_event: called on the engine's thread; a request whose listener
+        raises ends with the reason "error".
+
+        Raises QueueFull when ``max_queue`` requests wait, EngineClosed when no more are taken,
+        JaxLlamaError for a request that can never run or an id in flight.
+        """
+        waiting = len(self.scheduler.waiting)
+        if not self._submit(request, on_event, self.options.max_queue - waiting):
+            waiting += len(self._inbox)
+            raise QueueFull(waiting, self._retry_after(waiting))
+
+    def _submit(self, request: Request, on_event: OnEvent, room: float) -> bool:
+        entry = request, on_event, self.admission.check(request), time.monotonic()
+        return self._inbox.submit(request.id, entry, room)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its last Event says "cancelled".  Unknown ids are ignored."""
+        self._inbox.end(request_id, "cancelled")
+
+    @property
+    def closed(self) -> str | None:
+        """Why no more requests are taken, or None."""
+        return self._inbox.closed
+
+    def _retry_after(self, waiting: int) -> float:
+        """Seconds until a quarter of the queue is gone, at the pace of what has ended so far."""
+        ended, busy = self.counts["ended"], self.counts["busy_ms"] / 1000
+        return max(busy / ended * waiting / 4, 1.0) if ended else 1.0
+
+    # Steps
+
+    def step(self) -> bool:
+        """Do one step; False if there was nothing to do."""
+        with self._stepping:
+            began = time.monotonic()
+            self._take_inbox()
+            overdue = [] if self._is_replaying else list(self.scheduler.overdue(began))
+            for sequence, reason in overdue:
+                self._end_from_outside(sequence.request.id, reason)
+            if not self.live:
+                self._stats = count(self)
+                return bool(overdue)
+            self._run()
+            self.steps += 1
+            self.counts["busy_ms"] += round((time.monotonic() - began) * 1000)
+            self._stats = count(self)
+            return True
+
+    def _run(self) -> None:
+        scheduler, runner = self.scheduler, self.runner
+        plan = scheduler.plan()
+        for sequence in plan.preempted:
+            runner.drop(sequence)
+            self.counts["preemptions"] += 1
+        scheduler.move(runner.fit(scheduler.running, plan.started))
+        runner.prefill(plan.fills, plan.started)
+        if not plan.steps:
+            self._tell()
+            return
+        masks = {}
+        for slot, sequence in list(scheduler.running.items()):
+            live = self.live[sequence.request.id]
+            if live.matcher is not None:
+                try:
+                    masks[slot] = live.matcher.mask()
+                except Exception as error:
+                    live.error = error
+                    self._end(sequence.request.id, "error")
+        running = dict(scheduler.running)
+        decoding = runner.decode(running, masks, plan.steps, plan.wanted)
+        try:
+            self._tell()
+        finally:  # nobody may touch the runner before
+            written = decoding.result()
+        now = time.monotonic()
+        for slot, sequence in running.items():
+            if written[slot].tokens:
+                live = self.live[sequence.request.id]
+                if live.accept(written[slot], now):
+                    self._untold.append(live)
+                else:
+                    self._read(live)
+
+    def _tell(self) -> None:
+        untold, self._untold = self._untold, []
+        for live in untold:
+            self._read(live)
+
+    def _admit(self, sequence: Sequence) -> int:
+        cached = self.runner.lookup(sequence)
+        if not sequence.output:
+            sequence.cached = cached
+            self.counts["prefix_hit_tokens"] += cached
+            self._observe("queue", time.monotonic() - sequence.submitted)
+        return cached
+
+    def _read(self, live: Live) -> None:
+        """Hand on what a row has written, if it has not been."""
+        if live.unread is None or live.error is not None:
+            return
+        now = live.unread.time
+        try:
+            news = live.read()
+        except Exception as error:
+            self._blame(live, error)
+            return
+        n_tokens = len(news["tokens"])
+        is_first = n_tokens == len(live.sequence.output)
+        seconds, live.last_time = now - live.last_time, now
+        self._observe("ttft" if is_first else "itl", seconds / (1 if is_first else n_tokens))
+        self.counts["completion_tokens"] += n_tokens
+        if live.reason is None:
+            try:
+                live.emit(**news)
+            except Exception as error:
+                self._blame(live, error)
+        else:
+            self._end(live.sequence.request.id, live.reason, **news)
+
+    def _blame(self, live: Live, error: Exception) -> None:
+        """A request's own work has raised: the next step ends it (rows may be decoding now)."""
+        live.error = error
+        self.cancel(live.sequence.request.id)
+
+    def _end(self, request_id: str, reason: FinishReason, **event: Any) -> None:
+        live = self.live[request_id]
+        self._read(live)
+        self.scheduler.finish(live.sequence)
+        self.runner.drop(live.sequence)
+        if live.reason is None and live.error is None:
+            try:
+                event["text"] = live.reader.close()
+            except Exception as error:
+                live.error = error
+        if live.error is not None:
+            reason, event = "error", {"error": live.error}
+        self._observe("e2e", time.monotonic() - live.sequence.submitted)
+        self._tell_end(live, reason, **event)
+
+    def _tell_end(self, live: Live, reason: FinishReason, **event: Any) -> None:
+        """The last event, and the request is forgotten."""
+        self.counts[f"finished {reason}"] += 1
+        self.counts["ended"] += 1
+        with contextlib.suppress(Exception):  # it has ended, whatever its listener makes of it
+            live.emit(finish_reason=reason, **event)
+        del self.live[live.sequence.request.id]
+        self._inbox.forget(live.sequence.request.id)
+
+    # What came in, taken by a step
+
+    def _take_inbox(self) -> None:
+        for kind, entry in self._inbox.take():
+            if kind == "submit":
+                self._record("submit", entry[0].to_json())
+                self._add(*entry)
+            elif entry[0] in self.live:
+                self._end_from_outside(*entry)
+
+    def _end_from_outside(self, request_id: str, reason: FinishReason) -> None:
+        reason = reason if self.live[request_id].error is None else "error"
+        self._record("end", {"id": request_id, "reason": reason})
+        self._end(request_id, reason)
+
+    def _add(
+        self, request: Request, on_event: OnEvent, matcher: Matcher | None, submitted: float
+    ) -> None:
+        sequence = Sequence(request, self.arrivals, submitted)
+        self.arrivals += 1
+        self.counts["prompt_tokens"] += len(request.prompt)
+        live = self._follow(sequence, on_event, matcher)
+        try:
+            self.scheduler.add(sequence)
+        except JaxLlamaError as error:  # it could run when it was submitted
+            self._tell_end(live, "error", error=error)
+
+    def _follow(self, sequence: Sequence, on_event: OnEvent, matcher: Matcher | None) -> Live:
+        request = sequence.request
+        eos = () if request.ignore_eos else self.lm.config.eos_token_ids
+        reader = OutputReader(self.lm.tokenizer, eos, request.stop)
+        live = Live(sequence, on_event, reader, matcher, sequence.submitted)
+        self.live[request.id] = live
+        return live
+
+    # Convenience
+
+    def generate(self, requests: Iterable[Request]) -> dict[str, list[Event]]:
+        """Run requests to their ends on this thread; the events of each."""
+        events: dict[str, list[Event]] = {}
+        for request in requests:
+            self.submit(request, events.setdefault(request.id, []).append)
+        while self.step():
+            pass
+        return events
+
+    def warm_up(self) -> None:
+        """Compile every program in every shape; requests in flight are left as they are."""
+        with self._stepping:
+            self.runner.warm_up()
+            self.compiled = self.runner.compiled_programs()
+            self._stats = count(self)
+
+    def stats(self) -> Stats:
+        """As of the last step; from any thread."""
+        waiting = len(self.scheduler.waiting) + len(self._inbox)
+        return dataclasses.replace(self._stats, waiting=waiting)
+
+    # The thread
+
+    def start(self) -> None:
+        """Warm up and run in a thread of its own."""
+        if self._thread is not None:
+            raise JaxLlamaError("the engine has been started already")
+        self.warm_up()
+        self._thread = threading.Thread(target=self._loop, name="jaxllama-engine", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while self._inbox.wait_for_work(lambda: bool(self.live)):
+            try:
+                self.step()
+            except BaseException as error:  # a library's panic is no Exception
+                self._fail(error)
+                return
+            if not self.live:
+                self._inbox.wake()
+
+    def _fail(self, error: BaseException) -> None:
+        """A step that raised has left the state unknown, the scheduler's too: everybody is told,
+        nothing else is touched, and no more is taken."""
+        self.failure = f"the engine failed: {type(error).__name__}: {error}"
+        _log.error("the engine failed", exc_info=error)
+        self._inbox.close(self.failure)
+        with self._stepping:
+            for kind, entry in self._inbox.take():
+                if kind == "submit":
+                    request, on_event, matcher, submitted = entry
+                    self._follow(Sequence(request, self.arrivals, submitted), on_event, matcher)
+            for live in list(self.live.values()):
+                self._tell_end(live, "error", error=EngineFailed(self.failure))
+        self._inbox.wake()
+
+    def _end_all(self) -> None:
+        with self._stepping:
+            for kind, entry in self._inbox.take():
+                if kind == "submit":
+                    self._add(*entry)
+            for request_id in list(self.live):
+                self._end(request_id, "cancelled")
+            self._stats = count(self)
+        self._inbox.wake()
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests and wait until those in flight are answered; False if that took
+        longer than ``timeout`` seconds."""
+        self._inbox.close("the engine is shutting down")
+        if self._thread is None:
+            while self.step():
+                pass
+            return True
+
+        return self._inbox.wait_until_idle(self._thread.is_alive, timeout)
+
+    def stop(self) -> None:
+        """End the thread; whatever is in flight ends as "cancelled"."""
+        self._inbox.close("the engine has stopped")
+        self._inbox.stop()
+        if self._thread is not None:
+            self._thread.join()
+        if self.failure is None:
+            self._end_all()
+        if self.journal is not None:
+            self.journal.close()
+
+    # The journal
+
+    def _begin_journal(self, folder: str | Path) -> Journal:
+        journal = Journal(folder)
+        if journal.history():
+            journal.close()
+            raise JaxLlamaError(f"{folder}: another engine's journal: Engine.restore goes on")
+        header = {"model": _fingerprint(self.lm), "options": dataclasses.asdict(self.options)}
+        journal.accept(None, "options", 0, json.dumps(header))
+        return journal
+
+    def _record(self, kind: str, entry: dict[str, Any]) -> None:
+        if self.journal is not None:
+            # numpy's numbers are numbers too
+            text = json.dumps(entry, default=lambda number: number.item())
+            self.journal.accept(None, kind, self.steps, text)
+
+    @classmethod
+    def restore(
+        cls,
+        state: str | Path,
+        lm: LanguageModel,
+        on_event: OnEvent = lambda event: None,
+        *,
+        observe: Callable[[str, float], None] | None = None,
+    ) -> Engine:
+        """The engine whose journal is in this folder, on the same model, as it was when the last
+        entry was taken: all that came in is done again, which takes as long as it did.  The steps
+        to come are the caller's, and the journal goes on.
+
+        on_event: listens to every request, from its first token on.  Deadlines that had not struck
+        count from now.
+        Raises JaxLlamaError if there is no engine's journal, or one of another model.
+        """
+        if not Path(state).is_dir():
+            raise JaxLlamaError(f"{state}: not an engine's journal")
+        journal = Journal(state)
+        try:
+            entries = journal.history()
+            if not entries:
+                raise JaxLlamaError(f"{state}: not an engine's journal")
+            header = json.loads(entries[0].body)
+            if header["model"] != _fingerprint(lm):
+                raise JaxLlamaError(f"{state}: the journal of another model than {lm.config.name}")
+            engine = cls(lm, observe=observe, **header["options"])
+            engine._replay(entries[1:], on_event)
+        except BaseException:
+            journal.close()
+            raise
+        engine.journal = journal
+        return engine
+
+    def _replay(self, entries: Iterable[Entry], on_event: OnEvent) -> None:
+        self._is_replaying = True
+        for entry in entries:
+            while self.steps < entry.at:
+                if not self.step():
+                    raise JaxLlamaError(
+                        f"the journal goes on at step {entry.at}, but nothing is left to do at "
+                        f"step {self.steps}: it is another engine's"
+                    )
+            data = json.loads(entry.body)
+            if entry.kind == "submit":
+                self._submit(Request.from_json(data), on_event, math.inf)
+            else:
+                self._inbox.end(data["id"], data["reason"])
+            self._take_inbox()
+        self._is_replaying = False
+
+
+def _fingerprint(lm: LanguageModel) -> str:
+    """Of the configuration and of the final norm's weights, which no two models share."""
+    digest = hashlib.sha256(repr(lm.config).encode())
+    digest.update(np.asarray(lm.params["norm"]["weight"]).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,120 @@
+"""Constrained output: which tokens may come next, by llguidance (extra ``grammar``).
+
+A matcher runs on the host, one per constrained request; after every token it gives a bit mask over
+the vocabulary that the sampler applies.  Contract: the tokens of a finished request (reason "stop")
+match the grammar; one that ends for its length is a prefix of something that does.
+Left out: tokens forced by the grammar are drawn one by one like the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.serving.engine.request import Grammar
+from jaxllama.text.tokenizer import Tokenizer
+
+
+class GrammarCompiler:
+    """Makes matchers for one tokenizer.  eos_ids: the model's stop tokens, at least one."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int]):
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_ids)
+
+    @functools.cached_property
+    def _library(self) -> Any:
+        try:
+            import llguidance
+        except ImportError:
+            raise JaxLlamaError(
+                "constrained output needs llguidance: pip install 'jaxllama[grammar]'"
+            ) from None
+        return llguidance
+
+    @functools.cached_property
+    def _vocabulary(self) -> Any:
+        if self._tokenizer is None or not self._eos:
+            raise JaxLlamaError("constrained output needs a tokenizer and a stop token")
+        return self._library.LLTokenizer(
+            self._library.TokenizerWrapper(
+                _Vocabulary(self._tokenizer, self._vocab_size, self._eos)
+            ),
+            n_vocab=self._vocab_size,
+            eos_token=self._eos,
+        )
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """Raises JaxLlamaError with the library's own message for a grammar that is none."""
+        library = self._library.LLMatcher
+        try:
+            if grammar.kind == "regex":
+                source = library.grammar_from_regex(grammar.source)
+            else:
+                # One spelling of the space between tokens: a weak model would go on with blanks.
+                source = library.grammar_from_json_schema(
+                    grammar.source, defaults={"whitespace_flexible": False}
+                )
+        except ValueError as error:
+            raise JaxLlamaError(f"{grammar.kind}: {_one_line(error)}") from None
+        matcher = library(self._vocabulary, source, log_level=0)
+        if matcher.is_error():
+            raise JaxLlamaError(f"{grammar.kind}: {_one_line(matcher.get_error())}")
+        return Matcher(matcher, self._vocab_size)
+
+
+class Matcher:
+    """Follows one request's tokens.  ``mask`` and ``read`` raise JaxLlamaError for a grammar that
+    turns out too complex: the library builds its automaton as tokens come."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._width = matcher, -(-vocab_size // 32)
+
+    def mask(self) -> np.ndarray:
+        """uint32 ``[ceil(V / 32)]``, bit i of the whole allows token i."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        self._check()
+        return bits[: self._width]
+
+    def read(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but a stop token can follow."""
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise JaxLlamaError(f"grammar: {_one_line(self._matcher.get_error())}")
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: list[int]) -> None:
+        self.eos_token_id, self.bos_token_id = eos[0], tokenizer.bos_id
+        spelt = [tokenizer.token_bytes(index, skip_special=True) for index in range(vocab_size)]
+        # A token without bytes (special, unused) is marked so that no text can reach it.
+        self.tokens = [
+            data or b"\xff<%d>" % index if index not in eos else b"\xff<eos-%d>" % index
+            for index, data in enumerate(spelt)
+        ]
+        self.special_token_ids = [
+            index for index, data in enumerate(spelt) if not data or index in eos
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        return self._tokenizer.encode(text, add_special=False)
+
+
+def _one_line(error: object) -> str:
+    """Without the dump of the library's state, which holds the text written so far."""
+    return " ".join(str(error).partition("<state>")[0].split())[:300]

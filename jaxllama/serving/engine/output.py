@@ -1,0 +1,147 @@
+"""What a request writes, on its way to the one who listens.
+
+``OutputReader`` turns tokens to text and finds their end as ``LanguageModel.generate`` does: it
+keeps every token up to and with the one that ends the text (a stop token, or the one that completes
+a stop string) and drops what the device wrote after it.  ``Live`` is a request in the engine, with
+its reader, its grammar's matcher and its listener.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxllama.serving.engine import scheduler
+from jaxllama.serving.engine.grammar import Matcher
+from jaxllama.serving.engine.request import Event, FinishReason
+from jaxllama.serving.engine.runner import Written
+from jaxllama.text.tokenizer import StopStrings, TextStream, Tokenizer
+
+OnEvent = Callable[[Event], None]
+
+
+class OutputReader:
+    def __init__(
+        self, tokenizer: Tokenizer | None, eos_ids: Sequence[int], stops: Sequence[str]
+    ) -> None:
+        self.stopped = False
+        self._eos = frozenset(eos_ids)
+        self._stream = TextStream(tokenizer) if tokenizer else None
+        self._stops = StopStrings(stops) if stops else None
+
+    def may_stop(self, tokens: Sequence[int]) -> bool:
+        """Could the text end within these tokens?"""
+        return self._stops is not None or not self._eos.isdisjoint(tokens)
+
+    def read(self, tokens: Sequence[int]) -> tuple[int, str]:
+        """(How many of ``tokens`` belong to the answer, the text that is certain by then)."""
+        shown: list[str] = []
+        for index, token in enumerate(tokens):
+            if token in self._eos:
+                self.stopped = True
+            elif self._stream is not None:
+                shown.append(self._pass(self._stream.feed(token)))
+            if self.stopped:
+                return index + 1, "".join(shown)
+        return len(tokens), "".join(shown)
+
+    def close(self) -> str:
+        """What was held back: an incomplete character, the beginning of a stop string."""
+        if self._stream is None or (self._stops is not None and self._stops.found):
+            return ""
+        text = self._pass(self._stream.flush())
+        if self._stops is not None and not self._stops.found:
+            text += self._stops.flush()
+        return text
+
+    def _pass(self, text: str) -> str:
+        if self._stops is None:
+            return text
+        text = self._stops.feed(text)
+        self.stopped |= self._stops.found
+        return text
+
+
+class Unread(NamedTuple):
+    """What a row has written at ``time`` and nobody has been told yet.  is_accepted: it stands in
+    the sequence's output already."""
+
+    written: Written
+    time: float
+    is_accepted: bool
+
+
+class Live:
+    """reason: set once the answer is complete.  error: what the request's own work has raised; then
+    nothing more is read.  last_time: of the newest token, before the first one of the submission.
+    """
+
+    def __init__(
+        self,
+        sequence: scheduler.Sequence,
+        on_event: OnEvent,
+        reader: OutputReader,
+        matcher: Matcher | None,
+        last_time: float,
+    ) -> None:
+        self.sequence, self.on_event = sequence, on_event
+        self.reader, self.matcher = reader, matcher
+        self.last_time = last_time
+        self.unread: Unread | None = None
+        self.reason: FinishReason | None = None
+        self.error: Exception | None = None
+
+    def accept(self, written: Written, time: float) -> bool:
+        """Take what a row has written.  True if the answer goes on after it: then it can be read
+        later, else at once."""
+        tokens, sequence = written.tokens, self.sequence
+        may_end = (
+            len(tokens) >= sequence.remaining
+            or self.matcher is not None
+            or self.reader.may_stop(tokens)
+        )
+        if not may_end:
+            sequence.output += tokens
+        self.unread = Unread(written, time, not may_end)
+        return not may_end
+
+    def read(self) -> dict[str, Any]:
+        """What is news in ``unread``, as fields of an Event."""
+        assert self.unread is not None
+        (written, _, is_accepted), self.unread = self.unread, None
+        sequence = self.sequence
+        kept, text = self.reader.read(written.tokens)
+        news: dict[str, Any] = {
+            "tokens": tuple(written.tokens[:kept]),
+            "logprobs": tuple(written.logprobs[:kept]),
+        }
+        n_top = sequence.request.logprobs
+        if n_top:
+            ids, values = (array[:kept, :n_top].tolist() for array in written.top)
+            news["top_logprobs"] = tuple(
+                tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)
+            )
+        if not is_accepted:
+            sequence.output += news["tokens"]
+        if self.reader.stopped:
+            self.reason = "stop"
+        elif self.matcher is not None:
+            self.matcher.read(news["tokens"])
+            self.reason = "stop" if self.matcher.is_complete else None
+        if self.reason is not None or not sequence.remaining:
+            text += self.reader.close()  # which may complete a stop string
+            self.reason = self.reason or ("stop" if self.reader.stopped else "length")
+        return {**news, "text": text}
+
+    def emit(self, **news: Any) -> None:
+        """Tell the listener, which may raise."""
+        sequence = self.sequence
+        self.on_event(
+            Event(
+                id=sequence.request.id,
+                prompt_tokens=len(sequence.request.prompt),
+                cached_tokens=sequence.cached,
+                completion_tokens=len(sequence.output),
+                **news,
+            )
+        )

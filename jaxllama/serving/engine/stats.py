@@ -1,0 +1,56 @@
+"""Stats: an engine's figures at the end of its last step, for whoever watches it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxllama.serving.engine.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What an engine is doing and has done.  finished: requests by reason.  compilations: programs
+    compiled since the warm-up."""
+
+    waiting: int
+    prefilling: int
+    running: int
+    max_slots: int
+    cache_tokens: int
+    cache_capacity: int
+    prefix_blocks_used: int
+    prefix_blocks: int
+    prefix_hit_tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+    finished: dict[str, int]
+    preemptions: int
+    steps: int
+    compilations: int
+
+
+def count(engine: Engine) -> Stats:
+    scheduler, counts, options = engine.scheduler, engine.counts, engine.options
+    return Stats(
+        waiting=len(scheduler.waiting),
+        prefilling=len(scheduler.prefilling),
+        running=len(scheduler.running),
+        max_slots=options.max_slots,
+        cache_tokens=scheduler.used_tokens,
+        cache_capacity=options.cache_tokens,
+        prefix_blocks_used=engine.runner.prefix.used,
+        prefix_blocks=options.prefix_blocks,
+        prefix_hit_tokens=counts["prefix_hit_tokens"],
+        prompt_tokens=counts["prompt_tokens"],
+        completion_tokens=counts["completion_tokens"],
+        finished={
+            key.removeprefix("finished "): number
+            for key, number in counts.items()
+            if key.startswith("finished ")
+        },
+        preemptions=counts["preemptions"],
+        steps=engine.steps,
+        compilations=engine.runner.compiled_programs() - engine.compiled,
+    )

@@ -1,0 +1,282 @@
+"""Bodies of OpenAI's API to Calls: what the engine is asked, choice by choice.
+
+    Prompts(lm, name, max_len)     completion(body, id), chat(body, id) -> Call; row, chat_ids
+
+Contract.  Defaults are OpenAI's: temperature 1, 16 tokens for completions, the rest of the context
+for chat.  A body without a seed draws one, and ``Call.seed`` tells it, so that the same answer can
+be made again; choice i has seed + i.  Raises ApiError, or JaxLlamaError for what the tokenizer or
+the template refuses.
+
+Left out, with an error that says so: images and audio, web search, moderation, ``tool_choice``
+other than none and auto (tools are shown to the model by its template, or refused where it ignores
+them; its answer comes as text), ``suffix``, ``echo`` with logprobs, ``best_of``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import time
+from typing import Any
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import LanguageModel
+from jaxllama.sampling import Sampling
+from jaxllama.serving.engine.request import Grammar, Request
+from jaxllama.serving.http.bodies import Chat, Completion, Generation, Message, ResponseFormat
+from jaxllama.serving.http.schemas import ApiError
+from jaxllama.text.tokenizer import Tokenizer
+
+COMPLETION_TOKENS = 16  # OpenAI's default for completions
+_ABSENT = {
+    "audio": "only text is written",
+    "functions": "send tools instead",
+    "moderation": "nothing here moderates",
+    "web_search_options": "there is no web search",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One accepted body.  ``requests``: its choices in order, ``choices`` to a prompt; ``echoes``:
+    what ``echo`` puts before them; ``seed``: the body's, or the one that was drawn."""
+
+    id: str
+    created: int
+    model: str
+    requests: tuple[Request, ...]
+    choices: int
+    echoes: tuple[str, ...]
+    seed: int
+    tokenizer: Tokenizer | None
+    eos: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """Bodies to Calls: tokenizer, chat template, and the limits that need them.
+
+    max_choices bounds prompts x n of one body: no more than the queue takes, or no retry helps.
+    A prompt beyond max_len is refused without tokenizing the rest of it.
+    """
+
+    lm: LanguageModel
+    name: str
+    max_len: int
+    max_choices: int
+
+    def check_model(self, model: str | None) -> None:
+        if model is not None and model != self.name:
+            raise ApiError(
+                404,
+                f"the model {model!r} does not exist here: this server has {self.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def completion(self, body: Completion, call_id: str) -> Call:
+        self.check_model(body.model)
+        if body.suffix:
+            raise _unsupported("suffix", "text cannot be filled in before a suffix")
+        if body.best_of not in (None, body.n or 1):
+            raise _unsupported("best_of", "only best_of equal to n is supported")
+        if body.echo and body.logprobs is not None:
+            raise _unsupported("echo", "logprobs of a prompt are not computed")
+        n = body.n or 1
+        prompts = as_list(body.prompt)
+        self._check_choices(len(prompts), n)
+        rows = [self.row(prompt, "prompt") for prompt in prompts]
+        echoes = []
+        if body.echo:
+            for text, row in zip(prompts, rows, strict=True):
+                echoes.append(text if isinstance(text, str) else self.tokenizer().decode(row))
+        max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        return self._call(
+            body, call_id, rows, max_tokens, body.logprobs, [e for e in echoes for _ in range(n)]
+        )
+
+    def chat(self, body: Chat, call_id: str) -> Call:
+        self.check_model(body.model)
+        _check_features(body)
+        self._check_choices(1, body.n or 1)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
+        tools = None
+        if body.tools and body.tool_choice != "none":
+            tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        row = self.chat_ids(body.messages, tools)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        if max_tokens is None:
+            max_tokens = max(self.max_len - len(row), 1)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return self._call(body, call_id, [row], max_tokens, logprobs, [])
+
+    def row(self, prompt: str | list[int], key: str) -> list[int]:
+        """A prompt's 1 to max_len token ids; ``key`` is the body's field."""
+        row = self.encode(prompt, key) if isinstance(prompt, str) else prompt
+        if not row:
+            raise ApiError(400, f"{key}: must not be empty", param=key, code="empty_prompt")
+        if len(row) > self.max_len:
+            raise self._too_long(key)
+        if max(row) >= self.lm.config.vocab_size:
+            raise ApiError(
+                400,
+                f"{key}: token id {max(row)} is outside the vocabulary of "
+                f"{self.lm.config.vocab_size}",
+                param=key,
+                code="invalid_value",
+            )
+        return row
+
+    def chat_ids(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
+        """The conversation through the checkpoint's template."""
+        tokenizer = self.tokenizer()
+        plain = [_plain(message) for message in messages]
+        # A template copies its messages several times.
+        if any(tokenizer.exceeds(message["content"], self.max_len) for message in plain):
+            raise self._too_long("messages")
+        text = tokenizer.apply_chat_template(plain, tools=tools)
+        if tools and text == tokenizer.apply_chat_template(plain):
+            raise _unsupported("tools", "the model's chat template does not show tools")
+        return self.encode(text, "messages", add_special=False)
+
+    def encode(self, text: str, key: str, add_special: bool = True) -> list[int]:
+        """At most max_len token ids, in the time that so many take."""
+        tokenizer = self.tokenizer()
+        row = None if tokenizer.exceeds(text, self.max_len) else tokenizer.encode(text, add_special)
+        if row is None or len(row) > self.max_len:
+            raise self._too_long(key)
+        return row
+
+    def _too_long(self, key: str) -> ApiError:
+        message = f"{key}: more than {self.max_len} tokens, which is the context"
+        return ApiError(400, message, param=key, code="context_length_exceeded")
+
+    def tokenizer(self) -> Tokenizer:
+        if self.lm.tokenizer is None:
+            raise JaxLlamaError(f"{self.name} has no tokenizer: send token ids to /v1/completions")
+        return self.lm.tokenizer
+
+    def _check_choices(self, n_prompts: int, n: int) -> None:
+        if n_prompts * n > self.max_choices:
+            message = f"n: {n_prompts} prompts x {n} choices are more than {self.max_choices}"
+            raise ApiError(400, message, param="n", code="too_many_choices")
+
+    def _call(
+        self,
+        body: Generation,
+        call_id: str,
+        rows: list[list[int]],
+        max_tokens: int,
+        logprobs: int | None,
+        echoes: list[str],
+    ) -> Call:
+        n = body.n or 1
+        for row in rows:
+            if len(row) + max_tokens > self.max_len:
+                raise ApiError(
+                    400,
+                    f"the context is {self.max_len} tokens; this asks for {len(row)} in the prompt "
+                    f"and {max_tokens} new ones",
+                    param="max_tokens",
+                    code="context_length_exceeded",
+                )
+        # 63 bits, so that seed + choice stays within 64.
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        grammar = _grammar(body.response_format)
+        requests = []
+        for index, row in enumerate(row for row in rows for _ in range(n)):
+            requests.append(
+                Request(
+                    id=f"{call_id}/{index}",
+                    prompt=tuple(row),
+                    max_new_tokens=max_tokens,
+                    sampling=_sampling(body, seed + index % n),
+                    stop=stop,
+                    logprobs=logprobs,
+                    priority=body.priority or 0,
+                    deadline=body.deadline,
+                    grammar=grammar,
+                    ignore_eos=bool(body.ignore_eos),
+                )
+            )
+        return Call(
+            id=call_id,
+            created=int(time.time()),
+            model=self.name,
+            requests=tuple(requests),
+            choices=n,
+            echoes=tuple(echoes),
+            seed=seed,
+            tokenizer=self.lm.tokenizer,
+            eos=frozenset(self.lm.config.eos_token_ids),
+        )
+
+
+def as_list(
+    prompt: str | list[str] | list[int] | list[list[int]],
+) -> list[str] | list[list[int]]:
+    """One prompt or several, as a list of them."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+def _check_features(body: Chat) -> None:
+    """ApiError for what OpenAI's service does and a language model alone does not."""
+    for key, reason in _ABSENT.items():
+        if getattr(body, key) not in (None, []):  # {} asks for a web search
+            raise _unsupported(key, reason)
+    if body.modalities and "audio" in body.modalities:
+        raise _unsupported("modalities", "only text is written")
+    for key in ("tool_choice", "function_call"):
+        if getattr(body, key) not in (None, "none", "auto"):
+            raise _unsupported(key, "only 'none' and 'auto' are supported")
+
+
+def _unsupported(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param=param, code="unsupported")
+
+
+def _sampling(body: Generation, seed: int) -> Sampling:
+    return Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(body.top_k or 0, 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias={int(key): value for key, value in (body.logit_bias or {}).items()},
+        seed=seed,
+    )
+
+
+def _grammar(form: ResponseFormat | None) -> Grammar | None:
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Grammar("json_schema", '{"type": "object"}')
+    value = form.json_schema if form.type == "json_schema" else form.regex
+    if value is None:
+        param = f"response_format.{form.type}"
+        raise ApiError(400, f"{param}: is required", param=param, code="missing_parameter")
+    if form.type == "regex":
+        return Grammar("regex", form.regex)
+    return Grammar("json_schema", json.dumps(form.json_schema.schema_))
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """As chat templates expect messages: text content, arguments of tool calls as objects."""
+    plain = message.model_dump(exclude_none=True)
+    if message.role == "developer":  # OpenAI's newer name; templates know the older one
+        plain["role"] = "system"
+    if isinstance(message.content, list):
+        plain["content"] = "".join(part.text for part in message.content)
+    plain.setdefault("content", "")
+    for call in plain.get("tool_calls", ()):
+        try:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        except (ValueError, RecursionError):
+            pass  # what the model wrote was no JSON: the template gets the string
+    return plain

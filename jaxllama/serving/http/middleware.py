@@ -1,0 +1,194 @@
+"""What every HTTP request passes, whatever it asks for.
+
+An ASGI middleware gives the request an id (``X-Request-Id``, the client's own if it is plain),
+checks the API key, adds headers, and afterwards counts the request and logs one line.  Beside it
+what handlers need of a connection:
+
+    answer_error(error)                      OpenAI's error object for whatever was raised
+    read_body(request, limit)                413 beyond the limit, 408 when it does not come
+    unless_disconnected(receive, work)       the work's result, or ClientGone and the work cancelled
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.serving.engine.request import EngineClosed, EngineFailed, QueueFull
+from jaxllama.serving.http.metrics import Metrics
+from jaxllama.serving.http.schemas import ApiError, respond
+
+CLIENT_GONE = 499  # nginx's status for a client that left; nobody reads it but the log
+BODY_SECONDS = 30.0  # for a body to arrive
+OPEN = ("/health", "/openapi.json", "/", "/page.js", "/page.css")  # no key, no secrets
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (
+        b"content-security-policy",
+        b"default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
+    ),
+)
+_log = logging.getLogger("jaxllama.serving")
+Result = TypeVar("Result")
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+class Middleware:
+    """See the module docstring.  paths: those that metrics tell apart."""
+
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, api_keys: Sequence[str], paths: Sequence[str]
+    ) -> None:
+        self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        headers = dict(scope["headers"])
+        own = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = own if _ID.fullmatch(own) else uuid.uuid4().hex
+        fields: dict[str, Any] = {}
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "fields": fields}
+        status = CLIENT_GONE  # stays if nothing is ever sent
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                extra = [*_HEADERS, (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        try:
+            try:
+                self._check_key(scope["path"], headers)
+            except ApiError as error:
+                await answer_error(error)(scope, receive, watched)
+            else:
+                await self._app(scope, receive, watched)
+        finally:
+            seconds = time.perf_counter() - start
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            method = scope["method"] if scope["method"] in ("GET", "HEAD", "POST") else "other"
+            self._metrics.request(path, method, status, seconds)
+            level = logging.DEBUG if path in ("/health", "/metrics") else logging.INFO
+            client = scope.get("client")
+            line = {
+                "request_id": request_id,
+                "client": client[0] if client else None,
+                "method": scope["method"],
+                "path": scope["path"][:200],
+                "status": status,
+                "seconds": round(seconds, 4),
+                **fields,
+            }
+            _log.log(level, "request", extra={"fields": line})
+
+    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
+        if not self._keys or path in OPEN:
+            return
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        # Every key is compared, in constant time.
+        if scheme.lower() == b"bearer" and sum(
+            hmac.compare_digest(key.strip(), known) for known in self._keys
+        ):
+            return
+        message = "the API key is missing or wrong: send 'Authorization: Bearer KEY'"
+        raise ApiError(401, message, code="invalid_api_key")
+
+
+def api_error(error: Exception) -> ApiError:
+    """What clients are told of anything raised; what is our fault is logged and not told."""
+    if isinstance(error, QueueFull):
+        retry = max(1, round(error.retry_after + 0.5))
+        return ApiError(429, str(error), code="queue_full", retry_after=retry)
+    if isinstance(error, EngineClosed):
+        return ApiError(503, str(error), code="stopping", retry_after=1)
+    if isinstance(error, JaxLlamaError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineFailed):
+        return ApiError(503, str(error), code="engine_failed")
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, error.detail)
+    if isinstance(error, ApiError):
+        return error
+    _log.error("an error of ours", exc_info=error)
+    return ApiError(500, "internal error: the server's log has the reason")
+
+
+def answer_error(error: Exception) -> Response:
+    """OpenAI's error object for anything raised."""
+    headers = dict(getattr(error, "headers", None) or {})
+    error = api_error(error)
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return respond(error.body(), error.status, headers)
+
+
+async def read_body(request: Request, limit: int) -> bytearray:
+    """The JSON body's bytes.  A form's content type is refused, so that no web page of another
+    origin can send requests in its visitor's name."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"the content type is {kind or 'missing'}: send application/json")
+    size, data = 0, bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                # Read on a little: a client that still sends does not see an answer.
+                if size <= limit:
+                    data += part
+                elif size > 8 * limit:
+                    break
+    except ClientDisconnect:
+        raise ApiError(400, "the body broke off") from None
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    if size > limit:
+        raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    return data
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The body must have been read: the next message can only be the client's leaving."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for other in (task, gone):
+            other.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await other
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

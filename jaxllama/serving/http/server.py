@@ -1,0 +1,383 @@
+"""The HTTP server: OpenAI's API over the engine, as a Starlette application.
+
+    create_app(lm, engine, settings, metrics) -> ASGI application
+
+    POST /v1/completions, /v1/chat/completions    whole or streamed (server-sent events)
+    GET  /v1/completions/ID, /v1/chat/completions/ID    an answer again (with a state folder)
+    POST /v1/embeddings, /tokenize, /detokenize
+    GET  /v1/models, /health, /metrics, /openapi.json, / (a chat page)
+
+Contract.  Every accepted body is answered once: with its tokens, or with OpenAI's error object.
+A client that disconnects cancels its rows.  A body is refused before it costs anything: 400 with
+the field's name, 401, 404, 413, 415, and 429 with Retry-After when the engine's queue is full.  The
+event loop never computes: tokenizing and embedding run in threads, the model in the engine's.
+Texts of several bodies are embedded in turns, one at a time; once the engine has stopped or failed,
+none.
+
+Keys, ids, logs and errors are ``middleware``, what bodies mean ``calls``, a call's way to its
+answer ``runs``, the answers ``answers``.  With a state folder a body is written down
+before its answer begins (``journal``), and what a killed server still owed is done at the next
+start.  Left out: TLS (put a proxy before it), quotas by key, stored files and batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.resources
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import LanguageModel
+from jaxllama.serving.engine.request import EngineClosed, EngineFailed, QueueFull
+from jaxllama.serving.http import answers, openapi
+from jaxllama.serving.http.bodies import (
+    MAX_IDS,
+    Chat,
+    Completion,
+    Detokenize,
+    Embedding,
+    Tokenize,
+    parse,
+)
+from jaxllama.serving.http.calls import Call, Prompts, as_list
+from jaxllama.serving.http.dispatcher import Dispatcher
+from jaxllama.serving.http.embeddings import Embedder
+from jaxllama.serving.http.metrics import Metrics
+from jaxllama.serving.http.middleware import (
+    CLIENT_GONE,
+    ClientGone,
+    Middleware,
+    answer_error,
+    api_error,
+    read_body,
+    unless_disconnected,
+)
+from jaxllama.serving.http.runs import EventStream, Outcome, Run
+from jaxllama.serving.http.schemas import (
+    ApiError,
+    Health,
+    ModelList,
+    ModelObject,
+    Text,
+    Tokens,
+    respond,
+    to_json,
+)
+from jaxllama.serving.journal import Entry, Journal
+
+MAX_CHOICES = 128  # prompts x n of one body
+EMBEDDINGS_WAITING = 32  # bodies; more get 429
+EMBEDDING_TOKENS = 300_000  # of one body, as OpenAI has it
+SMALL_BODY = 2048  # bytes of one that becomes tokens sooner than a thread is woken
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """name: what clients call the model.  max_len: tokens of prompt and answer together.
+    max_body: bytes.  state: the journal's folder, None for none."""
+
+    name: str
+    max_len: int
+    api_keys: tuple[str, ...] = ()
+    max_body: int = 4 * 2**20
+    state: str | None = None
+
+
+def create_app(lm: LanguageModel, engine: Any, settings: Settings, metrics: Metrics) -> ASGIApp:
+    """The application.  ``engine`` is running; the application does not stop it."""
+    server = _Server(lm, engine, settings, metrics)
+    document = openapi.document(settings.max_len, bool(settings.api_keys))
+    static = {
+        "/": ("page.html", "text/html"),
+        "/page.js": ("page.js", "text/javascript"),
+        "/page.css": ("page.css", "text/css"),
+    }
+    routes = [
+        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/chat/completions", server.chat_completions, methods=["POST"]),
+        Route("/v1/completions/{id}", server.stored_completion),
+        Route("/v1/chat/completions/{id}", server.stored_chat),
+        Route("/v1/embeddings", server.embeddings, methods=["POST"]),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{model:path}", server.model),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
+        Route("/health", server.health),
+        Route("/metrics", server.metrics_page),
+        Route("/openapi.json", lambda _: JSONResponse(document)),
+        *(Route(path, _file(name, kind)) for path, (name, kind) in static.items()),
+    ]
+    errors = dict.fromkeys(
+        (ApiError, EngineFailed, JaxLlamaError, HTTPException, Exception), _answer_error
+    )
+    app = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=errors)
+    paths = [route.path for route in routes if "{" not in route.path]
+    return Middleware(app, metrics, settings.api_keys, paths)
+
+
+async def _answer_error(_: HttpRequest, error: Exception) -> Response:
+    return answer_error(error)
+
+
+def _file(name: str, kind: str) -> Callable[[HttpRequest], Response]:
+    content = (importlib.resources.files("jaxllama.serving.http") / name).read_bytes()
+    return lambda _: Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+
+class _Server:
+    """The handlers and what they share."""
+
+    def __init__(
+        self, lm: LanguageModel, engine: Any, settings: Settings, metrics: Metrics
+    ) -> None:
+        self._lm, self._engine, self._settings, self._metrics = lm, engine, settings, metrics
+        max_choices = min(MAX_CHOICES, engine.options.max_queue)
+        self._prompts = Prompts(lm, settings.name, settings.max_len, max_choices)
+        self._dispatcher = Dispatcher(engine)
+        self._embed = Embedder(lm)
+        # Of their own, so that tokenizing never waits for them.
+        self._embedding_thread = ThreadPoolExecutor(1, "embeddings")
+        self._embedding = 0
+        self._created = int(time.time())
+        self._journal = None if settings.state is None else Journal(settings.state)
+        self._owed: dict[str, asyncio.Event] = {}  # answers that somebody may wait for
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Run what a killed server left, beside the new requests."""
+        owed = [] if self._journal is None else self._journal.unfinished()
+        for accepted in owed:
+            self._owed[accepted.id] = asyncio.Event()
+        tasks = [asyncio.create_task(self._resume(accepted)) for accepted in owed]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._embedding_thread.shutdown(wait=False, cancel_futures=True)
+            if self._journal is not None:
+                self._journal.close()
+
+    # Completions and chat
+
+    async def completions(self, http: HttpRequest) -> ASGIApp:
+        return await self._generate(http, "completion")
+
+    async def chat_completions(self, http: HttpRequest) -> ASGIApp:
+        return await self._generate(http, "chat")
+
+    async def _generate(self, http: HttpRequest, kind: str) -> ASGIApp:
+        data = await read_body(http, self._settings.max_body)
+        call_id = f"{'cmpl' if kind == 'completion' else 'chatcmpl'}-{http.state.request_id}"
+        if call_id in self._owed or (self._journal and self._journal.find(call_id) is not None):
+            call_id += f"-{uuid.uuid4().hex}"  # clients may use a request id again
+        self._owed[call_id] = asyncio.Event()
+        try:
+            if len(data) <= SMALL_BODY:
+                body, call = self._call(kind, call_id, data)
+            else:
+                body, call = await asyncio.to_thread(self._call, kind, call_id, data)
+            stream = await self._dispatcher.submit(call.requests)
+        except BaseException:
+            self._owed.pop(call_id).set()
+            raise
+        run = Run(kind, call, stream, http.state.fields, self._finish)
+        if self._journal is not None:
+            seeded = body.model_copy(update={"seed": call.seed})
+            text = seeded.model_dump_json(exclude_none=True, by_alias=True)
+            try:
+                self._journal.accept(call_id, kind, call.created, text)
+            except BaseException:
+                run.abandon()
+                raise
+        if body.stream:
+            return EventStream(run, body)
+        try:
+            answer = await unless_disconnected(http.receive, run.whole())
+        except ClientGone:
+            run.abandon()
+            return Response(status_code=CLIENT_GONE)
+        return respond(answer)
+
+    def _call(
+        self, kind: str, call_id: str, data: bytes | bytearray
+    ) -> tuple[Completion | Chat, Call]:
+        """A long text takes a while to become tokens."""
+        longest = self._settings.max_len
+        if kind == "completion":
+            body = parse(Completion, data, self._prompts.max_choices * longest, longest)
+            return body, self._prompts.completion(body, call_id)
+        body = parse(Chat, data, longest, longest)
+        return body, self._prompts.chat(body, call_id)
+
+    def _finish(self, call_id: str, answer: Callable[[], Outcome] | None) -> None:
+        """The answer is certain, be it an error, or None, and owed by the next server."""
+        try:
+            if self._journal is not None and answer is not None:
+                self._journal.finish(call_id, to_json(answer()).decode())
+        finally:
+            self._owed.pop(call_id).set()
+
+    async def _resume(self, accepted: Entry) -> None:
+        try:
+            data = accepted.body.encode()
+            _, call = await asyncio.to_thread(self._call, accepted.kind, accepted.id, data)
+            call = dataclasses.replace(call, created=accepted.at)
+            stream = None
+            while stream is None:
+                try:
+                    stream = await self._dispatcher.submit(call.requests)
+                except QueueFull as full:
+                    await asyncio.sleep(full.retry_after)
+        except EngineClosed:  # the next server owes it
+            self._finish(accepted.id, None)
+            return
+        except Exception as error:
+            self._finish(accepted.id, api_error(error).body)
+            return
+        with contextlib.suppress(Exception):  # told to whoever asks for the answer
+            await Run(accepted.kind, call, stream, {}, self._finish).whole()
+
+    async def stored_completion(self, http: HttpRequest) -> Response:
+        return await self._stored(http, "completion")
+
+    async def stored_chat(self, http: HttpRequest) -> Response:
+        return await self._stored(http, "chat")
+
+    async def _stored(self, http: HttpRequest, kind: str) -> Response:
+        """An answer again, or for the first time: waits while it is being made."""
+        if self._journal is None:
+            raise ApiError(404, "answers are kept only by a server with a state folder")
+        call_id = http.path_params["id"]
+        if call_id in self._owed and self._journal.find(call_id, kind) is not None:
+            try:
+                await unless_disconnected(http.receive, self._owed[call_id].wait())
+            except ClientGone:
+                return Response(status_code=CLIENT_GONE)
+        answer = self._journal.find(call_id, kind)
+        if answer == "":
+            raise ApiError(503, "the server is stopping", code="stopping", retry_after=1)
+        if answer is None:
+            raise ApiError(404, f"no answer with the id {call_id!r}", param="id", code="not_found")
+        status = 410 if answer.startswith('{"error"') else 200
+        return Response(answer, status, media_type="application/json")
+
+    # The rest
+
+    async def embeddings(self, http: HttpRequest) -> Response:
+        data = await read_body(http, self._settings.max_body)
+        if self._embedding >= EMBEDDINGS_WAITING:
+            message = f"{self._embedding} requests for embeddings are waiting"
+            raise ApiError(429, message, code="queue_full", retry_after=1)
+        self._embedding += 1
+        try:
+            body, rows = await asyncio.to_thread(self._embedding_rows, data)
+            vectors = await unless_disconnected(http.receive, self._vectors(rows))
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE)
+        finally:
+            self._embedding -= 1
+        return await asyncio.to_thread(self._embeddings, body, rows, vectors)
+
+    async def _vectors(self, rows: list[list[int]]) -> list[np.ndarray]:
+        """One row at a time is in the thread's queue, behind one of every other body."""
+        loop, vectors = asyncio.get_running_loop(), []
+        for row in rows:
+            if self._engine.failure is not None:
+                raise EngineFailed(self._engine.failure)
+            if self._engine.closed is not None:
+                raise EngineClosed(self._engine.closed)
+            vectors.append(await loop.run_in_executor(self._embedding_thread, self._embed, row))
+        return vectors
+
+    def _embeddings(
+        self, body: Embedding, rows: list[list[int]], vectors: list[np.ndarray]
+    ) -> Response:
+        as_base64 = body.encoding_format == "base64"
+        n_tokens = sum(map(len, rows))
+        return respond(answers.embeddings(vectors, self._settings.name, n_tokens, as_base64))
+
+    def _embedding_rows(self, data: bytearray) -> tuple[Embedding, list[list[int]]]:
+        body = parse(Embedding, data, EMBEDDING_TOKENS, self._settings.max_len)
+        self._prompts.check_model(body.model)
+        width = self._lm.config.d_model
+        if body.dimensions not in (None, width):
+            message = f"dimensions: this model's embeddings have {width}"
+            raise ApiError(400, message, param="dimensions", code="unsupported")
+        rows, total = [], 0
+        for prompt in as_list(body.input):
+            rows.append(self._prompts.row(prompt, "input"))
+            total += len(rows[-1])
+            if total > EMBEDDING_TOKENS:
+                message = f"input: more than {EMBEDDING_TOKENS} tokens in all: send several bodies"
+                raise ApiError(400, message, param="input", code="too_many_tokens")
+        return body, rows
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        data = await read_body(http, self._settings.max_body)
+        return await asyncio.to_thread(self._tokenize, data)
+
+    def _tokenize(self, data: bytearray) -> Response:
+        limit = self._settings.max_len
+        body = parse(Tokenize, data, limit, limit)
+        self._prompts.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "send either prompt or messages", param="prompt")
+        if body.messages is not None:
+            ids = self._prompts.chat_ids(body.messages, None)
+        else:
+            special = body.add_special_tokens is not False
+            ids = self._prompts.encode(body.prompt, "prompt", special)
+        return respond(Tokens(ids, len(ids), limit))
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        data = await read_body(http, self._settings.max_body)
+        return await asyncio.to_thread(self._detokenize, data)
+
+    def _detokenize(self, data: bytearray) -> Response:
+        body = parse(Detokenize, data, MAX_IDS, MAX_IDS)
+        self._prompts.check_model(body.model)
+        return respond(Text(self._prompts.tokenizer().decode(body.tokens, skip_special=False)))
+
+    def _model(self) -> ModelObject:
+        tokenizer = self._lm.tokenizer
+        return ModelObject(
+            id=self._settings.name,
+            object="model",
+            created=self._created,
+            owned_by="jaxllama",
+            max_model_len=self._settings.max_len,
+            vocab_size=self._lm.config.vocab_size,
+            chat=tokenizer is not None and tokenizer.chat_template is not None,
+        )
+
+    async def models(self, _: HttpRequest) -> Response:
+        return respond(ModelList("list", [self._model()]))
+
+    async def model(self, http: HttpRequest) -> Response:
+        self._prompts.check_model(http.path_params["model"])
+        return respond(self._model())
+
+    async def health(self, _: HttpRequest) -> Response:
+        if self._engine.failure is not None:
+            return respond(Health(self._engine.failure), 503)
+        return respond(Health("ok"))
+
+    async def metrics_page(self, _: HttpRequest) -> Response:
+        kind, page = self._metrics.page()
+        return Response(page, headers={"Content-Type": kind})

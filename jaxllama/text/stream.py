@@ -1,0 +1,112 @@
+"""Text as it is decoded: ``TextStream`` turns token ids into text, ``StopStrings`` looks for ends.
+
+Both take a piece and give back what is certain by then: TextStream keeps bytes that do not yet make
+a whole character, StopStrings keeps text that may turn out to be the beginning of a stop string.
+``flush`` gives the rest.  Each costs a constant time per token or character, however long the text
+(the search is Knuth, Morris and Pratt's, one automaton a stop string).
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """What TextStream needs of a tokenizer."""
+
+    @property
+    def drops_first_space(self) -> bool: ...
+
+    def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes: ...
+
+
+class TextStream:
+    """Incremental decoding: the pieces that ``feed`` returns and ``flush`` join to
+    ``tokenizer.decode(ids, continuing=continuing)``.
+
+    continuing: the tokens follow a prompt.  Otherwise they begin a text, whose first space
+        SentencePiece tokenizers add and drop again.
+    """
+
+    def __init__(
+        self, tokenizer: Detokenizer, *, skip_special: bool = True, continuing: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._drop_space = tokenizer.drops_first_space and not continuing
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_id: int) -> str:
+        """The characters that this token completes; bytes that cannot be UTF-8 become U+FFFD."""
+        piece = self._tokenizer.token_bytes(token_id, self._skip_special)
+        if self._drop_space and piece:
+            self._drop_space = False
+            piece = piece.removeprefix(b" ")
+        return self._utf8.decode(piece)
+
+    def flush(self) -> str:
+        """What is left: U+FFFD if the text ends inside a character."""
+        rest = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return rest
+
+
+class StopStrings:
+    """Cuts a stream of text at the first stop string to be completed.
+
+    ``found`` says whether one was, ``match`` which (the longest of several that end together).
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = [stop for stop in dict.fromkeys(stops) if stop]
+        self._failure = [_failure_table(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)
+        self._held = ""
+        self.match: str | None = None
+
+    @property
+    def found(self) -> bool:
+        return self.match is not None
+
+    def feed(self, text: str) -> str:
+        """Text that cannot belong to a stop string; "" once one has been found."""
+        if self.found:
+            return ""
+        held = self._held + text
+        for position, char in enumerate(text, start=len(self._held) + 1):
+            for index, stop in enumerate(self._stops):
+                state, failure = self._matched[index], self._failure[index]
+                while state and stop[state] != char:
+                    state = failure[state - 1]
+                if stop[state] == char:
+                    state += 1
+                if state == len(stop):
+                    if self.match is None or len(stop) > len(self.match):
+                        self.match = stop
+                    state = failure[state - 1]
+                self._matched[index] = state
+            if self.match is not None:
+                self._held = ""
+                return held[: position - len(self.match)]
+        keep = len(held) - max(self._matched, default=0)
+        self._held = held[keep:]
+        return held[:keep]
+
+    def flush(self) -> str:
+        """What was held back, when no more text comes."""
+        rest, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
+        return rest
+
+
+def _failure_table(pattern: str) -> list[int]:
+    """For every prefix, the length of its longest proper prefix that is also its suffix."""
+    table, length = [0] * len(pattern), 0
+    for index in range(1, len(pattern)):
+        while length and pattern[index] != pattern[length]:
+            length = table[length - 1]
+        length += pattern[index] == pattern[length]
+        table[index] = length
+    return table

@@ -1,0 +1,349 @@
+"""Tokenizer: text to token ids and back, and messages to a prompt.
+
+A small class over a ``tokenizers`` object, from ``tokenizer.json`` with the files beside it
+(``from_file``), from a GGUF file (``from_gguf``), or of plain bytes (``byte_level``).  Encoding is
+the library's.  Decoding is ours: every token is some bytes, and text is their concatenation read as
+UTF-8, so that ``decode`` and the incremental ``TextStream`` agree to the last character.  That is
+what the library's byte-level and SentencePiece decoders give, but for bytes that are not UTF-8:
+there SentencePiece's gives one U+FFFD a byte and drops whole characters beside them, ours follows
+Unicode's rule everywhere.
+
+``save`` writes files that transformers and ``from_file`` read.  Left out: ``tokenizer.model``
+(protobuf) without a ``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import tokenizers
+from tokenizers import decoders, models
+from tokenizers import pre_tokenizers as pre
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.text.stream import StopStrings, TextStream
+from jaxllama.text.token_bytes import ByteRule, byte_characters
+
+__all__ = ["StopStrings", "TextStream", "Tokenizer"]
+
+PIECE = 8192  # characters that ``exceeds`` tokenizes at once: some 10 ms
+CUT = 16  # tokens that a piece may have more than its text has, for being cut off
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
+            "mask_token")  # fmt: skip
+
+
+class Tokenizer:
+    """See the module docstring.
+
+    ``eos_ids`` end a generation, ``bos_id`` begins a text (None: nothing does), ``vocab_size`` is
+    the largest id + 1, ``special_tokens`` are strings by role, ``chat_template`` is Jinja source or
+    None.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        source: str,
+        *,
+        eos_ids: Iterable[int] = (),
+        bos_id: int | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
+    ) -> None:
+        self._backend = backend
+        self.source = source
+        self.eos_ids = tuple(dict.fromkeys(eos_ids))
+        self.bos_id = bos_id
+        self.special_tokens = dict(special_tokens or {})
+        self._templates = (
+            {"default": chat_template} if isinstance(chat_template, str) else chat_template or {}
+        )
+        self._special_ids = frozenset(
+            index for index, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._rule = ByteRule(backend, source)
+        self._bytes: dict[int, bytes] = {}
+
+    # Where tokenizers come from
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Tokenizer:
+        """From ``tokenizer.json`` (or its directory) and the files beside it.
+
+        Read too, where they exist: tokenizer_config.json and special_tokens_map.json (special
+        tokens, chat template), chat_template.jinja, generation_config.json (the ends).
+        Raises JaxLlamaError naming the file.
+        """
+        path = Path(path)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        folder = path.parent
+        if not path.is_file():
+            hint = ""
+            if (folder / "tokenizer.model").is_file():
+                hint = "; tokenizer.model alone is not read: save the tokenizer with transformers"
+            raise JaxLlamaError(f"{path}: no such file{hint}")
+        with _library_errors(f"{path}: not a tokenizer"):
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        backend.no_truncation()
+        backend.no_padding()
+        config = _read_json(folder / "tokenizer_config.json")
+        special = _read_json(folder / "special_tokens_map.json")
+        special.update((key, value) for key, value in config.items() if key in _SPECIAL and value)
+        names = {key: text for key in _SPECIAL if (text := _content(special.get(key)))}
+
+        def id_of(role: str) -> int | None:
+            return backend.token_to_id(names[role]) if role in names else None
+
+        ends = _read_json(folder / "generation_config.json").get("eos_token_id")
+        ends = [end for end in (ends if isinstance(ends, list) else [ends]) if _is_id(end)]
+        eos = id_of("eos_token")
+        template = config.get("chat_template")
+        if isinstance(template, list):  # named templates
+            template = {
+                str(entry.get("name")): str(entry.get("template"))
+                for entry in template
+                if isinstance(entry, dict)
+            }
+        jinja = folder / "chat_template.jinja"
+        if jinja.is_file():
+            template = _read_text(jinja)
+        if not isinstance(template, (str, dict, type(None))):
+            raise JaxLlamaError(f"{folder / 'tokenizer_config.json'}: chat_template is not text")
+        return cls(
+            backend,
+            str(path),
+            eos_ids=ends + ([] if eos is None else [eos]),
+            bos_id=id_of("bos_token"),
+            special_tokens=names,
+            chat_template=template,
+        )
+
+    @classmethod
+    def from_gguf(cls, path: str | Path) -> Tokenizer:
+        """From the vocabulary inside a GGUF file.  Raises JaxLlamaError naming file and key."""
+        from jaxllama.checkpoints.gguf import tokenizer as gguf_tokenizer
+        from jaxllama.checkpoints.gguf.config import eos_ids
+        from jaxllama.checkpoints.gguf.file import GGUFFile
+
+        with GGUFFile(path) as file:
+            backend = gguf_tokenizer.build(file)
+            size = backend.get_vocab_size()
+            names = {}
+            for role in ("bos", "eos", "unknown", "padding"):
+                index = gguf_tokenizer.token_id(file, size, role)
+                token = None if index is None else backend.id_to_token(index)
+                if token is not None:
+                    names[{"unknown": "unk", "padding": "pad"}.get(role, role) + "_token"] = token
+            return cls(
+                backend,
+                str(file.path),
+                eos_ids=eos_ids(file),
+                bos_id=gguf_tokenizer.token_id(file, size, "bos"),
+                special_tokens=names,
+                chat_template=file.string("tokenizer.chat_template", None),
+            )
+
+    @classmethod
+    def byte_level(cls) -> Tokenizer:
+        """256 tokens, id = byte of the UTF-8 text: for models that were never trained."""
+        vocab = {char: byte for byte, char in enumerate(byte_characters())}
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        backend.pre_tokenizer = pre.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        return cls(backend, "byte-level tokenizer")
+
+    def save(self, directory: str | Path) -> list[Path]:
+        """Write tokenizer.json, tokenizer_config.json and, if there is a template,
+        chat_template.jinja into an existing directory; returns the files."""
+        directory = Path(directory)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **self.special_tokens,
+        }
+        contents = {
+            "tokenizer.json": self._backend.to_str(pretty=True),
+            "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        }
+        if self.chat_template is not None:
+            contents["chat_template.jinja"] = self.chat_template
+        try:
+            for name, content in contents.items():
+                (directory / name).write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise JaxLlamaError(f"{directory}: {error.strerror or error}") from None
+        return [directory / name for name in contents]
+
+    # Vocabulary
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """JaxLlamaError if this tokenizer makes ids that a model of ``vocab_size`` has not."""
+        if self.vocab_size > vocab_size:
+            raise JaxLlamaError(
+                f"{self.source}: the tokenizer has ids up to {self.vocab_size - 1}, but the "
+                f"model's vocab_size is {vocab_size}: they do not belong together"
+            )
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it."""
+        return self._backend.id_to_token(token_id)
+
+    def id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    # Text
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids.  Special tokens written out in the text become those tokens.
+
+        add_special: with the begin (and end) that the checkpoint's tokenizer adds, if any.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise JaxLlamaError(
+                f"the text is not Unicode: character {error.start} is {text[error.start]!r}, "
+                "half of a pair or an undecodable byte"
+            ) from None
+        with _library_errors(f"{self.source}: cannot encode"):
+            return self._backend.encode(text, add_special_tokens=add_special).ids
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Whether ``text`` is certainly more than ``limit`` tokens, known after tokenizing little
+        more than that many.  False says nothing where a text is close to the limit.
+
+        Only texts that could cost more are looked at (a token is some four bytes of UTF-8), in
+        pieces.  A cut splits a word, a run of spaces or a special token and so adds a few tokens,
+        which are not counted; what normalizing drops is in no piece either.
+        """
+        size = len(text) * (1 if text.isascii() else 4)
+        if size <= max(PIECE, 4 * limit):
+            return False
+        count = 0
+        for start in range(0, len(text), PIECE):
+            piece = self.encode(text[start : start + PIECE], add_special=False)
+            count += max(len(piece) - CUT, 0)
+            if count > limit:
+                return True
+        return False
+
+    def decode(
+        self, ids: Iterable[int], skip_special: bool = True, *, continuing: bool = False
+    ) -> str:
+        """The text of ``ids``; ids outside the vocabulary are nothing, bytes that are not UTF-8
+        become U+FFFD.
+
+        continuing: the ids follow other text, so a first space is kept even where SentencePiece
+            tokenizers would drop it.
+        """
+        pieces = (self.token_bytes(int(index), skip_special) for index in ids)
+        data = b"".join(pieces)
+        if self.drops_first_space and not continuing:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", "replace")
+
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether a text's first space is the tokenizer's and not the text's."""
+        return self._rule.drops_first_space
+
+    def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
+        """The bytes that a token stands for."""
+        if skip_special and token_id in self._special_ids:
+            return b""
+        data = self._bytes.get(token_id)
+        if data is None:
+            token = self._backend.id_to_token(token_id) if token_id >= 0 else None
+            data = b"" if token is None else self._rule(token)
+            self._bytes[token_id] = data
+        return data
+
+    # Chat
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._templates.get("default")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        **extra: Any,
+    ) -> str:
+        """The prompt for ``messages`` ({"role": ..., "content": ...}), special tokens written out:
+        encode it with ``add_special=False``.
+
+        tools: JSON schemas for templates that know them.  extra: further template variables.
+        Raises JaxLlamaError without a template, or when it refuses the messages.
+        """
+        template = self._templates.get("tool_use") if tools else None
+        template = template or self.chat_template
+        if template is None:
+            raise JaxLlamaError(f"{self.source}: no chat template: this is not a chat model")
+        from jaxllama.text.chat_template import render  # jinja2 takes 50 ms to import
+
+        variables = {
+            **self.special_tokens,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **extra,
+        }
+        return render(template, variables, self.source)
+
+
+@contextlib.contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """What the tokenizers library makes of a damaged file, as our error.  It has no exception type
+    of its own, and a panic in its Rust code is not even an Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise JaxLlamaError(f"{what}: {_one_line(error)}") from None
+        raise
+
+
+def _content(token: Any) -> str | None:
+    """A special token as tokenizer_config.json spells it: a string or an object."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _is_id(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(_read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise JaxLlamaError(f"{path}: not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise JaxLlamaError(f"{path}: expected a JSON object")
+    return data
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JaxLlamaError(f"{path}: {_one_line(error)}") from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,203 @@
+"""Token files: text to a memory-mapped array of ids, and batches out of it.
+
+    file = tokenize([Path("book.txt")], "data/book", tokenizer)
+    inputs = file.batch(step, batch_size=8, length=512, seed=0)          # int32 [8, 513]
+
+A token file is a folder: ``tokens.npy`` (one array of uint16, or uint32 for larger vocabularies,
+which training maps and never loads), ``meta.json`` (how many, by which tokenizer, their SHA-256)
+and the tokenizer's own files, which a trained model takes along.  Every text file is one document;
+the tokenizer's end-of-text token stands after each.
+
+Batches are windows of ``length + 1`` tokens (each overlaps the next by one, so that every token is
+predicted once an epoch), in an order that a seed shuffles anew for every epoch.  A batch depends on
+(seed, step) and nothing else: there is no position to save.  Left out: masks at the borders of
+documents, mixtures of files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.progress import working
+from jaxllama.text.tokenizer import Tokenizer
+
+TOKENS, META = "tokens.npy", "meta.json"
+# Characters that are encoded at once; what a text costs in memory is a small multiple of this.
+PIECE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """An open token file; ``ids`` is the mapped array (or a part of it)."""
+
+    directory: Path
+    ids: np.ndarray
+    vocab_size: int
+    sha256: str
+
+    @classmethod
+    def open(cls, directory: str | Path) -> TokenFile:
+        """Raises JaxLlamaError naming the folder that is not one of ``tokenize``'s."""
+        directory = Path(directory)
+        try:
+            meta = json.loads((directory / META).read_text(encoding="utf-8"))
+            ids = np.load(directory / TOKENS, mmap_mode="r")
+            file = cls(directory, ids, int(meta["vocab_size"]), str(meta["sha256"]))
+        except OSError as error:
+            hint = f"{error.strerror or error}: made by `jaxllama tokenize`?"
+            raise JaxLlamaError(f"{error.filename or directory}: {hint}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise JaxLlamaError(f"{directory}: not a token file: {error}") from None
+        if ids.ndim != 1 or ids.dtype.kind != "u" or len(ids) != meta.get("tokens"):
+            raise JaxLlamaError(
+                f"{directory}: {TOKENS} holds {ids.dtype}{list(ids.shape)}, "
+                f"and {META} says {meta.get('tokens')} tokens"
+            )
+        return file
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def tokenizer_files(self) -> list[Path]:
+        """What a model's folder needs beside its weights."""
+        return [
+            path for path in sorted(self.directory.iterdir()) if path.name not in (TOKENS, META)
+        ]
+
+    def split(self, last: int) -> tuple[TokenFile, TokenFile]:
+        """(all but the last ``last`` tokens, those)."""
+        cut = len(self) - last
+        return tuple(dataclasses.replace(self, ids=ids) for ids in (self.ids[:cut], self.ids[cut:]))
+
+    def windows(self, length: int) -> int:
+        """How many windows of ``length`` predictions there are."""
+        return (len(self) - 1) // length
+
+    def batch(self, step: int, batch_size: int, length: int, seed: int) -> np.ndarray:
+        """int32 ``[batch_size, length + 1]``: the windows that step ``step`` (from 0) sees."""
+        count = self.windows(length)
+        first = step * batch_size
+        rows = []
+        for number in range(first, first + batch_size):
+            epoch, place = divmod(number, count)
+            rows.append(self.window(int(_order(seed, epoch, count)[place]), length))
+        return np.stack(rows)
+
+    def window(self, index: int, length: int) -> np.ndarray:
+        """int32 ``[length + 1]``."""
+        return self.ids[index * length : (index + 1) * length + 1].astype(np.int32)
+
+
+@functools.lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def tokenize(
+    texts: Sequence[str | Path],
+    directory: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    progress: bool = False,
+) -> TokenFile:
+    """Make a token file of UTF-8 text files.  The folder must not exist; it appears complete or
+    not at all.  Raises JaxLlamaError naming a file that is missing, empty or not UTF-8."""
+    directory = Path(directory)
+    if directory.exists():
+        raise JaxLlamaError(f"{directory}: exists already")
+    paths = [Path(path) for path in texts]
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+        with _removed(scratch):
+            count, digest = 0, hashlib.sha256()
+            raw = scratch / "raw"
+            total = sum(path.stat().st_size for path in paths)
+            with open(raw, "wb") as out, working("tokenizing", total, progress) as advance:
+                for text in map(_read, paths):
+                    for piece in _encoded(text, tokenizer, advance):
+                        data = np.asarray(piece, dtype).tobytes()
+                        out.write(data)
+                        digest.update(data)
+                        count += len(piece)
+            _as_npy(raw, scratch / TOKENS, dtype, count)
+            tokenizer.save(scratch)
+            meta = {
+                "tokens": count,
+                "vocab_size": tokenizer.vocab_size,
+                "tokenizer": tokenizer.source,
+                "texts": [str(path) for path in paths],
+                "sha256": digest.hexdigest(),
+            }
+            (scratch / META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+            scratch.chmod(0o755)
+            os.replace(scratch, directory)
+    except OSError as error:
+        raise JaxLlamaError(f"{error.filename or directory}: {error.strerror or error}") from None
+    return TokenFile.open(directory)
+
+
+@contextlib.contextmanager
+def _removed(scratch: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise JaxLlamaError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise JaxLlamaError(f"{path}: not UTF-8 text: byte {error.start}") from None
+    if not text:
+        raise JaxLlamaError(f"{path}: empty")
+    return text
+
+
+def _encoded(text: str, tokenizer: Tokenizer, advance) -> Iterator[list[int]]:
+    """Ids of one document, a piece at a time, and the end-of-text token."""
+    for piece in pieces(text, PIECE):
+        yield tokenizer.encode(piece, add_special=False)
+        advance(len(piece.encode()))
+    if tokenizer.eos_ids:
+        yield [tokenizer.eos_ids[0]]
+
+
+def pieces(text: str, size: int) -> Iterator[str]:
+    """``text`` cut before line ends that follow a visible character, ``size`` characters or more
+    each: there byte-level tokenizers cut too, so the ids are those of the whole text.  (A
+    SentencePiece tokenizer sees each piece as a text of its own.)"""
+    begin = 0
+    while begin < len(text):
+        end = text.find("\n", begin + size)
+        while end > 0 and text[end - 1].isspace():
+            end = text.find("\n", end + 1)
+        end = len(text) if end < 0 else end
+        yield text[begin:end]
+        begin = end
+
+
+def _as_npy(raw: Path, out: Path, dtype: np.dtype, count: int) -> None:
+    """Put numpy's header before the ids, and remove the file without it."""
+    with open(raw, "rb") as source, open(out, "wb") as target:
+        header = {"descr": dtype.newbyteorder("<").str, "fortran_order": False, "shape": (count,)}
+        np.lib.format.write_array_header_1_0(target, header)
+        shutil.copyfileobj(source, target, PIECE)
+    raw.unlink()

@@ -1,0 +1,180 @@
+"""The parts of an attention's output that a cluster of blocks holds, into one, without a kernel.
+
+    out = sum_i 2^(top_i - top) out_i / sum_i 2^(top_i - top) sum_i        top = max_i top_i
+
+Each block sums its own parts, through its shared memory; sends the sums to the block that owns the
+query head (st.async, counted by a barrier there); the owner sums those.  Always in the same order.
+
+    part     [part][head] out | padding, then [part][head] (maximum, sum)    written by the warps
+    share    [owned head][block] out, maximum, sum                           by all blocks
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import mosaic as p
+from pallas_kernels import ptx as a
+from pallas_kernels.attention.codes import hadamard_of_lanes
+from pallas_kernels.attention.merge import combine
+
+PAD = 8  # floats between two heads' parts: neighbouring heads in other banks
+AT_ONCE = 8  # shares that are in registers together
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """``parts`` of each of ``heads`` query heads in a block of ``warps``; ``cluster`` blocks."""
+
+    head_dim: int
+    parts: int
+    heads: int
+    cluster: int
+    warps: int
+    unspread: bool
+
+    @property
+    def owned(self) -> int:
+        return -(-self.heads // self.cluster)
+
+    @property
+    def floats(self) -> tuple[int, int, int]:
+        """Of shared memory: parts, shares, barriers."""
+        parts = self.parts * self.heads * (self.head_dim + PAD + 2)
+        if self.cluster == 1:
+            return parts, 4, 4
+        return parts, self.owned * self.cluster * (self.head_dim + 4), max(4, 2 * self.owned)
+
+    def on(self, part_ref, share_ref, barrier_ref, thread, rank) -> Gathering:
+        return Gathering(self, part_ref, share_ref, barrier_ref, thread, rank)
+
+
+class Gathering:
+    """A gather in a block's shared memory; everything is emitted while a kernel is traced."""
+
+    def __init__(self, plan: Gather, part_ref, share_ref, barrier_ref, thread, rank):
+        self.plan, self.thread, self.rank = plan, thread, rank
+        self.warp, self.lane = p.shift_right(thread, 5), arith.andi(thread, p.ci(31))
+        self.columns = plan.head_dim // 32
+        self.line = 4 * (plan.head_dim + PAD)
+        self.parts = p.shared_address(part_ref)
+        self.stats = p.add(self.parts, plan.parts * plan.heads * self.line)
+        self.share_line = 4 * plan.head_dim + 16
+        self.shares, self.barriers = p.shared_address(share_ref), p.shared_address(barrier_ref)
+
+    def start(self) -> None:
+        """By all threads, early: nobody sends before all have begun, which ``finish`` waits for."""
+        plan = self.plan
+        if plan.cluster == 1:
+            return
+
+        size = plan.cluster * (4 * plan.head_dim + 8)
+
+        def initialise():
+            for i in range(plan.owned):
+                a.barrier_init(p.add(self.barriers, 8 * i), 1)
+            a.barriers_ready()
+            for i in range(plan.owned):
+                a.barrier_expect(p.add(self.barriers, 8 * i), size)
+
+        p.when(p.less(self.thread, 1), initialise)
+        a.cluster_arrive()
+
+    def part(self, part, head):
+        """Addresses of a part's outputs and of its (maximum, sum)."""
+        index = p.add(p.mul(part, self.plan.heads), head)
+        return p.add(self.parts, p.mul(index, self.line)), p.add(self.stats, p.mul(index, 8))
+
+    def empty(self, part, heads) -> None:
+        """By a warp whose part has seen nothing, its ``heads``: no weight, and finite outputs."""
+        for head in heads:
+            at, at_stats = self.part(part, head)
+            at = p.add(at, p.mul(self.lane, 4 * self.columns))
+            for c in range(0, self.columns, 4):
+                a.store_shared(at, [p.cf(0.0)] * min(4, self.columns), 4 * c)
+            a.store_shared(at_stats, [p.cf(float("-inf")), p.cf(0.0)])
+
+    def _combined(self, base, stats, step: int, step_stats: int, count: int):
+        """(maximum, sum, this lane's columns) of ``count`` shares."""
+        vector, carry = min(self.columns, 4), []
+        base = p.add(base, p.mul(self.lane, 4 * self.columns))
+        for first in range(0, count, AT_ONCE):
+            loaded = []
+            for i in range(first, min(first + AT_ONCE, count)):
+                peak, whole = a.load_shared(stats, 2, i * step_stats, "f32")
+                x = [v for c in range(0, self.columns, vector)
+                     for v in a.load_shared(base, vector, i * step + 4 * c, "f32")]  # fmt: skip
+                loaded.append((peak, whole, x))
+            peak, whole, *x = combine(carry + loaded)
+            carry = [(peak, whole, x)]
+        return carry[0]
+
+    def _each(self, count: int, body: Callable) -> None:
+        """body(i) for i below count, a warp each, in turn."""
+        for first in range(0, count, self.plan.warps):
+            index = p.add(self.warp, first)
+            p.when(p.less(index, count), lambda index=index: body(index))
+
+    def finish(self, some, write: Callable) -> None:
+        """By all threads.  some: whether the row has a key; write(head, this lane's columns)."""
+        plan = self.plan
+        vector = min(self.columns, 4)
+
+        def done(head, whole, x):
+            inverse = a.divide(p.cf(1.0), whole)
+            x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
+            write(head, hadamard_of_lanes(x, self.lane, 32) if plan.unspread else x)
+
+        def over_parts(head):
+            step = plan.heads * self.line
+            peak, whole, x = self._combined(
+                *self.part(p.ci(0), head), step, 8 * plan.heads, plan.parts
+            )
+            if plan.cluster == 1:
+                return done(head, whole, x)
+            owner = arith.remui(head, p.ci(plan.cluster))
+            slot = arith.divui(head, p.ci(plan.cluster))
+            at = p.add(p.mul(slot, plan.cluster), self.rank)
+            to = a.peer_address(p.add(self.shares, p.mul(at, self.share_line)), owner)
+            barrier = a.peer_address(p.add(self.barriers, p.mul(slot, 8)), owner)
+            mine = p.add(to, p.mul(self.lane, 4 * self.columns))
+            for c in range(0, self.columns, vector):
+                a.send_peer(mine, x[c : c + vector], barrier, 4 * c)
+            stats = [peak, whole]
+            p.when(p.less(self.lane, 1), lambda: a.send_peer(to, stats, barrier, 4 * plan.head_dim))
+
+        def over_blocks(slot):
+            head = p.add(p.mul(slot, plan.cluster), self.rank)
+
+            def sum_up():
+                a.barrier_wait(p.add(self.barriers, p.mul(slot, 8)), p.ci(0))
+                at = p.add(self.shares, p.mul(slot, plan.cluster * self.share_line))
+                line = self.share_line
+                _, whole, x = self._combined(
+                    at, p.add(at, 4 * plan.head_dim), line, line, plan.cluster
+                )
+                done(head, whole, x)
+
+            p.when(p.less(head, plan.heads), sum_up)
+
+        p.barrier()
+        if plan.cluster > 1:
+            a.cluster_wait()
+        self._each(plan.heads, over_parts)
+        if plan.cluster > 1:
+            self._each(plan.owned, over_blocks)
+
+
+def write_heads(out_ref, first, lane, kind: str, head_dim: int) -> Callable:
+    """``write`` of a gather: the lane's columns of head ``first + head`` of out [heads, H]."""
+
+    def write(head, x):
+        base = p.offset(p.address(out_ref), p.add(first, head), 2 * head_dim)
+        base = p.offset(base, lane, 2 * head_dim // 32)
+        pairs = [a.pack(u, v, kind) for u, v in zip(x[::2], x[1::2], strict=True)]
+        a.store_words(base, pairs)
+
+    return write

@@ -1,0 +1,199 @@
+"""Attention of one query token per row over a cache of keys and values: the op of a decode step.
+
+    out[b, n] = softmax_s(scale * q[b, n] . k[b, s, n // G]) v[b, s, n // G],   s < lengths[b]
+
+with G = N / K query heads to a kv head, and with a sliding window only the last ``window`` of those
+keys.  Contract: what a cache holds at s >= lengths[b] reaches nobody, NaN included; a row of length
+0 gives zeros; a row's result depends on no other row, and is the same bits every time.
+
+A quantized cache is read as it is stored, words and scales, and never exists as floats in memory.
+
+Source: FlashAttention's online softmax (arXiv 2205.14135), split over keys as in Flash-Decoding.
+Left out: more than one query token (``attention.blockwise`` serves those), paging.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention.blockwise import blockwise_attention, floats, is_visible
+from pallas_kernels.attention.rope_cache import unspread, unusual
+from pallas_kernels.dispatch import Implementation, choose, is_empty, launching
+from pallas_kernels.operands import check
+from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.transform import Choice, Op
+
+DIRECT_ROWS, DIRECT_TOKENS = 2, 32768
+_OPERANDS = {
+    "q": "float [B, N, H]",
+    "k": "float|QTensor [B, S, K+, H]",
+    "v": "k|QTensor [B, S, K, H]",
+    "lengths": "int32 [B]",
+}
+
+
+def decode_attention(
+    q: jax.Array,
+    k: jax.Array | QTensor,
+    v: jax.Array | QTensor,
+    lengths: jax.Array,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """``q [B, N, H]`` over ``k, v [B, S, K, H]`` -> ``[B, N, H]`` in q's dtype.
+
+    k, v: float arrays, or QTensors as ``rope_cache.quantize_kv`` makes them of int8, int4 or
+        float8_e4m3fn.  q is in the cache's basis, as ``rope_and_write`` gives it, and the result
+        in the model's (``rope_cache.spread``, ``unspread``).
+    lengths: int32 ``[B]``, keys that each row sees, 0 to S, the newest token's own included.
+    window: of those only the last ``window``.
+    scale: of the scores, H ** -0.5 by default.
+    implementation: "xla", "mosaic" or None; see ``pallas_kernels.dispatch``.
+
+    | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
+    | jvp, grad, at any order       | q, and k, v or their scales: the XLA form's |
+    | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
+
+    Raises ValueError naming the argument for a wrong shape or dtype; NotImplementedError when
+    "mosaic" is asked for and has no kernel for the call.
+    """
+    _check(q, k, v, lengths, window)
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    chosen = choose("decode_attention", implementation, unsupported(q, k, v), q, k, v)
+    if is_empty(q, k):  # nobody asks, or there is nothing to see
+        return jnp.zeros(q.shape, q.dtype)
+    if chosen == "mosaic":
+        direct = is_direct(k, q.shape[1] // k.shape[2])
+        name = "decode_attention_direct" if direct else "decode_attention_mosaic"
+        launching(name, lambda: plan_of(direct, q, k, q.shape[1]))
+    choice = Choice(chosen, implementation is not None)
+    return _decode_attention(choice, (window, scale), q, k, v, lengths)
+
+
+def _kernel(call, q, k, v, lengths):
+    window, scale = call
+    if is_direct(k, q.shape[1] // k.shape[2]):
+        from pallas_kernels.attention import direct as kernel
+
+        return kernel.attend(q, None, lengths, k, v, window=window, scale=scale)
+    from pallas_kernels.attention import kernel
+
+    return kernel.decode_attention(q, k, v, lengths, window=window, scale=scale)
+
+
+def _xla(call, q, k, v, lengths):
+    window, scale = call
+    out = blockwise_attention(q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale)
+    return unspread(v, out[:, 0])
+
+
+def attend_at_once(call, q, k, v, lengths):
+    """The form that is differentiated: all keys in one block, since a loop whose length is known at
+    run time has no transpose.  What no query sees is zeros: NaN there reaches no gradient."""
+    window, scale = call
+    position = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
+    seen = is_visible(lengths[:, None] - 1, position, window)[:, 0, :, None, None]
+    spread, (k, v) = v, (jnp.where(seen, floats(x, q.dtype), 0) for x in (k, v))
+    out = blockwise_attention(
+        q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale, block=k.shape[1]
+    )
+    return unspread(spread, out[:, 0])
+
+
+_decode_attention = Op("decode_attention", _xla, _kernel, derivative=attend_at_once)
+
+
+def is_direct(k: jax.Array | QTensor, group: int) -> bool:
+    """Whether the kernel for one or two rows takes a cache: it has 64 SMs at most at work, 8 to a
+    kv head of a row, and no launches beside its own (``attention.direct``)."""
+    batch, capacity, n_kv, _ = k.shape
+    longest = DIRECT_TOKENS
+    if batch * n_kv < 8:
+        longest //= 8
+    if isinstance(k, QTensor):
+        longest //= 16
+    return batch <= DIRECT_ROWS and batch * capacity <= longest and group <= 8
+
+
+def unsupported(q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor) -> str | None:
+    """Why the Mosaic kernel does not take this call, or None."""
+    h = q.shape[-1]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q is {q.dtype.name}; the kernel multiplies bfloat16 and float16"
+    if h not in (64, 128, 256):
+        return f"q has heads of {h} features; the kernel takes 64, 128 and 256"
+    name = jnp.dtype(k.dtype).name
+    if q.shape[1] // k.shape[2] > 64:
+        return f"q has {q.shape[1]} heads on {k.shape[2]} kv heads of k; the kernel takes 64 to one"
+    if not isinstance(k, QTensor):
+        return None if k.dtype == q.dtype else f"k and v are {name} where q is {q.dtype.name}"
+    for part_name, part in (("k", k), ("v", v)):
+        if reason := unusual(part):
+            return f"{part_name} is {reason}"
+        if part.group_size % 64 or part.scale.shape[-1] not in (1, 2, 4):
+            return (
+                f"{part_name}.scale is of {part.group_size} features each; the kernel takes "
+                "multiples of 64"
+            )
+    if k.scale.shape != v.scale.shape:
+        return f"k.scale {k.scale.shape} is not v.scale {v.scale.shape}"
+    return None
+
+
+def plan_of(direct: bool, q: jax.Array, k: jax.Array | QTensor, n: int):
+    """The plan of a kernel for a call of ``n`` query heads."""
+    from pallas_kernels.attention import direct as decode_attention_direct
+    from pallas_kernels.attention import plan as decode_attention_plan
+    from pallas_kernels.attention.codes import KIND, Words
+
+    batch, capacity, n_kv, h = k.shape
+    groups = k.scale.shape[-1] if isinstance(k, QTensor) else 1
+    words = Words(k.dtype, h, groups, KIND[q.dtype.name])
+    module = decode_attention_direct if direct else decode_attention_plan
+    return module.make_plan(batch, capacity, n_kv, n // n_kv, words)
+
+
+def decode_attention_reference(
+    q: jax.Array,
+    k: jax.Array | QTensor,
+    v: jax.Array | QTensor,
+    lengths: jax.Array,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """The definition in float32, every score of every row at once; never optimised."""
+    batch, n, h = q.shape
+    cache = v
+    k, v = (x if isinstance(x, jax.Array) else dequantize(x) for x in (k, v))
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    capacity, n_kv = k.shape[1:3]
+    position = jnp.arange(capacity, dtype=jnp.int32)[None, :]
+    visible = position < lengths[:, None]
+    if window is not None:
+        visible &= position >= lengths[:, None] - window
+    v = jnp.where(visible[:, :, None, None], v, 0.0)
+    grouped = q.astype(jnp.float32).reshape(batch, n_kv, n // n_kv, h)
+    grouped = grouped * (h**-0.5 if scale is None else scale)
+    scores = jnp.einsum("bkgh,bskh->bkgs", grouped, k, precision=lax.Precision.HIGHEST)
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
+    total = jnp.sum(weights, axis=-1)[..., None]
+    out = jnp.einsum("bkgs,bskh->bkgh", weights, v, precision=lax.Precision.HIGHEST)
+    out = out / jnp.where(total > 0, total, 1.0)
+    return unspread(cache, out.reshape(batch, n, h)).astype(q.dtype)
+
+
+def _check(q, k, v, lengths, window) -> None:
+    sizes = check("decode_attention", _OPERANDS, q=q, k=k, v=v, lengths=lengths)
+    if sizes["N"] % sizes["K"]:
+        raise ValueError(
+            f"decode_attention: q has {sizes['N']} heads on {sizes['K']} kv heads of k"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"decode_attention: window {window} is below 1")

@@ -1,0 +1,260 @@
+"""What the decode kernel keeps in shared memory: a team's ring of keys and values, and scales.
+
+A step of a team is 8 runs of neighbouring tokens, one run for each row of an mma's 8 x 8 block, so
+that most copies are one run of memory: 2 KB of int4 with 8 heads of 128.  Runs are shared out among
+the team's warps and lie 32 bytes apart in the banks; with ``Ring.order`` no read has a conflict.
+
+    slot   run 0 | pad | run 1 | pad | ...     token (run, i) at order(run) * stride + i * token
+    full   8 arrivals, a run each, and the runs' bytes          empty   one arrival per warp
+
+Scales are read a step ahead into registers, a lane per token, and put into shared memory as the
+float32 numbers that the products will want: every warp its own, no barrier but the warp's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import mosaic as p
+from pallas_kernels import ptx as a
+from pallas_kernels.attention.codes import Words
+
+RUNS = 8
+PAD = 32  # bytes between two runs in shared memory
+
+
+def ring_bytes(plan, heads: int, words: Words) -> int:
+    """Of one team: keys and values, every step of the ring."""
+    return 2 * plan.depth * RUNS * (2 * plan.tiles * heads * words.row_bytes + PAD)
+
+
+def scale_bytes(plan, words: Words) -> int:
+    """Of one warp: keys and values of one step."""
+    return 2 * RUNS * 2 * plan.tiles * 4 * words.staged if words.quantized else 0
+
+
+class Ring:
+    """``depth`` steps of keys and as many of values.
+
+    bases: addresses in device memory of the row's first token of keys and of values, at the team's
+    first head.  last: the last token that may be read; past it that token is copied once more.
+    apart: tokens from one step of the team to its next.
+    """
+
+    def __init__(self, plan, words, *, heads, n_kv, members, member, lane, ring, barriers, bases,
+                 last, apart):  # fmt: skip
+        self.depth, self.heads, self.n_kv, self.members = plan.depth, heads, n_kv, members
+        self.member, self.lane, self.ring, self.barriers = member, lane, ring, barriers
+        self.bases, self.last, self.apart = bases, last, apart
+        self.per_run = 2 * plan.tiles
+        self.token_bytes = heads * words.row_bytes  # of the team, in shared memory
+        self.from_bytes = n_kv * words.row_bytes  # in the cache
+        self.stride = self.per_run * self.token_bytes + PAD
+        self.slot_bytes = RUNS * self.stride
+
+    @staticmethod
+    def order(row):
+        """The run of an mma's row: neighbours, and every second row, lie in different banks."""
+        even = p.shift_right(row, 1)
+        odd = p.add(arith.xori(even, p.ci(2)), 4)
+        return arith.select(p.less(arith.andi(row, p.ci(1)), 1), even, odd)
+
+    def initialise(self, teams: int, first) -> None:
+        """All barriers of all teams, by one thread; first: the address of the first."""
+        for i in range(2 * self.depth * teams):
+            a.barrier_init(p.add(first, 16 * i), RUNS)
+            a.barrier_init(p.add(first, 16 * i + 8), self.members)
+        a.barriers_ready()
+
+    def barrier(self, slot, values: bool, empty: bool):
+        at = (16 * self.depth if values else 0) + 8 * empty
+        return p.add(self.barriers, p.mul(slot, 16), at)
+
+    def fill(self, token0, slot, values: bool) -> None:
+        """Copy this warp's runs of the step at ``token0``, a lane a run."""
+        full = self.barrier(slot, values, False)
+        mine = p.less(self.lane, RUNS)
+        if self.members > 1:
+            turn = arith.remui(self.lane, p.ci(self.members))
+            mine = arith.andi(mine, arith.cmpi(arith.CmpIPredicate.eq, turn, self.member))
+
+        def run():
+            to = p.add(self.ring, p.mul(slot, self.slot_bytes), p.mul(self.lane, self.stride),
+                       self.depth * self.slot_bytes if values else 0)  # fmt: skip
+            first = p.add(token0, p.mul(self.lane, self.per_run))
+            size = self.per_run * self.token_bytes
+            a.barrier_expect(full, size)
+
+            def tokens():
+                def one(i, _):
+                    token = a.smaller(p.add(first, i), self.last)
+                    source = a.offset_rows(self.bases[values], token, self.from_bytes)
+                    at = p.add(to, p.mul(i, self.token_bytes))
+                    a.copy_bulk(at, source, self.token_bytes, full)
+                    return []
+
+                a.loop(p.ci(0), p.ci(self.per_run), p.ci(1), [], one)
+
+            if self.heads < self.n_kv:
+                tokens()
+                return
+            whole = a.below(p.add(first, self.per_run - 2), self.last)
+
+            def together():
+                source = a.offset_rows(self.bases[values], first, self.from_bytes)
+                a.copy_bulk(to, source, size, full)
+
+            p.when(whole, together)
+            p.when(a.at_most(self.last, p.add(first, self.per_run - 2)), tokens)
+
+        p.when(mine, run)
+
+    def neighbour(self, slot, parity, step: int):
+        """The slot and the parity of the next (1) or the last (-1) step."""
+        if self.depth == 1:
+            return slot, arith.xori(parity, p.ci(1))
+        edge, over = (self.depth - 1, 0) if step > 0 else (0, self.depth - 1)
+        wraps = arith.cmpi(arith.CmpIPredicate.eq, slot, p.ci(edge))
+        return (
+            arith.select(wraps, p.ci(over), p.add(slot, step)),
+            arith.select(wraps, arith.xori(parity, p.ci(1)), parity),
+        )
+
+    def wait(self, slot, parity, values: bool) -> None:
+        a.barrier_wait(self.barrier(slot, values, False), parity)
+
+    def release(self, slot, values: bool) -> None:
+        """This warp has read the slot."""
+        a.warp_barrier()
+        empty = self.barrier(slot, values, True)
+        p.when(p.less(self.lane, 1), lambda: a.barrier_arrive(empty))
+
+    def refill(self, token0, slot, parity, values: bool) -> None:
+        """The step that follows ``depth`` steps after the one at ``token0``, into its slot."""
+        token = p.add(token0, self.depth * self.apart)
+
+        def go():
+            a.barrier_wait(self.barrier(slot, values, True), parity)
+            self.fill(token, slot, values)
+
+        p.when(a.at_most(token, self.last), go)
+
+
+class Tokens:
+    """The words of a step's tokens that a lane of a warp multiplies, out of the ring.
+
+    own: the warp's kv head within the team; g, quad: the lane's place (``attention.tile``).
+    """
+
+    def __init__(self, ring: Ring, words: Words, own, g, quad):
+        self.words, self.token_bytes, self.slot_bytes = words, ring.token_bytes, ring.slot_bytes
+        at = p.add(ring.ring, p.mul(own, words.row_bytes))
+        self.k_at = p.add(at, p.mul(Ring.order(g), ring.stride), p.mul(quad, words.k_chunk))
+        at = p.add(at, p.mul(g, words.v_chunk), ring.depth * ring.slot_bytes)
+        self.v_at = [
+            p.add(at, p.mul(Ring.order(p.add(p.mul(quad, 2), i)), ring.stride)) for i in range(2)
+        ]
+
+    def keys(self, slot, tile: int) -> list[list]:
+        """Of the tile's rows g and g + 8."""
+        words, at = self.words, p.add(self.k_at, p.mul(slot, self.slot_bytes))
+        return [
+            [
+                w
+                for j in range(words.k_chunks)
+                for w in a.load_shared(
+                    at, words.k_chunk // 4,
+                    (2 * tile + half) * self.token_bytes + j * 4 * words.k_chunk,
+                )
+            ]
+            for half in range(2)
+        ]  # fmt: skip
+
+    def values(self, slot, tile: int) -> list[list]:
+        """Of the tile's rows 2 quad, 2 quad + 1, + 8 and + 9."""
+        words, at = self.words, p.mul(slot, self.slot_bytes)
+        return [
+            [
+                w
+                for j in range(words.v_chunks)
+                for w in a.load_shared(
+                    p.add(self.v_at[t % 2], at), words.v_chunk // 4,
+                    (2 * tile + t // 2) * self.token_bytes + j * 8 * words.v_chunk,
+                )
+            ]
+            for t in range(4)
+        ]  # fmt: skip
+
+
+class Scales:
+    """A warp's scales, and zero points, of a step: ``load`` them, ``store`` them later, ``read``.
+
+    keys, values: addresses of [scale | zero], each of the row's first token at the warp's head.
+    adjust: (scale, zero or None, values?) -> the float32 numbers to be kept, as many.
+    """
+
+    def __init__(self, plan, words: Words, *, n_kv, lane, at, sources, last, adjust: Callable):
+        self.words, self.lane, self.at, self.sources = words, lane, at, sources
+        self.last, self.adjust = last, adjust
+        self.per_run = 2 * plan.tiles
+        self.per_step = RUNS * self.per_run
+        self.from_bytes = n_kv * words.groups * words.scale_size
+        self.token_bytes = 4 * words.staged
+        self.half = self.per_step * self.token_bytes  # keys, then values
+
+    def _rounds(self):
+        """(token of the step, where it is kept) of this lane, in turn: [i in its run][run]."""
+        for first in range(0, self.per_step, 32):
+            token = p.add(self.lane, first)
+            if self.per_step < 32:  # the upper lanes repeat the lower
+                token = arith.andi(token, p.ci(self.per_step - 1))
+            shift = self.per_run.bit_length() - 1
+            place = p.add(p.mul(arith.andi(token, p.ci(self.per_run - 1)), RUNS),
+                          p.shift_right(token, shift))  # fmt: skip
+            yield token, p.add(self.at, p.mul(place, self.token_bytes))
+
+    def load(self, token0) -> list:
+        """The words of the step at ``token0``."""
+        loaded = []
+        size = self.words.groups * self.words.scale_size
+        for token, _ in self._rounds():
+            token = a.smaller(p.add(token0, token), self.last)
+            for source in (source for pair in self.sources for source in pair):
+                at = a.offset_rows(source, token, self.from_bytes)
+                loaded += [a.load_half(at)] if size == 2 else a.load_words(at, size // 4)
+        return loaded
+
+    def store(self, loaded: Sequence) -> None:
+        """After every lane has read what was there."""
+        words, rest = self.words, list(loaded)
+        a.warp_barrier()
+        for _, to in self._rounds():
+            for values in (False, True):
+                parts = [self._floats(rest) for _ in self.sources[values]]
+                scale, zero = parts if words.zeros else (parts[0], [None] * words.groups)
+                pairs = [self.adjust(s, z, values) for s, z in zip(scale, zero, strict=True)]
+                kept = [x for column in zip(*pairs, strict=True) for x in column]
+                for i in range(0, len(kept), 4):
+                    a.store_shared(to, kept[i : i + 4], 4 * i + self.half * values)
+        a.warp_barrier()
+
+    def _floats(self, rest: list) -> list:
+        """One leaf of one token, a float per group, taken off the loaded words."""
+        groups = self.words.groups
+        if self.words.scale_size == 4:
+            return [a.from_bits(rest.pop(0)) for _ in range(groups)]
+        count = max(1, groups // 2)
+        words = [rest.pop(0) for _ in range(count)]
+        return [f(w, "f16") for w in words for f in (p.widen, p.widen_high)][:groups]
+
+    def read(self, run, i: int, values: bool) -> list:
+        """[scale, zero][group] (without zero points, [scale]) of token i of a run."""
+        at = p.add(self.at, p.mul(run, self.token_bytes))
+        offset = i * RUNS * self.token_bytes + self.half * values
+        groups, kept = self.words.groups, []
+        for first in range(0, self.words.staged, 4):
+            count = min(4, self.words.staged - first)
+            kept += a.load_shared(at, count, offset + 4 * first, "f32")
+        return [kept[j : j + groups] for j in range(0, len(kept), groups)]

@@ -1,0 +1,199 @@
+"""The first step of attention while decoding: rotate q and k, and write k and v into the cache.
+
+    q, k, v = split(qkv);  q = rope(q);  k_cache[b, slots[b]] = rope(k);  v_cache[b, slots[b]] = v
+
+Contract: the cache is returned updated, in place where the caller donates it; a slot outside of
+[0, S) writes nothing, which is how idle rows are kept out.  A quantized cache gets the words and
+scales that ``quantize_kv`` would give.
+
+RoPE is the "rotate half" form: feature i of the first half of a head turns with feature i of the
+second (RoFormer, arXiv 2104.09864).
+
+An int4 cache holds k and v in another basis (``spread``), because four bits do not survive outlier
+channels: q comes out in it too.  ``decode_attention`` brings its result back; what
+``attention.blockwise`` gives, ``unspread`` does.
+
+Left out: more than one token per row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.hadamard import hadamard
+from pallas_kernels.dispatch import Implementation, choose, launching
+from pallas_kernels.operands import check
+from pallas_kernels.qtensor import QTensor, quantize
+from pallas_kernels.rounding import reciprocal, to_words
+from pallas_kernels.transform import Choice, Op
+
+Cached = jax.Array | QTensor
+_OPERANDS = {
+    "qkv": "float [B, N + 2K, H+]",
+    "k": "float|QTensor [B, S, K+, H]",
+    "v": "k|QTensor [B, S, K, H]",
+    "cos": "float32 [B, H / 2]",
+    "sin": "float32 [B, H / 2]",
+    "slots": "int32 [B]",
+}
+
+
+def rope_and_write(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: Cached,
+    v: Cached,
+    slots: jax.Array,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, Cached, Cached]:
+    """``qkv [B, N + 2K, H]`` (heads of q, then k, then v) and a cache ``k, v [B, S, K, H]`` ->
+    (q ``[B, N, H]`` that meets these keys, k, v).
+
+    cos, sin: float32 ``[B, H / 2]``, the tables at each row's position.
+    slots: int32 ``[B]``, where in its row of the cache each token goes.
+    implementation: "xla", "mosaic" or None; see ``pallas_kernels.dispatch``.
+
+    | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
+    | jvp, grad, at any order       | qkv, cos, sin, and k, v or their scales: the XLA form's |
+    | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
+
+    Raises ValueError naming the operand for a wrong shape or dtype; NotImplementedError when
+    "mosaic" is asked for and has no kernel for the call.
+    """
+    check_operands("rope_and_write", qkv, cos, sin, k, v, slots)
+    chosen = choose("rope_and_write", implementation, unsupported(qkv, k, v), qkv, k, v)
+    if chosen == "mosaic":
+        launching("rope_cache_mosaic")
+    choice = Choice(chosen, implementation is not None)
+    return _rope_and_write(choice, None, qkv, cos, sin, k, v, slots)
+
+
+def _kernel(_: None, qkv, cos, sin, k: Cached, v: Cached, slots):
+    from pallas_kernels.attention import rope_cache_kernel as rope_cache_mosaic
+
+    return rope_cache_mosaic.rope_and_write(qkv, cos, sin, k, v, slots)
+
+
+def rotate_and_store(_: None, qkv, cos, sin, k: Cached, v: Cached, slots):
+    """The XLA form."""
+    n_kv = k.shape[2]
+    n = qkv.shape[1] - 2 * n_kv
+    q, new_k, new_v = jnp.split(qkv[:, None], (n, n + n_kv), axis=2)
+    tables = cos[:, None], sin[:, None]
+    q, new_k = rotate(q, *tables), rotate(new_k, *tables)
+    q, new_k, new_v = spread(k, q, new_k, new_v)
+    return q[:, 0], store(k, new_k, slots[:, None]), store(v, new_v, slots[:, None])
+
+
+_rope_and_write = Op("rope_and_write", rotate_and_store, _kernel)
+
+
+def check_operands(op: str, qkv, cos, sin, k: Cached, v: Cached, slots) -> None:
+    """ValueError that names what ``rope_and_write`` cannot take."""
+    sizes = check(op, _OPERANDS, qkv=qkv, k=k, v=v, cos=cos, sin=sin, slots=slots)
+    heads, n_kv, h = sizes["N + 2K"], sizes["K"], sizes["H"]
+    if heads < 3 * n_kv or heads % n_kv:
+        raise ValueError(f"{op}: qkv {qkv.shape} is not [B, N + 2K, H] with N a multiple of the "
+                         f"{n_kv} heads of k")  # fmt: skip
+    if h != 2 * sizes["H / 2"]:
+        raise ValueError(f"{op}: cos {cos.shape} and sin {sin.shape} are not [B, H / 2] for qkv "
+                         f"{qkv.shape}")  # fmt: skip
+    for name, kv in (("k", k), ("v", v)):
+        if isinstance(kv, QTensor):
+            if reason := unusual(kv):
+                raise ValueError(f"{op}: {name} is {reason}")
+            group = _group(h, jnp.dtype(kv.dtype).name)
+            if kv.group_size != group:
+                raise ValueError(f"{op}: {name}.scale {kv.scale.shape} is not of {group} features")
+
+
+def unsupported(qkv: jax.Array, k: Cached, v: Cached) -> str | None:
+    """Why the Mosaic kernel does not take this call, or None."""
+    if qkv.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"qkv is {qkv.dtype.name}; the kernel rotates bfloat16 and float16"
+    h = qkv.shape[-1]
+    if h not in (64, 128, 256):
+        return f"qkv has heads of {h} features; the kernel takes 64, 128 and 256"
+    if not isinstance(k, QTensor):
+        alike = k.dtype == qkv.dtype
+        return None if alike else f"k and v are {k.dtype.name} where qkv is {qkv.dtype.name}"
+    return None
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate ``x[B, T, heads, H]`` by tables ``[B, T, H / 2]``; float32 inside, x's dtype out."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    c, s = cos[:, :, None, :], sin[:, :, None, :]
+    return jnp.concatenate((first * c - second * s, second * c + first * s), -1).astype(x.dtype)
+
+
+def spread(kv: Cached, *heads: jax.Array) -> tuple[jax.Array, ...]:
+    """q, k or v ``[..., H]`` in the basis of the cache ``kv``: rotated by ``hadamard`` for int4,
+    as they are for any other."""
+    return tuple(hadamard(x) for x in heads) if kv.dtype == jnp.int4 else heads
+
+
+def unspread(kv: Cached, out: jax.Array) -> jax.Array:
+    """Attention over the cache ``kv``, ``[..., H]``, back in the basis of the model."""
+    return hadamard(out) if kv.dtype == jnp.int4 else out
+
+
+def quantize_kv(x: jax.Array, dtype: str) -> QTensor:
+    """Keys or values ``[..., H]`` as a cache QTensor.
+
+    int8, float8_e4m3fn: one float32 scale per token and head, the largest magnitude's.
+    int4: 16 levels from the smallest to the largest of each 64 features (of the head where 64 does
+        not divide it), as a float16 scale and a float16 zero point: x = scale q + zero (FlexGen's
+        group-wise compression, arXiv 2303.06865, section 5).  Rounding to float16 costs no more
+        than an array of float16 would; magnitudes past 65504 are clipped to it.
+    """
+    head_dim = x.shape[-1]
+    group = _group(head_dim, dtype)
+    if dtype != "int4":
+        return quantize(x, dtype, group_size=group, scale_dtype=jnp.float32)
+    parts = jnp.clip(x.astype(jnp.float32), -65504.0, 65504.0)
+    parts = parts.reshape(*x.shape[:-1], head_dim // group, group)
+    low, high = jnp.min(parts, axis=-1), jnp.max(parts, axis=-1)
+    scale = ((high - low) * (1 / 15)).astype(jnp.float16)
+    step = scale.astype(jnp.float32)
+    # Words run from -8 to 7: their middle stands for the group's.
+    zero = ((low + high) * 0.5 + step * 0.5).astype(jnp.float16)
+    steps = (parts - zero.astype(jnp.float32)[..., None]) * reciprocal(scale)[..., None]
+    return QTensor(to_words(steps, dtype).reshape(x.shape), scale, zero)
+
+
+def _group(head_dim: int, dtype: str) -> int:
+    return 64 if dtype == "int4" and head_dim % 64 == 0 else head_dim
+
+
+def unusual(kv: QTensor) -> str | None:
+    """How a cache differs from what ``quantize_kv`` makes of its words, or None."""
+    zero = None if kv.zero is None else kv.zero.dtype
+    if kv.dtype == jnp.int4:
+        if kv.scale.dtype == zero == jnp.float16:
+            return None
+        return "an int4 cache whose scales and zero points are not float16"
+    if kv.scale.dtype == jnp.float32 and zero is None:
+        return None
+    return "a cache whose scales are not float32 without zero points"
+
+
+def store(kv: Cached, new: jax.Array, slots: jax.Array) -> Any:
+    """``new[B, T, K, H]`` into ``kv[B, S, K, H]`` at ``slots[B, T]``; slots outside of [0, S) are
+    dropped."""
+    rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
+    if isinstance(kv, QTensor):
+        return jax.tree.map(
+            lambda o, n: _stored(o, rows, slots, n),
+            kv, quantize_kv(new, jnp.dtype(kv.dtype).name),
+        )  # fmt: skip
+    return _stored(kv, rows, slots, new.astype(kv.dtype))
+
+
+def _stored(old: jax.Array, rows: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+    return old.at[rows, slots].set(new, mode="drop", wrap_negative_indices=False)

@@ -1,0 +1,218 @@
+"""Where a warp of the direct decode attention gets its words: cache and queries, or projection.
+
+Without RoPE q ``[B, N, H]`` comes as it is, beside the row's length.  With RoPE q is the projection
+``[B, N + 2K, H]``, beside the new token's slot: queries are rotated, and the new token, not in the
+cache yet, is taken from the projection and stored there by the tile that it belongs to.  Tokens
+past the row's end are the last one again.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import mosaic as p
+from pallas_kernels import ptx as a
+from pallas_kernels.attention import tile
+from pallas_kernels.attention.codes import Words
+from pallas_kernels.attention.tile import TILE
+
+
+class Source:
+    """A lane's words of one kv head of a row; everything is emitted while a kernel is traced.
+
+    refs: q, [cos, sin], lengths or slots, leaves of k, leaves of v.  end: the row's length.  Keys
+    and values of a tile are (words of each token, its scales and zero points).
+    """
+
+    def __init__(self, refs, words: Words, shape, kind: str, row, head, lane):
+        self.words, self.kind, self.row, self.head = words, kind, row, head
+        _, self.capacity, self.n_kv, self.n, self.h = shape
+        self.g, self.quad = p.shift_right(lane, 2), arith.andi(lane, p.ci(3))
+        arrays = 1 + words.quantized + words.zeros  # words, scales, zero points
+        self.k, self.v = refs[-2 * arrays : -arrays], refs[-arrays:]
+        self.q, *self.tables, lengths = refs[: -2 * arrays]
+        # Memory that the kernel writes is not read through the path of constants.
+        self.cache = "" if self.tables else ".nc"
+
+        (number,) = a.load_words(p.offset(p.address(lengths), row, 4), 1, cache=".nc")
+        group = self.n // self.n_kv
+        mine = p.add(p.mul(head, group), p.minimum(self.g, group - 1))  # past the group copies
+        self.raw_query = self.projected(mine)
+        if self.tables:
+            # All that comes out of the projection is on its way before it is known who wants it.
+            self.new_key, self.new_value = self.load_new_key(), self.load_new_value()
+            self.slot, self.there = number, p.less(number, self.capacity)
+            number = arith.select(self.there, p.add(number, 1), p.ci(0))
+        self.end = a.larger(a.smaller(number, p.ci(self.capacity)), p.ci(0))
+        self.last = a.larger(p.add(self.end, -1), p.ci(0))
+
+    def first(self, token0):
+        """Query, keys and values for a warp's first tile."""
+        keys, values = self.load_keys(token0), self.load_values(token0)
+        if not self.tables:
+            return self.raw_query, keys, values
+        keys = self.with_new_key(token0, keys, self.new_key)
+        values = self.with_new_value(token0, values, self.new_value)
+        return self.turned(self.raw_query, self.new_key[1]), keys, values
+
+    def next_keys(self, token0):
+        keys = self.load_keys(token0)
+        return self.with_new_key(token0, keys) if self.tables else keys
+
+    def next_values(self, token0):
+        values = self.load_values(token0)
+        return self.with_new_value(token0, values) if self.tables else values
+
+    # --- the cache ---
+
+    def line(self, ref, token, size: int):
+        """A token's ``size`` bytes of this head."""
+        base = p.offset(p.address(ref), self.row, self.capacity * self.n_kv * size)
+        return a.offset_rows(p.offset(base, self.head, size), token, self.n_kv * size)
+
+    def key_tokens(self, token0) -> list:
+        return [a.smaller(p.add(token0, self.g, 8 * i), self.last) for i in range(2)]
+
+    def value_tokens(self, token0) -> list:
+        own = p.add(token0, p.mul(self.quad, 2))
+        return [a.smaller(p.add(own, t % 2 + t // 2 * 8), self.last) for t in range(4)]
+
+    def load_keys(self, token0):
+        words, tokens = self.words, self.key_tokens(token0)
+        at = p.mul(self.quad, words.k_chunk)
+        return [
+            [
+                w
+                for j in range(words.k_chunks)
+                for w in a.load_words(
+                    p.offset(self.line(self.k[0], t, words.row_bytes), at),
+                    words.k_chunk // 4, j * 4 * words.k_chunk, cache=self.cache,
+                )
+            ]
+            for t in tokens
+        ], self.load_numbers(self.k, tokens)  # fmt: skip
+
+    def load_values(self, token0):
+        lines = [self.line(self.v[0], t, self.words.row_bytes) for t in self.value_tokens(token0)]
+        numbers = self.load_numbers(self.v, self.key_tokens(token0))
+        return [self.value_words(at, self.cache) for at in lines], numbers
+
+    def value_words(self, base, cache: str) -> list:
+        words = self.words
+        base = p.offset(base, p.mul(self.g, words.v_chunk))
+        return [
+            w
+            for j in range(words.v_chunks)
+            for w in a.load_words(base, words.v_chunk // 4, j * 8 * words.v_chunk, cache=cache)
+        ]
+
+    def load_numbers(self, refs, tokens) -> list:
+        """[token][scale, zero point] words."""
+        size = self.words.groups * self.words.scale_size
+        return [
+            [
+                [a.load_half(at)] if size == 2 else a.load_words(at, size // 4, cache=".nc")
+                for at in [self.line(ref, t, size) for ref in refs[1:]]
+            ]
+            for t in (tokens if self.words.quantized else ())
+        ]
+
+    # --- the projection ---
+
+    def head_of(self, head):
+        base = p.offset(p.address(self.q), self.row, 2 * self.h * self.heads)
+        return p.offset(base, head, 2 * self.h)
+
+    @property
+    def heads(self) -> int:
+        return self.n + 2 * self.n_kv if self.tables else self.n
+
+    def projected(self, head) -> list:
+        """A head's features that meet this lane's chunks of keys."""
+        at = p.mul(self.quad, 2 * tile.features_of(self.words))
+        return tile.load_heads(p.offset(self.head_of(head), at), self.words)
+
+    def load_new_key(self):
+        """The new token's features, not rotated, and (cos, sin) of a head's first half of them."""
+        features = tile.features_of(self.words)
+        at = p.mul(self.quad, 4 * features)
+        turns = [
+            [
+                x
+                for j in range(self.words.k_chunks // 2)
+                for i in range(features // 4)
+                for x in a.load_words(
+                    p.offset(p.offset(p.address(t), self.row, 2 * self.h), at),
+                    4, 16 * features * j + 16 * i, "f32", ".nc",
+                )
+            ]
+            for t in self.tables
+        ]  # fmt: skip
+        return self.projected(p.add(self.head, self.n)), turns
+
+    def load_new_value(self) -> list:
+        return self.value_words(self.head_of(p.add(self.head, self.n + self.n_kv)), ".nc")
+
+    def turned(self, chunks, turns) -> list:
+        """RoPE of a head; a lane has feature i + H / 2 in the chunk half of them after i's."""
+        half = len(chunks) // 2
+        low, high = (
+            [f(w, self.kind) for chunk in part for w in chunk for f in (p.widen, p.widen_high)]
+            for part in (chunks[:half], chunks[half:])
+        )
+        cos, sin = turns
+        out = [
+            arith.addf(arith.mulf(x, c), arith.mulf(y, arith.negf(s)))
+            for x, y, c, s in zip(low, high, cos, sin, strict=True)
+        ]
+        out += [
+            arith.addf(arith.mulf(y, c), arith.mulf(x, s))
+            for x, y, c, s in zip(low, high, cos, sin, strict=True)
+        ]
+        pairs = [a.pack(u, v, self.kind) for u, v in zip(out[::2], out[1::2], strict=True)]
+        per = len(chunks[0])
+        return [pairs[i : i + per] for i in range(0, len(pairs), per)]
+
+    def with_new_key(self, token0, keys, loaded=None):
+        """loaded: by ``load_new_key``, where there are registers for it."""
+        own, chunk = a.equal(arith.andi(self.slot, p.ci(7)), self.g), self.words.k_chunk
+
+        def new():
+            return [w for part in self.turned(*(loaded or self.load_new_key())) for w in part]
+
+        at = p.offset(
+            self.line(self.k[0], self.slot, self.words.row_bytes), p.mul(self.quad, chunk)
+        )
+        return self.with_new(token0, keys, self.key_tokens(token0), new, own, at, 4 * chunk)
+
+    def with_new_value(self, token0, values, loaded=None):
+        own, chunk = p.less(self.quad, 1), self.words.v_chunk
+        at = p.offset(self.line(self.v[0], self.slot, self.words.row_bytes), p.mul(self.g, chunk))
+        return self.with_new(
+            token0, values, self.value_tokens(token0), lambda: loaded or self.load_new_value(),
+            own, at, 8 * chunk,
+        )  # fmt: skip
+
+    def with_new(self, token0, held, tokens, new, own, at, apart: int):
+        """What is held of ``tokens``, the new one's words put in and stored: by lanes ``own``, four
+        words at ``at`` and on, ``apart`` bytes."""
+
+        def replaced():
+            fresh = new()
+
+            def store():
+                for i in range(0, len(fresh), 4):
+                    a.store_words(at, fresh[i : i + 4], i // 4 * apart)
+
+            p.when(arith.andi(own, a.at_most(token0, self.slot)), store)
+            return [
+                arith.select(a.equal(t, self.slot), y, x)
+                for t, old in zip(tokens, held[0], strict=True)
+                for x, y in zip(old, fresh, strict=True)
+            ]
+
+        # Tiles past the row's end hold its last token over and over.
+        reached = arith.andi(self.there, a.below(self.slot, p.add(token0, TILE)))
+        flat, tree = jax.tree.flatten(held)  # no scales: the words alone
+        return jax.tree.unflatten(tree, a.choose(reached, replaced, flat))

@@ -1,0 +1,275 @@
+"""The chunkwise form of GLA in plain XLA, forward and backward: what runs without a kernel.
+
+A sequence is cut into chunks of C tokens.  With b the running sum of log_decay g inside a chunk,
+
+    o      = (q e^b) S + A v                 A_ij = sum_d q_id k_jd e^(b_i - b_j),  j <= i
+    S_next = e^(b_C) S + (k e^(b_C - b))^T v
+
+(scale is applied to q).  The first is all matrix products; the second is a short scan over chunks.
+No difference of running sums is ever formed: A is built level by level over a binary tree of
+blocks.  At level s = 1, 2, 4 .. C/2, row i and column j meet if they lie in the second and the
+first half of one block of 2s tokens, and
+
+    b_i - b_j = (sum of g from the second half's start to i) + (sum of g after j to the first's end)
+
+Both sums run over numbers <= 0, so every exponent is <= 0, nothing cancels, and log_decay = -inf is
+a plain 0.  A row is at each level either on the query or on the key side, so one operand
+y = where(second half, q, k) * exp(its sum) gives the level's products as y y^T.
+
+The backward pass keeps the inputs and one state per *group* of chunks, and recomputes the rest
+group by group; memory is linear in T with a small constant.  The sums are linear in g, so their
+gradient is their transpose: each term of it carries the same exponent <= 0 as in the forward pass,
+and the gradient of log_decay at exp(g) = 0 is exactly 0.
+
+Sources: arXiv 2312.06635, section 4; the tree replaces its secondary chunking.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.gla.decay import Sums, decay_sums, pairs, second_halves, transpose_sums
+
+# Elements of q (or v) worked on at once, found by measuring: on a CPU the group should stay near
+# the caches; on a GPU it only bounds temporary memory (about 100 bytes an element).
+_GROUP_ELEMENTS = {"cpu": 1 << 17, "gpu": 1 << 27}
+_SCAN_UNROLL = {"cpu": 1, "gpu": 16}
+
+
+class Chunks(NamedTuple):
+    """Inputs of one group, all ``[B, H, N, C, D]``: N chunks of C tokens."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "chunk"))
+def chunked_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    initial_state: jax.Array,
+    *,
+    scale: float,
+    chunk: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``q, k, log_decay [B, T, H, Dk]``, ``v [B, T, H, Dv]``, ``initial_state [B, H, Dk, Dv]`` ->
+    (``o [B, T, H, Dv]``, final state, the state before each group ``[groups, B, H, Dk, Dv]``)."""
+    grouping = _grouping(q, v, chunk)
+    groups = Chunks(*(_split(x, grouping) for x in (q, k, v, log_decay)))
+    dtype = _operand_dtype(q.dtype)
+
+    def one_group(state: jax.Array, group: Chunks) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        o, final = _group_forward(group, state, scale, dtype)
+        return final, (o.astype(v.dtype), state)
+
+    final, (o, borders) = _scan(one_group, initial_state, groups)
+    return _join(o, q.shape[1]), final, borders
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "chunk"))
+def chunked_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    borders: jax.Array,
+    d_o: jax.Array,
+    d_state: jax.Array,
+    *,
+    scale: float,
+    chunk: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k, v, log_decay (in their dtypes) and of the initial state."""
+    grouping = _grouping(q, v, chunk)
+    groups = Chunks(*(_split(x, grouping) for x in (q, k, v, log_decay)))
+    dtype = _operand_dtype(q.dtype)
+
+    def one_group(d_final: jax.Array, inputs: tuple) -> tuple[jax.Array, Chunks]:
+        group, state, d_out = inputs
+        grads, d_initial = _group_backward(group, state, d_out, d_final, scale, dtype)
+        return d_initial, Chunks(*(d.astype(x.dtype) for d, x in zip(grads, group, strict=True)))
+
+    inputs = (groups, borders, _split(d_o, grouping))
+    d_initial, grads = _scan(one_group, d_state, inputs, reverse=True)
+    return (*(_join(x, q.shape[1]) for x in grads), d_initial)
+
+
+def _group_forward(
+    x: Chunks, state: jax.Array, scale: float, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """(o float32 ``[B, H, N, C, Dv]``, state after the group)."""
+    levels, prefix, suffix = decay_sums(x.g, dtype, _on_gpu())
+    q = x.q.astype(jnp.float32) * scale
+    k = x.k.astype(jnp.float32)
+    a = _chunk_attention(q, k, levels, dtype)
+    states, final = _chunk_states(k, x.v, prefix, suffix, state, dtype)
+    o = _dot("...ij,...je->...ie", a, x.v, dtype)
+    return o + _dot("...cd,...de->...ce", q * jnp.exp(prefix), states, dtype), final
+
+
+def _group_backward(
+    x: Chunks,
+    state: jax.Array,
+    d_o: jax.Array,
+    d_final: jax.Array,
+    scale: float,
+    dtype: jnp.dtype,
+) -> tuple[Chunks, jax.Array]:
+    """(gradients of the group's inputs, gradient of the state before the group), all float32."""
+    levels, prefix, suffix = decay_sums(x.g, dtype, _on_gpu())
+    q = x.q.astype(jnp.float32) * scale
+    k = x.k.astype(jnp.float32)
+    q_decay, k_decay = jnp.exp(prefix), jnp.exp(suffix)
+    whole = q_decay[..., -1, :]
+    a = _chunk_attention(q, k, levels, dtype)
+    states, _ = _chunk_states(k, x.v, prefix, suffix, state, dtype)
+
+    # The state's cotangent runs backward over the same scan, fed by what each chunk's output reads.
+    reads = _dot("...cd,...ce->...de", q * q_decay, d_o, dtype)
+    d_after, d_state = _state_scan(whole, reads, d_final, dtype, reverse=True)
+
+    d_v = _dot("...ij,...ie->...je", a, d_o, dtype)
+    d_v += _dot("...cd,...de->...ce", k * k_decay, d_after, dtype)
+    d_qg = _dot("...ce,...de->...cd", d_o, states, dtype)
+    d_kg = _dot("...ce,...de->...cd", x.v, d_after, dtype)
+    d_q, d_k = d_qg * q_decay, d_kg * k_decay
+    d_prefix, d_suffix = d_q * q, d_k * k
+    carried = states.astype(jnp.float32) * d_after.astype(jnp.float32)
+    d_prefix = d_prefix.at[..., -1, :].add(whole * jnp.sum(carried, axis=-1))
+
+    d_a = _dot("...ie,...je->...ij", d_o, x.v, dtype)
+    on_diagonal = jnp.diagonal(d_a, axis1=-2, axis2=-1)[..., None]
+    d_q += on_diagonal * k
+    d_k += on_diagonal * q
+    d_levels = []
+    length = x.g.shape[-2]
+    for index, level in enumerate(levels):
+        second = second_halves(length, 1 << index)[:, None]
+        decay = jnp.exp(level)
+        y = jnp.where(second, q, k) * decay
+        d_pairs = jnp.where(pairs(length, 1 << index), d_a, 0.0)
+        d_y = _dot("...ij,...jd->...id", d_pairs + jnp.swapaxes(d_pairs, -1, -2), y, dtype)
+        d_levels.append(d_y * y)
+        d_y = d_y * decay
+        d_q += jnp.where(second, d_y, 0.0)
+        d_k += jnp.where(second, 0.0, d_y)
+    d_g = transpose_sums(Sums(tuple(d_levels), d_prefix, d_suffix), dtype, _on_gpu())
+    return Chunks(d_q * scale, d_k, d_v, d_g), d_state
+
+
+def _chunk_attention(
+    q: jax.Array, k: jax.Array, levels: tuple[jax.Array, ...], dtype: jnp.dtype
+) -> jax.Array:
+    """A ``[..., C, C]`` float32, lower triangular."""
+    length = q.shape[-2]
+    a = jnp.where(jnp.eye(length, dtype=bool), jnp.sum(q * k, axis=-1)[..., None], 0.0)
+    for index, level in enumerate(levels):
+        second = second_halves(length, 1 << index)[:, None]
+        y = jnp.where(second, q, k) * jnp.exp(level)
+        a = jnp.where(pairs(length, 1 << index), _dot("...id,...jd->...ij", y, y, dtype), a)
+    return a
+
+
+def _chunk_states(
+    k: jax.Array,
+    v: jax.Array,
+    prefix: jax.Array,
+    suffix: jax.Array,
+    state: jax.Array,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+    """(state before each chunk ``[B, H, N, Dk, Dv]``, state after the last)."""
+    writes = _dot("...cd,...ce->...de", k * jnp.exp(suffix), v, dtype)
+    return _state_scan(jnp.exp(prefix[..., -1, :]), writes, state, dtype)
+
+
+def _state_scan(
+    decay: jax.Array, added: jax.Array, state: jax.Array, dtype: jnp.dtype, reverse: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """``state = decay[n] * state + added[n]`` over the chunk axis; (state before each, in
+    ``dtype``, and the last).
+
+    decay ``[B, H, N, Dk]``, added ``[B, H, N, Dk, Dv]``, state ``[B, H, Dk, Dv]``.
+    """
+
+    def step(carry: tuple[jax.Array, jax.Array], n: jax.Array):
+        state, before = carry
+        # Indexing in place spares the two transposes that scanning over a moved axis costs.
+        at = functools.partial(lax.dynamic_index_in_dim, index=n, axis=2, keepdims=False)
+        before = lax.dynamic_update_index_in_dim(before, state.astype(dtype), n, 2)
+        return (at(decay)[..., None] * state + at(added), before), None
+
+    n_chunks = decay.shape[2]
+    before = jnp.zeros_like(added, dtype)
+    (last, before), _ = lax.scan(
+        step, (state, before), jnp.arange(n_chunks), reverse=reverse,
+        unroll=min(n_chunks, _SCAN_UNROLL[_platform()]),
+    )  # fmt: skip
+    return before, last
+
+
+def _dot(equation: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """einsum of operands rounded to ``dtype``, accumulated in float32.  Without HIGHEST a GPU would
+    take TF32 for float32."""
+    return jnp.einsum(
+        equation,
+        a.astype(dtype),
+        b.astype(dtype),
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+    )
+
+
+def _operand_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """What matrix products read: bfloat16 for 16-bit inputs on a GPU (states would leave float16's
+    range), float32 on a CPU, where 16-bit products are slower."""
+    return jnp.dtype(jnp.bfloat16 if dtype.itemsize == 2 and _on_gpu() else jnp.float32)
+
+
+def _platform() -> str:
+    return "gpu" if _on_gpu() else "cpu"
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _grouping(q: jax.Array, v: jax.Array, chunk: int) -> tuple[int, int, int]:
+    """(groups, chunks per group, tokens per chunk)."""
+    batch, length, heads = q.shape[:3]
+    n_chunks = -(-length // chunk)
+    elements = batch * heads * chunk * max(q.shape[-1], v.shape[-1])
+    limit = max(1, _GROUP_ELEMENTS[_platform()] // elements)
+    n_groups = -(-n_chunks // limit)
+    return n_groups, -(-n_chunks // n_groups), chunk
+
+
+def _split(x: jax.Array, grouping: tuple[int, int, int]) -> jax.Array:
+    """``[B, T, H, D]`` -> ``[groups, B, H, N, C, D]``, padded with tokens that change nothing."""
+    batch, length, heads, width = x.shape
+    x = jnp.pad(x, ((0, 0), (0, math.prod(grouping) - length), (0, 0), (0, 0)))
+    return jnp.transpose(x.reshape(batch, *grouping, heads, width), (1, 0, 4, 2, 3, 5))
+
+
+def _join(x: jax.Array, length: int) -> jax.Array:
+    """``[groups, B, H, N, C, D]`` -> ``[B, T, H, D]``."""
+    joined = jnp.transpose(x, (1, 0, 3, 4, 2, 5))
+    return joined.reshape(x.shape[1], -1, x.shape[2], x.shape[-1])[:, :length]
+
+
+def _scan(step, carry, xs, reverse: bool = False):
+    """lax.scan, without the loop when there is one group."""
+    if jax.tree.leaves(xs)[0].shape[0] > 1:
+        return lax.scan(step, carry, xs, reverse=reverse)
+    carry, ys = step(carry, jax.tree.map(lambda x: x[0], xs))
+    return carry, jax.tree.map(lambda y: y[None], ys)

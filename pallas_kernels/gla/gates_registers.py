@@ -1,0 +1,296 @@
+"""Register work of ``gla.gates``: one slice of 64 key channels of one chunk, by one warpgroup.
+
+Contract: everything here runs inside ``plgpu.inline_mgpu``; byte offsets are into a slot of four
+8 KiB tiles (q, k and the two halves of the gates), each of 64 rows of 128 bytes with TMA's 128-byte
+swizzle.  The algorithm is in ``gla.gates``; copies, barriers of copies and the loop stay there.
+"""
+
+from __future__ import annotations
+
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental.mosaic import gpu as mgpu
+
+from pallas_kernels.gla import ptx as p
+
+TILE = 8192  # bytes of a bf16 [64, 64] or an f32 [64, 32] tile
+
+
+class Lane:
+    """What a thread knows about its place: warp w owns rows 16w..16w+15, a lane two columns."""
+
+    def __init__(self, base):
+        thread = p.thread_in_warpgroup()
+        self.thread = thread
+        self.warp = arith.shrui(thread, p.ci(5))
+        self.lane = arith.andi(thread, p.ci(31))
+        # mma's own numbering of the lanes: row of an 8x8 tile, and column pair.
+        self.group = arith.shrui(self.lane, p.ci(2))
+        self.col = arith.andi(self.lane, p.ci(3))
+        self.row = p.add(arith.shli(self.warp, p.ci(4)), self.group)
+        # Address of the thread's word in row 16w of a swizzled bf16 [64, 64] tile, by row & 7.
+        chunk, word = arith.shrui(self.lane, p.ci(2)), arith.andi(self.lane, p.ci(3))
+        start = p.add(base, arith.shli(self.warp, p.ci(11)))
+        low = p.add(start, arith.shli(word, p.ci(2)))
+        self.pairs = [p.add(low, arith.shli(arith.xori(chunk, p.ci(r)), p.ci(4))) for r in range(8)]
+        # The same two columns in two swizzled f32 [64, 32] tiles.
+        half = arith.shrui(self.lane, p.ci(4))
+        inner = arith.andi(self.lane, p.ci(15))
+        chunk, word = arith.shrui(inner, p.ci(1)), arith.andi(inner, p.ci(1))
+        low = p.add(start, arith.shli(half, p.ci(13)), arith.shli(word, p.ci(3)))
+        self.floats = [
+            p.add(low, arith.shli(arith.xori(chunk, p.ci(r)), p.ci(4))) for r in range(8)
+        ]
+        # Where this lane points ldmatrix for 16 rows of a tile, by k-step of 16 columns.
+        row = arith.andi(self.lane, p.ci(15))
+        side = arith.shrui(self.lane, p.ci(4))
+        low = p.add(base, arith.shli(row, p.ci(7)))
+        seven = arith.andi(row, p.ci(7))
+        self.matrix = [
+            p.add(low, arith.shli(arith.xori(p.add(side, 2 * kk), seven), p.ci(4)))
+            for kk in range(4)
+        ]
+
+    def rows_of(self, block):
+        """ldmatrix addresses of row block ``block`` (an i32 value)."""
+        start = arith.shli(block, p.ci(11))
+        return [p.add(x, start) for x in self.matrix]
+
+    def far_block(self):
+        """(row block, column block) of the level-32 product this warp computes."""
+        return arith.subi(p.ci(3), arith.shrui(self.warp, p.ci(1))), arith.andi(self.warp, p.ci(1))
+
+    def near_block(self):
+        """The same for level 16; warps 0 and 2 repeat their neighbour's."""
+        return arith.ori(self.warp, p.ci(1)), arith.andi(self.warp, p.ci(2))
+
+
+def _load_slice(lane, q_at, k_at, g_at, limit):
+    """q, k as 16 bf16 pairs and a = exp(log_decay) as [16 rows][2 columns]."""
+    q, k, a = [], [], []
+    for r in range(16):
+        (qw,) = p.load_words(lane.pairs[r % 8], 1, offset=q_at + 128 * r)
+        (kw,) = p.load_words(lane.pairs[r % 8], 1, offset=k_at + 128 * r)
+        gs = p.load_floats(lane.floats[r % 8], 2, offset=g_at + 128 * r)
+        if limit is not None:
+            row = p.add(arith.shli(lane.warp, p.ci(4)), r)
+            inside = arith.cmpi(arith.CmpIPredicate.slt, row, limit)
+            qw, kw = p.select(inside, qw, p.ci(0)), p.select(inside, kw, p.ci(0))
+            gs = [p.select(inside, x, p.cf(0.0)) for x in gs]
+        q.append(qw)
+        k.append(kw)
+        a.append([p.exp2(p.mul(x, p.cf(p.LOG2E))) for x in gs])
+    return q, k, a
+
+
+def _gate(word, factors):
+    """A bf16 pair times two f32 factors, as a bf16 pair."""
+    return p.mul_pairs(word, p.pack(*factors))
+
+
+def _times(xs, ys):
+    return [p.mul(x, y) for x, y in zip(xs, ys, strict=True)]
+
+
+class Tree:
+    """p and t of the warp's 16 rows x the thread's 2 columns, raised level by level."""
+
+    def __init__(self, a):
+        self.p = [list(x) for x in a]
+        self.t = [None] * 16  # None: the empty product
+
+    def operand(self, level, q, k):
+        """y of a level inside the 16 rows, as 16 bf16 pairs."""
+        out = []
+        for r in range(16):
+            if r & level:
+                out.append(_gate(q[r], self.p[r]))
+            else:
+                out.append(k[r] if self.t[r] is None else _gate(k[r], self.t[r]))
+        return out
+
+    def raise_level(self, level):
+        """Join pairs of ``level``-row blocks."""
+        products = [self.p[r | (level - 1)] for r in range(16)]
+        for r in range(16):
+            other = products[r ^ level]
+            if r & level:
+                self.p[r] = _times(self.p[r], other)
+            else:
+                self.t[r] = other if self.t[r] is None else _times(self.t[r], other)
+        # The last row of every block still has the empty t.
+
+    def suffix(self, r):
+        return [p.cf(1.0)] * 2 if self.t[r] is None else self.t[r]
+
+
+def _store_rows(lane, at, words):
+    for r in range(16):
+        p.store_words(lane.pairs[r % 8], [words[r]], offset=at + 128 * r)
+
+
+def zero_acc():
+    return [p.cf(0.0)] * 4
+
+
+def half_products(acc, a, b):
+    """Products of rows 0-7 with rows 0-7 and of 8-15 with 8-15, in one accumulator.
+
+    The two halves of mma's k axis serve one 8x8 tile each; zeros keep them apart.
+    """
+    zero = p.ci(0)
+    acc = p.mma(acc, [a[0], zero, zero, a[1]], [b[0], b[1]])
+    return p.mma(acc, [a[2], zero, zero, a[3]], [b[2], b[3]])
+
+
+def _warp_products(lane, acc, level, at):
+    """y y^T of a warp's 16 rows, from its rows of the [64, 64] tile at byte ``at``."""
+    for address in lane.rows_of(lane.warp):
+        a = p.load_matrices(address, offset=at)
+        if level == 8:
+            acc[8] = p.mma(acc[8], a, [a[0], a[2]])
+        else:
+            acc[level] = half_products(acc[level], a, a)
+
+
+def _diagonal_products(lane, acc, q_at, k_at):
+    for address in lane.rows_of(lane.warp):
+        a = p.load_matrices(address, offset=q_at)
+        b = p.load_matrices(address, offset=k_at)
+        acc[0] = half_products(acc[0], a, b)
+
+
+def _block_products(lane, acc, name, block, at):
+    """y y^T of one 16x16 block away from the diagonal: acc[name + 0], [name + 1]."""
+    rows, columns = (lane.rows_of(x) for x in block)
+    for row, column in zip(rows, columns, strict=True):
+        a = p.load_matrices(row, offset=at)
+        b = p.load_matrices(column, offset=at)
+        acc[name] = p.mma(acc[name], a, [b[0], b[2]])
+        acc[name + 1] = p.mma(acc[name + 1], a, [b[1], b[3]])
+
+
+def _diagonal_block(lane, acc):
+    """The finished 16x16 block: [column half][4 registers], from the levels' accumulators."""
+    out = []
+    for tile in range(2):
+        regs = []
+        for r in range(4):
+            row_half, e = r // 2, r % 2
+            if row_half != tile:
+                regs.append(acc[8][r] if (row_half, tile) == (1, 0) else p.cf(0.0))
+                continue
+            j = p.add(arith.shli(lane.col, p.ci(1)), e)
+            differ = arith.xori(lane.group, j)
+            below = arith.cmpi(arith.CmpIPredicate.ugt, lane.group, j)
+            value = p.select(
+                arith.cmpi(arith.CmpIPredicate.eq, differ, p.ci(0)), acc[0][r], p.cf(0.0)
+            )
+            low = p.select(
+                p.bit(differ, 2),
+                acc[4][r],
+                p.select(p.bit(differ, 1), acc[2][r], acc[1][r]),
+            )
+            regs.append(p.select(below, low, value))
+        out.append(regs)
+    return out
+
+
+ACCUMULATORS = (0, 1, 2, 4, 8, 16, 17, 32, 33)  # 16, 32: column halves of a 16x16 block
+
+
+def gate_slice(lane, acc, table, decay_at, limit, scale):
+    """One slice of 64 channels: adds every level's products, leaves qg and kg in place of q and k.
+
+    Byte offsets inside a slot: q tile, k tile, then g's two tiles, reused for y.
+    """
+    q_at, k_at, low, high = 0, TILE, 2 * TILE, 3 * TILE
+    q, k, a = _load_slice(lane, q_at, k_at, low, limit)
+    if limit is not None:
+        _store_rows(lane, q_at, q)
+        _store_rows(lane, k_at, k)
+    # From here on every warp reuses its own rows of the g tiles for y.
+    mgpu.utils.warp_barrier()
+    tree = Tree(a)
+    for pair in ((1, 2), (4, 8)):
+        for level, at in zip(pair, (low, high), strict=True):
+            _store_rows(lane, at, tree.operand(level, q, k))
+            tree.raise_level(level)
+        if pair[1] == 8:  # the 16-row products of the four warps, exchanged through a table
+            column = arith.shli(lane.lane, p.ci(3))
+            total = tree.p[15]
+            p.store_words(p.add(table, arith.shli(lane.warp, p.ci(8)), column), total)
+        mgpu.utils.warp_barrier()
+        if pair[0] == 1:
+            _diagonal_products(lane, acc, q_at, k_at)
+        for level, at in zip(pair, (low, high), strict=True):
+            _warp_products(lane, acc, level, at)
+        mgpu.utils.warp_barrier()
+    mgpu.utils.warpgroup_barrier()
+
+    def of_warp(mask):
+        warp = arith.xori(lane.warp, p.ci(mask))
+        return p.load_floats(p.add(table, arith.shli(warp, p.ci(8)), column), 2)
+
+    near, across = of_warp(1), _times(of_warp(2), of_warp(3))
+    one = p.cf(1.0)
+    query16, query32 = p.bit(lane.warp, 0), p.bit(lane.warp, 1)
+    same_side = arith.cmpi(arith.CmpIPredicate.eq, query16, query32)
+    # Level 32's operand is p or t of the 16 rows times the partner's product where that lies
+    # between the row and its 32-row block's border.
+    between = p.pack(*[p.select(same_side, x, one) for x in near])
+    before, after = [], []
+    for x, y in zip(near, across, strict=True):
+        b = p.mul(p.select(query16, x, one), p.select(query32, y, one))
+        before.append(p.mul(b, p.cf(scale)))
+        after.append(p.mul(p.select(query16, one, x), p.select(query32, one, y)))
+    y16, y32, qg, kg = [], [], [], []
+    for r in range(16):
+        suffix = tree.suffix(r)
+        yq, yk = _gate(q[r], tree.p[r]), _gate(k[r], suffix)
+        y16.append(p.select(query16, yq, yk))
+        y32.append(p.mul_pairs(p.select(query32, yq, yk), between))
+        qg.append(_gate(q[r], _times(tree.p[r], before)))
+        kg.append(_gate(k[r], _times(suffix, after)))
+    for at, words in ((low, y16), (high, y32), (q_at, qg), (k_at, kg)):
+        _store_rows(lane, at, words)
+    first = arith.cmpi(arith.CmpIPredicate.eq, lane.warp, p.ci(0))
+    with mgpu.when(first):
+        offset = arith.extui(ir.IntegerType.get_signless(64), column)
+        p.store_floats_global(arith.addi(decay_at, offset), _times(_times(total, near), across))
+    mgpu.utils.warpgroup_barrier()
+    _block_products(lane, acc, 16, lane.near_block(), low)
+    _block_products(lane, acc, 32, lane.far_block(), high)
+
+
+def _put_block(lane, base, block, tiles, scale):
+    """A 16x16 block of A, bf16, into a swizzled [64, 64] tile."""
+    rows, columns = block
+    for tile, regs in enumerate(tiles):
+        for half in range(2):
+            row = p.add(arith.shli(rows, p.ci(4)), lane.group, 8 * half)
+            chunk = p.add(arith.shli(columns, p.ci(1)), tile)
+            chunk = arith.xori(chunk, arith.andi(row, p.ci(7)))
+            values = [p.mul(x, p.cf(scale)) for x in regs[2 * half : 2 * half + 2]]
+            p.store_words(
+                p.add(
+                    base,
+                    arith.shli(row, p.ci(7)),
+                    arith.shli(chunk, p.ci(4)),
+                    arith.shli(lane.col, p.ci(2)),
+                ),
+                [p.pack(*values)],
+            )
+
+
+def merge(lane, acc, base, scale):
+    """A from the levels' accumulators, as bf16 into a swizzled [64, 64] tile."""
+    _put_block(lane, base, (lane.warp, lane.warp), _diagonal_block(lane, acc), scale)
+    _put_block(lane, base, lane.far_block(), [acc[32], acc[33]], scale)
+    with mgpu.when(p.bit(lane.warp, 0)):
+        _put_block(lane, base, lane.near_block(), [acc[16], acc[17]], scale)
+    zero = [zero_acc(), zero_acc()]
+    for column in range(1, 4):
+        above = arith.cmpi(arith.CmpIPredicate.ult, lane.warp, p.ci(column))
+        with mgpu.when(above):
+            _put_block(lane, base, (lane.warp, p.ci(column)), zero, scale)

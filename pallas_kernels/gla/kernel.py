@@ -1,0 +1,231 @@
+"""GLA on Hopper: the Mosaic GPU kernels put together.
+
+``gla_forward`` is two kernels, and four where there are too few heads to fill the GPU:
+
+    gates (per chunk, parallel)                gla_gates: A, qg, kg, decay
+    [scan of every segment's own state         gla_scan, want_out=False
+     combine of the segments' states in XLA]
+    scan with outputs                          gla_scan
+
+The document's two choices, "store chunk states and scan" and "loop inside the kernel", become one:
+the loop runs inside the kernel over a segment of chunks, and ``segments_for`` picks how many
+segments a row has, so that value blocks x heads x rows x segments just fits the GPU's 132 SMs.
+
+Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length;
+Dk in 64, 128, 256; Dv a multiple of 64, padded here with channels of zeros to one of 128 where it
+is none (``gla_step`` takes multiples of 128 only).  Everything is read and written in
+[B, T, H, D].  A reset inside a row (packed sequences) is log_decay = -inf at the first token of the
+new segment.
+
+NOTES.  H200, sum of the kernels of one jitted call in ms (bench_gla.py), and what follows the
+slash: flash-linear-attention 0.6.0, run after it on the same machine (* on another of the kind).
+Values at these shapes against the float64 recurrence: o 3.7e-3, state 2.2e-3 relative RMS.
+
+    B, T, H, Dk, Dv          forward        + backward, states saved   all saved (a later run)
+    8, 4096, 16, 128, 128    0.407 / 1.363  1.780 / 5.852              1.521
+    1, 16384, 16, 128, 128   0.253 / 1.022  1.006 / 3.896              0.884
+    1, 8192, 96, 128, 128    0.565 / 2.068* 2.670 / 8.948*             2.286
+    32, 2048, 4, 256, 512    0.707 / 2.374* 4.001 / -                  3.768
+
+Memory's floor for the two forward passes is 0.343 ms in the first row; they run at 85% of it.
+Linear in T: 0.031 ms at 1k, 0.142 at 8k, 0.906 at 64k, 3.57 at 256k (16 heads of 128, one row);
+cuDNN's causal attention of the same width is slower from T = 2048 on (0.051 against 0.048 ms).
+Compute-sanitizer's memcheck and racecheck find nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gla.gates import CHUNK, gates
+from pallas_kernels.gla.gradients import chunk_gradients
+from pallas_kernels.gla.scan import VALUE_BLOCK, scan
+from pallas_kernels.gla.step_kernel import gla_step as gla_step
+
+N_SM = 132
+
+
+def unsupported(
+    q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array | None = None, **_: object
+) -> str | None:
+    """Why ``gla_forward`` and ``gla_backward`` cannot take these operands, or None."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != jnp.bfloat16:
+            return f"{name} is {x.dtype}, the kernel takes bfloat16"
+    if log_decay is not None and log_decay.dtype != jnp.float32:
+        return f"log_decay is {log_decay.dtype}, the kernel takes float32"
+    dk, dv = q.shape[-1], v.shape[-1]
+    if dk not in (64, 128, 256):
+        return f"q has Dk = {dk}, which is not 64, 128 or 256"
+    if dv % 64:
+        return f"v has Dv = {dv}, not a multiple of 64"
+    return None
+
+
+def step_unsupported(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> str | None:
+    """The same for ``gla_step``, whose state is updated in place and so cannot be padded."""
+    if v.shape[-1] % VALUE_BLOCK:
+        return f"v has Dv = {v.shape[-1]}, not a multiple of {VALUE_BLOCK}"
+    return unsupported(q, k, v, log_decay)
+
+
+def _padded(x: jax.Array | None) -> jax.Array | None:
+    """Zero channels up to whole blocks: they are a state of zeros that nothing else reads."""
+    if x is None or x.shape[-1] % VALUE_BLOCK == 0:
+        return x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % VALUE_BLOCK)])
+
+
+def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
+    """Segments per row: as many as still run in one wave, each of at least four chunks."""
+    blocks = n_rows * n_heads * -(-dv // VALUE_BLOCK)
+    return max(1, min(N_SM // blocks, n_chunks // 4))
+
+
+def segment_starts(local, decay, start, lengths, n_segments, *, reverse=False):
+    """States at the start of every segment from the segments' own: [B, H, segments, Dk, Dv].
+
+    local: every segment's final state from a zero start; decay [B, H, NC, Dk].
+    """
+    b, h, nc, dk = decay.shape
+    per = -(-nc // n_segments)
+    chunk = jnp.arange(nc)[None, :]
+    if lengths is not None:
+        alive = chunk * CHUNK < lengths[:, None]
+        decay = jnp.where(alive[:, None, :, None], decay, 1.0)
+    decay = jnp.pad(decay, ((0, 0), (0, 0), (0, n_segments * per - nc), (0, 0)), constant_values=1)
+    whole = jnp.prod(decay.reshape(b, h, n_segments, per, dk), axis=3)[..., None]
+    order = range(n_segments)
+    states = [None] * n_segments
+    state = jnp.zeros_like(local[:, :, 0]) if start is None else start
+    for s in reversed(order) if reverse else order:
+        states[s] = state
+        state = whole[:, :, s] * state + local[:, :, s]
+    return jnp.stack(states, axis=2)
+
+
+def _scan_in_segments(qg, kg, attention, decay, v, start, lengths, *, segments=None, **options):
+    """``scan``, the row cut into segments where that fills the GPU; final state [B, H, Dk, Dv]."""
+    b, h, nc, _ = decay.shape
+    reverse = options.get("reverse", False)
+    n = segments or segments_for(b, h, v.shape[-1], nc)
+    if n == 1:
+        first = None if start is None else start[:, :, None]
+        out, borders, final = scan(
+            qg, kg, attention, decay, v, start=first, lengths=lengths, **options
+        )
+        return out, borders, final[:, :, 0]
+    _, _, local = scan(
+        qg, kg, attention, decay, v, lengths=lengths, segments=n, want_out=False, reverse=reverse
+    )
+    starts = segment_starts(local, decay, start, lengths, n, reverse=reverse)
+    out, borders, final = scan(
+        qg, kg, attention, decay, v, start=starts, lengths=lengths, segments=n, **options
+    )
+    return out, borders, final[:, :, 0 if reverse else n - 1]
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "segments", "save"))
+def gla_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    *,
+    scale: float,
+    initial_state: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    segments: int | None = None,
+    save: Literal["nothing", "states", "all"] = "nothing",
+) -> tuple[Any, ...]:
+    """q, k, log_decay [B, T, H, Dk], v [B, T, H, Dv] -> (o [B, T, H, Dv], state [B, H, Dk, Dv]).
+
+    lengths: int32[B]; tokens at t >= lengths[b] are never read into a result (they may be NaN), o
+        is 0 there, and whole chunks of them cost nothing.
+    segments: overrides ``segments_for``.
+    save: what to return, as a third result, for ``gla_backward`` to take instead of computing it
+        again.  "states": the states at the chunks' starts, bf16, Dk * Dv per 64 tokens and head.
+        "all": also A, qg, kg and decay, about 5 bytes per element of q.  ValueError with
+        lengths: chunks past a row's end are never written.
+    """
+    if lengths is not None:
+        if save != "nothing":
+            raise ValueError("gla_forward: save needs whole rows; zero the padding, omit lengths")
+        lengths = lengths.astype(jnp.int32)
+    dv = v.shape[-1]
+    qg, kg, attention, decay = gates(q, k, log_decay, lengths, float(scale))
+    o, borders, state = _scan_in_segments(
+        qg,
+        kg,
+        attention,
+        decay,
+        _padded(v),
+        _padded(initial_state),
+        lengths,
+        segments=segments,
+        want_borders=save != "nothing",
+    )
+    o, state = o[..., :dv], state[..., :dv]
+    if save == "nothing":
+        return o, state
+    gated = (qg, kg, attention, decay) if save == "all" else None
+    return o, state, (gated, borders)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "segments"))
+def gla_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    d_out: jax.Array,
+    d_state: jax.Array | None,
+    *,
+    scale: float,
+    initial_state: jax.Array | None = None,
+    saved: tuple[Any, ...] | None = None,
+    segments: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Gradients (dq, dk, dv, dlog_decay, dinitial_state) from those of o and of the final state.
+
+    Four or five kernels: the gates and the states at the chunks' borders, unless ``saved`` by the
+    forward pass; the same scan backwards for the states' gradients and dv; the chunk-local
+    gradients.  Where exp(log_decay) is 0 its gradient is 0.
+    """
+    width = v.shape[-1]
+    v, d_out, d_state, initial_state = map(_padded, (v, d_out, d_state, initial_state))
+    gated, before = saved if saved is not None else (None, None)
+    if gated is None:
+        gated = gates(q, k, log_decay, None, float(scale))
+    qg, kg, attention, decay = gated
+    if before is None:
+        _, before, _ = _scan_in_segments(
+            qg,
+            kg,
+            attention,
+            decay,
+            v,
+            initial_state,
+            None,
+            segments=segments,
+            want_out=False,
+            want_borders=True,
+        )
+    dv, after, d_initial = _scan_in_segments(
+        kg,
+        qg,
+        attention,
+        decay,
+        d_out,
+        d_state,
+        None,
+        segments=segments,
+        reverse=True,
+        want_borders=True,
+    )
+    dq, dk, dg = chunk_gradients(q, k, log_decay, v, d_out, before, after, float(scale))
+    return dq, dk, dv[..., :width], dg, d_initial[..., :width]

@@ -1,0 +1,276 @@
+"""Gated Linear Attention: the op, its gradient, and one step of it.
+
+    S_t = exp(g_t)[:, None] * S_{t-1} + k_t v_t^T        o_t = scale * q_t S_t
+
+per row and head, with g = log_decay <= 0 one number per key channel.  Contract: any log_decay from
+0 to -inf, mixed within a row, at any length: finite, and equal to the recursion, values and
+gradients; no exponential of a positive number is taken anywhere.  State and gates are float32.
+
+Forms: ``gla`` is chunkwise (``gla.chunked`` in XLA, ``gla.kernel`` on Hopper), ``gla_step`` is one
+step of the recursion, and ``gla.reference`` holds the recursion itself and the fully parallel form.
+
+Gradients reach q, k, v, log_decay and initial_state, from o and from the final state.  The backward
+pass recomputes from the inputs and a state every 64 tokens or more, so memory is linear in T with
+no Dk * Dv factor per token.  Where exp(g) = 0 the gradient of log_decay is 0.
+
+Source: arXiv 2312.06635.  Left out: gates on value channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, choose, is_empty, launching, wants_kernel
+from pallas_kernels.gla.chunked import chunked_backward, chunked_forward
+from pallas_kernels.operands import check
+from pallas_kernels.transform import Choice, Op
+
+_OPERANDS = {
+    "q": "float [B, T, H, Dk]",
+    "k": "q [B, T, H, Dk]",
+    "v": "q [B, T, H, Dv]",
+    "log_decay": "float [B, T, H, Dk]",
+    "initial_state": "float32 [B, H, Dk, Dv] ?",
+    "lengths": "int32 [B] ?",
+    "segment_ids": "int32 [B, T] ?",
+}
+_STEP_OPERANDS = {
+    "q": "float [B, H, Dk]",
+    "k": "q [B, H, Dk]",
+    "v": "q [B, H, Dv]",
+    "log_decay": "float [B, H, Dk]",
+    "state": "float32 [B, H, Dk, Dv]",
+}
+
+
+def gla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    *,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    return_state: bool = True,
+    chunk: int = 64,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """``q, k, log_decay [B, T, H, Dk]``, ``v [B, T, H, Dv]`` -> (``o [B, T, H, Dv]`` in v's dtype,
+    float32 ``state [B, H, Dk, Dv]`` after the last token, None unless ``return_state``).
+
+    q, k, v: one dtype of float32, bfloat16, float16.  log_decay: natural logarithm, <= 0, -inf
+        allowed, float32 (16-bit is cast up).
+    scale: of the output, Dk ** -0.5 by default.
+    initial_state: float32 ``[B, H, Dk, Dv]``, zeros by default.
+    lengths: int32 ``[B]``; tokens at t >= lengths[b] are padding: whatever they hold, NaN included,
+        o is 0 there and the state is that after token lengths[b] - 1.
+    segment_ids: int32 ``[B, T]`` for packed sequences: where the id differs from that of the token
+        before, the state starts again from zero.  initial_state belongs to a row's first segment,
+        the returned state to its last.
+    chunk: tokens per chunk of the XLA form, a power of two.
+    implementation: "xla", "mosaic" or None; see ``pallas_kernels.dispatch``.
+
+    | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
+    | jvp, grad, at any order       | q, k, v, log_decay, initial_state: a backward of its own |
+    | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
+
+    Raises ValueError naming the argument for a wrong shape or dtype, and for a positive log_decay
+    where the array's values are known; under jit, grad and vmap they are not, and a positive
+    log_decay is then taken as it is.  NotImplementedError when "mosaic" is asked for and has no
+    kernel for the call.
+    """
+    given = {"initial_state": initial_state, "lengths": lengths, "segment_ids": segment_ids}
+    check("gla", _OPERANDS, q=q, k=k, v=v, log_decay=log_decay, **given)
+    batch, length, heads, d_k = q.shape
+    if chunk < 1 or chunk & (chunk - 1):
+        raise ValueError(f"gla: chunk {chunk} is not a power of two")
+    scale = max(d_k, 1) ** -0.5 if scale is None else float(scale)
+    _check_decay(log_decay, lengths)
+    log_decay = log_decay.astype(jnp.float32)
+    if segment_ids is not None:
+        # A state is forgotten exactly by a decay of exp(-inf) = 0.
+        starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+        log_decay = jnp.where(starts[:, :, None, None], -jnp.inf, log_decay)
+    operands = q, k, v, log_decay
+    reason = unsupported(*operands) if wants_kernel(implementation, *operands) else None
+    chosen = choose("gla", implementation, reason, *operands)
+    if is_empty(*operands):  # no tokens, or none that hold anything
+        if initial_state is None:
+            initial_state = jnp.zeros((batch, heads, d_k, v.shape[-1]), jnp.float32)
+        return jnp.zeros(v.shape, v.dtype), initial_state if return_state else None
+    if chosen == "mosaic":
+        launching("gla_mosaic", lambda: _segments(*v.shape))
+    choice = Choice(chosen, implementation is not None)
+    o, state = _gla(choice, (scale, chunk), q, k, v, log_decay, initial_state, lengths)
+    return o, state if return_state else None
+
+
+def gla_step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    state: jax.Array,
+    *,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One token: ``q, k, log_decay [B, H, Dk]``, ``v [B, H, Dv]``, float32 ``state [B, H, Dk, Dv]``
+    -> (``o [B, H, Dv]`` in v's dtype, new state).  Donate the state to have it updated in place.
+
+    | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
+    | jvp, grad, at any order       | q, k, v, log_decay, state: the XLA form's |
+    | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
+
+    Arguments and errors as in ``gla``.
+    """
+    check("gla_step", _STEP_OPERANDS, q=q, k=k, v=v, log_decay=log_decay, state=state)
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    _check_decay(log_decay)
+    log_decay = log_decay.astype(jnp.float32)
+    operands, reason = (q, k, v, log_decay, state), None
+    if wants_kernel(implementation, *operands):
+        from pallas_kernels.gla import kernel as gla_mosaic
+
+        reason = gla_mosaic.step_unsupported(q, k, v, log_decay)
+    chosen = choose("gla_step", implementation, reason, *operands)
+    if chosen == "mosaic":
+        from pallas_kernels.gla import step_kernel as gla_step_mosaic
+
+        launching("gla_step_mosaic", lambda: gla_step_mosaic.describe(*state.shape))
+    choice = Choice(chosen, implementation is not None)
+    return _gla_step(choice, scale, q, k, v, log_decay, state)
+
+
+def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> str | None:
+    """Why ``gla`` has no Mosaic kernel for these operands, or None."""
+    from pallas_kernels.gla import kernel as gla_mosaic
+
+    return gla_mosaic.unsupported(q, k, v, log_decay)
+
+
+def _segments(batch: int, length: int, heads: int, d_v: int) -> str:
+    from pallas_kernels.gla import kernel as gla_mosaic
+
+    n = gla_mosaic.segments_for(batch, heads, d_v, -(-length // gla_mosaic.CHUNK))
+    return f"{n} segments a row"
+
+
+def _kernel(static, q, k, v, g, initial_state, lengths):
+    from pallas_kernels.gla import kernel as gla_mosaic
+
+    scale, _ = static
+    return gla_mosaic.gla_forward(
+        q, k, v, g, scale=scale, initial_state=initial_state, lengths=lengths
+    )
+
+
+def _xla(static, q, k, v, g, initial_state, lengths):
+    return _chunked(static, *_zero_padding(lengths, q, k, v, g), initial_state)[0]
+
+
+def _chunked(static, q, k, v, g, initial_state):
+    """((o, state), the states that ``chunked_backward`` takes)."""
+    scale, chunk = static
+    if initial_state is None:
+        # Of q, so that inside a shard_map it varies over the axes that q does.
+        zero = jnp.zeros_like(q[:, 0, :, :, None], jnp.float32)
+        initial_state = jnp.broadcast_to(zero, (*zero.shape[:-1], v.shape[-1]))
+    *out, borders = chunked_forward(q, k, v, g, initial_state, scale=scale, chunk=chunk)
+    return tuple(out), borders
+
+
+def _forward(choice: Choice, static, q, k, v, g, initial_state, lengths):
+    inputs = _zero_padding(lengths, q, k, v, g)
+    if choice.implementation == "mosaic":
+        return _kept_forward(choice, static, *inputs, initial_state)
+    return _chunked(static, *inputs, initial_state)
+
+
+def _backward(choice: Choice, static, operands, saved, d_o, d_state):
+    *inputs, initial_state, lengths = operands
+    *inputs, d_o = _zero_padding(lengths, *inputs, d_o)
+    if choice.implementation == "mosaic":
+        gradients = _kernel_backward(choice, static, *inputs, initial_state, saved, d_o, d_state)
+    else:
+        scale, chunk = static
+        gradients = chunked_backward(*inputs, saved, d_o, d_state, scale=scale, chunk=chunk)
+    *gradients, d_initial = gradients
+    d_initial = None if initial_state is None else d_initial
+    return (*_zero_padding(lengths, *gradients), d_initial, None)
+
+
+def _keeping(static, q, k, v, g, initial_state):
+    from pallas_kernels.gla import kernel as gla_mosaic
+
+    # What it saves is linear in T: a bf16 state per 64 tokens, 5 bytes per element of q.
+    o, state, saved = gla_mosaic.gla_forward(
+        q, k, v, g, scale=static[0], initial_state=initial_state, save="all"
+    )
+    return (o, state), saved
+
+
+def _keeping_nothing(static, *inputs):
+    saved = jax.eval_shape(functools.partial(_keeping, static), *inputs)[1]
+    return _chunked(static, *inputs)[0], jax.tree.map(jnp.zeros_like, saved)
+
+
+def _gradients(static, q, k, v, g, initial_state, saved, d_o, d_state):
+    from pallas_kernels.gla import kernel as gla_mosaic
+
+    return gla_mosaic.gla_backward(
+        q, k, v, g, d_o, d_state, scale=static[0], initial_state=initial_state, saved=saved
+    )
+
+
+def _gradients_from_inputs(static, q, k, v, g, initial_state, saved, d_o, d_state):
+    scale, chunk = static
+    _, borders = _chunked(static, q, k, v, g, initial_state)
+    return chunked_backward(q, k, v, g, borders, d_o, d_state, scale=scale, chunk=chunk)
+
+
+_kept_forward = Op("gla", _keeping_nothing, _keeping)
+_kernel_backward = Op("gla", _gradients_from_inputs, _gradients)
+_gla = Op("gla", _xla, _kernel, forward=_forward, backward=_backward)
+
+
+def _step_kernel(scale, q, k, v, g, state):
+    from pallas_kernels.gla import kernel as gla_mosaic
+
+    return gla_mosaic.gla_step(q, k, v, g, state, scale)
+
+
+def _step_xla(scale, q, k, v, g, state):
+    q_f, k_f, v_f = (x.astype(jnp.float32) for x in (q, k, v))
+    state = jnp.exp(g)[..., None] * state + k_f[..., None] * v_f[..., None, :]
+    o = scale * jnp.sum(q_f[..., None] * state, axis=-2)
+    return o.astype(v.dtype), state
+
+
+_gla_step = Op("gla_step", _step_xla, _step_kernel)
+
+
+def _zero_padding(lengths: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """``[B, T, H, D]`` arrays with zeros, which change nothing, at t >= lengths[b]."""
+    if lengths is None:
+        return arrays
+    positions = jnp.arange(arrays[0].shape[1], dtype=lengths.dtype)
+    valid = (positions[None, :] < lengths[:, None])[:, :, None, None]
+    return tuple(jnp.where(valid, x, jnp.zeros_like(x)) for x in arrays)
+
+
+def _check_decay(log_decay: Any, lengths: jax.Array | None = None) -> None:
+    """Only concrete arrays have values to look at."""
+    if isinstance(log_decay, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+        return
+    with jax.ensure_compile_time_eval():  # under jit too, for what it closes over
+        (log_decay,) = _zero_padding(lengths, log_decay)
+        highest = float(jnp.max(log_decay.astype(jnp.float32), initial=-jnp.inf))
+    if highest > 0:
+        raise ValueError(f"gla: log_decay holds {highest:g}; a decay's logarithm is <= 0")

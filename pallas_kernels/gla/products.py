@@ -1,0 +1,239 @@
+"""dA = scale * do v^T of every chunk on Hopper, in the form the gradient kernel's mma wants.
+
+For a chunk of 64 tokens: G = dA + dA^T with dA taken below the diagonal (bf16); for the tree levels
+1, 2, 4, 8 the level's pairs of G inside the 16x16 diagonal blocks, side by side in a second tile;
+and dA's diagonal in float32.  ``gla.gradients`` runs the two register steps itself at Dv = 128;
+``chunk_products`` is a kernel of its own for wider values, where one chunk's products serve several
+slices of key channels.
+
+    copies  : | do v of stage n+2 (64 value channels) ...        three workers, three slots each
+    compute : | dA, dA^T of stage n | ... | last stage: G -> smem, TMA out
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gla import ptx as p
+from pallas_kernels.gla.channels import (
+    ChannelLane,
+    b_tiles,
+    bundle,
+    bundle_layout,
+    bundle_type,
+    unbundle,
+    zeros,
+)
+from pallas_kernels.gla.gates import CHUNK, ROWS
+from pallas_kernels.gla.gates_registers import TILE
+
+PRODUCT_WARPGROUPS, PRODUCT_SLOTS = 3, 3
+
+# Accumulators of a warp's rows 16w..: [column block 0..3][column half][4] of G's row, where blocks
+# left of the diagonal come from do v^T and right of it from v do^T, then the diagonal block of the
+# latter: 5 x 2 x 4 registers.
+
+
+def products_call():
+    """Adds 64 value channels: (do and v tiles, acc) -> acc."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(ROWS), bundle_layout(40)), return_type=bundle_type(40)
+    )
+    def call(ctx, tiles_ref, acc):
+        del ctx
+        lane = ChannelLane()
+        base = p.address(tiles_ref)
+        flat = unbundle(acc, 40)[0]
+        regs = [flat[4 * i : 4 * i + 4] for i in range(10)]
+        mine = arith.shli(lane.warp, p.ci(11))
+        for at in lane.row_matrices(base):
+            own = p.add(at, mine)
+            d_own, v_own = p.load_matrices(own), p.load_matrices(own, offset=TILE)
+            for block in range(4):
+                above = arith.cmpi(arith.CmpIPredicate.ugt, p.ci(block), lane.warp)
+                shift = p.select(above, p.ci(0), p.ci(TILE))
+                b = p.load_matrices(p.add(at, shift), offset=2048 * block)
+                a = [p.select(above, y, x) for x, y in zip(d_own, v_own, strict=True)]
+                for half, fragment in enumerate(b_tiles(b)):
+                    regs[2 * block + half] = p.mma(regs[2 * block + half], a, fragment)
+            for half, fragment in enumerate(b_tiles(d_own)):
+                regs[8 + half] = p.mma(regs[8 + half], v_own, fragment)
+        return bundle([x for four in regs for x in four])
+
+    return call
+
+
+def symmetric_call(scale: float):
+    """Writes G, its level-masked diagonal blocks, and the diagonal of dA."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), plgpu.RefType(), bundle_layout(40)))
+    def call(ctx, pair_ref, diagonal_ref, acc):
+        del ctx
+        lane = ChannelLane()
+        flat = unbundle(acc, 40)[0]
+        regs = [[p.mul(x, p.cf(scale)) for x in flat[4 * i : 4 * i + 4]] for i in range(10)]
+        base, diagonal = p.address(pair_ref), p.address(diagonal_ref)
+
+        def put(tile, row, chunk, values):
+            chunk = arith.xori(chunk, arith.andi(row, p.ci(7)))
+            p.store_words(
+                p.add(
+                    base,
+                    arith.shli(row, p.ci(7)),
+                    arith.shli(chunk, p.ci(4)),
+                    arith.shli(lane.c, p.ci(2)),
+                ),
+                [p.pack(*values)],
+                offset=TILE * tile,
+            )
+
+        for block in range(4):
+            for half in range(2):
+                for h in range(2):
+                    row = p.add(arith.shli(lane.warp, p.ci(4)), lane.g, 8 * h)
+                    put(0, row, p.ci(2 * block + half), regs[2 * block + half][2 * h : 2 * h + 2])
+        # The diagonal block of the warp: lower part do v^T, upper part v do^T.
+        lower = []
+        for half in range(2):
+            picked = [p.cf(0.0)] * 4
+            for block in range(4):
+                here = arith.cmpi(arith.CmpIPredicate.eq, lane.warp, p.ci(block))
+                picked = [
+                    p.select(here, x, y)
+                    for x, y in zip(regs[2 * block + half], picked, strict=True)
+                ]
+            lower.append(picked)
+        for half in range(2):
+            for h in range(2):
+                i = p.add(lane.g, 8 * h)
+                row = p.add(arith.shli(lane.warp, p.ci(4)), i)
+                masked = {level: [] for level in (1, 2, 4, 8)}
+                for e in range(2):
+                    j = p.add(arith.shli(lane.c, p.ci(1)), 8 * half + e)
+                    below = arith.cmpi(arith.CmpIPredicate.ugt, i, j)
+                    value = p.select(below, lower[half][2 * h + e], regs[8 + half][2 * h + e])
+                    differ = arith.xori(i, j)
+                    for level, out in masked.items():
+                        top = arith.shrui(differ, p.ci(level.bit_length() - 1))
+                        here = arith.cmpi(arith.CmpIPredicate.eq, top, p.ci(1))
+                        out.append(p.select(here, value, p.cf(0.0)))
+                    if half == h:
+                        same = arith.cmpi(arith.CmpIPredicate.eq, i, j)
+                        with mgpu.when(same):
+                            p.store_words(
+                                p.add(diagonal, arith.shli(row, p.ci(2))),
+                                [lower[half][2 * h + e]],
+                            )
+                for n, values in enumerate(masked.values()):
+                    put(1, row, p.ci(2 * n + half), values)
+
+    return call
+
+
+def _products_body(
+    d_out,
+    v,
+    pair_out,
+    diagonal_out,
+    tiles_all,
+    pairs_all,
+    diagonals,
+    bars,
+    *,
+    n_heads: int,
+    n_chunks: int,
+    n_stages: int,
+    n_work: int,
+    n_blocks: int,
+    scale: float,
+):
+    wg = lax.axis_index("worker")
+    worker = lax.axis_index("block") * PRODUCT_WARPGROUPS + wg
+    stride = n_blocks * PRODUCT_WARPGROUPS
+    n_items = (n_work - worker + stride - 1) // stride
+    tiles, pair, diagonal, ready = (x.at[wg] for x in (tiles_all, pairs_all, diagonals, bars))
+
+    def place(i):
+        item = worker + i * stride
+        return item % n_chunks, item // n_chunks % n_heads, item // n_chunks // n_heads
+
+    def load(n):
+        c, head, b = place(n // n_stages)
+        rows, at = pl.ds(c * CHUNK, CHUNK), pl.ds(n % n_stages * 64, 64)
+        slot = n % PRODUCT_SLOTS
+        plgpu.copy_gmem_to_smem(d_out.at[b, rows, head, at], tiles.at[slot, 0], ready.at[slot])
+        plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], tiles.at[slot, 1], ready.at[slot])
+
+    for n in range(2):
+        pl.when(n < n_items * n_stages)(functools.partial(load, n))
+
+    def item(i, _):
+        def stage(s, acc):
+            n = i * n_stages + s
+            plgpu.barrier_wait(ready.at[n % PRODUCT_SLOTS])
+            plgpu.commit_smem()  # every warp is done with stage n - 1, whose slot is refilled
+            pl.when(n + 2 < n_items * n_stages)(functools.partial(load, n + 2))
+            return products_call()(tiles.at[n % PRODUCT_SLOTS], acc)
+
+        acc = lax.fori_loop(0, n_stages, stage, zeros(40))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        symmetric_call(scale)(pair, diagonal, acc)
+        plgpu.commit_smem()
+        c, head, b = place(i)
+        for tile in range(2):
+            plgpu.copy_smem_to_gmem(pair.at[tile], pair_out.at[b, head, c, tile])
+        plgpu.copy_smem_to_gmem(diagonal, diagonal_out.at[b, head, c])
+
+    lax.fori_loop(0, n_items, item, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+PARAMS = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+)
+
+
+def chunk_products(d_out, v, scale: float):
+    """G and its level-masked diagonal blocks, bf16 [B, H, NC, 2, 64, 64]; dA's diagonal, f32."""
+    b, t, h, dv = v.shape
+    nc = -(-t // CHUNK)
+    n_work = nc * h * b
+    wgs = PRODUCT_WARPGROUPS
+    n_blocks = min(132, -(-n_work // wgs))
+    kernel = plgpu.kernel(
+        functools.partial(
+            _products_body,
+            n_heads=h,
+            n_chunks=nc,
+            n_stages=dv // 64,
+            n_work=n_work,
+            n_blocks=n_blocks,
+            scale=scale,
+        ),
+        out_type=(
+            jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK, CHUNK), jnp.bfloat16),
+            jax.ShapeDtypeStruct((b, h, nc, CHUNK), jnp.float32),
+        ),
+        kernel_name="gla_chunk_products",
+        grid=(n_blocks,),
+        grid_names=("block",),
+        num_threads=wgs,
+        thread_name="worker",
+        scratch_types=[
+            plgpu.SMEM((wgs, PRODUCT_SLOTS, 2, CHUNK, 64), jnp.bfloat16, transforms=ROWS),
+            plgpu.SMEM((wgs, 2, CHUNK, CHUNK), jnp.bfloat16, transforms=ROWS),
+            plgpu.SMEM((wgs, CHUNK), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=(wgs, PRODUCT_SLOTS)),
+        ],
+        compiler_params=PARAMS,
+    )
+    return kernel(d_out, v)

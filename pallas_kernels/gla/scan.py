@@ -1,0 +1,392 @@
+"""GLA's pass over the chunks on Hopper: the recurrent state and the outputs, from gated operands.
+
+    out_c = qg_c S_c + A_c v_c        S_{c+1} = diag(decay_c) S_c + kg_c^T v_c
+
+for the operands of ``gla_gates.gates``.  Run backwards with the roles of the operands exchanged the
+same kernel is the reverse scan of the backward pass (``reverse=True``: qg <- kg, kg <- qg,
+v <- d_out, A <- A^T), whose state is the gradient of the state and whose output is dv.
+
+One block per (128 value channels, head, batch row, segment of chunks): two compute warpgroups of 64
+value channels each, and one that feeds them.  S^T [64 dv, Dk] stays in registers for the whole
+loop; it is the register operand of out^T = S^T qg^T + v^T A^T, so it never visits memory.
+
+    feeder    : TMA c+1 | TMA c+2 | ...                      two slots, full / empty barriers
+    compute i : wait | S -> bf16 | wgmma out | out -> smem -> TMA | S *= decay, wgmma S | release
+
+NOTES
+Floor: 9 bytes per element of q at Dk = Dv = 128, 0.140 ms at (8, 4096, 16, 128, 128); 0.147-0.156
+measured, memory-bound.  With the states at the chunks' borders written too (13 bytes): 0.235.
+(32, 2048, 4, 256, 512): 0.527 ms with one [64, 256] state per warpgroup, whose 64 bf16 operand
+registers came on top of 128; 0.477 as two [64, 128] halves, one half's operand at a time.  Borders
+there are stored straight from registers (their tiles do not fit): 0.82 ms, after 1.35 with 4-byte
+stores that filled half of each sector.
+Segments: 8 of them at one row of 16 heads, T = 16384: 0.042 for their own states, 0.080 for the
+outputs, 0.013 for joining the states in XLA, against 0.24 unsplit.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gla import ptx as p
+from pallas_kernels.gla.gates import BF16_TILE, CHUNK, ROWS, piece_width
+
+STAGES = 2
+VALUE_BLOCK = 128  # value channels of a block: two warpgroups of 64
+_WGMMA = plgpu.Layout.WGMMA
+
+
+def _state_pointer(ref, column: int, rows_stride: int):
+    """Device address of the thread's element (channel ``column`` + its pair offset, its row)."""
+    i64 = ir.IntegerType.get_signless(64)
+    thread = p.thread_in_warpgroup()
+    warp, lane = arith.shrui(thread, p.ci(5)), arith.andi(thread, p.ci(31))
+    row = p.add(arith.shli(warp, p.ci(4)), arith.shrui(lane, p.ci(2)))
+    dk = arith.shli(arith.andi(lane, p.ci(3)), p.ci(1))
+    offset = arith.addi(arith.muli(p.add(dk, column), p.ci(rows_stride)), row)
+    return arith.addi(p.global_address(ref), arith.extui(i64, arith.shli(offset, p.ci(2))))
+
+
+def _read_state(dk: int, dv: int):
+    """S^T [64, Dk] in WGMMA registers from a device slice [Dk, 64] of a [.., Dk, Dv] array."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK, dk), jnp.float32, layout=_WGMMA),
+    )
+    def read(ctx, ref):
+        del ctx
+        layout = _WGMMA.to_mgpu()
+        zero = mgpu.FragmentedArray.splat(p.cf(0.0), (CHUNK, dk), layout, is_signed=None)
+        registers = zero.registers.copy()
+        flat = registers.reshape(-1)
+        base = _state_pointer(ref, 0, dv)
+        kind = ir.VectorType.get((2,), p.f32())
+        for i in range(flat.size):
+            tile, half = i // 2, i % 2
+            values = [
+                mgpu.utils.inline_ptx(
+                    f"ld.global.nc.f32 $0, [$1+{4 * ((8 * tile + e) * dv + 8 * half)}];",
+                    base,
+                    result_types=p.f32(),
+                    has_side_effects=True,
+                )
+                for e in range(2)
+            ]
+            flat[i] = vector.from_elements(kind, values)
+        return mgpu.FragmentedArray(
+            _registers=flat.reshape(registers.shape), _layout=layout, _is_signed=None
+        )
+
+    return read
+
+
+def _write_state(dv: int):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
+    def write(ctx, ref, state):
+        del ctx
+        base = _state_pointer(ref, 0, dv)
+        for i, register in enumerate(state.registers.reshape(-1)):
+            tile, half = i // 2, i % 2
+            for e in range(2):
+                value = llvm.extractelement(register, p.ci(e))
+                p.store_floats_global(base, [value], 4 * ((8 * tile + e) * dv + 8 * half))
+
+    return write
+
+
+def _write_rows(width: int, dk: int):
+    """A bf16 [64, width] array in WGMMA registers to rows of Dk on the device, without staging.
+
+    The four lanes of a row hold two columns each of every 8-column tile; a 4x4 transpose by
+    shuffles gives each lane one whole tile of four, so that stores are 16 bytes.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
+    def write(ctx, ref, rows):
+        del ctx
+        i64 = ir.IntegerType.get_signless(64)
+        thread = p.thread_in_warpgroup()
+        warp, lane = arith.shrui(thread, p.ci(5)), arith.andi(thread, p.ci(31))
+        row = p.add(arith.shli(warp, p.ci(4)), arith.shrui(lane, p.ci(2)))
+        c = arith.andi(lane, p.ci(3))
+        offset = p.add(arith.muli(row, p.ci(2 * dk)), arith.shli(c, p.ci(4)))
+        base = arith.addi(p.global_address(ref), arith.extui(i64, offset))
+        words = [mgpu.utils.bitcast(x, p.i32()) for x in rows.registers.reshape(-1)]
+        for half in range(2):
+            for first in range(0, width // 8, 4):
+                w = [words[2 * (first + n) + half] for n in range(4)]
+                for step in range(2):
+                    side = p.bit(c, step)
+                    for a in (0, 1) if step else (0, 2):
+                        b = a + (1 << step)
+                        other = p.shuffle_xor(p.select(side, w[a], w[b]), 1 << step)
+                        w[a], w[b] = p.select(side, other, w[a]), p.select(side, w[b], other)
+                mgpu.utils.inline_ptx(
+                    f"st.global.v4.b32 [$0+{16 * first + 16 * dk * half}], {{$1,$2,$3,$4}};",
+                    base,
+                    *w,
+                    has_side_effects=True,
+                )
+
+    return write
+
+
+def _scan_body(
+    qg,
+    kg,
+    attention,
+    decay,
+    v,
+    *rest,
+    dk: int,
+    dv: int,
+    n_chunks: int,
+    segments: int,
+    pieces: int,
+    want_out: bool,
+    want_borders: bool,
+    stage_borders: bool,
+    reverse: bool,
+    ragged: bool,
+    initial: bool,
+):
+    rest = list(rest)
+    lengths = rest.pop(0) if ragged else None
+    start_state = rest.pop(0) if initial else None
+    out = rest.pop(0) if want_out else None
+    borders = rest.pop(0) if want_borders else None
+    final, q_sm, k_sm, a_sm, v_union, d_sm, o_union, s_sm, full, empty = rest
+    (v_rows, v_sm), (o_rows, o_sm) = v_union, (o_union if want_out else (None, None))
+    width = min(dk, 128)  # the state in registers: ``parts`` arrays [64, width]
+    parts = dk // width
+    j, b = lax.axis_index("values"), lax.axis_index("row")
+    head = lax.axis_index("head") // segments
+    segment = lax.axis_index("head") % segments
+    wg = lax.axis_index("wg")
+    per = -(-n_chunks // segments)
+    first, last = segment * per, jnp.minimum((segment + 1) * per, n_chunks)
+    stop = last
+    if ragged:
+        stop = jnp.minimum(last, (lengths[b] + (CHUNK - 1)) // CHUNK)
+    steps = jnp.maximum(stop - first, 0)
+
+    def chunk_of(i):
+        return stop - 1 - i if reverse else first + i
+
+    @pl.when(wg == 2)
+    def feed():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def load(i, _):
+            c, slot = chunk_of(i), i % STAGES
+            rows = pl.ds(c * CHUNK, CHUNK)
+            pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            bar = full.at[slot]
+            if want_out:
+                for part in range(parts):
+                    at = pl.ds(part * width, width)
+                    plgpu.copy_gmem_to_smem(qg.at[b, head, rows, at], q_sm.at[slot, part], bar)
+                for piece in range(pieces):
+                    plgpu.copy_gmem_to_smem(
+                        attention.at[b, head, piece, rows], a_sm.at[slot, piece], bar
+                    )
+            for part in range(parts):
+                at = pl.ds(part * width, width)
+                plgpu.copy_gmem_to_smem(kg.at[b, head, rows, at], k_sm.at[slot, part], bar)
+            for w in range(2):
+                at = pl.ds(j * VALUE_BLOCK + w * 64, 64)
+                plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], v_rows.at[slot, w], bar)
+            plgpu.copy_gmem_to_smem(decay.at[b, head, c], d_sm.at[slot], bar)
+
+        lax.fori_loop(0, steps, load, None)
+
+    @pl.when(wg < 2)
+    def compute():
+        plgpu.set_max_registers(232, action="increase")
+        columns = pl.ds(j * VALUE_BLOCK + wg * 64, 64)
+        channels = [pl.ds(part * width, width) for part in range(parts)]
+        if initial:
+            state = tuple(
+                _read_state(width, dv)(start_state.at[b, head, segment, at, columns])
+                for at in channels
+            )
+        else:
+            zero = jnp.zeros((CHUNK, width), jnp.float32)
+            state = tuple(plgpu.layout_cast(zero, _WGMMA) for _ in channels)
+
+        def body(i, state):
+            c, slot = chunk_of(i), i % STAGES
+            rows = pl.ds(c * CHUNK, CHUNK)
+            plgpu.barrier_wait(full.at[slot])
+            values = v_sm.at[slot, wg]
+            if ragged:
+                left = lengths[b] - c * CHUNK
+
+                @pl.when(left < CHUNK)
+                def _():
+                    tile = plgpu.load(values, layout=_WGMMA)
+                    token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, 64), 0, layout=_WGMMA)
+                    values[...] = jnp.where(token < left, tile, jnp.zeros_like(tile))
+                    plgpu.commit_smem()
+
+            if want_borders and stage_borders:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for part in range(parts):
+                    s_sm[wg, part] = state[part].astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                for part, at in enumerate(channels):
+                    plgpu.copy_smem_to_gmem(s_sm.at[wg, part], borders.at[b, head, c, columns, at])
+            if want_out:
+
+                def outputs(acc):
+                    for part, at in enumerate(channels):
+                        rounded = state[part].astype(jnp.bfloat16)
+                        plgpu.wgmma(acc, rounded, q_sm.at[slot, part].transpose((1, 0)))
+                        if want_borders and not stage_borders:
+                            target = borders.at[b, head, c, columns, at]
+                            _write_rows(width, dk)(target, rounded)
+                        if part + 1 < parts:
+                            plgpu.wgmma_wait(0)  # so that one part at a time holds registers
+                    for piece in range(pieces):
+                        a = a_sm.at[slot, piece]
+                        a = a if reverse else a.transpose((1, 0))
+                        plgpu.wgmma(acc, values.transpose((1, 0)), a)
+                    return acc[...]
+
+                o = pl.run_scoped(outputs, plgpu.ACC((64, CHUNK), jnp.float32))
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                o_sm.at[wg].transpose((1, 0))[...] = plgpu.layout_cast(
+                    o.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
+                )
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(o_rows.at[wg], out.at[b, rows, head, columns])
+
+            def update(acc, part):
+                plgpu.wgmma(acc, values.transpose((1, 0)), k_sm.at[slot, part])
+                plgpu.wgmma_wait(0)
+
+            new = []
+            for part, at in enumerate(channels):
+                dd = plgpu.load(d_sm.at[slot, at], layout=_WGMMA.reduce(0))
+                decayed = state[part] * lax.broadcast_in_dim(dd, (CHUNK, width), [1])
+                run = pl.run_state(functools.partial(update, part=part))
+                new.append(run(plgpu.ACC.init(decayed)))
+            plgpu.barrier_arrive(empty.at[slot])
+            return tuple(new)
+
+        state = lax.fori_loop(0, steps, body, state)
+        for part, at in enumerate(channels):
+            _write_state(dv)(final.at[b, head, segment, at, columns], state[part])
+        if want_out and ragged:
+            # Rows that end early: the outputs of the chunks beyond are zeros.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            o_sm[wg] = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.bfloat16), _WGMMA)
+            plgpu.commit_smem()
+
+            def clear(c, _):
+                rows = pl.ds(c * CHUNK, CHUNK)
+                plgpu.copy_smem_to_gmem(o_rows.at[wg], out.at[b, rows, head, columns])
+
+            lax.fori_loop(jnp.maximum(stop, first), last, clear, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def scan(
+    qg,
+    kg,
+    attention,
+    decay,
+    v,
+    *,
+    start=None,
+    lengths=None,
+    segments: int = 1,
+    want_out: bool = True,
+    want_borders: bool = False,
+    reverse: bool = False,
+):
+    """Returns (out [B, T, H, Dv] or None, borders [B, H, NC, Dv, Dk] bf16 or None, final states).
+
+    start: float32[B, H, segments, Dk, Dv] or None (zeros); final states have the same shape.
+    borders: the transposed state at the start of every chunk (reverse: at its end).
+    """
+    b, t, h, dv = v.shape
+    dk = qg.shape[-1]
+    nc = -(-t // CHUNK)
+    pieces = dk // piece_width(dk)
+    blocks = dv // VALUE_BLOCK
+    # The borders' staging tiles do not fit beside two slots of Dk = 256 operands.
+    stage_borders = want_borders and (dk <= 128 or not want_out)
+    body = functools.partial(
+        _scan_body,
+        dk=dk,
+        dv=dv,
+        n_chunks=nc,
+        segments=segments,
+        pieces=pieces,
+        stage_borders=stage_borders,
+        want_out=want_out,
+        want_borders=want_borders,
+        reverse=reverse,
+        ragged=lengths is not None,
+        initial=start is not None,
+    )
+    out_type = []
+    if want_out:
+        out_type.append(jax.ShapeDtypeStruct((b, t, h, dv), v.dtype))
+    if want_borders:
+        out_type.append(jax.ShapeDtypeStruct((b, h, nc, dv, dk), jnp.bfloat16))
+    out_type.append(jax.ShapeDtypeStruct((b, h, segments, dk, dv), jnp.float32))
+
+    def tiles(*shape):
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=BF16_TILE)
+
+    def tokens(*shape):  # one memory: rows of 128 bytes for the copies, tiles for wgmma
+        return plgpu.RefUnion(plgpu.SMEM(shape, jnp.bfloat16, transforms=ROWS), tiles(*shape))
+
+    unused = plgpu.SMEM((8,), jnp.float32)
+    width = min(dk, 128)
+    parts = dk // width
+    copies = (parts + pieces if want_out else 0) + parts + 2 + 1
+    kernel = plgpu.kernel(
+        body,
+        out_type=tuple(out_type),
+        kernel_name="gla_scan" + ("_reverse" if reverse else ""),
+        grid=(blocks, h * segments, b),
+        grid_names=("values", "head", "row"),
+        num_threads=3,
+        thread_name="wg",
+        scratch_types=[
+            tiles(STAGES, parts, CHUNK, width) if want_out else unused,
+            tiles(STAGES, parts, CHUNK, width),
+            tiles(STAGES, pieces, CHUNK, CHUNK) if want_out else unused,
+            tokens(STAGES, 2, CHUNK, 64),
+            plgpu.SMEM((STAGES, dk), jnp.float32),
+            tokens(2, CHUNK, 64) if want_out else unused,
+            tiles(2, parts, 64, width) if stage_borders else unused,
+            plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )
+    args = [qg, kg, attention, decay, v]
+    if lengths is not None:
+        args.append(lengths)
+    if start is not None:
+        args.append(start)
+    results = list(kernel(*args))
+    out = results.pop(0) if want_out else None
+    borders = results.pop(0) if want_borders else None
+    return out, borders, results.pop(0)

@@ -1,0 +1,147 @@
+"""One token of a GLA layer between its projections and its output product, as one kernel.
+
+    log_decay = max(logsigmoid(decay_weight low + decay_bias) / normalizer, clamp_min)
+    S         <- exp(log_decay)[:, None] * S + k v^T
+    o         = Dk ** -0.5 * q S
+    y         = rms_norm(o, norm) * silu(gate)                        per head
+
+What it computes is the module ``jaxllama.model.gla`` for one token; there is no other form of it
+here. ``unsupported`` says where the kernel does not go.  The projections come as columns of wider
+arrays, as a product with several weights leaves them, and are read there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import choose, is_empty, launching, wants_kernel
+from pallas_kernels.matmul.blocks import Columns
+from pallas_kernels.operands import check
+from pallas_kernels.transform import Choice, Op
+
+COLUMNS = 128  # value channels of a block
+CLUSTER = 8  # blocks whose sums of squares can be brought together
+NAMES = ("q", "k", "v", "low", "gate")  # of the streams
+_OPERANDS = {
+    "q": "float [B, q columns]",
+    "k": "float [B, k columns]",
+    "v": "float [B, v columns]",
+    "low": "float [B, low columns]",
+    "gate": "float [B, gate columns] ?",
+    "state": "float32 [B, H, Dk, Dv]",
+    "lengths": "int32 [B]",
+    "decay weight": "float|QTensor [Hkv * Dk, rank]",
+    "decay bias": "float [Hkv * Dk]",
+    "norm": "float [Dv]",
+}
+
+
+def gla_token(
+    streams: Sequence[Columns],
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    lengths: jax.Array,
+    state: jax.Array,
+    *,
+    eps: float,
+    normalizer: float,
+    clamp_min: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """(y ``[B, H, Dv]``, new state): donate the float32 state ``[B, H, Dk, Dv]``.
+
+    streams: q ``[B, H * Dk]``, k, v of ``Hkv`` heads, low ``[B, rank]`` and, where the layer has
+        one, gate ``[B, H * Dv]``; bfloat16, as all weights.
+    decay: weight ``[Hkv * Dk, rank]`` and bias ``[Hkv * Dk]``.  norm: ``[Dv]``.
+    lengths: int32 ``[B]``; where it is 0 the row's state stays, and its y means nothing.
+    Raises ValueError naming the operand for shapes and dtypes that no layer has,
+    NotImplementedError, naming the fact, for what ``unsupported`` does not let pass.
+    """
+    reason = unsupported(streams, decay, norm, lengths, state)
+    batch, heads, _, dv = state.shape
+    if is_empty(state):
+        return jnp.zeros((batch, heads, dv), jnp.bfloat16), state
+    rows = tuple(x.rows for x in streams)
+    choose("gla_token", "mosaic", reason, rows, decay, norm, state, has_xla=False)
+    launching("gla_step_mosaic", lambda: _plan(state))
+    call = tuple(x.start for x in streams), (float(eps), float(normalizer), clamp_min)
+    return _gla_token(Choice("mosaic"), call, rows, decay, norm, lengths, state)
+
+
+def _kernel(call, rows, decay, norm, lengths, state):
+    from pallas_kernels.gla import step_kernel as gla_step_mosaic
+
+    starts, options = call
+    return gla_step_mosaic.gla_token(
+        rows, decay, norm, lengths, state, starts=starts, options=options
+    )
+
+
+_gla_token = Op("gla_token", None, _kernel)
+
+
+def unsupported(
+    streams: Sequence[Columns],
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    lengths: jax.Array,
+    state: jax.Array,
+) -> str | None:
+    """Why the kernel does not take this call, or None."""
+    _check(streams, decay, norm, lengths, state)
+    named = dict(zip(NAMES, (stream.rows for stream in streams), strict=False))
+    named |= {"decay weight": decay[0], "decay bias": decay[1], "norm": norm}
+    for name, x in named.items():
+        if x.dtype != jnp.bfloat16:
+            return f"{name} is {x.dtype}; the kernel takes bfloat16"
+    dk, dv = state.shape[2:]
+    if dk not in (64, 128, 256):
+        return f"state {state.shape}: Dk = {dk} is not 64, 128 or 256"
+    if dv % COLUMNS or dv > CLUSTER * COLUMNS:
+        most = CLUSTER * COLUMNS
+        return f"state {state.shape}: Dv = {dv} is not a multiple of {COLUMNS} up to {most}"
+    rank = decay[0].shape[1]
+    if rank % 8 or rank == 0:
+        return f"decay weight and low have a rank of {rank}, not a multiple of 8"
+    for name, x in zip(NAMES, streams, strict=False):
+        if x.start % 8 or x.rows.shape[1] % 8:
+            return f"{name} is columns that do not begin at multiples of 16 bytes"
+    return None
+
+
+def takes(*operands) -> bool:
+    """Is ``gla.token`` of these operands to be called here?"""
+    *_, state = operands
+    return wants_kernel(None, state) and not is_empty(state) and unsupported(*operands) is None
+
+
+def _check(streams, decay, norm, lengths, state) -> None:
+    """ValueError that names the operand for what no layer's token has."""
+    if not 4 <= len(streams) <= 5:
+        raise ValueError(f"gla_token: {len(streams)} streams are not {', '.join(NAMES[:4])}, gate")
+    named = dict(zip(NAMES, (stream.rows for stream in streams), strict=False))
+    sizes = check(
+        "gla_token", _OPERANDS, **(dict.fromkeys(NAMES) | named),
+        **{"decay weight": decay[0], "decay bias": decay[1]}, norm=norm, lengths=lengths,
+        state=state,
+    )  # fmt: skip
+    heads, dk, dv = state.shape[1:]
+    kv_heads = decay[0].shape[0] // dk if dk else 0
+    if dk and (decay[0].shape[0] % dk or (heads and (kv_heads == 0 or heads % kv_heads))):
+        raise ValueError(f"gla_token: decay weight {decay[0].shape} does not fit state "
+                         f"{state.shape}: Hkv * Dk rows, of Hkv heads that divide H")  # fmt: skip
+    widths = heads * dk, kv_heads * dk, kv_heads * dv, sizes["rank"], heads * dv
+    for name, x, width in zip(NAMES, streams, widths, strict=False):
+        if x.width != width or not 0 <= x.start <= x.rows.shape[1] - width:
+            raise ValueError(
+                f"gla_token: {name} is {x.width} columns from {x.start} of {x.rows.shape}, not "
+                f"{width}, for state {state.shape} and decay weight {decay[0].shape}"
+            )
+
+
+def _plan(state: jax.Array) -> str:
+    from pallas_kernels.gla import step_kernel as gla_step_mosaic
+
+    return gla_step_mosaic.describe(*state.shape)

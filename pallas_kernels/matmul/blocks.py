@@ -1,0 +1,145 @@
+"""A decode step's products of one normed x with several weights, in one kernel.
+
+    y_i[..., N_i] = rms_norm(x) w_i^T
+
+The decode matmul (``matmul.few_rows.kernel``) of weights that lie in different places.
+GLA's projections then cost one launch, with neither a second copy of the words nor another
+parameter tree.  Neighbours that are stored alike come out side by side in one array.  Weights of
+another form, such as a low-rank projection that stays in floats beside quantized ones, are taken by
+blocks of their own, if they are small.
+
+Leaves out: bias, residual and SwiGLU; more than 16 rows; several large weights of different forms.
+There is no XLA form: where ``unsupported`` objects, callers take one product after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import choose, is_empty, launching, wants_kernel
+from pallas_kernels.matmul.choice import Call, slower_fused, unfusible
+from pallas_kernels.matmul.op import quantized_matmul
+from pallas_kernels.qtensor import QTensor, RowBlocks, stacked
+from pallas_kernels.rows.rms_norm import rms_norm
+from pallas_kernels.transform import Choice, Op
+
+Weight = jax.Array | QTensor
+SMALL = 64  # rows of a weight that has blocks of its own, one to 16 of them
+
+
+class Columns(NamedTuple):
+    """``rows[..., start : start + width]``."""
+
+    rows: jax.Array
+    start: int
+    width: int
+
+    @property
+    def value(self) -> jax.Array:
+        return self.rows[..., self.start : self.start + self.width]
+
+
+def blocks_matmul(
+    x: jax.Array,
+    weights: Sequence[Weight],
+    *,
+    norm: tuple[jax.Array, float],
+    out_dtype: DTypeLike | None = None,
+) -> list[Columns]:
+    """``x[..., K]`` and ``w_i[N_i, K]`` -> each ``[..., N_i]``, in x's dtype by default.
+
+    norm: (weight ``[K]``, eps) of the RMSNorm of x that comes first.
+    Raises NotImplementedError, naming the fact, for what ``unsupported`` does not let pass.
+    """
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    reason = unsupported(x, weights, norm=norm, out_dtype=out_dtype)
+    choose("blocks_matmul", "mosaic", reason, x, list(weights), has_xla=False)
+    gamma, eps = norm
+    rows, groups = x.reshape(-1, x.shape[-1]), alike(weights)
+    launching("quantized_matmul_blocks_mosaic", lambda: _plans(rows, groups))
+    outs = _blocks(Choice("mosaic"), (float(eps), out_dtype), rows, groups, gamma)
+    columns = []
+    for group, out in zip(groups, outs, strict=True):
+        out, start = out.reshape(*x.shape[:-1], out.shape[-1]), 0
+        for w in group:
+            columns.append(Columns(out, start, w.shape[0]))
+            start += w.shape[0]
+    return columns
+
+
+def _kernel(call, rows, groups, gamma):
+    from pallas_kernels.matmul.few_rows import blocks as kernel
+
+    eps, out_dtype = call
+    return kernel.matmul(rows, groups, gamma, eps=eps, out_dtype=out_dtype)
+
+
+def _one_by_one(call, rows, groups, gamma):
+    eps, out_dtype = call
+    y = rms_norm(rows, gamma, eps, implementation="xla")
+    one = functools.partial(quantized_matmul, y, out_dtype=out_dtype, implementation="xla")
+    return [jnp.concatenate([one(w) for w in group], axis=-1) for group in groups]
+
+
+_blocks = Op("blocks_matmul", _one_by_one, _kernel)
+
+
+def fusible(
+    x: jax.Array, weights: Sequence[Weight | RowBlocks], *, norm: tuple[jax.Array, float]
+) -> bool:
+    """Is ``blocks_matmul`` of these to be called here?"""
+    if not wants_kernel(None, x, list(weights)) or any(isinstance(w, RowBlocks) for w in weights):
+        return False
+    return unsupported(x, weights, norm=norm) is None
+
+
+def unsupported(
+    x: jax.Array,
+    weights: Sequence[Weight],
+    *,
+    norm: tuple[jax.Array, float],
+    out_dtype: DTypeLike | None = None,
+) -> str | None:
+    """Why no one kernel computes them, or why that is the slower way; None where it is the way."""
+    if is_empty(x, list(weights)):
+        return "an operand of size 0"
+    if any(w.shape[0] % 16 for w in weights):
+        return f"rows {', '.join(str(w.shape[0]) for w in weights)}, not all multiples of 16"
+    gamma, eps = norm
+    call = Call(float(eps), False, jnp.dtype(x.dtype if out_dtype is None else out_dtype))
+    stacks = [stacked(group) for group in alike(weights)]
+    for w in stacks:
+        given = x, w, call, gamma, None
+        if reason := unfusible(*given) or slower_fused(*given):
+            return reason
+    if sum(w.shape[0] > SMALL for w in stacks) > 1:
+        return "several large weights that are stored differently"
+    if len(stacks) > 1:
+        from pallas_kernels.matmul.few_rows.plan import make_plan
+
+        if any(make_plan(x.size // x.shape[-1], w).split > 1 for w in stacks):
+            return "weights that are stored differently, and K divided among blocks"
+    return None
+
+
+def _plans(rows: jax.Array, groups) -> list:
+    from pallas_kernels.matmul.few_rows.plan import make_plan
+
+    return [make_plan(rows.shape[0], stacked(group)) for group in groups]
+
+
+def alike(weights: Sequence[Weight]) -> tuple[tuple[Weight, ...], ...]:
+    """Neighbours whose rows could be one array's, together."""
+    return tuple(tuple(group) for _, group in itertools.groupby(weights, key=_form))
+
+
+def _form(w: Weight) -> tuple:
+    leaves = tuple((leaf.shape[1:], jnp.dtype(leaf.dtype).name) for leaf in jax.tree.leaves(w))
+    return leaves, jax.tree.structure(w)

@@ -1,0 +1,133 @@
+"""How a warp multiplies the words of a row of w by x: the inner part of the kernel of one row.
+
+``matmul.few_rows.row_kernel`` brings the words and ends the sums.  A product says how x lies in
+shared memory (``store_x``), what becomes of a group of loads (``group``) and what of a row's sum a
+lane has (``totals``).
+"""
+
+from __future__ import annotations
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import mosaic as p
+from pallas_kernels import ptx as a
+
+_BYTE = 8388608.0 + 128.0  # the float whose low byte is 128, in units of its last place
+
+
+class Floats:
+    """The product of bfloat16 or int8, each value a float and a multiplication.
+
+    x lies as floats in the order in which lanes read it: of the values that a lane multiplies 4 at
+    a time lie beside its neighbours' 4.
+    """
+
+    def __init__(self, kernel):
+        self.plan, self.xs, self.lane = kernel.plan, kernel.xs, kernel.lane
+
+    def store_x(self, piece, values) -> None:
+        """Columns 8 * piece and on."""
+        if self.plan.bits == 16:
+            chunk, lane, at = p.shift_right(piece, 5), piece, self.xs
+        else:
+            chunk, lane = p.shift_right(piece, 6), p.shift_right(piece, 1)
+            at = p.add(self.xs, p.mul(arith.andi(piece, p.ci(1)), 1024))
+        lane = arith.andi(lane, p.ci(31))
+        at = p.add(at, p.mul(chunk, 128 * self.plan.per_load), p.mul(lane, 16))
+        a.store_shared(at, values[:4])
+        a.store_shared(at, values[4:], 512)
+
+    def nothing(self):
+        return [[p.cf(0.0)] * 2 for _ in range(self.plan.rows)]
+
+    def floats(self, word):
+        """The values of a word, in the order of its bytes."""
+        if self.plan.bits == 16:
+            return [p.widen(word, "bf16"), p.widen_high(word, "bf16")]
+        flipped = arith.xori(word, p.ci(0x80808080))
+        made = [p.permute(flipped, p.ci(0x4B000000), 0x7540 + i) for i in range(4)]
+        return [arith.addf(a.from_bits(m), p.cf(-_BYTE)) for m in made]
+
+    def group(self, chunks, words, sums):
+        """sums[row][2] and the products of these chunks' words."""
+        sums, values = [list(pair) for pair in sums], self.plan.per_load
+        at, words = p.add(self.xs, p.mul(self.lane, 16)), iter(words)
+        for chunk in chunks:
+            start = 4 * 32 * values * chunk
+            loaded = [a.load_shared(at, 4, start + 512 * i, "f32") for i in range(values // 4)]
+            xs = [x for four in loaded for x in four]
+            for pair in sums:
+                weights = [v for _ in range(4) for v in self.floats(next(words))]
+                for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
+                    pair[i % 2] = p.fma(x, w, pair[i % 2])
+        return sums
+
+    def totals(self, sums):
+        """A lane's part of every row."""
+        return [arith.addf(*pair) for pair in sums]
+
+
+class Nibbles:
+    """The product of int4 in groups of 128, two rows at a time, by mma.m16n8k16.
+
+    There would be too many instructions to a byte otherwise.  Of a chunk of 1024 columns the 4
+    lanes with one row index g of the mma hold one group: so row g of the left operand is group g of
+    the one row of w and row g + 8 group g of the other, column g of the right operand is x of that
+    group, and the products wanted are the diagonal.  Seven eighths are for nothing, as with 8
+    columns of which 7 are no token.
+    """
+
+    def __init__(self, kernel):
+        self.plan, self.xs, self.lane = kernel.plan, kernel.xs, kernel.lane
+        self.scales, self.scheme = kernel.at["scale"], kernel.scheme
+        self.kind, self.bytes = self.scheme.scale_kind, self.scheme.scale_bytes
+        group = p.shift_right(self.lane, 2)
+        # Of the lane's accumulators of a row, columns 2 c and 2 c + 1, is one on the diagonal?
+        quad = arith.andi(self.lane, p.ci(3))
+        self.on_diagonal = a.equal(quad, p.shift_right(self.lane, 3))
+        self.is_second = a.equal(arith.andi(group, p.ci(1)), p.ci(1))
+        self.group_at = p.mul(group, self.bytes)
+
+    def scales_of(self, row):
+        at = p.offset(self.scales, row, self.bytes * (self.plan.k // 128))
+        return p.offset(at, self.group_at)
+
+    def scale(self, at, chunk: int):
+        start = 8 * self.bytes * chunk
+        if self.kind == "f32":
+            return a.load_words(at, 1, start, kind="f32")[0]
+        return a.load_half(at, start)
+
+    def store_x(self, piece, values) -> None:
+        """Columns 8 * piece and on, as pairs i and i + 4, to where their words' lane reads them."""
+        pairs = [a.pack(values[i], values[i + 4], "bf16") for i in range(4)]
+        chunk, word = p.shift_right(piece, 7), arith.andi(piece, p.ci(3))
+        lane = arith.andi(p.shift_right(piece, 2), p.ci(31))
+        at = p.add(self.xs, p.mul(chunk, 2048), p.mul(word, 512), p.mul(lane, 16))
+        a.store_shared(at, [a.from_bits(pair) for pair in pairs])
+
+    def nothing(self):
+        return [p.cf(0.0)] * 2
+
+    def group(self, chunks, words, sums):
+        """sums[row] and the scaled products of these chunks' words."""
+        at, words, sums = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
+        offset = p.ci(self.scheme.bias)
+        for chunk in chunks:
+            rows = [[next(words) for _ in range(4)] for _ in range(2)]
+            scales = [next(words) for _ in range(2)]
+            acc = [p.cf(0.0)] * 4
+            for i in range(4):
+                low, high = (self.scheme.word_pairs(row[i], offset) for row in rows)
+                xs = a.load_shared(at, 4, 2048 * chunk + 512 * i)
+                for s in (0, 2):
+                    left = [low[s], high[s], low[s + 1], high[s + 1]]
+                    acc = p.mma(acc, left, xs[s : s + 2])
+            for r, scale in enumerate(scales):
+                scale = scale if self.kind == "f32" else p.widen(scale, self.kind)
+                part = arith.select(self.is_second, acc[2 * r + 1], acc[2 * r])
+                sums[r] = p.fma(part, scale, sums[r])
+        return sums
+
+    def totals(self, sums):
+        return [arith.select(self.on_diagonal, v, p.cf(0.0)) for v in sums]

@@ -1,0 +1,349 @@
+"""Products of two operands of one dtype on Hopper: W8A8, FP8 and, of few rows, 16-bit floats.
+
+    out[m, n] = acc[m, n] * scale_x[m] * scale_w[n] + bias[n]        one cast at the end
+
+Contract: x [M, K], w [N, K], both int8 (acc in int32, exact), e4m3, bf16 or f16; 16 bytes divide a
+row, N % 8 == 0, any M: copies past an edge bring zeros, stores past an edge are not made.
+
+    feeder    : TMA x, w of step i+1 | i+2 | ... | next tile's scales, next tile's step 0 | ...
+    compute 0 : wait i | wgmma i | release i-1 | ...      rows   0.. 63 of a 128 x 256 tile
+    compute 1 : wait i | wgmma i | release i-1 | ...      rows  64..127
+    both      : after the last step  acc -> float32 * scales + bias -> shared memory -> TMA store
+
+The weight tile is multicast to the two blocks of a cluster, which lie below each other in M: the
+pair reads 256 + 256 rows of K for 256 x 256 outputs, which is what keeps L2 ahead of the tensor
+cores (48 bytes a cycle and SM would be needed without; 32 with).
+
+Few rows (``m`` 64: the warpgroups side by side in n) are bound by the bytes of w.  ``split`` lets
+the two blocks of a cluster read half of K each, so that 64 clusters of 64 rows of w have as much to
+do as 128 blocks of 32 and read half of x: each block sends the sums of one warpgroup to the other's
+shared memory and finishes the other.  ``swiglu`` gives a warpgroup rows of gate and the same of up.
+
+FP8 sums.  ``promote`` gives the tensor cores a fresh accumulator every few steps of 128 and adds it
+to a float32 one in registers.  Two accumulators of 256 columns do not fit 232 registers, so fp8
+tiles have at most 192 columns.
+
+NOTES (H200, K=4096, N=14336, M=8192, bf16 output, bias; TOPS)
+    floor: 132 SMs x 8192 op/cycle x ~1.75 GHz = 1890; XLA's bare int8 dot 1493, with scales 929
+    128 x 256 tile, cluster of 2, 4 stages, snake of 16      1616-1625
+    snake of 8: same; of 32: 1533 (the wave's operands leave L2); of 4: 1575
+    no cluster: 1568; 3 stages: 1588; 256 x 128: 1560-1589; 128 x 192: 1605
+    one or no wgmma left in flight at the wait: same
+    e4m3, one sum of K=4096                1493, error 1.3e-3 (7e-2 on positive operands)
+    e4m3, promote every 128 columns        1301, 1.3e-4 (6e-4)
+    e4m3, promote every 256                1461-1489, 2.2e-4 (2.2e-3)     <- the default
+    e4m3, promote every 512 / 1024         1434 / 1428, 3.5e-4 / 5.7e-4
+    64-column partial sums instead of 192  530: the wait after each is not hidden
+M=64, microseconds (XLA in the same run)   bf16          int8 with scales
+    4096 x 4096                            12.2 (17.0)    8.2 (14.1)
+    6144 x 4096                            16.1 (19.4)   10.1 (13.3)
+    4096 x 14336                           31.8 (36.7)   18.7 (24.8)
+    28672 x 4096                           60.1 (60.2)   32.6 (32.4)
+      with SwiGLU                          59.7 (63.7)
+    128256 x 4096                         255.4 (255.3)
+    About 4.4 us of each are there whatever the size (int8 and bf16 alike).  4096 x 4096 in bf16:
+    nothing copied 7.3, no x 12.1, no wgmma 11.5, no exchange of sums 11.3; K undivided in tiles of
+    32 12.5, of 64 (64 SMs) 13.2; one arrival a warpgroup on a slot's barrier instead of 128: same.
+    A ring of 80 KB 13.8, 128 KB 12.0, 192 KB 12.4.  28672 x 4096 in tiles of 64 / 128 / 160 / 224 /
+    256: 66.5 / 60.1 / 69.6 / 60.1 / 64.5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul.many_rows import pipeline
+from pallas_kernels.matmul.many_rows.pipeline import (
+    REGISTERS,
+    drain,
+    launch,
+    my_tiles,
+    ring_barriers,
+    ring_next,
+    ring_slot,
+    tile_of,
+)
+
+BLOCK_BYTES = 128  # of a row in a slot: one swizzle
+_LAYOUT = plgpu.Layout.WGMMA
+
+
+@dataclasses.dataclass(frozen=True)
+class PairTile:
+    """One block's tile and pipeline.
+
+    m, n: rows of x and of w.  m == 64 puts the two warpgroups side by side in n.
+    cluster: 2 blocks that lie below each other in m share (multicast) the weight tile.
+    width: of the planar snake, in tiles of m.
+    promote: 0, or fp8: steps of 128 after which the tensor cores' sum is added to a float32 one.
+    split: 2 (with m == 64) gives each block of a cluster half of K.  Each sends the columns of one
+        of its warpgroups to the other's shared memory and finishes those of the other.
+    """
+
+    m: int = 128
+    n: int = 256
+    stages: int = 4
+    cluster: int = 2
+    width: int = 16
+    promote: int = 0
+    split: int = 1
+
+    @property
+    def rows(self) -> int:
+        return 64 if self.m == 64 else self.m // 2
+
+    @property
+    def cols(self) -> int:
+        return self.n // 2 if self.m == 64 else self.n
+
+
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What a product has beside its two operands."""
+
+    scales: bool
+    bias: bool
+    swiglu: bool  # w [2, N, K] is gate and up; a tile has as many rows of either
+
+
+def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dtype):
+    x, w, *refs = refs
+    has_scales, has_bias, swiglu = extras.scales, extras.bias, extras.swiglu
+    vectors = [refs.pop(0) for _ in range(2 * has_scales + has_bias)]
+    out, *buffers, sx_sm, sw_sm, b_sm, full, empty, s_full, s_empty = refs[:11]
+    sums = refs[11:]
+    vectors_sm = (*((sx_sm, sw_sm) if has_scales else ()), b_sm)
+    (x_rows, x_sm), (w_rows, w_sm), (o_rows, o_sm) = map(pipeline.views, buffers)
+    wg, pair = lax.axis_index("wg"), lax.axis_index("pair")
+    n_clusters, stages = pipeline.N_SM // (tile.cluster * tile.split), tile.stages
+    out_cols = tile.cols // 2 if swiglu else tile.cols  # of a warpgroup
+    wide = tile.n // 2 if swiglu else tile.n
+    grid = pl.cdiv(pl.cdiv(m, tile.m), tile.cluster), pl.cdiv(n, wide)
+    box = pipeline.rows_of_box(m, tile.m)
+    block_k = BLOCK_BYTES // x.dtype.itemsize
+    steps = pl.cdiv(k, block_k) // tile.split
+    part = lax.axis_index("part")
+    tiles = my_tiles(grid[0] * grid[1], n_clusters)
+    axes = "pair" if tile.cluster > 1 else None
+
+    def origin(t):
+        mi, ni = tile_of(t, grid, n_clusters, 0, tile.width)
+        m0 = mi if tile.cluster == 1 else mi * tile.cluster + pair
+        return m0 * tile.m, ni * wide
+
+    @pl.when(wg == 2)
+    def feed():
+        plgpu.set_max_registers(REGISTERS[2][0], action="decrease")
+
+        def copy_tiles():
+            def one_tile(t, _):
+                m0, n0 = origin(t)
+                if vectors:
+                    slot = t % 2
+                    pl.when(t >= 2)(lambda: plgpu.barrier_wait(s_empty.at[slot]))
+                    for ref, ref_sm in zip(vectors, vectors_sm, strict=False):
+                        span = pl.ds(m0 if ref_sm is sx_sm else n0, ref_sm.shape[1])
+                        plgpu.copy_gmem_to_smem(ref.at[span], ref_sm.at[slot], s_full.at[slot])
+
+                def load(j, at):
+                    ks = pl.ds((part * steps + j) * block_k, block_k)
+                    pl.when(t * steps + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
+                    plgpu.copy_gmem_to_smem(
+                        x.at[pl.ds(m0, box), ks], x_rows.at[at, pl.ds(0, box)], full.at[at]
+                    )
+                    if swiglu:  # a warpgroup's rows of gate, then the same of up
+                        for half in range(2):
+                            rows = pl.ds(n0 + half * out_cols, out_cols)
+                            plgpu.copy_gmem_to_smem(
+                                w.at[:, rows, ks], w_rows.at[at, half], full.at[at]
+                            )
+                    else:
+                        rows = pl.ds(n0, tile.n)
+                        plgpu.copy_gmem_to_smem(
+                            w.at[rows, ks], w_rows.at[at], full.at[at], collective_axes=axes
+                        )
+                    return ring_next(at, 1, stages)
+
+                lax.fori_loop(0, steps, load, ring_slot(t * steps, stages))
+
+            lax.fori_loop(0, tiles, one_tile, None)
+            drain(empty, tiles * steps, stages)
+            if vectors:
+                drain(s_empty, tiles, 2)
+
+        # One warp: each of four would arrive on the slot's barrier for every copy.
+        @plgpu.warp_map
+        def of_warp(warp):
+            pl.when(warp == 0)(copy_tiles)
+
+    @pl.when(wg < 2)
+    def compute():
+        plgpu.set_max_registers(REGISTERS[2][1], action="increase")
+        side_by_side = tile.m == 64
+        row0 = 0 if side_by_side else wg * tile.rows
+        col0 = wg * tile.cols if side_by_side else 0  # in the tile
+        out0 = wg * out_cols if side_by_side else 0
+
+        def operands(at):
+            a, b = x_sm.at[at], w_sm.at[at]
+            if side_by_side:
+                b = w_sm.at[at, pl.ds(col0, tile.cols)]
+            else:
+                a = x_sm.at[at, pl.ds(row0, tile.rows)]
+            return a, b.transpose((1, 0))
+
+        def accumulate(first, count, acc):
+            """acc += the products of slots first .. first + count; one wgmma stays in flight."""
+
+            def step(j, at):
+                plgpu.barrier_wait(full.at[at])
+                plgpu.wgmma(acc, *operands(at))
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(empty.at[ring_next(at, stages - 1, stages)], predicate=j > 0)
+                return ring_next(at, 1, stages)
+
+            end = lax.fori_loop(0, count, step, ring_slot(first, stages))
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(empty.at[ring_next(end, stages - 1, stages)])
+            return plgpu.wgmma_accumulator_load(acc, wait_n=None)
+
+        def product(t):
+            ref = plgpu.ACC((tile.rows, tile.cols), acc_dtype)
+            if not tile.promote:
+                return pl.run_scoped(functools.partial(accumulate, t * steps, steps), ref)
+
+            def part(p, total):
+                first = t * steps + p * tile.promote
+                return total + pl.run_scoped(
+                    functools.partial(accumulate, first, tile.promote), ref
+                )
+
+            zero = plgpu.layout_cast(jnp.zeros(ref.shape, acc_dtype), _LAYOUT)
+            total = lax.fori_loop(0, steps // tile.promote, part, zero)
+            if rest := steps % tile.promote:
+                first = t * steps + steps - rest
+                total += pl.run_scoped(functools.partial(accumulate, first, rest), ref)
+            return total
+
+        def one_tile(t, _):
+            m0, n0 = origin(t)
+            acc = product(t)
+            if tile.split == 1:
+                return finish(t, m0, n0, acc)
+            sum_sm, sum_full, sum_empty = sums
+
+            @pl.when(part != wg)
+            def _():
+                pl.when(t > 0)(lambda: plgpu.barrier_wait(sum_empty.at[wg]))
+                plgpu.async_store_smem(
+                    acc, sum_sm, sum_full, cluster_idx=1 - part, cluster_dim="part"
+                )
+                plgpu.barrier_arrive(sum_empty.at[wg])
+
+            @pl.when(part == wg)
+            def _():
+                plgpu.barrier_wait(sum_full)
+                other = plgpu.load(sum_sm, layout=_LAYOUT)
+                plgpu.commit_smem()  # all of the warpgroup have read
+                plgpu.barrier_arrive(sum_empty.at[wg])
+                finish(t, m0, n0, acc + other)
+
+        def finish(t, m0, n0, acc):
+            slot = t % 2
+            if vectors:
+                plgpu.barrier_wait(s_full.at[slot])
+            epi = o_sm.shape[-1]
+
+            def vector(ref, start, size, axis):
+                v = plgpu.load(ref.at[slot, pl.ds(start, size)], layout=_LAYOUT.reduce(1 - axis))
+                return lax.broadcast_in_dim(v.astype(jnp.float32), (64, epi), [axis])
+
+            pieces = [(r, c) for r in range(0, tile.rows, 64) for c in range(0, out_cols, epi)]
+            for piece, (r, c) in enumerate(pieces):
+                y = acc[r : r + 64, c : c + epi]
+                if swiglu:
+                    y = jax.nn.silu(y) * acc[r : r + 64, out_cols + c : out_cols + c + epi]
+                if has_scales:
+                    y = y.astype(jnp.float32)
+                    y = y * vector(sx_sm, row0 + r, 64, 0) * vector(sw_sm, col0 + c, epi, 1)
+                if has_bias:
+                    y = y + vector(b_sm, col0 + c, epi, 1)
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                o_sm[wg, piece % 2] = y.astype(out.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    o_rows.at[wg, piece % 2],
+                    out.at[pl.ds(m0 + row0 + r, 64), pl.ds(n0 + out0 + c, epi)],
+                )
+            if vectors:
+                plgpu.barrier_arrive(s_empty.at[slot])
+
+        lax.fori_loop(0, tiles, one_tile, None)
+        if tile.split > 1:  # a block must not leave while the other may signal it
+            sent = jnp.logical_and(part != wg, tiles > 0)
+            pl.when(sent)(lambda: plgpu.barrier_wait(sums[2].at[wg]))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "tile", "swiglu"))
+def pair_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    scale_x: jax.Array | None,
+    scale_w: jax.Array | None,
+    bias: jax.Array | None,
+    out_dtype,
+    tile: PairTile,
+    swiglu: bool = False,
+) -> jax.Array:
+    """x [M, K], w [N, K] both int8, e4m3, bf16 or f16; scale_x [M] and scale_w [N] floats or both
+    None, bias [N] floats.
+
+    swiglu: w's rows are gate, then up, and silu(gate) * up [M, N / 2] is returned; only for one
+        tile of 64 rows, without scales, bias and split.
+    """
+    (m, k), n = x.shape, w.shape[0]
+    if swiglu:
+        n //= 2
+        w = w.reshape(2, n, k)
+    acc_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    name = "quantized_matmul_" + {"int8": "w8a8", "float8_e4m3fn": "fp8"}.get(x.dtype.name, "plain")
+    has_scales, has_bias = scale_x is not None, bias is not None
+    extras = Extras(has_scales, has_bias, swiglu)
+    body = functools.partial(_body, tile=tile, extras=extras, m=m, n=n, k=k, acc_dtype=acc_dtype)
+    unused = plgpu.SMEM((32,), jnp.float32)
+    copied = -(-tile.n // 64) * 64  # of a vector: whole units of 128 bytes
+    block_k = BLOCK_BYTES // x.dtype.itemsize
+    epi = math.gcd(tile.cols // (1 + swiglu), 64 // jnp.dtype(out_dtype).itemsize)
+    sums = []
+    if tile.split > 1:
+        swizzle = 4 * math.gcd(tile.cols, 32)
+        sums = [
+            plgpu.SMEM((64, tile.cols), acc_dtype, transforms=pipeline.tiled(acc_dtype, swizzle)),
+            plgpu.Barrier(num_arrivals=1),
+            plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=1, num_barriers=2),
+        ]
+    finishing = 2 // tile.split  # warpgroups
+    scratch = [
+        pipeline.rows_and_tiles((tile.stages, tile.m, block_k), x.dtype),
+        pipeline.rows_and_tiles((tile.stages, tile.n, block_k), w.dtype, (2, 2) * swiglu),
+        pipeline.rows_and_tiles((2, 2, 64, epi), out_dtype),
+        plgpu.SMEM((2, tile.m), scale_x.dtype) if has_scales else unused,
+        plgpu.SMEM((2, copied), scale_w.dtype) if has_scales else unused,
+        plgpu.SMEM((2, copied), bias.dtype) if has_bias else unused,
+        *ring_barriers(tile.stages, 2 + swiglu),
+        plgpu.Barrier(num_arrivals=max(1, 2 * has_scales + has_bias), num_barriers=2),
+        plgpu.Barrier(num_arrivals=finishing, num_barriers=2),
+        *sums,
+    ]
+    args = [a for a in (x, w, scale_x, scale_w, bias) if a is not None]
+    out_type = jax.ShapeDtypeStruct((m, n), out_dtype)
+    return launch(name, body, args, out_type, scratch, tile.cluster, tile.split)

@@ -1,0 +1,411 @@
+"""W4A16 and W8A16 products on Hopper for many rows: weights become floats in registers.
+
+    out[m, n] = row[n] * sum_k x[m, k] * a[n, k] + bias[n]
+    a         = (q - zero) * scale    or    q * scale + zero
+
+Contract: x [M, K] bf16 or f16, any M; w [N, K] int4 (packed) or int8 in the plain layout;
+N % 8 == 0, K % 64 == 0; groups of 32 or a multiple of 64 columns.  a is rounded to x's dtype; sums
+are float32.
+
+Operands are swapped: 64 rows of w are wgmma's register operand and the tokens its N, so a weight is
+dequantized once per 256 tokens and never written back.  The output tile is transposed on its way
+through shared memory.
+
+    feeder    : TMA x, w, scales of slot i+1 | i+2 | ... | next tile's | ...
+    compute 0 : wait i, i+1 | words -> floats | wgmma x 8 ............ | release i | release i+1 |
+    compute 1 : ....... wgmma x 8 | release | wait | words -> floats | wgmma x 8 ...
+    both      : after the last step  acc * row + bias -> 16 bits, transposed -> TMA store
+
+The two warpgroups fall into step by themselves: while one turns words into floats the other's
+wgmmas keep the tensor cores busy.  Two slots cost ~270 instructions a thread (int4: two shuffles
+and a permute a word, then LOP3, subtract, multiply a pair) against 2 x 1024 cycles of wgmma.
+The activations are multicast to the two blocks of a cluster, which lie side by side in N.
+
+Up to 64 tokens blocks are short of work rather than of operands: ``parts`` lets more warpgroups
+take turns at the slots, ``split`` gives the two blocks of a cluster half of K each, and the groups'
+vectors come once a tile, as they are stored (``stored``).
+
+NOTES (H200, K=4096, N=14336, int4 in groups of 128 unless said; TFLOP/s at M = 8192 / 2048)
+    floor: XLA's bf16 product 840 / 826; humming 702 / 680 in the same run
+    one slot at a time, 5 stages               722 / 730
+      ... the next slot dequantized while wgmmas run: 623; ptxas serializes wgmma (C7513)
+    4 stages                                   753 / 760   (with 5, a 64-bit remainder by 5 a slot)
+    two slots a step                           759 / 771;  four: 501, the ring is one step long
+    snake of 16 instead of 8                   776 / 771
+    the ring's place carried in the loop, slots released one by one
+                                               785 / 786;  int8 745 -> 758
+    5 stages: same; int8 with stores of 32 tokens, to make room: 771 (timed, values not checked)
+    integer zeros 762 / 751; tokens = 128: 563, 192: 661 (a weight is dequantized more often)
+    M=64, microseconds: 28.8 with one pair of warpgroups, 25.9 with two (``parts``); scales as they
+    are stored, one copy a tile, instead of XLA's transpose of them (1.4): 23.8; 12 stages: 23.0.
+      256 rows a block, K in halves (x copied half as often): 24.2; slot by slot 25.6.  Nothing
+      copied: 23.0; nothing dequantized: 18.7; a slot dequantized while the wgmmas of the one before
+      run (without C7513): 23.1, M=2048 the same too.  So memory is not the limit: less the 4.4 us
+      of any launch, 512 wgmmas an SM take 14.3 us, about 49 cycles each, where 64 tokens should
+      take 32.  The operand is not why: m64n64k16 alone, from a register operand, takes 43 cycles
+      with one warpgroup and 32.3 with two or four (from shared memory 33 and 32; n = 112 57, n =
+      224 113).  Nor is it that all dequantize at once: warpgroups that pass a token, so that one
+      at a time issues wgmma, take 23.3 (23.2 without in the same run; 4096 x 4096 11.2 and 10.8,
+      4096 x 14336 24.8 and 23.5); one slot a step 25.3, 64 rows and four parts 27.1, two
+      warpgroups 25.0.
+      Weights to shared memory as 16-bit floats by warpgroups of their own, for one that issues
+      wgmma with tokens as the 64 rows and 224 weights as the columns, K in halves: two
+      dequantizing warpgroups 28.0, three 30.0, two taking turns at the slots 26.4; 112 weights and
+      all of K 32.2; 4096 x 4096 13.2, 4096 x 14336 36.7.  Of the 28.0: copies and barriers alone
+      16.3, with wgmma 17.2, with dequantization but no wgmma 22.5, without its arithmetic 28.3: it
+      is the traffic of shared memory, written, read by wgmma and copied in rows of 32 bytes.
+      Not timed, and not seen to run on a GPU: tokens' columns reordered in shared memory, so that
+      an int4 word needs neither shuffle nor permute (by count 180 instead of 290 instructions a
+      thread for two slots).
+      4096 x 4096: tiles of 128 rows 21.8, K in halves 14.7, 64 rows and four parts 10.9; 4096 x
+      14336: 66.6, 37.4, 23.7; 6144 x 4096 15.1; 28672 x 4096: 42.2, 256 rows 40.6.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul.many_rows import pipeline
+from pallas_kernels.matmul.many_rows.pipeline import (
+    REGISTERS,
+    drain,
+    launch,
+    my_tiles,
+    ring_barriers,
+    ring_next,
+    ring_slot,
+    tile_of,
+    tiled,
+)
+from pallas_kernels.matmul.many_rows.plan import BLOCK_K, Scheme, WeightTile
+
+_LAYOUT = plgpu.Layout.WGMMA
+
+
+def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
+    refs = list(refs)
+    x, w = refs.pop(0), refs.pop(0)
+    scale = refs.pop(0) if scheme.scale else None
+    zero = refs.pop(0) if scheme.zero else None
+    row = refs.pop(0) if scheme.row else None
+    bias = refs.pop(0) if scheme.bias else None
+    out, x_buffer, w_sm, s_sm, z_sm, o_buffer, r_sm, b_sm, sum_sm, *barriers = refs
+    (x_rows, x_sm), (o_rows, o_sm) = map(pipeline.views, (x_buffer, o_buffer))
+    full, empty, r_full, r_empty, sum_full, sum_empty, *peer = barriers
+    wg, pair, k_part = (lax.axis_index(axis) for axis in ("wg", "pair", "part"))
+    n_clusters = pipeline.N_SM // (tile.cluster * tile.split)
+    tokens, stages = tile.tokens, tile.stages
+    grid = pl.cdiv(m, tokens), pl.cdiv(n, tile.rows * tile.cluster)
+    box = pipeline.rows_of_box(m, tokens)
+    steps = k // BLOCK_K // tile.split
+    first_step = k_part * steps
+    tiles = my_tiles(grid[0] * grid[1], n_clusters)
+    slots = tile.vector_slots(m, n)
+    unroll = tile.unrolled(k)
+    across = tile.rows // 64  # warpgroups side by side in w's rows
+    computing = across * tile.parts
+    feeder_registers, compute_registers = REGISTERS[computing]
+    axes = "pair" if tile.cluster > 1 else None
+    grouped = [(v, v_sm) for v, v_sm in ((scale, s_sm), (zero, z_sm)) if v is not None]
+    vectors = [(v, v_sm) for v, v_sm in ((row, r_sm), (bias, b_sm)) if v is not None]
+    if scheme.stored:
+        grouped, vectors = [], grouped + vectors
+
+    def origin(t):
+        mi, ni = tile_of(t, grid, n_clusters, 1, tile.width)
+        n0 = ni if tile.cluster == 1 else ni * tile.cluster + pair
+        return mi * tokens, n0 * tile.rows
+
+    def group_of(j):
+        """The first group of slot j."""
+        return (j // scheme.slots_per_group) * scheme.groups_per_slot
+
+    @pl.when(wg == computing)
+    def feed():
+        plgpu.set_max_registers(feeder_registers, action="decrease")
+
+        def copy_tiles():
+            def one_tile(t, _):
+                m0, n0 = origin(t)
+                slot, rows = lax.rem(t, slots), pl.ds(n0, tile.rows)
+                if vectors:
+                    pl.when(t >= slots)(lambda: plgpu.barrier_wait(r_empty.at[slot]))
+                    for vector, vector_sm in vectors:
+                        source = vector.at[rows]
+                        if vector_sm.ndim == 3:  # the groups of this block's columns
+                            groups = vector_sm.shape[2]
+                            source = vector.at[rows, pl.ds(k_part * groups, groups)]
+                        plgpu.copy_gmem_to_smem(source, vector_sm.at[slot], r_full.at[slot])
+
+                def load(j, at):
+                    ks = pl.ds((first_step + j) * BLOCK_K, BLOCK_K)
+                    pl.when(t * steps + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
+                    plgpu.copy_gmem_to_smem(
+                        x.at[pl.ds(m0, box), ks],
+                        x_rows.at[at, pl.ds(0, box)],
+                        full.at[at],
+                        collective_axes=axes,
+                    )
+                    plgpu.copy_gmem_to_smem(w.at[rows, ks], w_sm.at[at], full.at[at])
+                    first = group_of(first_step + j)
+                    groups = pl.ds(first, scheme.groups_per_slot)
+                    for vector, vector_sm in grouped:
+                        plgpu.copy_gmem_to_smem(
+                            vector.at[groups, rows], vector_sm.at[at], full.at[at]
+                        )
+                    return ring_next(at, 1, stages)
+
+                lax.fori_loop(0, steps, load, ring_slot(t * steps, stages))
+
+            lax.fori_loop(0, tiles, one_tile, None)
+            drain(empty, tiles * steps, stages)
+            if vectors:
+                drain(r_empty, tiles, slots)
+
+        # One warp: each of four would arrive on the slot's barrier for every copy.
+        @plgpu.warp_map
+        def of_warp(warp):
+            @pl.when(warp == 0)
+            def _():
+                copy_tiles()
+
+    @pl.when(wg < computing)
+    def compute():
+        plgpu.set_max_registers(compute_registers, action="increase")
+        half, part = wg % across, wg // across
+        mine = pl.ds(half * 64, 64)
+
+        def per_column(ref, t, j, at):
+            """[64, BLOCK_K]: what the groups' vectors say of each weight."""
+
+            def of_group(g):
+                if scheme.stored:
+                    v = pipeline.load_column(
+                        ref.at[lax.rem(t, slots), mine, group_of(j) + g], x.dtype
+                    )
+                else:
+                    v = plgpu.load(ref.at[at, g, mine], layout=_LAYOUT.reduce(1))
+                return lax.broadcast_in_dim(v, (64, BLOCK_K), [0])
+
+            parts = [of_group(g) for g in range(scheme.groups_per_slot)]
+            if len(parts) == 1:
+                return parts[0]
+            column = plgpu.broadcasted_iota(jnp.int32, (64, BLOCK_K), 1, layout=_LAYOUT)
+            return jnp.where(column < scheme.group, *parts)
+
+        def dequantized(t, j, at):
+            """The slot's weights as wgmma's register operand, in x's dtype."""
+            wide = plgpu.Layout.WGMMA_UPCAST_2X
+            if w.dtype == jnp.int4:
+                wide = plgpu.Layout.WGMMA_UPCAST_4X
+            words = plgpu.load(w_sm.at[at, mine], layout=wide)
+            a = plgpu.layout_cast(words, _LAYOUT).astype(x.dtype)
+            if scheme.zero == "int":
+                a = a - per_column(z_sm, t, j, at)  # exact: small integers
+            if scheme.scale:
+                a = a * per_column(s_sm, t, j, at)
+            if scheme.zero == "float":
+                a = a + per_column(z_sm, t, j, at)
+            return a
+
+        def accumulate(t, acc):
+            def step(turn, at):
+                places = [ring_next(at, u, stages) for u in range(unroll)]
+                j = (turn * tile.parts + part) * unroll
+                for at in places:
+                    plgpu.barrier_wait(full.at[at])
+                weights = [dequantized(t, j + u, at) for u, at in enumerate(places)]
+                for at, a in zip(places, weights, strict=True):
+                    plgpu.wgmma(acc, a, x_sm.at[at].transpose((1, 0)))
+                for u, at in enumerate(places):
+                    plgpu.wgmma_wait(unroll - 1 - u)
+                    plgpu.barrier_arrive(empty.at[at])
+                return ring_next(places[-1], 1 + skip, stages)
+
+            skip = (tile.parts - 1) * unroll
+            turns = (steps // unroll - part + tile.parts - 1) // tile.parts
+            lax.fori_loop(0, turns, step, ring_slot(t * steps + part * unroll, stages))
+            return plgpu.wgmma_accumulator_load(acc, wait_n=None)
+
+        def one_tile(t, _):
+            m0, n0 = origin(t)
+            if scheme.stored:
+                plgpu.barrier_wait(r_full.at[lax.rem(t, slots)])
+            ref = plgpu.ACC((64, tokens), jnp.float32)
+            acc = pl.run_scoped(functools.partial(accumulate, t), ref)
+            if tile.parts == 1:
+                return meet_peer(t, m0, n0, acc)
+
+            @pl.when(part > 0)
+            def _():
+                place = (part - 1) * across + half
+                pl.when(t > 0)(lambda: plgpu.barrier_wait(sum_empty.at[place]))
+                sum_sm[place] = acc
+                plgpu.barrier_arrive(sum_full.at[place])
+                if scheme.stored:
+                    plgpu.barrier_arrive(r_empty.at[lax.rem(t, slots)])
+
+            @pl.when(part == 0)
+            def _():
+                total = acc
+                for other in range(tile.parts - 1):
+                    place = other * across + half
+                    plgpu.barrier_wait(sum_full.at[place])
+                    total += plgpu.load(sum_sm.at[place], layout=_LAYOUT)
+                    plgpu.barrier_arrive(sum_empty.at[place])
+                meet_peer(t, m0, n0, total)
+
+        def meet_peer(t, m0, n0, acc):
+            if tile.split == 1:
+                return finish(t, m0, n0, acc)
+            peer_sm, peer_full, peer_empty = peer
+            place = half // 2  # of the two halves' rows, one is sent and one is finished
+
+            @pl.when(k_part != half % 2)
+            def _():
+                pl.when(t > 0)(lambda: plgpu.barrier_wait(peer_empty.at[half]))
+                plgpu.async_store_smem(
+                    acc,
+                    peer_sm.at[place],
+                    peer_full,
+                    cluster_idx=1 - k_part,
+                    cluster_dim="part",
+                )
+                plgpu.barrier_arrive(peer_empty.at[half])
+                if vectors:
+                    plgpu.barrier_arrive(r_empty.at[lax.rem(t, slots)])
+
+            @pl.when(k_part == half % 2)
+            def _():
+                plgpu.barrier_wait(peer_full)
+                other = plgpu.load(peer_sm.at[place], layout=_LAYOUT)
+                plgpu.commit_smem()  # all of the warpgroup have read
+                plgpu.barrier_arrive(peer_empty.at[half])
+                finish(t, m0, n0, acc + other)
+
+        def finish(t, m0, n0, acc):
+            chunk = o_sm.shape[2]
+            slot = lax.rem(t, slots)
+            if vectors and not scheme.stored:
+                plgpu.barrier_wait(r_full.at[slot])
+
+            def vector(ref):
+                v = plgpu.load(ref.at[slot, mine], layout=_LAYOUT.reduce(1)).astype(jnp.float32)
+                return lax.broadcast_in_dim(v, (64, chunk), [0])
+
+            row_scale = vector(r_sm) if scheme.row else None
+            row_bias = vector(b_sm) if scheme.bias else None
+            if vectors:
+                plgpu.barrier_arrive(r_empty.at[slot])
+            for piece, c in enumerate(range(0, tokens, chunk)):
+                y = acc[:, c : c + chunk]
+                if row_scale is not None:
+                    y = y * row_scale
+                if row_bias is not None:
+                    y = y + row_bias
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                o_sm.at[half, piece % 2].transpose((1, 0))[...] = plgpu.layout_cast(
+                    y.astype(out.dtype), plgpu.Layout.WGMMA_TRANSPOSED
+                )
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    o_rows.at[half, piece % 2],
+                    out.at[pl.ds(m0 + c, chunk), pl.ds(n0 + 64 * half, 64)],
+                )
+
+        lax.fori_loop(0, tiles, one_tile, None)
+        if tile.split > 1:  # a block must not leave while the other may signal it
+            sent = (part == 0) & (k_part != half % 2) & (tiles > 0)
+            pl.when(sent)(lambda: plgpu.barrier_wait(peer[2].at[half]))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "stored", "float_zero", "tile"))
+def weight_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array | None,
+    zero: jax.Array | None,
+    row: jax.Array | None,
+    bias: jax.Array | None,
+    out_dtype,
+    *,
+    group: int,
+    stored: bool = False,
+    float_zero: bool = False,
+    tile: WeightTile,
+) -> jax.Array:
+    """x [M, K] bf16 or f16; w [N, K] int4 or int8; scale, zero [K / group, N] in x's dtype, or
+    ``stored`` [N, K / group]; row (a scale), bias [N] floats.  Returns [M, N] in out_dtype, 16 bits
+    wide."""
+    (m, k), n = x.shape, w.shape[0]
+    if not tile.divides(k):
+        raise ValueError(f"quantized_matmul: {tile} does not divide K = {k}")
+    kind = None if zero is None else "float" if float_zero else "int"
+    scheme = Scheme(group, stored, scale is not None, kind, row is not None, bias is not None)
+    bits = 4 if w.dtype == jnp.int4 else 8
+    unused = plgpu.SMEM((32,), jnp.float32)
+    across = tile.rows // 64
+
+    def of_groups(v):
+        if v is None:
+            return unused
+        if stored:
+            groups = v.shape[1] // tile.split
+            return plgpu.SMEM((tile.vector_slots(m, n), tile.rows, groups), v.dtype)
+        return plgpu.SMEM((tile.stages, scheme.groups_per_slot, tile.rows), v.dtype)
+
+    def partial_sums(count):
+        width = min(tile.tokens, 32) * 4
+        shape = (count, 64, tile.tokens)
+        return plgpu.SMEM(shape, jnp.float32, transforms=tiled(jnp.float32, width))
+
+    def vector(v):
+        return unused if v is None else plgpu.SMEM((tile.vector_slots(m, n), tile.rows), v.dtype)
+
+    n_grouped = (scale is not None) + (zero is not None)
+    copies = 2 + n_grouped * (not stored)
+    n_vectors = (row is not None) + (bias is not None) + n_grouped * stored
+    # Who tells the feeder that a tile's vectors have been read.
+    readers = across * tile.parts if stored else across
+    peer = []
+    if tile.split > 1:
+        peer = [
+            partial_sums(-(-across // 2)),
+            # One for all senders: jax 0.11.2 signals the wrong one of several.
+            plgpu.Barrier(num_arrivals=-(-across // 2)),
+            plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=1, num_barriers=across),
+        ]
+    scratch = [
+        pipeline.rows_and_tiles((tile.stages, tile.tokens, BLOCK_K), x.dtype),
+        plgpu.SMEM(
+            (tile.stages, tile.rows, BLOCK_K),
+            w.dtype,
+            transforms=tiled(w.dtype, BLOCK_K * bits // 8),
+        ),
+        of_groups(scale),
+        of_groups(zero),
+        pipeline.rows_and_tiles((across, 2, min(tile.store, tile.tokens), 64), out_dtype),
+        vector(row),
+        vector(bias),
+        partial_sums(across * (tile.parts - 1)) if tile.parts > 1 else unused,
+        *ring_barriers(tile.stages, copies, across),
+        plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
+        plgpu.Barrier(num_arrivals=readers, num_barriers=2),
+        plgpu.Barrier(num_arrivals=1, num_barriers=across * max(1, tile.parts - 1)),
+        plgpu.Barrier(num_arrivals=1, num_barriers=across * max(1, tile.parts - 1)),
+        *peer,
+    ]
+    body = functools.partial(_body, tile=tile, scheme=scheme, m=m, n=n, k=k)
+    args = [a for a in (x, w, scale, zero, row, bias) if a is not None]
+    out_type = jax.ShapeDtypeStruct((m, n), out_dtype)
+    name = f"quantized_matmul_w{bits}a16"
+    return launch(
+        name, body, args, out_type, scratch, tile.cluster, tile.split, across * tile.parts
+    )

@@ -1,0 +1,331 @@
+"""Matrix product with a weight that is quantized, or plain: ``x[..., K] @ w[N, K].T + bias``.
+
+The scheme is read off the operands:
+
+    x float  x  w int4 | int8 | float8_e4m3fn   weight-only: groups or rows, zeros of both kinds
+    x float  x  w float                         plain
+    x int8   x  w int8                          W8A8: int32 accumulation, exact
+    x fp8    x  w fp8                           FP8: float32 accumulation
+
+In the last two ``x`` is a QTensor with one scale per token and ``w`` has one per output channel,
+neither with zeros; both scales and the bias are applied to the accumulator, then one cast.
+A ``w`` with ``columns`` (act-order) takes x's features in that order: one gather before anything
+else, so that no kernel knows of it.
+
+What stands around the product in a decoder may be part of the call: an RMSNorm of x before it,
+SwiGLU and a residual behind it.  Up to 16 rows of 16-bit floats it is then one kernel, float32 from
+the product to the only rounding; elsewhere the ops run one after the other.  ``fusible`` tells.
+
+The XLA forms are in ``matmul.xla``; the kernels in ``matmul.few_rows.row_kernel`` (one
+row of x), ``matmul.few_rows.kernel`` (up to 16) and ``matmul.many_rows.kernel``.
+All read the plain layout, so there is no re-layout at load.
+
+Gradients: for float x, with respect to x, bias, w.scale and a floating w.zero (or a plain w), and
+to what is fused; for QTensor x, with respect to both scales and bias.  Words get none.  That of x
+is one product with the dequantized weight (in blocks of 512 MiB where that is larger) on an
+accelerator, of operands in x's dtype summed in float32; on a CPU it goes by tiles, in float32.
+
+Leaves out: mixed pairs (int8 x int4, int8 x fp8), scales that vary along K for quantized x, a
+residual behind SwiGLU in one kernel.
+Sources: LLM.int8 (arXiv 2208.07339), AWQ (2306.00978), GPTQ (2210.17323), SmoothQuant (2211.10438).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Implementation, choose, is_empty, wants_kernel
+from pallas_kernels.matmul.choice import (
+    Call,
+    run_fused,
+    run_kernel,
+    slower,
+    slower_fused,
+    unfusible,
+    unsupported,
+)
+from pallas_kernels.matmul.xla import (
+    contract_rows,
+    outer_sums,
+    pair_sums,
+    weight_only_sums,
+)
+from pallas_kernels.operands import FLOATS, check
+from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, take_columns
+from pallas_kernels.rows.rms_norm import rms_norm
+from pallas_kernels.rows.swiglu import swiglu as gate
+from pallas_kernels.transform import Choice, Op
+
+
+def quantized_matmul(
+    x: jax.Array | QTensor,
+    w: jax.Array | QTensor,
+    *,
+    bias: jax.Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    norm: tuple[jax.Array, float] | None = None,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
+    pending: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """``x[..., K]`` times ``w[N, K]`` transposed -> ``[..., N]``.
+
+    bias: ``[N]``, added in float32 before the only cast.
+    out_dtype: x's dtype for float x; for a QTensor x the dtype of w.scale if that is 16 bits wide
+        (the compute dtype of a checkpoint), else float32.
+    norm: (weight ``[K]``, eps) of an RMSNorm of x that comes first.
+    residual: of the result's shape and dtype, added last.
+    swiglu: w's rows are gate, then up; the result is ``silu(gate) * up`` of ``[..., N / 2]``.
+    pending: float32 of x's shape, to be added to x before the norm; the result is then a pair, with
+        the sum in x's dtype.
+
+    | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
+    | jvp, grad, at any order       | floats and scales, and floating zeros: a rule of its own |
+    | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
+
+    Raises ValueError for shapes or dtypes that do not go together, NotImplementedError for
+    ``implementation="mosaic"`` where no kernel covers the call.
+    """
+    if out_dtype is None:
+        if not isinstance(x, QTensor):
+            out_dtype = x.dtype
+        else:
+            scale = getattr(w, "scale", x.scale).dtype
+            out_dtype = scale if scale.itemsize == 2 else jnp.float32
+    out_dtype = jnp.dtype(out_dtype)
+    _check(x, w, bias, out_dtype, norm, residual, swiglu, pending)
+    if norm is None and residual is None and not swiglu and isinstance(w, QTensor):
+        return _product(x, w, bias, out_dtype, implementation)
+    gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
+    call = Call(eps, swiglu, out_dtype)
+    asked, reason = wants_kernel(implementation, x, w) and not is_empty(x, w), None
+    if asked:
+        reason = unfusible(x, w, call, gamma, residual, pending)
+    if asked and implementation is None and reason is None:
+        reason = slower_fused(x, w, call, gamma, residual, pending)
+    given = x, w, gamma, residual, pending
+    if choose("quantized_matmul", implementation, reason, *given) == "xla":
+        parts = "xla" if is_empty(x, w) else implementation
+        return _composed(call, parts, x, w, bias, gamma, residual, pending)
+    residual, pending = _flatten(residual), _flatten(pending)
+    choice = Choice("mosaic", implementation is not None)
+    out = _fused(choice, call, _flatten(x), w, bias, gamma, residual, pending)
+    return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out)
+
+
+def fusible(
+    x: jax.Array | QTensor,
+    w: jax.Array | QTensor | RowBlocks,
+    *,
+    out_dtype: DTypeLike | None = None,
+    norm: tuple[jax.Array, float] | None = None,
+    residual: jax.Array | None = None,
+    swiglu: bool = False,
+    pending: jax.Array | None = None,
+) -> bool:
+    """Is ``quantized_matmul`` of these one kernel here, and the faster way?  Only shapes and dtypes
+    are looked at."""
+    if isinstance(x, QTensor) or isinstance(w, RowBlocks) or not wants_kernel(None, x, w):
+        return False
+    if is_empty(x, w):
+        return False
+    eps = None if norm is None else float(norm[1])
+    call = Call(eps, swiglu, jnp.dtype(x.dtype if out_dtype is None else out_dtype))
+    given = x, w, call, None if norm is None else norm[0], residual, pending
+    return unfusible(*given) is None and slower_fused(*given) is None
+
+
+def _product(x, w, bias, out_dtype, implementation) -> jax.Array:
+    """The product of a QTensor alone."""
+    if is_empty(x, w):
+        choose("quantized_matmul", implementation, None, x, w)
+        return _finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), bias, out_dtype)
+    if w.columns is not None:
+        x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
+    lead = x.shape[:-1]
+    rows = _flatten(x)
+    asked = wants_kernel(implementation, x, w)
+    reason = unsupported(rows, w, out_dtype=out_dtype) if asked else None
+    if asked and implementation is None and reason is None:
+        reason = slower(rows, w)
+    chosen = choose("quantized_matmul", implementation, reason, rows, w)
+    choice = Choice(chosen, implementation is not None)
+    if isinstance(x, QTensor):
+        out = _quantized_pair(choice, out_dtype, rows.scale, w.scale, bias, rows.q, w.q)
+    else:
+        out = _weight_only(choice, out_dtype, rows, w.scale, w.zero, bias, w.q)
+    return out.reshape(*lead, w.shape[0])
+
+
+def _composed(call: Call, implementation, x, w, bias, gamma, residual, pending=None):
+    """The parts of a fused product one after the other."""
+    if pending is not None:
+        total = (x.astype(jnp.float32) + pending).astype(x.dtype)
+        return _composed(call, implementation, total, w, bias, gamma, residual), total
+    if gamma is not None:
+        x = rms_norm(x, gamma, call.eps, implementation=implementation)
+    if isinstance(w, QTensor):
+        y = _product(x, w, bias, call.out_dtype, implementation)
+    else:
+        y = _dense(x, w, bias, call.out_dtype)
+    if call.swiglu:
+        y = gate(y, implementation=implementation)
+    return y if residual is None else residual + y
+
+
+def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> jax.Array:
+    """A product with plain weights, by XLA."""
+    # Rows are flattened because XLA's matrix-vector code wants a plain 2-D product.  On CPUs
+    # ``x @ w.T`` says the same and is slower: a fifth in SmolLM2 on jax 0.10, four times on 0.11.
+    out = lax.dot_general(
+        _flatten(x),
+        w.astype(x.dtype),
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+    )
+    if bias is not None:
+        out = out + bias.astype(x.dtype)
+    return out.reshape(*x.shape[:-1], w.shape[0]).astype(out_dtype)
+
+
+_OPERANDS = {
+    "x": "float|QTensor [..., K]",
+    "w": "float|QTensor [N, K]",
+    "bias": "float [N] ?",
+    "norm's weight": "float [K] ?",
+    "pending": "float32 [..., K] ?",
+    "residual": "float [..., columns] ?",
+}
+
+
+def _check(x, w, bias, out_dtype, norm=None, residual=None, swiglu=False, pending=None) -> None:
+    """ValueError, with the fact, for operands that make no product."""
+    op = "quantized_matmul"
+    gamma = None if norm is None else norm[0]
+    given = {"bias": bias, "norm's weight": gamma, "pending": pending, "residual": residual}
+    check(op, _OPERANDS, x=x, w=w, **given)
+    n = w.shape[0]
+    if out_dtype.name not in FLOATS:
+        raise ValueError(f"{op}: out_dtype {out_dtype} is not a float")
+    if isinstance(x, QTensor):
+        _check_pair(x, w)
+        if norm is not None or residual is not None or swiglu:
+            raise ValueError(f"{op}: norm, residual and swiglu go with a float x")
+    if pending is not None and norm is None:
+        raise ValueError(f"{op}: pending, of x's shape {x.shape}, comes before a norm")
+    if swiglu and n % 2:
+        raise ValueError(f"{op}: the {n} rows of w are not gate and up")
+    shape = (*x.shape[:-1], n // 2 if swiglu else n)
+    if residual is not None and (residual.shape, residual.dtype) != (shape, out_dtype):
+        raise ValueError(
+            f"{op}: residual {residual.dtype}{residual.shape} is not the result's "
+            f"{out_dtype}{shape}, of x {x.shape} and w {w.shape}"
+        )
+
+
+def _check_pair(x: QTensor, w: jax.Array | QTensor) -> None:
+    if not isinstance(w, QTensor):
+        raise ValueError("quantized_matmul: a quantized x goes with a quantized w")
+    pair = (jnp.dtype(x.dtype).name, jnp.dtype(w.dtype).name)
+    if pair not in (("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn")):
+        raise ValueError(
+            f"quantized_matmul: no scheme multiplies {pair[0]} by {pair[1]} words, x by w"
+        )
+    if x.columns is not None:
+        raise ValueError("quantized_matmul: a quantized x has its columns in order")
+    for name, t in (("x", x), ("w", w)):
+        if t.scale.shape[-1] != 1 or t.zero is not None:
+            raise ValueError(
+                f"quantized_matmul: with a quantized x, {name} needs one scale per row and no "
+                f"zeros, not {t.scale.shape[-1]} groups"
+                + (" with zeros" if t.zero is not None else "")
+            )
+
+
+def quantized_matmul_reference(
+    x: jax.Array | QTensor, w: QTensor, *, bias: jax.Array | None = None
+) -> jax.Array:
+    """The same product written plainly, in float32; never optimised."""
+    x32 = dequantize(x) if isinstance(x, QTensor) else x.astype(jnp.float32)
+    out = jnp.einsum("...k,nk->...n", x32, dequantize(w), precision=lax.Precision.HIGHEST)
+    return out if bias is None else out + bias.astype(jnp.float32)
+
+
+def _flatten(x: jax.Array | QTensor | None) -> jax.Array | QTensor | None:
+    # Not -1, which zero columns leave open.
+    return jax.tree.map(lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1]), x)
+
+
+def _finish(acc: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> jax.Array:
+    if bias is not None:
+        acc = acc + bias.astype(jnp.float32)
+    return acc.astype(out_dtype)
+
+
+# --- weight-only ---------------------------------------------------------------------------------
+
+
+def _weight_only_kernel(out_dtype, x, scale, zero, bias, q):
+    return run_kernel(x, QTensor(q, scale, zero), bias, out_dtype)
+
+
+def _weight_only_xla(out_dtype, x, scale, zero, bias, q):
+    return _finish(weight_only_sums(x, scale, zero, q), bias, out_dtype)
+
+
+def _weight_only_backward(choice, out_dtype, operands, saved, dy):
+    x, scale, zero, bias, q = operands
+    dy = dy.astype(jnp.float32)
+    dx = contract_rows(dy, QTensor(q, scale, zero), x.dtype).astype(x.dtype)
+    # dW is formed only if a caller wants a gradient of scale or zero; jit drops it otherwise.
+    dw = outer_sums(dy, x).reshape(*scale.shape, -1)
+    words = q.astype(jnp.float32).reshape(dw.shape)
+    dzero = None
+    if zero is not None and jnp.issubdtype(zero.dtype, jnp.integer):
+        words = words - zero.astype(jnp.float32)[..., None]
+    elif zero is not None:
+        dzero = jnp.sum(dw, axis=-1).astype(zero.dtype)
+    dscale = jnp.sum(dw * words, axis=-1).astype(scale.dtype)
+    dbias = None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype)
+    return dx, dscale, dzero, dbias, None
+
+
+_weight_only = Op(
+    "quantized_matmul", _weight_only_xla, _weight_only_kernel, backward=_weight_only_backward
+)
+
+
+# --- quantized x quantized -----------------------------------------------------------------------
+
+
+def _pair_kernel(out_dtype, x_scale, w_scale, bias, xq, wq):
+    return run_kernel(QTensor(xq, x_scale), QTensor(wq, w_scale), bias, out_dtype)
+
+
+def _pair_xla(out_dtype, x_scale, w_scale, bias, xq, wq):
+    scales = x_scale.astype(jnp.float32) * w_scale.astype(jnp.float32)[:, 0]
+    return _finish(pair_sums(xq, wq) * scales, bias, out_dtype)
+
+
+_quantized_pair = Op("quantized_matmul", _pair_xla, _pair_kernel)
+
+
+# --- fused products ------------------------------------------------------------------------------
+
+
+def _fused_xla(call: Call, *operands):
+    return _composed(call, "xla", *operands)
+
+
+def _fused_parts(call: Call, *operands):
+    return _composed(call, None, *operands)
+
+
+_fused = Op("quantized_matmul", _fused_xla, run_fused, derivative=_fused_parts)

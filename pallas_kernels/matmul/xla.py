@@ -1,0 +1,177 @@
+"""The XLA forms of the quantized products.
+
+On accelerators: dequantize and dot, which XLA fuses.  On a CPU by tiles of rows that stay in cache,
+so that the weight is never held as floats; W8A8 goes through float32 there too, in blocks of K
+short enough to be exact (XLA's CPU integer dot runs at under 1 GB/s).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.qtensor import QTensor, dequantize
+
+_LAST = (((1,), (1,)), ((), ()))
+# |sum of 1024 products of int8| <= 2^24, which float32 holds exactly.
+_EXACT_BLOCK = 1024
+# Rows of a weight that are dequantized at a time on a CPU; measured best among 64..576.
+_CPU_TILE = 192
+# Of a weight that a backward pass holds as floats at once on an accelerator.
+_WHOLE_BYTES = 1 << 29
+
+
+def weight_only_sums(x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array):
+    """``x[M, K]`` times the dequantized words ``[N, K]``, in float32."""
+    return lax.platform_dependent(
+        x, scale, zero, q, default=_weight_only_whole, cpu=_weight_only_tiled
+    )
+
+
+def pair_sums(xq: jax.Array, wq: jax.Array) -> jax.Array:
+    """``xq[M, K]`` times ``wq[N, K]`` of words, without scales, in float32."""
+    whole, tiled = (_int8_whole, _int8_tiled) if xq.dtype == jnp.int8 else (_fp8_whole, _fp8_tiled)
+    return lax.platform_dependent(xq, wq, default=whole, cpu=tiled).astype(jnp.float32)
+
+
+def _weight_only_whole(x, scale, zero, q):
+    """For accelerators: XLA fuses the dequantization into one pass before the dot."""
+    return _dot(x, dequantize(QTensor(q, scale, zero), x.dtype), _LAST, x.dtype)
+
+
+def _weight_only_tiled(x, scale, zero, q):
+    """For CPUs: tiles of rows, each dequantized in cache and used at once."""
+    columns = x.astype(jnp.float32).T
+    k = q.shape[1]
+    if q.dtype != jnp.int4 or k // scale.shape[1] % 2:
+
+        def one(tile: QTensor):
+            return jnp.dot(dequantize(tile), columns, precision=lax.Precision.HIGHEST)
+
+        return _map_tiles(one, QTensor(q, scale, zero)).T
+
+    # Slices of int4 arrays make XLA's CPU backend unpack the whole array; slices of bytes do not.
+    packed = lax.bitcast_convert_type(q.reshape(-1, k // 2, 2), jnp.int8)
+    even, odd = columns[0::2], columns[1::2]
+
+    def one_packed(tile: QTensor):
+        low = (tile.q << 4) >> 4
+        high = tile.q >> 4
+        return jnp.dot(
+            dequantize(dataclasses.replace(tile, q=low)), even, precision=lax.Precision.HIGHEST
+        ) + jnp.dot(
+            dequantize(dataclasses.replace(tile, q=high)), odd, precision=lax.Precision.HIGHEST
+        )
+
+    return _map_tiles(one_packed, QTensor(packed, scale, zero)).T
+
+
+def contract_rows(dy: jax.Array, w: QTensor, dtype: jnp.dtype) -> jax.Array:
+    """``dy[M, N] @ dequantize(w)[N, K]`` in float32: on a CPU by tiles, on accelerators of operands
+    in ``dtype``, in as few products as keep the dequantized rows below ``_WHOLE_BYTES``."""
+    n, k = w.shape
+    products = -(-n * k * jnp.dtype(dtype).itemsize // _WHOLE_BYTES)
+    return lax.platform_dependent(
+        dy, w,
+        default=functools.partial(_contract, tile=-(-n // products), dtype=dtype),
+        cpu=functools.partial(_contract, tile=_tile_rows(n), dtype=jnp.float32),
+    )  # fmt: skip
+
+
+def _contract(dy: jax.Array, w: QTensor, *, tile: int, dtype: jnp.dtype) -> jax.Array:
+    n, k = w.shape
+    main = n // tile * tile
+
+    def product(dy, rows):
+        return _dot(dy, dequantize(rows, dtype), (((1,), (0,)), ((), ())), dtype)
+
+    def body(i, acc):
+        rows = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * tile, tile), w)
+        return acc + product(lax.dynamic_slice_in_dim(dy, i * tile, tile, axis=1), rows)
+
+    if tile == n:
+        return product(dy, w)
+    # Zeros of dy, so that inside a shard_map they vary over the axes that dy does.
+    zero = jnp.zeros_like(dy[:, :1], jnp.float32)
+    acc = lax.fori_loop(0, main // tile, body, jnp.broadcast_to(zero, (dy.shape[0], k)))
+    if main < n:
+        acc = acc + product(dy[:, main:], jax.tree.map(lambda a: a[main:], w))
+    return acc
+
+
+def outer_sums(dy: jax.Array, x: jax.Array) -> jax.Array:
+    """``dy[M, N].T @ x[M, K]`` in float32, of operands in x's dtype; on a CPU in float32."""
+    rows = (((0,), (0,)), ((), ()))
+    return lax.platform_dependent(
+        dy, x,
+        default=lambda dy, x: _dot(dy, x, rows, x.dtype),
+        cpu=lambda dy, x: _dot(dy, x, rows, jnp.float32),
+    )  # fmt: skip
+
+
+def _dot(a: jax.Array, b: jax.Array, dims, dtype: jnp.dtype) -> jax.Array:
+    return lax.dot_general(
+        a.astype(dtype),
+        b.astype(dtype),
+        dims,
+        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _int8_whole(xq, wq):
+    return lax.dot_general(xq, wq, _LAST, preferred_element_type=jnp.int32)
+
+
+def _fp8_whole(xq, wq):
+    return lax.dot_general(xq, wq, _LAST, preferred_element_type=jnp.float32)
+
+
+def _int8_tiled(xq, wq):
+    k = xq.shape[1]
+    starts = range(0, k, _EXACT_BLOCK)
+    columns = xq.astype(jnp.float32).T
+
+    def one(tile):
+        words = tile.astype(jnp.float32)
+        parts = [
+            jnp.dot(
+                words[:, i : i + _EXACT_BLOCK],
+                columns[i : i + _EXACT_BLOCK],
+                precision=lax.Precision.HIGHEST,
+            ).astype(jnp.int32)
+            for i in starts
+        ]
+        return functools.reduce(jnp.add, parts)
+
+    return _map_tiles(one, wq).T
+
+
+def _fp8_tiled(xq, wq):
+    columns = xq.astype(jnp.float32).T
+
+    def one(tile):
+        return jnp.dot(tile.astype(jnp.float32), columns, precision=lax.Precision.HIGHEST)
+
+    return _map_tiles(one, wq).T
+
+
+def _tile_rows(n: int) -> int:
+    return min(n, _CPU_TILE)
+
+
+def _map_tiles(f, w):
+    """``f`` over tiles of rows of ``w`` (any pytree of ``[N, ...]``), results concatenated."""
+    n = jax.tree.leaves(w)[0].shape[0]
+    tile = _tile_rows(n)
+    main = n // tile * tile
+    tiles = jax.tree.map(lambda a: a[:main].reshape(main // tile, tile, *a.shape[1:]), w)
+    out = f(jax.tree.map(lambda a: a[0], tiles)) if main == tile else lax.map(f, tiles)
+    out = out.reshape(main, out.shape[-1])
+    if main < n:
+        out = jnp.concatenate([out, f(jax.tree.map(lambda a: a[main:], w))])
+    return out

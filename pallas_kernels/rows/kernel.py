@@ -1,0 +1,178 @@
+"""Norm, gate and per-token quantize on Hopper: one kernel that reads every row once.
+
+    norm   t = s * weight,  s = x (+ residual),  f = rsqrt(mean(s^2) + eps)     y = t * f
+    gate   t = gate / (1 + exp(-gate)) * up                                     y = t
+    copy   t = x                                                                y = t
+
+    int8, fp8:  scale = max|y| / qmax,  words = round(t * (f / scale))
+
+max|y| is f * max|t|, so one pass over a row in registers gives both the sum of squares and the
+largest value, and one barrier joins them.  Three ways to run it (``Plan``):
+
+    a block a row       load | t, sums | barrier | factor | words          hardware schedules rows
+    persistent, ring    bulk copies of the next rows in flight meanwhile: the barrier that joins
+                        the sums of a row also says that its slot is free
+    a cluster a row     few wide rows: each block has a part of the columns, and every thread reads
+                        the sums of all warps of all blocks after one cluster barrier
+
+NOTES.  H200, device time (CUPTI), bf16 rows, bytes counted once; ceiling 4.2 TB/s.
+Floors: 8192 x 4096 to int8 is 101 MB, 24.0 us; with the residual 235 MB, 55.9 us; the gate at
+8192 x 2 x 14336 is 587 MB, 140 us (part of the words stays in L2, so it can come out lower).  One
+row: launch and one round trip to memory, about 1.1 us.
+
+    us (TB/s)          1 row       64 rows     1024 rows     8192 rows      65536 rows   XLA at 8192
+    norm               1.25        1.41        3.5 (3.61)    24.6 (4.09)    185 (4.35)    69.8
+    residual + norm    1.31        1.54                      57.7 (4.08)                  118
+    gate, F = 14336    2.08        2.91        21.9 (3.35)   139 (4.22)                   332
+    tokens             1.12                                  24.7 (4.08)                  63.0
+    norm, no words     1.15        1.34                      32.3 (4.16)                  35.6
+    residual, no words                                       66.6 (4.03)                  84.8
+
+XLA needs 2 to 4 kernels for the quantized forms: 2.8 to 7.2 us at 1 to 64 rows.  Not timed: the
+residual at 65536 rows, other widths.
+
+* The simplest form won: a block of 128 threads a row, 64 registers, 8 blocks on a multiprocessor.
+  Their loads and sums overlap by themselves, and the hardware hands out rows as blocks finish.
+  Persistent blocks with the next row's loads in registers: 26.6 us (one row ahead), 27.1 (two),
+  33 with 256 threads.  Persistent over a ring in shared memory: 25.8 at best, 28 to 33 where the
+  blocks of a multiprocessor do not divide the rows evenly.
+* The gate is where the ring pays: 57 KB a row.  A block a row 188 to 194 us (the exponentials of a
+  row wait for all of its loads), next row in registers 146, ring of two rows 138, of three 139.
+* More threads for few rows are slower: 1 row of 4096 takes 1.22 us with 128 threads, 1.45 with 512.
+  A row of 2 x 14336 takes 2.66 us with 256 and 3.5 with 1024: one multiprocessor computes 28672
+  exponentials and reciprocals.  A cluster of 4 brings it to 2.08, of 8 to 1.98; at 64 rows
+  clusters lose to single blocks (3.4 against 2.9).
+* 1/scale and max/qmax are correctly rounded (div.rn, rcp.rn): they cost nothing that shows.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, scf
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic as p
+from pallas_kernels.rows.one_row import Rows
+from pallas_kernels.rows.plan import KIND, QMAX, Op, Plan
+
+
+def _one_row(ctx, *refs, op: Op, plan: Plan) -> None:
+    del ctx
+    row = p.register("clusterid.x" if plan.split > 1 else "ctaid.x")
+    rows = Rows(refs, op, plan)
+    # x goes first: it comes from device memory, the weight mostly from L2.
+    words = rows.load(row)
+    rows.row(row, words, rows.load_weight(), p.ci(0))
+    if plan.split > 1:
+        p.ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
+
+
+def _ring_rows(ctx, *refs, op: Op, plan: Plan, n_rows: int) -> None:
+    del ctx
+    rows = Rows(refs, op, plan)
+    block, is_first = p.register("ctaid.x"), p.less(rows.thread, 1)
+    full = p.add(rows.partial, 16 * (plan.threads // 32))  # one barrier per slot
+    sources = [rows.x_start] + [rows.residual_start] * op.residual
+    slot_bytes = op.row_bytes * len(sources)
+
+    def copy(row: p.Value, slot: p.Value, barrier: p.Value) -> None:
+        def body():
+            p.ptx(f"mbarrier.arrive.expect_tx.shared.b64 _, [$0], {slot_bytes};", barrier)
+            for i, source in enumerate(sources):
+                p.ptx(
+                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                    f"[$0+{i * op.row_bytes}], [$1], {op.row_bytes}, [$2];",
+                    slot, p.offset(source, row, op.row_bytes), barrier,
+                )  # fmt: skip
+
+        p.when(arith.andi(is_first, p.less(row, n_rows)), body)
+
+    def start():
+        for i in range(plan.ring):
+            p.ptx(f"mbarrier.init.shared.b64 [$0+{8 * i}], 1;", full)
+        p.ptx("fence.mbarrier_init.release.cluster;")
+        p.ptx("fence.proxy.async.shared::cta;")
+
+    p.when(is_first, start)
+    for i in range(plan.ring):
+        slot = p.add(rows.ring, i * slot_bytes)
+        copy(p.add(block, i * plan.blocks), slot, p.add(full, 8 * i))
+    weight = rows.load_weight()
+    p.barrier()
+    mine = arith.subi(p.ci(n_rows - 1 + plan.blocks), block)
+    count = arith.divui(mine, p.ci(plan.blocks))
+    loop = scf.ForOp(p.ci(0), count, p.ci(1), [block, p.ci(0), p.ci(0), p.ci(0)])
+    with ir.InsertionPoint(loop.body):
+        row, turn, index, phase = loop.inner_iter_args
+        barrier = p.add(full, p.mul(index, 8))
+        slot = p.add(rows.ring, p.mul(index, slot_bytes))
+        p.ptx(
+            "{ .reg .pred q; again: mbarrier.try_wait.parity.shared.b64 q, [$0], $1; "
+            "@q bra done; bra again; done: }", barrier, phase,
+        )  # fmt: skip
+        after = p.add(row, plan.ring * plan.blocks)
+        rows.row(row, rows.load_shared(slot), weight, turn, lambda: copy(after, slot, barrier))
+        moved = p.add(index, 1)
+        wrap = arith.cmpi(arith.CmpIPredicate.eq, moved, p.ci(plan.ring))
+        scf.yield_(
+            [
+                p.add(row, plan.blocks),
+                arith.xori(turn, p.ci(1)),
+                arith.select(wrap, p.ci(0), moved),
+                arith.xori(phase, arith.extui(p.i32(), wrap)),
+            ]
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("op", "plan"))
+def run(
+    op: Op,
+    plan: Plan,
+    x: jax.Array,
+    residual: jax.Array | None = None,
+    weight: jax.Array | None = None,
+) -> list[jax.Array]:
+    """x ``[rows, width]``, of a gate ``[rows, 2 * width]`` -> [out ``[rows, width]``, scale
+    ``[rows, 1]`` if out is quantized, sum ``[rows, width]`` if there is a residual]."""
+    rows = x.shape[0]
+    inputs = [a for a in (x, residual, weight) if a is not None]
+    dtype = {kind: name for name, kind in KIND.items()}[op.out]
+    outs = [jax.ShapeDtypeStruct((rows, op.width), jnp.dtype(dtype))]
+    if op.out in QMAX:
+        outs.append(jax.ShapeDtypeStruct((rows, 1), jnp.float32))
+    if op.residual:
+        outs.append(jax.ShapeDtypeStruct((rows, op.width), x.dtype))
+    scratch = [plgpu.SMEM((2 * (plan.threads // 32) + plan.ring, 2), jnp.float32)]
+    if plan.ring:
+        # A thread past the end of the last row reads up to a chunk per thread more.
+        words = plan.ring * x.shape[1] * (1 + op.residual) + 8 * plan.threads
+        scratch.append(plgpu.SMEM((words,), x.dtype))
+        body = functools.partial(_ring_rows, op=op, plan=plan, n_rows=rows)
+    else:
+        body = functools.partial(_one_row, op=op, plan=plan)
+
+    residual_too = "residual_" if op.residual else ""
+    name = f"{residual_too}{op.form}_to_{op.out}"
+
+    def kernel(*refs):
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(body)(*refs)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=outs,
+        kernel_name=name,
+        grid=(min(plan.blocks, rows) if plan.ring else rows,),
+        grid_names=("block",),
+        cluster=(plan.split,) if plan.split > 1 else (),
+        cluster_names=("part",) if plan.split > 1 else (),
+        num_threads=plan.threads // 128,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )(*inputs)

@@ -1,0 +1,309 @@
+"""One thread's work on one row of the row-wise kernel (``rows.kernel``): load, compute, join the
+block's sums, store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import mosaic as p
+from pallas_kernels.mosaic import LOG2E
+from pallas_kernels.rows.plan import BYTES, QMAX, Op, Plan
+
+_FLOAT_MAX = 3.4028234663852886e38
+_ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves round(v), ties to even, in the low byte
+
+
+def _f32(code: str, *args: p.Value) -> p.Value:
+    return p.ptx(code, *args, results=p.f32(), volatile=False)
+
+
+def _bits(value: p.Value) -> p.Value:
+    return arith.bitcast(p.i32(), value)
+
+
+def _float(word: p.Value) -> p.Value:
+    return arith.bitcast(p.f32(), word)
+
+
+def _max(a: p.Value, b: p.Value) -> p.Value:
+    return _f32("max.NaN.f32 $0, $1, $2;", a, b)
+
+
+def _max_abs(a: p.Value, b: p.Value) -> p.Value:
+    return _f32("{ .reg .f32 m; abs.f32 m, $2; max.NaN.f32 $0, $1, m; }", a, b)
+
+
+def _tree(values: Sequence[p.Value], join: Callable[[p.Value, p.Value], p.Value]) -> p.Value:
+    """Pairwise, always in the same order."""
+    while len(values) > 1:
+        odd = [values[-1]] if len(values) % 2 else []
+        values = [join(a, b) for a, b in zip(values[::2], values[1::2], strict=False)] + odd
+    return values[0]
+
+
+def _warp_sum(value: p.Value) -> p.Value:
+    for distance in (16, 8, 4, 2, 1):
+        code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
+        other = p.ptx(code, _bits(value), results=p.i32(), convergent=True)
+        value = arith.addf(value, _float(other))
+    return value
+
+
+def _warp_max(value: p.Value) -> p.Value:
+    """Of values that are not negative: their bits order like they do, NaN last."""
+    code = "redux.sync.max.u32 $0, $1, -1;"
+    return _float(p.ptx(code, _bits(value), results=p.i32(), convergent=True))
+
+
+def _load_chunk(base: p.Value, at: int, inside: p.Value | None, hint: str = "") -> list[p.Value]:
+    """16 bytes, zeros where ``inside`` (i1) is false."""
+    load = f"ld.global.nc{hint}.v4.b32"
+    if inside is None:
+        return list(p.ptx(f"{load} {{$0,$1,$2,$3}}, [$4+{at}];", base, results=[p.i32()] * 4))
+    code = (
+        "{ .reg .pred q; .reg .b32 a, b, c, d; setp.ne.u32 q, $5, 0; "
+        "mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0; "
+        f"@q {load} {{a,b,c,d}}, [$4+{at}]; "
+        "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }"
+    )
+    return list(p.ptx(code, base, arith.extui(p.i32(), inside), results=[p.i32()] * 4))
+
+
+def _store(base: p.Value, words: Sequence[p.Value], at: int) -> None:
+    names = ",".join(f"${i + 1}" for i in range(len(words)))
+    p.ptx(f"st.global.v{len(words)}.b32 [$0+{at}], {{{names}}};", base, *words)
+
+
+def _floats(words: Sequence[p.Value], kind: str) -> list[p.Value]:
+    if kind == "f32":
+        return [_float(word) for word in words]
+    return [half for word in words for half in (p.widen(word, kind), p.widen_high(word, kind))]
+
+
+def _silu(gate: p.Value) -> p.Value:
+    power = _f32("ex2.approx.f32 $0, $1;", arith.mulf(gate, p.cf(-LOG2E)))
+    return arith.mulf(gate, _f32("rcp.approx.f32 $0, $1;", arith.addf(power, p.cf(1.0))))
+
+
+def _pack(values: Sequence[p.Value], kind: str) -> list[p.Value]:
+    """Eight f32 as words of ``kind``."""
+    if kind == "f32":
+        return [_bits(value) for value in values]
+    if kind == "s8":
+        ints = [_bits(arith.addf(value, p.cf(_ROUND))) for value in values]
+        pairs = [p.permute(ints[i], ints[i + 1], 0x0040) for i in range(0, 8, 2)]
+        return [p.permute(pairs[i], pairs[i + 1], 0x5410) for i in (0, 2)]
+    if kind == "e4m3":
+        half = "cvt.rn.satfinite.e4m3x2.f32"
+        code = f"{{ .reg .b16 l, h; {half} l, $2, $1; {half} h, $4, $3; mov.b32 $0, {{l, h}}; }}"
+        return [p.ptx(code, *values[i : i + 4], results=p.i32(), volatile=False) for i in (0, 4)]
+    code = f"cvt.rn.{kind}x2.f32 $0, $2, $1;"
+    return [
+        p.ptx(code, *values[i : i + 2], results=p.i32(), volatile=False) for i in range(0, 8, 2)
+    ]
+
+
+class Rows:
+    """One thread's share of a row: every ``threads``-th chunk of 8 columns."""
+
+    def __init__(self, refs: Sequence[p.Value], op: Op, plan: Plan):
+        refs = list(refs)
+        self.op, self.plan = op, plan
+        self.thread = p.register("tid.x")
+        chunks = op.width // 8 // plan.split
+        self.inside = [
+            None if first + plan.threads <= chunks else p.less(self.thread, chunks - first)
+            for first in range(0, chunks, plan.threads)
+        ]
+        column = p.mul(self.thread, 8)
+        if plan.split > 1:
+            self.rank = p.register("cluster_ctarank")
+            column = p.add(column, p.mul(self.rank, 8 * chunks))
+
+        def take(wanted: bool, size: int) -> p.Value | None:
+            return p.offset(p.address(refs.pop(0)), column, size) if wanted else None
+
+        self.x_start = p.address(refs[0])
+        self.x = take(True, 2)
+        self.residual_start = p.address(refs[0]) if op.residual else None
+        self.residual = take(op.residual, 2)
+        self.weight = take(op.weight is not None, BYTES[op.weight or op.x])
+        self.out = take(True, BYTES[op.out])
+        self.scale = p.address(refs.pop(0)) if op.out in QMAX else None
+        self.sum = take(op.residual, 2)
+        self.partial = p.shared_address(refs.pop(0))
+        self.ring = p.shared_address(refs.pop(0)) if plan.ring else None
+
+    def at(self, chunk: int, size: int) -> int:
+        """Byte offset of this thread's ``chunk`` from its first."""
+        return 8 * size * self.plan.threads * chunk
+
+    def halves(self) -> list[int]:
+        """Byte offsets of the arrays that lie side by side in a row of x."""
+        return [0, 2 * self.op.width] if self.op.form == "gate" else [0]
+
+    def load(self, row: p.Value) -> list[p.Value]:
+        """The words of a row, chunk by chunk; then those of the residual."""
+        sources = [(p.offset(self.x, row, self.op.row_bytes), self.halves())]
+        if self.op.residual:
+            sources.append((p.offset(self.residual, row, self.op.row_bytes), [0]))
+        return [
+            word
+            for base, halves in sources
+            for chunk, inside in enumerate(self.inside)
+            for half in halves
+            for word in _load_chunk(base, self.at(chunk, 2) + half, inside, ".L1::no_allocate")
+        ]
+
+    def load_shared(self, slot: p.Value) -> list[p.Value]:
+        """The same out of a ring slot, where a chunk beyond the row holds something else."""
+        base = p.add(slot, p.mul(self.thread, 16))
+        words = []
+        for source in range(2 if self.op.residual else 1):
+            for chunk, inside in enumerate(self.inside):
+                for half in self.halves():
+                    at = source * self.op.row_bytes + self.at(chunk, 2) + half
+                    got = p.load_shared_words(base, 4, at)
+                    if inside is not None:
+                        got = [arith.select(inside, word, p.ci(0)) for word in got]
+                    words += got
+        return words
+
+    def load_weight(self) -> list[p.Value]:
+        if self.weight is None:
+            return []
+        size = BYTES[self.op.weight]
+        return [
+            word
+            for chunk, inside in enumerate(self.inside)
+            for part in range(size // 2)
+            for word in _load_chunk(self.weight, self.at(chunk, size) + 16 * part, inside)
+        ]
+
+    def _guarded(self, chunk: int, body: Callable[[], None]) -> None:
+        if self.inside[chunk] is None:
+            body()
+        else:
+            p.when(self.inside[chunk], body)
+
+    def add_residual(self, row: p.Value, words: list[p.Value]) -> list[p.Value]:
+        if not self.op.residual:
+            return words
+        n = len(words) // 2
+        code = f"add.rn.{self.op.x}x2 $0, $1, $2;"
+        words = [
+            p.ptx(code, words[i], words[i + n], results=p.i32(), volatile=False) for i in range(n)
+        ]
+        base = p.offset(self.sum, row, self.op.row_bytes)
+        for chunk in range(len(self.inside)):
+            part = words[4 * chunk : 4 * chunk + 4]
+            self._guarded(
+                chunk, lambda chunk=chunk, part=part: _store(base, part, self.at(chunk, 2))
+            )
+        return words
+
+    def compute(self, words: list[p.Value], weight: list[p.Value]):
+        """(t of each chunk, this thread's sum of squares or None, its max|t| or None)."""
+        op, zero = self.op, p.cf(0.0)
+        squares, peaks, chunks = [zero] * 4, [zero] * 4, []
+        for chunk in range(len(self.inside)):
+            if op.form == "gate":
+                gate = _floats(words[8 * chunk : 8 * chunk + 4], op.x)
+                up = _floats(words[8 * chunk + 4 : 8 * chunk + 8], op.x)
+                t = [arith.mulf(_silu(g), u) for g, u in zip(gate, up, strict=True)]
+            else:
+                t = _floats(words[4 * chunk : 4 * chunk + 4], op.x)
+            if op.form == "norm":
+                for i, s in enumerate(t):
+                    squares[i % 4] = p.fma(s, s, squares[i % 4])
+                n = 2 * BYTES[op.weight]
+                w = _floats(weight[n * chunk : n * chunk + n], op.weight)
+                t = [arith.mulf(a, b) for a, b in zip(t, w, strict=True)]
+            if op.out in QMAX:
+                for i, value in enumerate(t):
+                    peaks[i % 4] = _max_abs(peaks[i % 4], value)
+            chunks.append(t)
+        total = _tree(squares, arith.addf) if op.form == "norm" else None
+        return chunks, total, _tree(peaks, _max) if op.out in QMAX else None
+
+    def join(self, total: p.Value | None, peak: p.Value | None, turn: p.Value):
+        """(sum of total, largest peak) of the whole row.  turn: 0 or 1, alternating by row, so
+        that one barrier a row is enough."""
+        warps, split, zero = self.plan.threads // 32, self.plan.split, p.cf(0.0)
+        total = None if total is None else _warp_sum(total)
+        peak = None if peak is None else _warp_max(peak)
+        pair = [_bits(zero if value is None else value) for value in (total, peak)]
+        here = p.add(self.partial, p.mul(turn, 8 * warps))
+        warp, lane = p.shift_right(self.thread, 5), arith.andi(self.thread, p.ci(31))
+        mine = p.add(here, p.mul(warp, 8))
+        p.when(p.less(lane, 1), lambda: p.ptx("st.shared.v2.b32 [$0], {$1,$2};", mine, *pair))
+        if split == 1:
+            p.barrier()
+            words = [
+                w for first in range(0, warps, 2) for w in p.load_shared_words(here, 4, 8 * first)
+            ]
+            sums, peaks = [_float(w) for w in words[::2]], [_float(w) for w in words[1::2]]
+            return (
+                None if total is None else _tree(sums, arith.addf),
+                None if peak is None else _tree(peaks, _max),
+            )
+        # A lane reads one warp of one block.
+        p.cluster_barrier()
+        valid = p.less(lane, split * warps)
+        index = arith.select(valid, lane, p.ci(0))
+        rank, warp = arith.divui(index, p.ci(warps)), arith.remui(index, p.ci(warps))
+        there = p.peer_address(p.add(here, p.mul(warp, 8)), rank)
+        got = [arith.select(valid, p.load_peer(there, 4 * i), zero) for i in range(2)]
+        # No block may leave while others read its memory: the wait is at the end of the kernel.
+        p.ptx("barrier.cluster.arrive.release.aligned;", convergent=True)
+        return (
+            None if total is None else _warp_sum(got[0]),
+            None if peak is None else _warp_max(got[1]),
+        )
+
+    def factor(self, row: p.Value, total: p.Value | None, peak: p.Value | None):
+        """What t is multiplied by (None: nothing); stores the row's scale."""
+        op, zero, factor = self.op, p.cf(0.0), None
+        if total is not None:
+            mean = arith.addf(arith.mulf(total, p.cf(1.0 / op.width)), p.cf(op.eps))
+            factor = _f32("rsqrt.approx.f32 $0, $1;", mean)
+        if peak is None:
+            return factor
+        largest = peak if factor is None else arith.mulf(peak, factor)
+        scale = _f32("div.rn.f32 $0, $1, $2;", largest, p.cf(QMAX[op.out]))
+        # A row of zeros with eps = 0 has factor inf.
+        scale = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, peak, zero), zero, scale)
+        inverse = _f32("rcp.rn.f32 $0, $1;", scale)
+        inverse = inverse if factor is None else arith.mulf(inverse, factor)
+        # A subnormal scale's reciprocal overflows; with the largest float |word| is <= qmax still.
+        inverse = _f32("min.f32 $0, $1, $2;", inverse, p.cf(_FLOAT_MAX))
+        owner = self.thread
+        if self.plan.split > 1:
+            owner = p.add(owner, self.rank)
+        at = p.offset(self.scale, row, 4)
+        p.when(p.less(owner, 1), lambda: p.store_global(at, scale))
+        return arith.select(arith.cmpf(arith.CmpFPredicate.OGT, scale, zero), inverse, zero)
+
+    def store(self, row: p.Value, chunks: list[list[p.Value]], factor: p.Value | None) -> None:
+        size = BYTES[self.op.out]
+        base = p.offset(self.out, row, size * self.op.width)
+        for chunk, values in enumerate(chunks):
+            if factor is not None:
+                values = [arith.mulf(value, factor) for value in values]
+            words = _pack(values, self.op.out)
+
+            def write(chunk=chunk, words=words):
+                for i in range(0, len(words), 4):
+                    _store(base, words[i : i + 4], self.at(chunk, size) + 4 * i)
+
+            self._guarded(chunk, write)
+
+    def row(self, row, words, weight, turn, release: Callable[[], None] = lambda: None) -> None:
+        """release: called when every thread of the block has taken its words."""
+        words = self.add_residual(row, words)
+        chunks, total, peak = self.compute(words, weight)
+        total, peak = self.join(total, peak, turn)
+        release()
+        self.store(row, chunks, self.factor(row, total, peak))

@@ -1,0 +1,105 @@
+"""RMS normalisation, alone or with the residual add before it and the quantize after it.
+
+    s = x + residual                      (rounded to x's dtype: it is the next residual)
+    y = s * rsqrt(mean(s^2) + eps) * weight
+
+computed in float32 with one cast at the end.  The gradient recomputes y from s and the weight, so
+nothing of float32 width is kept between the passes.  Source: RMSNorm, arXiv 1910.07467; the fused
+forms are FasterLLaMA's ResNormQuantized and ResidualResNormQuantized.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.operands import FLOATS, check
+from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import quantize as quantize_rows
+from pallas_kernels.rows import op as rowwise
+from pallas_kernels.transform import Choice, Op
+
+_OPERANDS = {"x": "float [..., D+]", "weight": "float [D]", "residual": "x [..., D] ?"}
+
+
+class _Call(NamedTuple):
+    """What the traced arrays do not say."""
+
+    eps: float
+    quantize: str | None
+    out_dtype: str
+
+
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    *,
+    residual: jax.Array | None = None,
+    quantize: DTypeLike | None = None,
+    out_dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array | QTensor | tuple[jax.Array | QTensor, jax.Array]:
+    """Normalise the last axis of ``x[..., D]`` with ``weight[D]``.
+
+    residual: added first; the sum (x's dtype) is returned as a second value.
+    quantize: int8 or float8_e4m3fn; y is then a QTensor with one float32 scale per row.
+    out_dtype: of y, x's by default; without effect on a quantized y.
+    implementation: "xla", "mosaic", or None for the kernel where it is the faster one.
+
+    | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
+    | jvp, grad, at any order       | x, residual, weight: the XLA form's |
+    | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
+
+    Raises ValueError naming the operand for a wrong shape or dtype, NotImplementedError for a
+    kernel that is not there.
+    """
+    check("rms_norm", _OPERANDS, x=x, weight=weight, residual=residual)
+    words = None if quantize is None else jnp.dtype(quantize).name
+    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
+    if out not in FLOATS:
+        raise ValueError(f"rms_norm: out_dtype {out} is not a float")
+    reason = unsupported(x, weight, quantize=words, out_dtype=out)
+    operands = [a for a in (x, residual, weight) if a is not None]
+    chosen = rowwise.choose("rms_norm", implementation, reason, x.shape[-1], *operands)
+    choice = Choice(chosen, implementation is not None)
+    return _rms_norm(choice, _Call(float(eps), words, out), x, residual, weight)
+
+
+def unsupported(
+    x: jax.Array, weight: jax.Array, *, quantize: str | None, out_dtype: str
+) -> str | None:
+    """Why the Mosaic kernel does not take this call, or None.  The residual makes no difference."""
+    reason = rowwise.unsupported(x, x.shape[-1], quantize or out_dtype)
+    if reason is None and weight.dtype.name not in FLOATS:
+        reason = f"weight is {weight.dtype.name}"
+    return reason
+
+
+def _kernel(call: _Call, x, residual, weight):
+    return rowwise.norm(
+        x, residual, weight, call.eps, quantize=call.quantize, out_dtype=call.out_dtype
+    )
+
+
+def _xla(call: _Call, x, residual, weight):
+    total = x if residual is None else x + residual
+    s = total.astype(jnp.float32)
+    y = s * lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + call.eps)
+    y = y * weight.astype(jnp.float32)
+    y = y.astype(call.out_dtype) if call.quantize is None else quantize_rows(y, call.quantize)
+    return y if residual is None else (y, total)
+
+
+def _at_the_sum(call: _Call, operands, out):
+    """The sum is kept anyway, as the next residual; x and the residual need not be."""
+    x, residual, weight = operands
+    return operands if residual is None else (out[1], jnp.zeros_like(residual), weight)
+
+
+_rms_norm = Op("rms_norm", _xla, _kernel, at=_at_the_sum)

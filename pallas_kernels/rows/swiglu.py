@@ -1,0 +1,65 @@
+"""SwiGLU's gate: silu(gate) * up over a fused gate/up projection, and an optional quantize.
+
+Source: GLU variants, arXiv 2002.05202; FasterLLaMA's DequantizedSiluMultiplyQuantized.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.operands import check
+from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import quantize as quantize_rows
+from pallas_kernels.rows import op as rowwise
+from pallas_kernels.transform import Choice, Op
+
+
+def swiglu(
+    gate_up: jax.Array,
+    *,
+    quantize: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array | QTensor:
+    """``gate_up[..., 2F]`` holds gate then up; returns ``silu(gate) * up`` of shape ``[..., F]``.
+
+    Computed in float32, cast once to gate_up's dtype, or quantized (int8, float8_e4m3fn) to a
+    QTensor with one float32 scale per row.
+    implementation: "xla", "mosaic", or None for the kernel where it is the faster one.
+
+    | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
+    | jvp, grad, at any order       | gate_up: the XLA form's |
+    | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
+
+    Raises ValueError for another dtype or an odd last axis, NotImplementedError for a kernel that
+    is not there.
+    """
+    width = check("swiglu", {"gate_up": "float [..., 2F+]"}, gate_up=gate_up)["2F"]
+    if width % 2:
+        raise ValueError(f"swiglu: the last axis of gate_up {gate_up.shape} is not gate and up")
+    words = None if quantize is None else jnp.dtype(quantize).name
+    reason = unsupported(gate_up, quantize=words)
+    chosen = rowwise.choose("swiglu", implementation, reason, width // 2, gate_up)
+    return _swiglu(Choice(chosen, implementation is not None), words, gate_up)
+
+
+def unsupported(gate_up: jax.Array, *, quantize: str | None) -> str | None:
+    """Why the Mosaic kernel does not take this call, or None."""
+    if quantize is None:
+        return "without a quantize it is element-wise, and XLA's fusion runs at memory speed"
+    return rowwise.unsupported(gate_up, gate_up.shape[-1] // 2, quantize, "gate_up")
+
+
+def _kernel(words: str | None, gate_up):
+    return rowwise.gate(gate_up, quantize=words)
+
+
+def _xla(words: str | None, gate_up):
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    y = jax.nn.silu(gate) * up
+    return y.astype(gate_up.dtype) if words is None else quantize_rows(y, words)
+
+
+_swiglu = Op("swiglu", _xla, _kernel)

@@ -1,0 +1,366 @@
+"""How an op with a Mosaic kernel behaves under jax's transformations: one mechanism for all ops.
+
+An ``Op`` is a form in plain jax.numpy beside a kernel that computes the same.  ``kernel_p`` is the
+launch of the kernel, ``linear_p`` a derivative:
+
+    jit        the kernel, on a single device or inside a ``jax.shard_map`` over all axes.  XLA
+               cannot partition a kernel and would gather its operands.  Under a ``jit`` over
+               several devices, for another platform and in ``jax.export`` (which has no stable form
+               of a kernel) the XLA form takes its place, or an error where the caller named
+               "mosaic".
+    jvp, grad  of the XLA form, at any order, or what the op gives as ``backward``.  Only operands
+               are kept between the passes; the rest is computed again.  Words (integers and 8-bit
+               floats) have no derivative.
+    vmap       the kernel once for each element.
+
+Source: jax's custom_jvp and linear_call, of which the latter takes neither vmap nor a second
+derivative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from pallas_kernels.dispatch import Implementation
+
+Leaves = Sequence[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What ``dispatch.choose`` came to, and whether the caller had named it."""
+
+    implementation: Implementation
+    named: bool = False
+
+
+XLA = Choice("xla")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Op:
+    """``op(choice, static, *operands)``: operands are pytrees of arrays, static is hashable.
+
+    xla, kernel: the two forms, ``f(static, *operands)``.  An op without an XLA form has no
+        derivative and runs on single devices only.
+    derivative: the form that is differentiated, by default ``xla``.
+    at: ``at(static, operands, out)`` are operands of equal derivatives that cost less to keep.
+    backward: ``backward(choice, static, operands, saved, *d_outs)`` -> a cotangent for each
+        operand, None for words; by default the transpose of ``derivative``.
+    forward: ``forward(choice, static, *operands)`` -> (out, what ``backward`` finds in ``saved``).
+    """
+
+    name: str
+    xla: Callable | None
+    kernel: Callable | None = None
+    derivative: Callable | None = None
+    at: Callable | None = None
+    backward: Callable | None = None
+    forward: Callable | None = None
+
+    def __call__(self, choice: Choice, static: Hashable, *operands: Any) -> Any:
+        leaves, tree = jax.tree.flatten(operands)
+        if choice.implementation == "mosaic" and any(map(_explicitly_sharded, leaves)):
+            if choice.named or self.xla is None:
+                raise ValueError(self.no_kernel("for operands sharded over explicit axes"))
+            choice = XLA
+        return _apply(_Call(self, choice, static, tree), *_equally_varying(leaves))
+
+    def no_kernel(self, where: str, instead: str = "call it inside jax.shard_map") -> str:
+        if self.xla is not None:
+            instead += ', or with implementation="xla"'
+        return f"{self.name}: no Mosaic kernel {where}; {instead}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    op: Op
+    choice: Choice
+    static: Hashable
+    tree: Any  # of the operands
+
+    def run(self, form: Callable, leaves: Leaves) -> Any:
+        return form(self.static, *jax.tree.unflatten(self.tree, leaves))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _apply(call: _Call, *leaves: jax.Array) -> Any:
+    if call.choice.implementation == "xla":
+        return call.run(call.op.xla, leaves)
+    # The kernel is traced as if on one device: its results vary over the axes that operands do.
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    kernel = functools.partial(call.run, call.op.kernel)
+    jaxpr, out = jax.make_jaxpr(lambda *x: kernel(x), return_shape=True)(*shapes)
+    return jax.tree.structure(out).unflatten(kernel_p.bind(*leaves, jaxpr=jaxpr, call=call))
+
+
+@functools.partial(_apply.defjvp, symbolic_zeros=True)
+def _apply_jvp(call: _Call, primals: Leaves, tangents: Leaves) -> tuple[Any, Any]:
+    op, saved = call.op, ()
+    if op.xla is None:
+        raise NotImplementedError(
+            f"{op.name}: jvp and grad have no rule for this kernel; differentiate the parts of it"
+        )
+    if op.forward is None:
+        out = _apply(call, *primals)
+    else:
+        operands = jax.tree.unflatten(call.tree, primals)
+        out, saved = op.forward(call.choice, call.static, *operands)
+    moves = tuple(
+        not (isinstance(t, SymbolicZero) or _is_words(x))
+        for x, t in zip(primals, tangents, strict=True)
+    )
+    outs, out_tree = jax.tree.flatten(out)
+    d_floats = []
+    if any(moves):
+        moving = [t for t, m in zip(tangents, moves, strict=True) if m]
+        if op.at is not None:
+            operands = jax.tree.unflatten(call.tree, primals)
+            primals = jax.tree.leaves(op.at(call.static, operands, out))
+        kept = [*primals, *jax.tree.leaves(saved)]
+        f = _Derivative(call, moves, jax.tree.structure(saved))
+        d_floats = linear_p.bind(
+            *kept, *moving, n_kept=len(kept), f=f,
+            transpose=dataclasses.replace(f, transposed=True),
+            out_types=tuple(jax.typeof(x) for x in outs if _is_float(x)),
+        )  # fmt: skip
+    d_floats = iter(d_floats)
+    d_outs = [
+        next(d_floats)
+        if any(moves) and _is_float(x)
+        else SymbolicZero(jax.typeof(x).to_tangent_aval())
+        for x in outs
+    ]
+    return out, jax.tree.unflatten(out_tree, d_outs)
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _is_words(x: jax.Array) -> bool:
+    return not _is_float(x) or x.dtype.itemsize == 1
+
+
+def _equally_varying(leaves: Leaves) -> list[jax.Array]:
+    """Inside a shard_map that checks it, operands are made to vary over the same axes here, outside
+    of the derivative, where jax sums the gradient of one that did not."""
+    axes = [jax.typeof(x).manual_axis_type.varying for x in leaves]
+    union = frozenset().union(*axes)
+    missing = [tuple(union - own) for own in axes]
+    return [
+        jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(leaves, missing, strict=True)
+    ]
+
+
+def _explicitly_sharded(x: jax.Array) -> bool:
+    # The type of an array names the explicit axes of its mesh, and no others.
+    return any(axis is not None for axis in jax.typeof(x).sharding.spec)
+
+
+# --- kernel_p: the launch of a kernel ------------------------------------------------------------
+
+kernel_p = Primitive("mosaic_kernel")
+kernel_p.multiple_results = True
+
+
+@kernel_p.def_impl
+def _kernel_impl(*args, **params):
+    return jax.jit(functools.partial(kernel_p.bind, **params))(*args)
+
+
+@kernel_p.def_abstract_eval
+def _kernel_types(*args, jaxpr, call):
+    like = args[0]  # of the mesh, and varying as all operands do
+    return [
+        like.update(
+            shape=x.shape, dtype=x.dtype, weak_type=False,
+            sharding=like.sharding.update(spec=PartitionSpec(*(None for _ in x.shape))),
+        )
+        for x in jaxpr.out_avals
+    ]  # fmt: skip
+
+
+def _kernel_batching(args, dims, **params):
+    mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
+
+    def one(mapped):
+        given = iter(mapped)
+        each = (x if d is None else next(given) for x, d in zip(args, dims, strict=True))
+        return kernel_p.bind(*each, **params)
+
+    outs = jax.lax.map(one, mapped)
+    return outs, [0] * len(outs)
+
+
+def _kernel_lowering(ctx, *args, jaxpr, call):
+    op, module = call.op, ctx.module_context
+    reason = None
+    if _partitions(module.axis_context) > 1:
+        reason = op.no_kernel("under a jit over several devices, where XLA would gather operands")
+    elif module.lowering_parameters.for_export:
+        reason = op.no_kernel(
+            "in jax.export, which has no stable form of it", "jit it where it runs"
+        )
+    elif tuple(module.platforms) != ("cuda",) and not call.choice.named:
+        reason = op.no_kernel(f"for {', '.join(module.platforms)}", "run it on a Hopper GPU")
+    if reason is None:
+        plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(plain, *args)
+    if call.choice.named or op.xla is None:
+        raise ValueError(reason)
+    form = lambda *leaves: jax.tree.leaves(call.run(op.xla, leaves))  # noqa: E731
+    return mlir.lower_fun(form, multiple_results=True)(ctx, *args)
+
+
+def _partitions(context: Any) -> int:
+    """Devices among which XLA would divide what is lowered in this context."""
+    if hasattr(context, "manual_axes"):
+        shape = dict(context.mesh.shape)
+        return math.prod(n for axis, n in shape.items() if axis not in context.manual_axes)
+    return getattr(context, "num_devices", 1)
+
+
+batching.primitive_batchers[kernel_p] = _kernel_batching
+mlir.register_lowering(kernel_p, _kernel_lowering)
+
+
+# --- linear_p: a derivative, as a linear function of tangents that knows its transpose -----------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Derivative:
+    """(operands, saved, tangents of those that move) -> tangents of the floats that come out; or,
+    transposed, from those back to those that move."""
+
+    call: _Call
+    moves: tuple[bool, ...]
+    saved: Any
+    transposed: bool = False
+    smooth: bool = False  # made of jax.numpy alone, for the derivative of a derivative
+
+    def __call__(self, *args):
+        op, call, n = self.call.op, self.call, len(self.moves)
+        primals, n_kept = args[:n], n + self.saved.num_leaves
+        saved, given = args[n:n_kept], args[n_kept:]
+        if self.transposed and op.backward is not None and not self.smooth:
+            operands = jax.tree.unflatten(call.tree, primals)
+            saved = jax.tree.unflatten(self.saved, saved)
+            back = op.backward(call.choice, call.static, operands, saved, *given)
+            back = call.tree.flatten_up_to(back)
+            return [d for d, m in zip(back, self.moves, strict=True) if m]
+        moving = [x for x, m in zip(primals, self.moves, strict=True) if m]
+
+        def form(*moving):
+            each = iter(moving)
+            leaves = [next(each) if m else x for x, m in zip(primals, self.moves, strict=True)]
+            outs = jax.tree.leaves(call.run(op.derivative or op.xla, leaves))
+            return [x for x in outs if _is_float(x)]
+
+        if self.transposed:
+            return list(jax.vjp(form, *moving)[1](list(given)))
+        return jax.jvp(form, tuple(moving), given)[1]
+
+    def smoothed(self) -> _Derivative:
+        return dataclasses.replace(self, smooth=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """A derivative under vmap, mapped over the leading axes."""
+
+    f: _Derivative | _Mapped
+    axes: tuple[int | None, ...]
+
+    def __call__(self, *args):
+        return jax.vmap(self.f, in_axes=self.axes)(*args)
+
+    def smoothed(self) -> _Mapped:
+        return dataclasses.replace(self, f=self.f.smoothed())
+
+
+linear_p = Primitive("linear_derivative")
+linear_p.multiple_results = True
+
+
+@linear_p.def_impl
+def _linear_impl(*args, f, **_):
+    return _run(f, *args)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(f, *args):
+    return f(*args)
+
+
+@linear_p.def_abstract_eval
+def _linear_types(*args, out_types, **_):
+    return list(out_types)
+
+
+def _linear_jvp(primals, tangents, *, f, n_kept, **params):
+    bind = functools.partial(linear_p.bind, f=f, n_kept=n_kept, **params)
+    out = bind(*primals)
+    moves = [
+        not (isinstance(t, ad.Zero) or _is_words(x)) for x, t in zip(primals, tangents, strict=True)
+    ]
+    if not any(moves[:n_kept]):
+        return out, bind(*primals[:n_kept], *map(ad.instantiate_zeros, tangents[n_kept:]))
+
+    def form(*moving):
+        each = iter(moving)
+        return f.smoothed()(*(next(each) if m else x for x, m in zip(primals, moves, strict=True)))
+
+    moving = [(x, t) for x, t, m in zip(primals, tangents, moves, strict=True) if m]
+    return out, jax.jvp(form, *zip(*moving, strict=True))[1]
+
+
+def _linear_transpose(d_outs, *args, f, transpose, n_kept, out_types):
+    kept, linear = args[:n_kept], args[n_kept:]
+    back = linear_p.bind(
+        *kept, *map(ad.instantiate_zeros, d_outs), n_kept=n_kept, f=transpose, transpose=f,
+        out_types=tuple(x.aval for x in linear),
+    )  # fmt: skip
+    return [None] * n_kept + back
+
+
+def _linear_batching(args, dims, *, f, transpose, n_kept, out_types):
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+    linear = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else x
+        for x, d in zip(args[n_kept:], dims[n_kept:], strict=True)
+    ]
+    kept_axes = tuple(None if d is None else 0 for d in dims[:n_kept])
+    outs = linear_p.bind(
+        *args[:n_kept], *linear, n_kept=n_kept,
+        f=_Mapped(f, (*kept_axes, *(0 for _ in linear))),
+        transpose=_Mapped(transpose, (*kept_axes, *(0 for _ in out_types))),
+        out_types=tuple(_mapped_type(t, size) for t in out_types),
+    )  # fmt: skip
+    return outs, [0] * len(outs)
+
+
+def _mapped_type(t, size: int):
+    spec = PartitionSpec(None, *t.sharding.spec)
+    return t.update(shape=(size, *t.shape), sharding=t.sharding.update(spec=spec))
+
+
+ad.primitive_jvps[linear_p] = _linear_jvp
+ad.primitive_transposes[linear_p] = _linear_transpose
+batching.primitive_batchers[linear_p] = _linear_batching
+mlir.register_lowering(
+    linear_p,
+    mlir.lower_fun(lambda *args, f, **_: f(*args), multiple_results=True),
+)

@@ -1,0 +1,714 @@
+"""HF directories: what config.json means, loading into the fused tree, saving, damaged files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import textwrap
+import tracemalloc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
+from jaxllama.config import ModelConfig, RopeConfig, load_config
+from jaxllama.errors import JaxLlamaError, WeightWarning
+from tests.helpers.seeded import hf_tensors, seeded_params
+
+TINY = ModelConfig(
+    name="tiny", vocab_size=24, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6,
+    d_ff=20, norm_eps=1e-5, max_position=64, rope=RopeConfig(theta=10000.0), tie_embeddings=False,
+    qkv_bias=True, o_bias=True, mlp_bias=True, bos_token_id=1, eos_token_ids=(2,),
+)  # fmt: skip
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 24,
+    "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+    "rope_theta": 5000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+QWEN = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
+def facts(config: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    return dataclasses.asdict(config_from_hf(config, "m", **kwargs))
+
+
+# config.json
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LLAMA, {"head_dim": 4, "n_kv_heads": 2, "qkv_bias": False, "eos_token_ids": (2,)}),
+        ({**LLAMA, "num_key_value_heads": None}, {"n_kv_heads": 4}),
+        ({**LLAMA, "head_dim": 6}, {"head_dim": 6}),
+        ({**LLAMA, "attention_bias": True}, {"qkv_bias": True, "o_bias": True, "mlp_bias": False}),
+        ({**LLAMA, "mlp_bias": True}, {"qkv_bias": False, "o_bias": False, "mlp_bias": True}),
+        ({**LLAMA, "tie_word_embeddings": False}, {"tie_embeddings": False}),
+        ({**LLAMA, "eos_token_id": [7, 8]}, {"eos_token_ids": (7, 8)}),
+        ({**LLAMA, "eos_token_id": None}, {"eos_token_ids": ()}),
+        ({**MISTRAL, "sliding_window": 8}, {"sliding_window": 8, "window_layers": ()}),
+        ({**MISTRAL, "sliding_window": 8, "layer_types": None},
+         {"sliding_window": 8, "window_layers": ()}),
+        ({**MISTRAL, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+         {"sliding_window": 8, "window_layers": (0,)}),
+        ({**MISTRAL, "sliding_window": None, "layer_types": ["full_attention"] * 2},
+         {"sliding_window": None}),
+        ({**MISTRAL, "sliding_window": None}, {"sliding_window": None}),
+        (MISTRAL, {"sliding_window": 4096, "qkv_bias": False}),
+        ({**QWEN, "sliding_window": 8, "max_window_layers": 1}, {"sliding_window": None}),
+        (QWEN, {"qkv_bias": True, "o_bias": False, "mlp_bias": False}),
+        ({**QWEN, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+         {"sliding_window": 8, "window_layers": (1,)}),
+        ({**QWEN, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+         {"sliding_window": None, "window_layers": ()}),
+        ({**QWEN, "use_sliding_window": True, "sliding_window": 8,
+          "layer_types": ["sliding_attention", "full_attention"]},
+         {"sliding_window": 8, "window_layers": (0,)}),
+    ],
+    ids=["llama", "mha", "head_dim", "attention_bias", "mlp_bias", "untied", "eos-list", "no-eos",
+         "mistral-window", "ministral-all-windows", "ministral", "ministral-no-window",
+         "mistral-no-window", "mistral-default-window",
+         "qwen-window-off", "qwen-bias", "qwen-window-late-layers", "qwen-window-no-layer",
+         "qwen-layer-types"],
+)  # fmt: skip
+def test_config_means(config, expected) -> None:
+    got = facts(config)
+    assert {key: got[key] for key in expected} == expected
+
+
+def test_generation_config_names_the_tokens() -> None:
+    got = facts(LLAMA, generation={"eos_token_id": [2, 9], "bos_token_id": None})
+    assert got["eos_token_ids"] == (2, 9) and got["bos_token_id"] == 1
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16, "mscale": 0.7,
+        "mscale_all_dim": 0.5}  # fmt: skip
+ROPES = {
+    "default": ({}, RopeConfig(5000.0), 64),
+    "linear": ({"factor": 2}, RopeConfig(5000.0, "linear", 2.0), 64),
+    "dynamic": ({"factor": 2.0}, RopeConfig(5000.0, "dynamic", 2.0, 64), 128),
+    "llama3": (LLAMA3, RopeConfig(5000.0, "llama3", 8.0, 32), 64),
+    "yarn": (
+        YARN,
+        RopeConfig(5000.0, "yarn", 4.0, 32, beta_fast=16.0, mscale=0.7, mscale_all_dim=0.5),
+        128,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("spelling", ["type", "rope_type", "rope_parameters", "nested"])
+def test_rope_in_every_spelling(kind: str, spelling: str) -> None:
+    options, expected, context = ROPES[kind]
+    config = dict(LLAMA)
+    if spelling in ("type", "rope_type"):
+        config["rope_scaling"] = {spelling: kind, **options}
+    else:
+        del config["rope_theta"]
+        config["rope_parameters"] = {"rope_type": kind, "rope_theta": 5000.0, **options}
+    if spelling == "nested":
+        config["rope_parameters"] = {"full_attention": config["rope_parameters"]}
+    cfg = config_from_hf(config, "m")
+    assert cfg.rope == expected and cfg.max_position == context
+    assert config_from_hf(config_to_hf(cfg), "m") == cfg
+
+
+def test_yarn_factor_defaults_to_the_ratio_of_contexts() -> None:
+    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 16}
+    assert config_from_hf({**LLAMA, "rope_scaling": scaling}, "m").rope.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({**LLAMA, "model_type": "gpt2"}, "model_type = 'gpt2': not supported; supported: llama"),
+        ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, "architectures = "),
+        ({}, "model_type = None"),
+        ({**LLAMA, "hidden_size": None}, "missing key 'hidden_size'"),
+        ({**LLAMA, "hidden_size": 18}, "num_attention_heads = 4: must divide hidden_size (18)"),
+        ({**LLAMA, "hidden_size": True}, "hidden_size = True"),
+        ({**LLAMA, "vocab_size": 0}, "vocab_size = 0"),
+        ({**LLAMA, "vocab_size": 1e9}, "vocab_size = 1000000000.0"),
+        ({**LLAMA, "num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000"),
+        ({**LLAMA, "num_key_value_heads": 3}, "n_kv_heads = 3"),
+        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({**LLAMA, "rms_norm_eps": "small"}, "rms_norm_eps = 'small'"),
+        ({**LLAMA, "tie_word_embeddings": 1}, "tie_word_embeddings = 1"),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({**LLAMA, "eos_token_id": [1, "x"]}, "eos_token_id = [1, 'x']"),
+        ({**LLAMA, "rope_theta": float("nan")}, "rope_theta = nan"),
+        ({**LLAMA, "rope_scaling": "yarn"}, "rope_scaling = 'yarn'"),
+        ({**LLAMA, "rope_scaling": {"type": "longrope"}}, "rope_scaling.type = 'longrope'"),
+        ({**LLAMA, "rope_scaling": {"type": "linear"}}, "missing key 'rope_scaling.factor'"),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor = 0"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({**QWEN, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3},
+         "layer_types"),
+        ({**QWEN, "layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        ({**MISTRAL, "layer_types": ["chunked_attention"] * 2}, "layer_types"),
+        ({**LLAMA, "is_causal": False}, "is_causal = False: only True is supported"),
+        ({**QWEN, "is_causal": None}, "is_causal = None"),
+        ({**LLAMA, "per_layer_config": {"0": {"num_key_value_heads": 4}}}, "per_layer_config = "),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value.split(" =")[0].replace(" ", "-"),
+)  # fmt: skip
+def test_unsupported_config_names_the_key(config, words) -> None:
+    with pytest.raises(JaxLlamaError) as caught:
+        config_from_hf(config, "m")
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+OTHERS = {
+    "logit_scale": 0.5, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "attention_multiplier": 0.1, "residual_multiplier": 0.2, "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0, "no_rope_layers": [1, 0], "use_qk_norm": True, "clip_qkv": 8.0,
+    "scale_emb": 12, "num_local_experts": 8,
+}  # fmt: skip
+OFF = {"clip_qkv": None, "use_qk_norm": False, "num_local_experts": 0, "no_rope_layers": []}
+
+
+@pytest.mark.parametrize(
+    ("config", "keys"),
+    [
+        ({**LLAMA, **OTHERS}, [*OTHERS]),
+        ({**LLAMA, "sliding_window": 8}, ["sliding_window"]),
+        ({**QWEN, "mlp_bias": True}, ["mlp_bias"]),
+        ({**config_to_hf(load_config("gla-340m")), "logit_scale": 0.5}, ["logit_scale"]),
+    ],
+    ids=["llama", "llama-window", "qwen2-mlp-bias", "gla"],
+)
+def test_keys_of_another_architecture_are_one_warning(config, keys) -> None:
+    with pytest.warns(WeightWarning) as caught:
+        cfg = config_from_hf(config, "m")
+    (message,) = (str(warning.message) for warning in caught)
+    assert message.startswith("m: config.json: ") and "\n" not in message
+    assert message.endswith(": " + ", ".join(map(repr, keys)))
+    # Nothing is meant by them that is off, and they change nothing.
+    assert cfg == config_from_hf({k: v for k, v in config.items() if k not in keys} | OFF, "m")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "ministral", "qwen2"])
+def test_what_transformers_reads_of_a_config_is_known(kind) -> None:
+    """Its own files warn of nothing, and no attribute that its model reads is passed over."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    assert config_from_hf(transformers.AutoConfig.for_model(kind).to_dict(), "m").n_layers == 32
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    found = set(re.findall(r"config\.([a-z]\w+)|config, \"(\w+)\"", inspect.getsource(module)))
+    # Its masks read is_causal; layer_types it looks for in classes that share the code.
+    for key in {name for pair in found for name in pair if name} - {"layer_types"} | {"is_causal"}:
+        with contextlib.suppress(JaxLlamaError):  # a warning is an error here
+            config_from_hf({**LLAMA, "model_type": kind, "architectures": None, key: "x"}, "m")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, "llama"),
+        ({"qkv_bias": False, "o_bias": False}, "llama"),
+        ({"qkv_bias": False, "o_bias": False, "mlp_bias": False, "sliding_window": 8}, "mistral"),
+        ({"o_bias": False, "mlp_bias": False}, "qwen2"),
+        ({"qkv_bias": False, "o_bias": False, "mlp_bias": False, "sliding_window": 8,
+          "window_layers": (1,)}, "ministral"),
+        ({"o_bias": False, "mlp_bias": False, "sliding_window": 8, "window_layers": (1,)},
+         "qwen2"),
+    ],
+    ids=["bias", "llama", "mistral", "qwen2", "ministral", "qwen2-window"],
+)  # fmt: skip
+def test_config_to_hf_finds_the_architecture(changes, kind) -> None:
+    cfg = TINY.replace(**changes)
+    config = json.loads(json.dumps(config_to_hf(cfg)))
+    assert config["model_type"] == kind
+    assert config_from_hf(config, "tiny") == cfg
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"embedding_scale": True}, "embedding_scale"),
+        ({"o_bias": False}, "mlp_bias"),
+        ({"qkv_bias": False, "mlp_bias": False}, "o_bias"),
+    ],
+    ids=["embedding_scale", "mlp_bias", "o_bias"],
+)
+def test_config_without_an_hf_architecture_names_the_option(changes, words) -> None:
+    with pytest.raises(JaxLlamaError, match=words):
+        config_to_hf(TINY.replace(**changes))
+
+
+# Loading
+
+
+def write(folder: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]) -> Path:
+    """A directory as other programs write it: config.json, and the safetensors package's file."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def params() -> dict[str, Any]:
+    return seeded_params(TINY)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, params) -> Path:
+    return write(tmp_path / "tiny", hf_tensors(TINY, params), config_to_hf(TINY))
+
+
+def assert_trees_equal(got, want) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_load_fuses_rows_and_aligns(folder, params) -> None:
+    cfg, got = hf.load(folder)
+    assert cfg == TINY
+    assert_trees_equal(got, params)
+    stored = safetensors.numpy.load_file(folder / "model.safetensors")
+    qkv = [stored[f"model.layers.1.self_attn.{n}_proj.weight"] for n in "qkv"]
+    np.testing.assert_array_equal(got["layer_1"]["mixer"]["qkv"]["weight"], np.concatenate(qkv))
+    up = stored["model.layers.0.mlp.up_proj.bias"]
+    np.testing.assert_array_equal(got["layer_0"]["mlp"]["gate_up"]["bias"][20:], up)
+    assert all(leaf.ctypes.data % 64 == 0 for leaf in jax.tree.leaves(got))
+
+
+@pytest.mark.parametrize("stored", [np.float64, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("wanted", [np.float32, ml_dtypes.bfloat16])
+def test_load_converts(tmp_path, params, stored, wanted) -> None:
+    tensors = {name: t.astype(stored) for name, t in hf_tensors(TINY, params).items()}
+    path = write(tmp_path / "m", {}, config_to_hf(TINY))
+    hf.save(tmp_path / "n", TINY, jax.tree.map(lambda leaf: leaf.astype(stored), params))
+    shutil.copy(tmp_path / "n" / "model.safetensors", path)
+    _, got = hf.load(path, dtype=wanted)
+    head = got["head"]["weight"]
+    assert head.dtype == wanted
+    np.testing.assert_array_equal(head, tensors["lm_head.weight"].astype(wanted))
+
+
+def test_sharded_equals_single(tmp_path, folder, params) -> None:
+    sharded = hf.save(tmp_path / "sharded", TINY, params, max_shard_bytes=4000)
+    assert len(list(sharded.glob("model-*-of-*.safetensors"))) > 2
+    cfg, got = hf.load(sharded)
+    assert cfg == TINY.replace(name="sharded")
+    assert_trees_equal(got, hf.load(folder)[1])
+
+
+def test_every_parameter_passes_through_place(folder, params) -> None:
+    _, got = hf.load(folder, place=lambda path, array: ("/".join(path), jax.device_put(array)))
+    name, array = got["layer_0"]["mixer"]["o"]["weight"]
+    assert name == "layer_0/mixer/o/weight"
+    np.testing.assert_array_equal(array, params["layer_0"]["mixer"]["o"]["weight"])
+
+
+def test_derived_tables_and_a_tied_head_are_ignored(tmp_path, params) -> None:
+    cfg = TINY.replace(tie_embeddings=True)
+    tensors = hf_tensors(TINY, params)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
+    got_cfg, got = hf.load(write(tmp_path / "m", tensors, config_to_hf(cfg)))
+    assert got_cfg.tie_embeddings and "head" not in got
+    np.testing.assert_array_equal(got["embed"]["weight"], params["embed"]["weight"])
+
+
+@pytest.mark.parametrize("head", ["equal", "rounded", "different", "absent"])
+def test_a_tied_flag_beside_a_head_means_what_transformers_takes_it_to_mean(
+    tmp_path, params, head
+) -> None:
+    """It ties equal tensors only."""
+    cfg = TINY.replace(tie_embeddings=True, qkv_bias=False, o_bias=False)
+    tensors = hf_tensors(cfg, {k: v for k, v in params.items() if k != "head"})
+    embed = tensors["model.embed_tokens.weight"]
+    heads = {
+        "equal": embed.copy(),
+        "rounded": embed.astype(ml_dtypes.bfloat16),
+        "different": params["head"]["weight"],
+    }
+    if head in heads:
+        tensors["lm_head.weight"] = heads[head]
+    path = write(tmp_path / "m", tensors, config_to_hf(cfg))
+    is_tied = head in ("equal", "absent")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got_cfg, got = hf.load(path)
+        assert hf.read_config(path) == got_cfg
+    assert ("head" not in got) == got_cfg.tie_embeddings == is_tied
+    messages = {str(warning.message) for warning in caught}
+    assert len(messages) == (not is_tied) and all("'lm_head.weight' differs" in m for m in messages)
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
+    theirs = model.lm_head.weight.detach().numpy()
+    np.testing.assert_array_equal(got["embed" if is_tied else "head"]["weight"], theirs)
+
+
+def test_preset_must_agree(folder) -> None:
+    with pytest.raises(JaxLlamaError, match="d_ff: preset 'mine' says 22, .* 'tiny' says 20"):
+        hf.load(folder, cfg=TINY.replace(name="mine", d_ff=22))
+    assert hf.load(folder, cfg=TINY.replace(attn_sparsity=0.5))[0].attn_sparsity == 0.5
+
+
+def test_nan_and_overflow_are_warnings(tmp_path, params) -> None:
+    tensors = {name: t.copy() for name, t in hf_tensors(TINY, params).items()}
+    tensors["model.norm.weight"][3] = np.nan
+    path = write(tmp_path / "m", tensors, config_to_hf(TINY))
+    with pytest.warns(WeightWarning, match=r"'model.norm.weight': 1 of 16 weights are NaN"):
+        hf.load(path)
+    tensors["model.norm.weight"][2:4] = 1e6
+    write(path, tensors, config_to_hf(TINY))
+    with pytest.warns(WeightWarning, match=r"'model.norm.weight': 2 of 16 .* in float16"):
+        hf.load(path, dtype=np.float16)
+
+
+# Damage
+
+
+def parts(folder: Path) -> tuple[dict[str, Any], bytes]:
+    raw = (folder / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def join(folder: Path, header: Any, data: bytes) -> None:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+
+
+NORM = "model.norm.weight"
+
+
+def edit(key: str, value: Any):
+    def damage(folder: Path) -> None:
+        header, data = parts(folder)
+        header[NORM] = {**header[NORM], key: value}
+        join(folder, header, data)
+
+    return damage
+
+
+def rename(old: str, new: str):
+    def damage(folder: Path) -> None:
+        header, data = parts(folder)
+        join(folder, {new if name == old else name: v for name, v in header.items()}, data)
+
+    return damage
+
+
+def raw(change):
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
+
+
+def overlap(folder: Path) -> None:
+    header, data = parts(folder)
+    norms = [value for name, value in header.items() if name.endswith("norm.weight")]
+    first, second, *_ = sorted(norms, key=lambda value: value["data_offsets"])
+    second["data_offsets"] = first["data_offsets"]
+    join(folder, header, data)
+
+
+def twice(folder: Path) -> None:
+    header, data = parts(folder)
+    text = json.dumps(header)
+    join(folder, (text[:-1] + "," + json.dumps({NORM: header[NORM]})[1:]).encode(), data)
+
+
+def config(**changes: Any):
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+def index(weight_map: Any):
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "a.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return damage
+
+
+DAMAGE = {
+    "no-weights": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors and no"),
+    "no-config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
+    "config-not-json": (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
+    "config-not-object": (lambda f: (f / "config.json").write_text("[]"), "expected a JSON object"),
+    "config-deep": (lambda f: (f / "config.json").write_text('{"a":' * 10**5), "config.json: not"),
+    "config-digits": (lambda f: (f / "config.json").write_text('{"a":' + "1" * 5000 + "}"), "not"),
+    "empty": (raw(lambda b: b""), "model.safetensors: 0 bytes"),
+    "truncated-header": (raw(lambda b: b[:100]), "the header length is"),
+    "truncated-data": (raw(lambda b: b[:-1]), "would end at byte"),
+    "longer": (raw(lambda b: b + b"x"), "1 bytes after the last tensor"),
+    "huge-header": (
+        raw(lambda b: b"\xff" * 8 + b[8:]),
+        "header length is 18446744073709551615",
+    ),
+    "header-not-json": (raw(lambda b: b[:8] + b"x" + b[9:]), "header: not JSON"),
+    "duplicate": (twice, "the key 'model.norm.weight' is there twice"),
+    "dtype": (edit("dtype", "F12"), "tensor 'model.norm.weight': unknown dtype 'F12'"),
+    "integers": (edit("dtype", "I32"), "tensor 'model.norm.weight': dtype I32"),
+    "shape-type": (edit("shape", [-16]), "bad shape [-16]"),
+    "shape-size": (edit("shape", [2**62, 2**62]), "needs 850705917302346158658436518579420528"),
+    "shape-wrong": (edit("shape", [4, 4]), "shape [4, 4], but the config wants [16]"),
+    "offsets-beyond": (edit("data_offsets", [2**60, 2**60 + 64]), "would end at byte 1152921504"),
+    "offsets-reversed": (edit("data_offsets", [64, 0]), "bad data_offsets [64, 0]"),
+    "offsets-float": (edit("data_offsets", [0.0, 64.0]), "bad data_offsets [0.0, 64.0]"),
+    "overlap": (overlap, "its data overlaps"),
+    "missing": (
+        rename("model.layers.1.mlp.down_proj.bias", "x.inv_freq"),
+        "missing tensors: model.layers.1.mlp.down_proj.bias",
+    ),
+    "unexpected": (config(num_hidden_layers=1), "unexpected tensors: model.layers.1."),
+    "layers": (config(num_hidden_layers=4000), "num_hidden_layers = 4000, but there are only"),
+    "config-shape": (config(intermediate_size=2**30), "but the config wants [16, 1073741824]"),
+    "quantized": (config(quantization_config={"bits": 4}), "quantization_config"),
+    "index-outside": (index({NORM: "../a.safetensors"}), "'../a.safetensors' is no file beside it"),
+    "index-no-file": (index({NORM: "b.safetensors"}), "b.safetensors: No such file"),
+    "index-wrong": (index({"ghost": "a.safetensors"}), "tensor 'ghost' is not in 'a.saf"),
+    "index-type": (index([1]), "weight_map: expected an object"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_one_line_naming_the_place(folder, damage) -> None:
+    change, words = DAMAGE[damage]
+    change(folder)
+    with pytest.raises(JaxLlamaError) as caught:
+        hf.load(folder)
+    message = str(caught.value)
+    assert words in message and "\n" not in message and len(message) < 600
+    assert message.startswith(str(folder))
+
+
+def outcome(folder: Path) -> str:
+    """Load, and say how it ended; any exception but our own escapes.  Checks memory on the way."""
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    tracemalloc.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", WeightWarning)
+            hf.load(folder)
+        return "loaded"
+    except JaxLlamaError as error:
+        assert "\n" not in str(error)
+        return "refused"
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 4 * size + 500_000  # the tree, the header's objects, and Python's own
+
+
+fuzz = hypothesis.settings(
+    deadline=None,
+    max_examples=300,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+numbers = st.one_of(
+    st.integers(-2, 40), st.integers(), st.sampled_from([2**31, 2**63, 2**64, 10**400])
+)
+junk = st.one_of(
+    st.none(), st.booleans(), numbers, st.floats(), st.text(max_size=5),
+    st.lists(numbers, max_size=4), st.dictionaries(st.text(max_size=3), numbers, max_size=2),
+)  # fmt: skip
+
+
+@fuzz
+@hypothesis.given(data=st.data())
+def test_fuzz_bytes(folder, params, data) -> None:
+    hf_bytes = (folder / "model.safetensors").read_bytes()
+    damaged = bytearray(hf_bytes)
+    for _ in range(data.draw(st.integers(1, 4))):
+        # Most of a file is weights; half of the changes go where the structure is.
+        span = len(damaged) if data.draw(st.booleans()) else min(400, len(damaged))
+        at = data.draw(st.integers(0, max(span - 1, 0)))
+        action = data.draw(st.sampled_from(["set", "cut", "insert"]))
+        if action == "cut":
+            del damaged[at : at + data.draw(st.integers(1, 1000))]
+        elif action == "insert":
+            damaged[at:at] = data.draw(st.binary(min_size=1, max_size=9))
+        elif damaged:
+            damaged[at] = data.draw(st.integers(0, 255))
+    (folder / "model.safetensors").write_bytes(damaged)
+    try:
+        assert outcome(folder) == "refused" or len(damaged) == len(hf_bytes)
+    finally:
+        (folder / "model.safetensors").write_bytes(hf_bytes)
+
+
+@fuzz
+@hypothesis.given(data=st.data())
+def test_fuzz_header(folder, data) -> None:
+    hf_bytes = (folder / "model.safetensors").read_bytes()
+    header, values = parts(folder)
+    name = data.draw(st.sampled_from(sorted(header)))
+    if data.draw(st.booleans()):
+        header[name] = data.draw(junk)
+    else:
+        key = data.draw(st.sampled_from(["dtype", "shape", "data_offsets"]))
+        header[name] = {**header[name], key: data.draw(junk)}
+    join(folder, header, values)
+    try:
+        # Only the metadata may hold anything.
+        assert outcome(folder) == ("loaded" if name == "__metadata__" else "refused") or (
+            header == json.loads(hf_bytes[8 : -len(values)])
+        )
+    finally:
+        (folder / "model.safetensors").write_bytes(hf_bytes)
+
+
+@fuzz
+@hypothesis.given(data=st.data())
+def test_fuzz_config(folder, data) -> None:
+    path = folder / "config.json"
+    text = path.read_text()
+    config = json.loads(text)
+    keys = ["rope_parameters", "layer_types", "partial_rotary_factor", "sliding_window"]
+    keys += [*config, "is_causal", "logit_scale"]
+    for _ in range(data.draw(st.integers(1, 2))):
+        config[data.draw(st.sampled_from(keys))] = data.draw(junk)
+    scaling = data.draw(st.sampled_from([None, "yarn", "llama3", "dynamic", "linear"]))
+    if scaling:
+        keys = ["factor", "original_max_position_embeddings", "beta_fast", "mscale", "truncate"]
+        config["rope_scaling"] = {"rope_type": scaling, "factor": 2.0}
+        config["rope_scaling"][data.draw(st.sampled_from(keys))] = data.draw(junk)
+    try:
+        path.write_text(json.dumps(config))
+    except ValueError:  # an integer too long for JSON
+        return
+    try:
+        assert outcome(folder) in ("loaded", "refused")
+    finally:
+        path.write_text(text)
+
+
+# Memory
+
+
+def test_peak_memory_of_a_float32_directory(tmp_path) -> None:
+    """Loading and handing to JAX takes at most 1.3 times the directory's size."""
+    cfg = TINY.replace(
+        vocab_size=16000, d_model=1024, n_heads=8, n_kv_heads=8, head_dim=128, d_ff=3072,
+        n_layers=4, layer_types=(),
+    )  # fmt: skip
+    half = np.full((), 0.5, np.float32)
+    tree: dict[str, Any] = {}
+    for path, spec in hf.param_table(cfg).items():
+        *rooms, leaf = path
+        room = tree
+        for key in rooms:
+            room = room.setdefault(key, {})
+        room[leaf] = np.broadcast_to(half, spec.shape)
+    folder = hf.save(tmp_path / "m", cfg, tree)
+    program = """
+        import sys
+        import jax
+        from jaxllama.checkpoints.hf import load as hf
+        def peak():
+            with open("/proc/self/status") as file:
+                line = next(line for line in file if line.startswith("VmHWM"))
+            return int(line.split()[1]) * 1024
+        jax.block_until_ready(jax.numpy.ones(8) + 1)
+        before = peak()
+        _, params = hf.load(sys.argv[1])
+        params = jax.block_until_ready(jax.device_put(params))
+        after = peak()
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        value = float(params["layer_3"]["mlp"]["down"]["weight"][-1, -1])
+        print(size, after - before, value)
+    """
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs Linux's /proc")
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(folder)],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    size, grown, value = result.stdout.split()
+    assert int(size) > 200e6 and float(value) == 0.5
+    assert int(grown) <= 1.3 * int(size)
+
+
+# Saving
+
+
+def test_save_round_trips(tmp_path, params) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    cfg = TINY.replace(eos_token_ids=(2, 5))
+    path = hf.save(tmp_path / "sub" / "tiny", cfg, jax.device_put(params), [tokenizer])
+    assert sorted(file.name for file in path.iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+    got_cfg, got = hf.load(path)
+    assert got_cfg == cfg
+    assert_trees_equal(got, params)
+    stored = safetensors.numpy.load_file(path / "model.safetensors")
+    want = hf_tensors(cfg, params)
+    assert stored.keys() == want.keys()
+    for name, value in stored.items():
+        np.testing.assert_array_equal(value, want[name])
+
+
+def test_save_in_bfloat16_keeps_the_bits(tmp_path, params) -> None:
+    low = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), params)
+    _, got = hf.load(hf.save(tmp_path / "m", TINY, low), dtype=ml_dtypes.bfloat16)
+    assert_trees_equal(got, low)
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_save_overwrites_nothing(tmp_path, folder, params) -> None:
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(JaxLlamaError, match="already exists"):
+        hf.save(folder, TINY, params)
+    assert {file: file.read_bytes() for file in folder.iterdir()} == before
+    (tmp_path / "empty").mkdir()
+    assert hf.load(hf.save(tmp_path / "empty", TINY, params))[0].n_layers == 2
+
+
+def test_disk_full_leaves_nothing(tmp_path, params) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limit[1]))
+    try:
+        with pytest.raises(JaxLlamaError, match="m: not written: File too large"):
+            hf.save(tmp_path / "m", TINY, params)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(JaxLlamaError, match="not written: No such file"):
+        hf.save(tmp_path / "m", TINY, params, [tmp_path / "tokenizer.json"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_save_checks_the_tree(tmp_path, params) -> None:
+    with pytest.raises(JaxLlamaError, match="params: missing: head/weight"):
+        hf.save(tmp_path / "m", TINY, {k: v for k, v in params.items() if k != "head"})
+    with pytest.raises(JaxLlamaError, match=r"norm/weight: shape \[15\], but .* \[16\]"):
+        hf.save(tmp_path / "m", TINY, {**params, "norm": {"weight": np.ones(15, np.float32)}})
+    assert not (tmp_path / "m").exists()

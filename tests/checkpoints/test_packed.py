@@ -1,0 +1,366 @@
+"""Packed checkpoints: import against independent unpackers, export and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.save import flatten
+from jaxllama.checkpoints.packed import load as packed
+from jaxllama.errors import JaxLlamaError
+from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, quantize
+from tests.helpers import packed_cases as cases
+from tests.helpers.models import GLA, LLAMA, relative_error, tokens_of
+from tests.helpers.packed_cases import (
+    CFG,
+    CHANNEL,
+    GPTQ,
+    GROUP,
+    IMPORTS,
+    INT8,
+    compressed,
+    floating,
+    quantized,
+    words_of,
+    write,
+)
+from tests.helpers.packed_oracle import floats_of, fused
+from tests.helpers.seeded import seeded_params
+
+
+@pytest.mark.parametrize("case", IMPORTS)
+def test_import_is_bit_exact(tmp_path: Path, case: str) -> None:
+    cfg, options, make, facts = IMPORTS[case]
+    folder, weights = write(tmp_path / "m", cfg, options, make)
+    got_cfg, params = hf.load(folder, dtype=np.float32)
+    assert got_cfg.replace(name=cfg.name) == cfg
+    got, want = flatten(params), fused(cfg, weights)
+    assert got.keys() == want.keys()
+    for path, values in want.items():
+        np.testing.assert_array_equal(floats_of(got[path]), values, err_msg=str(path))
+    words, groups, down_groups, zeros, columns, activations, static = facts
+    for path in (("mixer", "qkv"), ("mlp", "gate_up"), ("mlp", "down")):
+        leaf = got["layer_0", *path, "weight"]
+        if case == "gptq-v2-uneven-groups":
+            continue  # every Linear has its own order
+        assert leaf.q.dtype.name == words
+        n = down_groups if path[1] == "down" else groups
+        assert leaf.scale.shape == (leaf.shape[0], n)
+        assert (leaf.zero is not None, leaf.columns is not None) == (zeros, columns and n > 1)
+        assert leaf.activations == activations
+        assert (leaf.input_scale is not None) == static
+        assert not static or leaf.input_scale == np.float32(0.02)
+    assert isinstance(got["embed", "weight"], np.ndarray)
+
+
+def test_dequantize_gives_the_original_order(tmp_path: Path) -> None:
+    folder, weights = write(tmp_path / "m", *IMPORTS["gptq-act-order"][:3])
+    w = jax.device_put(hf.load(folder)[1]["layer_0"]["mlp"]["down"]["weight"])
+    want = weights["model.layers.0.mlp.down_proj.weight"]
+    assert w.columns is not None and w.columns.tolist() != list(range(48))
+    np.testing.assert_array_equal(np.asarray(dequantize(w)), want)
+    some = np.asarray([5, 0, 5])
+    np.testing.assert_array_equal(np.asarray(dequantize(w.rows(some))), want[some])
+    assert w.nbytes == 32 * 48 // 2 + 32 * 3 * 2 + 32 * 3 + 48 * 4
+
+
+# --- members of a fused parameter that differ ------------------------------------------------
+
+
+def _only(kinds: dict[str, Any], default: Any):
+    def make(rng, name, out, width):
+        kind = next((kind for key, kind in kinds.items() if key in name), default)
+        return None if kind is None else kind(rng, name, out, width)
+
+    return make
+
+
+def test_members_that_differ_become_row_blocks(tmp_path: Path) -> None:
+    """Other bits by ``dynamic``, a member in floats, orders of their own."""
+    dynamic = {r"-:.*up_proj": {}, r"+:.*v_proj": {"bits": 8, "group_size": -1}}
+    options = {**GPTQ, "desc_act": True, "lm_head": False, "dynamic": dynamic}
+    make = _only({"up_proj": None, "v_proj": cases.gptq(-1, bits=8)}, cases.gptq(order="own"))
+    folder, weights = write(tmp_path / "m", CFG, options, make)
+    params = hf.load(folder)[1]["layer_0"]
+    qkv, gate_up = params["mixer"]["qkv"]["weight"], params["mlp"]["gate_up"]["weight"]
+    assert [block.q.dtype.name for block in qkv.blocks] == ["int4", "int4", "int8"]
+    assert qkv.shape == (64, 32) and qkv.ndim == 2
+    assert qkv.nbytes == sum(block.nbytes for block in qkv.blocks)
+    assert isinstance(gate_up.blocks[1], np.ndarray) and isinstance(gate_up.blocks[0], QTensor)
+    want = fused(CFG, weights)
+    np.testing.assert_array_equal(floats_of(qkv), want["layer_0", "mixer", "qkv", "weight"])
+    np.testing.assert_array_equal(floats_of(gate_up), want["layer_0", "mlp", "gate_up", "weight"])
+
+
+def test_config_groups_by_name_pattern_and_class(tmp_path: Path) -> None:
+    options = compressed("mixed-precision", {})
+    groups = {
+        "any": (["Linear"], {**CHANNEL, **INT8}, "pack-quantized"),
+        "mlp": ([r"re:.*mlp\..*"], GROUP, "pack-quantized"),
+        "one": (["model.layers.0.mlp.down_proj"], floating(CHANNEL), "float-quantized"),
+    }
+    options["config_groups"] = {
+        name: {"targets": targets, "format": kind,
+               "weights": {"type": "int", "num_bits": 4, "symmetric": True, **weights}}
+        for name, (targets, weights, kind) in groups.items()
+    }  # fmt: skip
+    options["ignore"] = ["lm_head", "re:.*o_proj$"]
+    make = _only({"o_proj": None, "down": cases.plain(floating=True), "mlp": cases.packed()},
+                 cases.packed(None, bits=8))  # fmt: skip
+    folder, weights = write(tmp_path / "m", CFG, options, make)
+    layer = hf.load(folder)[1]["layer_0"]
+    assert isinstance(layer["mixer"]["o"]["weight"], np.ndarray)
+    found = [layer["mixer"]["qkv"], layer["mlp"]["gate_up"], layer["mlp"]["down"]]
+    assert [leaf["weight"].q.dtype.name for leaf in found] == ["int8", "int4", "float8_e4m3fn"]
+    want = fused(CFG, weights)
+    for path, leaf in flatten({"layer_0": layer}).items():
+        np.testing.assert_array_equal(floats_of(leaf), want[path])
+
+
+# --- the model ---------------------------------------------------------------------------------
+
+
+def _dequantized(params: dict[str, Any]) -> dict[str, Any]:
+    kinds = QTensor | RowBlocks
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(floats_of(leaf)),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, kinds),
+    )
+
+
+@pytest.mark.parametrize("case", ["members-differ", "fp8-blocks"])
+def test_logits_are_those_of_the_dequantized_model(tmp_path: Path, case: str) -> None:
+    """Both sum in float32; they differ in the order of the sums."""
+    if case == "fp8-blocks":
+        folder, _ = write(tmp_path / "m", *IMPORTS["fp8-blocks"][:3])
+    else:
+        options = {**GPTQ, "desc_act": True}
+        make = _only({"v_proj": None}, cases.gptq(order="own"))
+        folder, _ = write(tmp_path / "m", CFG.replace(qkv_bias=True, o_bias=True), options, make)
+    lm = jl.load(folder)
+    assert lm.tokenizer is None and lm.params["layer_0"]["mlp"]["down"]["weight"].ndim == 2
+    tokens, lengths = tokens_of(lm.config, 2, 9), np.array([9, 5])
+    want = jl.logits(lm.config, _dequantized(lm.params), tokens, jnp.asarray(lengths))
+    assert relative_error(lm.logits(tokens, lengths)[0], want[0]) < 1e-5
+    assert len(lm.generate([[5, 6, 7]], max_new_tokens=3)[0].tokens) == 3
+    with pytest.raises(JaxLlamaError, match="its weights are already quantized, so .*'w8a16'"):
+        jl.load(folder, quantize="w8a16")
+
+
+@pytest.mark.parametrize("case", ["int8-static", "fp8-tensor-static", "int8-tokens"])
+def test_activations_are_quantized_as_the_checkpoint_says(tmp_path: Path, case: str) -> None:
+    """One product against its definition in numpy; all products and sums of words are exact in
+    float64, so only the last scaling rounds."""
+    from jaxllama.model.linear import linear
+
+    cfg, options, make, facts = IMPORTS[case]
+    folder, weights = write(tmp_path / "m", cfg, options, make)
+    w = hf.load(folder)[1]["layer_0"]["mlp"]["down"]["weight"]
+    x = np.random.default_rng(1).normal(0, 1, (5, 48)).astype(np.float32)
+    got = linear(jnp.asarray(x), {"weight": w})
+    integer = facts[0] == "int8"
+    scale = np.float32(0.02)
+    if not facts[6]:
+        scale = np.abs(x).max(1, keepdims=True) / np.float32(127)
+    steps = x / scale
+    if integer:
+        steps = np.clip(np.round(steps), -128, 127)
+    else:
+        steps = np.clip(steps, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    want = (steps.astype(np.float64) * scale) @ weights[
+        "model.layers.0.mlp.down_proj.weight"
+    ].T.astype(np.float64)
+    assert relative_error(got, want) < 1e-6
+
+
+def test_input_codes_are_the_norms_only_where_each_token_has_its_scale() -> None:
+    from jaxllama.model.linear import input_codes
+
+    w = dataclasses.replace(quantize(jnp.ones((4, 8)), "int8"), activations="int8")
+    static = dataclasses.replace(w, input_scale=jnp.float32(0.5))
+    for weight, words in (
+        (w, "int8"), (static, None), (jnp.ones((4, 8)), None), (RowBlocks((w, w)), "int8"),
+        (RowBlocks((w, static)), None), (RowBlocks((w, jnp.ones((2, 8)))), None),
+    ):  # fmt: skip
+        assert input_codes({"weight": weight}) == words
+
+
+# --- export and back ---------------------------------------------------------------------------
+
+
+def _same(got: Any, want: Any) -> None:
+    """Trees of the same structure, dtypes and bits."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype and a.shape == b.shape
+        np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32))
+
+
+# What AWQ and GPTQ packed together is a multiple of 8 in CFG; imports with other shapes, orders or
+# values that a format has no form for go elsewhere.
+EXPORTS = [
+    *(("awq", case) for case in ("awq", "awq-rows", "gptq-symmetric")),
+    *(("gptq", case) for case in (
+        "awq", "gptq", "gptq-symmetric", "gptq-act-order", "gptq-act-order-short-group",
+        "gptq-v2-uneven-groups", "gptq-8bit", "gptq-8bit-symmetric-act-order", "gptq-8bit-v2-rows",
+    )),
+    *(("compressed-tensors", case) for case in IMPORTS
+      if case.startswith(("packed", "int8", "fp8", "awq", "gptq-8bit-v2")) and "act" not in case),
+    *(("native", case) for case in (
+        "awq", "gptq-act-order", "gptq-v2-uneven-groups", "gptq-padded", "packed-8bit-zeros",
+        "int8-static", "fp8-blocks-at-the-edge", "fp8-scalar",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "case"), EXPORTS, ids=["-".join(pair) for pair in EXPORTS])
+def test_export_and_back_is_identical(tmp_path: Path, format: str, case: str) -> None:
+    folder, _ = write(tmp_path / "m", *IMPORTS[case][:3])
+    cfg, params = hf.load(folder)
+    out = packed.save(tmp_path / "out", cfg, params, format=format)
+    config = json.loads((out / "config.json").read_text())
+    method = {"native": "jaxllama"}.get(format, format)
+    assert config["quantization_config"]["quant_method"] == method
+    _, again = hf.load(out)
+    _same(again, params)
+
+
+def test_native_holds_anything(tmp_path: Path) -> None:
+    """A hybrid of GLA and attention, every kind of leaf, odd widths, shards, tokenizer files."""
+    cfg = LLAMA.replace(layer_types=("gla", "attention"), gla=GLA, d_ff=45, eos_token_ids=())
+    rng = np.random.default_rng(0)
+
+    def pick(path, w):
+        parent, width = path[-2], w.shape[1]
+        if parent in ("q", "gate_up", "down"):  # 45 inputs: an odd number of int4 words
+            t = words_of(
+                w.shape, group={32: 16, 45: 9}[width], zeros=parent != "q", scale=np.float32
+            )
+            return dataclasses.replace(t, columns=rng.permutation(width).astype(np.int32))
+        if parent == "k":  # zeros as GGUF has them, and its negative scales
+            t = words_of(w.shape, group=8, scale=np.float32)
+            return QTensor(t.q, -t.scale, t.scale * np.float32(0.5))
+        if parent == "qkv":
+            static = dataclasses.replace(
+                words_of((20, 32), "int8"),
+                activations="int8",
+                input_scale=np.array(0.03, np.float32),
+            )
+            return RowBlocks((static, w[20:32], words_of((32, 32), "float8_e4m3fn", 8)))
+        if parent == "o":
+            fp8 = words_of(w.shape, "float8_e4m3fn", scale=ml_dtypes.bfloat16)
+            return dataclasses.replace(fp8, activations="float8_e4m3fn")
+        return w
+
+    params = quantized(cfg, pick)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    out = packed.save(tmp_path / "out", cfg, params, [tmp_path / "tokenizer.json"],
+                      format="native", max_shard_bytes=5000)  # fmt: skip
+    assert len(list(out.glob("model-*.safetensors"))) > 3 and (out / "tokenizer.json").is_file()
+    got_cfg, got = hf.load(out)
+    assert got_cfg == cfg.replace(name="out")
+    _same(got, params)
+    half = hf.load(out, dtype=ml_dtypes.bfloat16)[1]
+    assert half["embed"]["weight"].dtype == ml_dtypes.bfloat16
+    assert half["layer_1"]["mixer"]["qkv"]["weight"].blocks[1].dtype == ml_dtypes.bfloat16
+    assert half["layer_0"]["mixer"]["q"]["weight"].scale.dtype == np.float32
+
+
+def test_exports_mix_bits_and_groups(tmp_path: Path) -> None:
+    """down in 8 bits and whole rows; GPTQ says so in ``dynamic``, compressed-tensors in groups."""
+    cfg = CFG.replace(tie_embeddings=False)
+
+    def pick(path, w):
+        if path[0] == "head":
+            return w
+        bits, group = ("int8", None) if path[-2] == "down" else ("int4", 16)
+        return words_of(w.shape, bits, group)
+
+    params = quantized(cfg, pick)
+    for format in ("gptq", "compressed-tensors"):
+        _same(hf.load(packed.save(tmp_path / format, cfg, params, format=format))[1], params)
+    options = json.loads((tmp_path / "gptq" / "config.json").read_text())["quantization_config"]
+    assert options["dynamic"] == {
+        r"-:^lm_head$": {},
+        r"+:^model\.layers\.0\.mlp\.down_proj$": {"bits": 8, "group_size": -1},
+    }
+    options = json.loads((tmp_path / "compressed-tensors" / "config.json").read_text())
+    groups = options["quantization_config"]["config_groups"]
+    assert groups["group_1"]["targets"] == ["model.layers.0.mlp.down_proj"]
+
+
+def test_awq_takes_the_finest_group(tmp_path: Path) -> None:
+    params = quantized(
+        CFG, lambda path, w: words_of(w.shape, group=None if path[-2] == "down" else 8, zeros=True)
+    )
+    got = hf.load(packed.save(tmp_path / "out", CFG, params, format="awq"))[1]
+    assert got["layer_0"]["mlp"]["down"]["weight"].group_size == 8
+    for a, b in zip(flatten(got).values(), flatten(params).values(), strict=True):
+        np.testing.assert_array_equal(floats_of(a), floats_of(b))
+
+
+def _refused() -> dict[str, tuple[str, Any, str]]:
+    int4, int8 = words_of((32, 48), group=16), words_of((32, 48), "int8")
+    columns = dataclasses.replace(int4, columns=np.arange(48, dtype=np.int32)[::-1])
+    nan = QTensor(int8.q, int8.scale * np.float16("nan"))
+    return {
+        "awq-int8": ("awq", int8, "no int8 words"),
+        "awq-columns": ("awq", columns, "act-order"),
+        "awq-float32-scales": ("awq", words_of((32, 48), scale=np.float32), "float16"),
+        "gptq-fp8": ("gptq", words_of((32, 48), "float8_e4m3fn"), "no float8_e4m3fn words"),
+        "gptq-activations": ("gptq", dataclasses.replace(int8, activations="int8"), "activations"),
+        "gptq-float-zeros": ("gptq", QTensor(int4.q, int4.scale, int4.scale), "zeros of float16"),
+        "gptq-negative": ("gptq", QTensor(int4.q, -int4.scale), "negative scales"),
+        "compressed-columns": ("compressed-tensors", columns, "act-order"),
+        "compressed-nan": ("compressed-tensors", nan, "NaN"),
+        "native-nan": ("native", nan, "NaN"),
+        "nothing": ("gptq", np.ones((32, 48), np.float32), "no weight is quantized"),
+        "format": ("exl2", int4, "not one of native, awq, gptq, compressed-tensors"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _refused())
+def test_what_a_format_cannot_hold_is_named(tmp_path: Path, case: str) -> None:
+    format, weight, words = _refused()[case]
+    params = seeded_params(CFG)
+    params["layer_0"]["mlp"]["down"]["weight"] = weight
+    with pytest.raises(JaxLlamaError, match=words) as caught:
+        packed.save(tmp_path / "out", CFG, params, format=format)
+    named = "down" in str(caught.value) or case in ("nothing", "format")
+    assert named and "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_refusals(tmp_path: Path) -> None:
+    params = quantized(CFG, lambda path, w: words_of(w.shape))
+    embed = dict(params, embed={"weight": words_of((97, 32), "int8")})
+    with pytest.raises(JaxLlamaError, match="embed/weight: it has no quantized embedding"):
+        packed.save(tmp_path / "a", CFG, embed, format="awq")
+    wide = CFG.replace(d_ff=44)
+    odd = quantized(wide, lambda path, w: words_of(w.shape))
+    with pytest.raises(JaxLlamaError, match="GPTQ packs 8 inputs or outputs together"):
+        packed.save(tmp_path / "a", wide, odd, format="gptq")
+    with pytest.raises(JaxLlamaError, match="AWQ packs 8 outputs together"):
+        packed.save(tmp_path / "a", wide, odd, format="awq")
+    with pytest.raises(JaxLlamaError, match=r"layer_0/mlp/gate_up/weight: shape \[96, 32\]"):
+        packed.save(tmp_path / "a", wide, params, format="native")
+    del odd["norm"]
+    with pytest.raises(JaxLlamaError, match="missing: norm/weight"):
+        packed.save(tmp_path / "a", wide, odd)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(JaxLlamaError, match="already exists"):
+        packed.save(tmp_path / "full", CFG, params)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]

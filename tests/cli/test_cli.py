@@ -1,0 +1,526 @@
+"""The command line, in this process over a tiny random model, and as a real process."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from jaxllama.checkpoints import hub
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.cli import chat, doctor
+from jaxllama.cli import main as cli
+from jaxllama.cli.main import main
+from jaxllama.errors import JaxLlamaError
+from jaxllama.text.tokenizer import Tokenizer
+from pallas_kernels import dispatch
+from tests.helpers.models import LLAMA, params_of
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A directory in HF's layout: random weights over bytes, a template, a short context."""
+    folder = tmp_path_factory.mktemp("models")
+    cfg = LLAMA.replace(vocab_size=256, eos_token_ids=(0,), max_position=200)
+    Tokenizer.byte_level()._backend.save(str(folder / "tokenizer.json"))
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": TEMPLATE}))
+    files = [folder / "tokenizer.json", config]
+    return str(hf.save(folder / "tiny", cfg, params_of(cfg), files))
+
+
+@pytest.fixture
+def run(model, capsys):
+    """run(words...) -> (status, stdout, stderr); the model is filled in."""
+
+    def call(command: str, *words: str, model: str | None = model) -> tuple[int, str, str]:
+        named = [] if model is None else ["--model", model]
+        status = main([command, *words, *named])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def generate(run, *words: str) -> dict:
+    status, out, err = run("generate", *words, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+# generate
+
+
+def test_text_is_what_the_library_generates(run, model):
+    [want] = jl.load(model).generate("hello", max_new_tokens=12)
+    status, out, err = run("generate", "hello", "--max-new-tokens", "12")
+    assert (status, out, err) == (0, want.text + "\n", "")
+    [got] = generate(run, "hello", "--max-new-tokens", "12")["generations"]
+    assert got == {
+        "prompt": "hello",
+        "text": want.text,
+        "tokens": want.tokens,
+        "logprobs": want.logprobs,
+        "finish_reason": "length",
+    }
+
+
+def test_stream_adds_up_to_the_text(run):
+    words = ["hello", "--temperature", "1", "--seed", "3", "--max-new-tokens", "40"]
+    _, plain, _ = run("generate", *words)
+    status, streamed, _ = run("generate", *words, "--stream")
+    assert status == 0 and streamed == plain and len(plain) > 20
+
+
+def test_sampling_options_reach_the_sampler(run, model):
+    words = ["--temperature", "0.9", "--top-k", "30", "--top-p", "0.95", "--min-p", "0.01",
+             "--repetition-penalty", "1.2", "--frequency-penalty", "0.1", "--presence-penalty",
+             "-0.2", "--logit-bias", "65=1.5", "--logit-bias", "66=-inf", "--seed",
+             "9"]  # fmt: skip
+    sampling = jl.Sampling(
+        temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.2,
+        frequency_penalty=0.1, presence_penalty=-0.2, logit_bias={65: 1.5, 66: -math.inf}, seed=9,
+    )  # fmt: skip
+    [want] = jl.load(model).generate("hello", 16, sampling)
+    [got] = generate(run, "hello", *words, "--max-new-tokens", "16")["generations"]
+    assert got["tokens"] == want.tokens and 66 not in got["tokens"]
+
+
+def test_stop_strings_cut_the_text(run):
+    words = ["hello", "--temperature", "1", "--seed", "3", "--max-new-tokens", "40"]
+    text = generate(run, *words)["generations"][0]["text"]
+    [cut] = generate(run, *words, "--stop", text[9:12], "--stop", "nowhere")["generations"]
+    assert cut["text"] == text[: text.index(text[9:12])] and cut["finish_reason"] == "stop"
+
+
+def test_many_prompts_from_words_file_and_stdin(run, tmp_path, monkeypatch):
+    few = ["--max-new-tokens", "5"]
+    want = generate(run, "one", "two and more", *few)["generations"]
+    assert [row["prompt"] for row in want] == ["one", "two and more"]
+    path = tmp_path / "prompts.txt"
+    path.write_text("\ufeffone\n\ntwo and more\n", encoding="utf-8")
+    got = generate(run, "--file", str(path), *few)["generations"]
+    stdin = io.TextIOWrapper(io.BytesIO(path.read_bytes()))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    piped = generate(run, "--file", "-", *few)["generations"]
+    for rows in (got, piped):
+        assert [row["tokens"] for row in rows] == [row["tokens"] for row in want]
+    _, out, _ = run("generate", "one", "two and more", *few)
+    headed = [f'=== "{row["prompt"]}"\n{row["text"]}\n' for row in want]
+    assert out == "\n".join(headed)
+
+
+def test_chat_prompts_go_through_the_template(run, model):
+    few = ["--max-new-tokens", "5"]
+    [got] = generate(run, "hi", "--chat", *few)["generations"]
+    [want] = generate(run, "<u>hi\n<a>", *few)["generations"]
+    assert got["tokens"] == want["tokens"] and got["prompt"] == "hi"
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        (["--chunk", "7"], False),
+        (["--attn-sparsity", "1.0"], False),
+        (["--attn-sparsity", "0.1"], True),
+        (["--kv-dtype", "fp8"], True),
+        (["--quantize", "w8a16"], True),
+        (["--dtype", "bfloat16"], True),
+    ],
+)
+def test_model_options_take_effect(run, words, changes):
+    prompt = "a prompt of more than a few tokens"
+    [plain] = generate(run, prompt)["generations"]
+    [got] = generate(run, prompt, *words)["generations"]
+    same = len(plain["logprobs"]) == len(got["logprobs"]) and np.allclose(
+        plain["logprobs"], got["logprobs"], atol=1e-4
+    )
+    assert same is not changes
+
+
+def test_json_has_no_word_for_nan_and_uses_null(capsys):
+    from jaxllama.cli.main import _print_json
+
+    _print_json({"a": [float("nan"), 1.5, float("inf")], "b": "ä"})
+    assert capsys.readouterr().out == '{"a": [null, 1.5, null], "b": "ä"}\n'
+
+
+# chat
+
+
+def talk(run, monkeypatch, lines: str, *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    return run("chat", "--max-new-tokens", "8", *words)
+
+
+def test_conversation_is_the_template_over_all_turns(run, model, monkeypatch):
+    lm = jl.load(model)
+    asked = [{"role": "system", "content": "be"}, chat.user("one")]
+    [first] = lm.generate([chat.ids_of(lm, asked)], 8)
+    asked += [{"role": "assistant", "content": first.text}, chat.user("two")]
+    [second] = lm.generate([chat.ids_of(lm, asked)], 8)
+    status, out, err = talk(run, monkeypatch, "one\n\ntwo\n", "--system", "be")
+    assert (status, out, err) == (0, f"{first.text}\n{second.text}\n", "")
+
+
+def test_reset_begins_anew_and_exit_ends(run, monkeypatch):
+    _, once, _ = talk(run, monkeypatch, "one\n")
+    status, out, err = talk(run, monkeypatch, "one\n/reset\none\n/help\n/exit\nnever\n")
+    assert (status, out) == (0, once * 2)
+    assert "/help is not a command" in err
+
+
+def test_a_line_may_begin_with_a_slash(run, monkeypatch):
+    _, once, _ = talk(run, monkeypatch, "/etc/passwd is a file\n")
+    status, twice, err = talk(run, monkeypatch, "//etc/passwd is a file\n/tmp\n//tmp\n")
+    assert status == 0 and twice.startswith(once) and twice != once
+    assert err == "/tmp is not a command; there are /reset and /exit, and //tmp says /tmp\n"
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(run, monkeypatch):
+    """What was said of it stays: the next answer is that of a conversation with both."""
+    asked = []
+    generate = jl.LanguageModel.generate
+
+    def interrupted(self, rows, *arguments, on_text, **options):
+        asked.append(self.tokenizer.decode(rows[0]))
+        if len(asked) > 1:
+            return generate(self, rows, *arguments, on_text=on_text, **options)
+        on_text(0, "well")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jl.LanguageModel, "generate", interrupted)
+    status, out, err = talk(run, monkeypatch, "one\ntwo\n")
+    assert status == 0 and out.startswith("well\n") and out.count("\n") >= 2
+    assert "(interrupted)" in err and asked[1].startswith("<u>one\n<a>well")
+
+
+def test_bytes_that_are_no_text_are_noted_and_the_conversation_goes_on(run, monkeypatch):
+    _, once, _ = talk(run, monkeypatch, "one\n")
+    stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9\none\n"), "utf-8", "strict")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    status, out, err = run("chat", "--max-new-tokens", "8")
+    assert (status, out) == (0, once) and "not Unicode" in err
+
+
+def test_conversation_beyond_the_context_says_so_and_goes_on(run, monkeypatch):
+    _, once, _ = talk(run, monkeypatch, "one\n")
+    status, out, err = talk(run, monkeypatch, "x" * 300 + "\none\n")
+    assert (status, out) == (0, once)
+    assert "307 tokens and the context 200" in err
+
+
+def test_model_without_a_template_cannot_chat(run, model, tmp_path):
+    for file in Path(model).iterdir():
+        if file.name != "tokenizer_config.json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert_error(run("chat", model=str(tmp_path)), "no chat template")
+    (tmp_path / "tokenizer.json").unlink()
+    assert_error(run("chat", model=str(tmp_path)), "no tokenizer")
+
+
+# bench, eval, doctor
+
+
+def test_bench_reports_what_it_measured(run, model):
+    words = ["--runs", "2", "--prompt-tokens", "20", "--new-tokens", "6", "--batch", "2"]
+    began = time.perf_counter()
+    status, out, _ = run("bench", *words, "--json")
+    took = time.perf_counter() - began
+    got = json.loads(out)
+    assert status == 0 and got["batch"] == 2 and got["dtype"] == "float32"
+    assert got["model"] == model
+    assert 0 < got["prefill_seconds"] < took
+    assert got["prefill_tokens_per_second"] == pytest.approx(40 / got["prefill_seconds"])
+    params = jl.load(model).params
+    in_step = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - params["embed"]["weight"].nbytes
+    )
+    assert got["weight_bytes_per_step"] == in_step
+    steps_per_second = got["decode_tokens_per_second"] / 2
+    assert got["weight_gigabytes_per_second"] == pytest.approx(in_step * steps_per_second / 1e9)
+    assert 5e7 < got["peak_rss_bytes"] < 1e12 and got["first_token_seconds"] > 0
+    status, out, _ = run("bench", *words)
+    assert status == 0 and re.search(r"decode +[\d.]+ tokens/s", out)
+
+
+def test_eval_is_the_mean_of_the_models_own_logprobs(run, model, tmp_path):
+    text = "The quick brown fox jumps over the lazy dog."
+    path = tmp_path / "text.txt"
+    path.write_text(text)
+    status, out, _ = run("eval", "--text", str(path), "--window", "16", "--json")
+    got = json.loads(out)
+    lm, ids = jl.load(model), list(text.encode())
+    want = []
+    for first in range(0, len(ids) - 1, 15):
+        row = ids[first : first + 16]
+        logits = np.asarray(lm.logits([row], [len(row)]), np.float64)[0]
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        want += [logprobs[i, token] for i, token in enumerate(row[1:])]
+    assert status == 0 and got["tokens"] == len(want) == len(ids) - 1
+    assert got["perplexity"] == pytest.approx(math.exp(-np.mean(want)), rel=1e-4)
+
+
+def test_doctor_says_what_runs_where_and_why(run):
+    status, out, _ = run("doctor", "--json")
+    got = json.loads(out)
+    assert status == 0 and got["packages"]["jax"] == jax.__version__
+    assert got["backend"] == jax.default_backend() and len(got["devices"]) == jax.device_count()
+    assert got["model"]["bytes_by_dtype"] == {"float32": 4 * got["model"]["parameters"]}
+    assert got["model"]["tokenizer"] and got["model"]["chat_template"]
+    assert {op["op"] for op in got["ops"]} >= {"quantized_matmul", "gla", "rms_norm", "attention"}
+    calls = got["model"]["calls"]
+    for op in got["ops"] + calls:
+        assert (op["reason"] is None) == (op["implementation"] != "xla")
+    assert {"decode, 1 row", "decode, 16 rows"} < {op["call"] for op in calls}
+    assert {op["op"] for op in calls} >= {"quantized_matmul", "rms_norm", "rope_and_attend"}
+    assert max(op.get("count", 1) for op in calls) >= got["model"]["layers"]
+    status, out, _ = run("doctor")
+    assert status == 0 and "op        decode, 1 row: " in out
+
+
+def test_doctor_looks_at_what_a_hopper_gpu_would_run(monkeypatch):
+    if jax.__version_info__ < dispatch.TESTED_JAX[0]:
+        pytest.skip(f"jax {jax.__version__} traces no Mosaic kernel")
+    monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
+    ops = [doctor._op(*row) for row in doctor._typical_calls()]
+    got = {(op["op"], op["call"]): op for op in ops}
+    for op in got.values():
+        assert (op["reason"] is None) == (op["implementation"] == "mosaic") == bool(op["kernel"]), (
+            op
+        )
+    assert got["gla", "64 tokens"]["kernel"] == "gla_mosaic"
+    assert got["quantized_matmul", "w4a16, 512 tokens"]["plan"].startswith("WeightTile(tokens=128")
+    assert (
+        got["quantized_matmul", "w8a8, 1 token"]["reason"]
+        == "XLA's matrix-vector product of one int8 row is faster"
+    )
+
+
+# Bad input
+
+RESIDENT, NARROW = "100 0 100 0 100 0", "compress_cache=true"
+
+
+def assert_error(result: tuple[int, str, str], *words: str) -> None:
+    status, out, err = result
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["hi", "--temperature", "-1"], "temperature = -1.0"),
+        (["hi", "--temperature", "nan"], "temperature = nan"),
+        (["hi", "--temperature", "1e9"], "temperature"),
+        (["hi", "--temperature", "warm"], "--temperature"),
+        (["hi", "--temperature", "1", "--top-k", "-3"], "--top-k = -3"),
+        (["hi", "--temperature", "1", "--top-p", "0"], "--top-p = 0.0"),
+        (["hi", "--temperature", "1", "--min-p", "2"], "--min-p = 2.0"),
+        (["hi", "--repetition-penalty", "0"], "--repetition-penalty = 0.0"),
+        (["hi", "--presence-penalty", "3"], "--presence-penalty = 3.0"),
+        (["hi", "--logit-bias", "65"], "--logit-bias '65'"),
+        (["hi", "--logit-bias", "9999=1"], "token id 9999"),
+        (["hi", "--seed", "1.5"], "--seed"),
+        (["hi", "--top-k", "5"], "--top-k needs --temperature"),
+        (["hi", "--seed", "5"], "--seed needs --temperature"),
+        (["hi", "--max-new-tokens", "0"], "--max-new-tokens = 0"),
+        (["hi", "--max-new-tokens", "1000"], "prompt 0: 2 tokens and 1000 new ones"),
+        (["x" * 300], "prompt 0: 300 tokens"),
+        ([""], "prompt 0 is empty"),
+        ([], "no prompt"),
+        (["hi", "--stop", ""], "--stop ''"),
+        (["hi", "--file", "-"], "exclude each other"),
+        (["hi", "--stream", "--json"], "exclude each other"),
+        (["hi", "ho", "--stream"], "--stream"),
+        (["--file", "/nowhere/x.txt"], "/nowhere/x.txt: No such file"),
+        (["--file", "/"], "/: Is a directory"),
+        (["hi", "--quantize", "w1a1"], "--quantize 'w1a1' is not one of"),
+        (["hi", "--kv-dtype", "int3"], "--kv-dtype"),
+        (["hi", "--dtype", "int8"], "--dtype"),
+        (["hi", "--attn-sparsity", "0"], "--attn-sparsity = 0.0"),
+        (["hi", "--chunk", "0"], "--chunk = 0"),
+        (
+            ["hi", "--attn-sparsity", "0.1", "--policy", "0 0 0 0 0 0 attn_sparsity=0.2"],
+            "attn_sparsity = 0.2, and beside it 0.1 is asked for",
+        ),
+        (["hi", "--wat"], "--wat"),
+        (["caf\udce9"], "not Unicode"),
+    ],
+)
+def test_generate_refuses(run, words, says):
+    assert_error(run("generate", *words), says)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bench", "--runs", "0"], "--runs = 0"),
+        (["bench", "--prompt-tokens", "500"], "context is 200"),
+        (["bench", "--random"], "no preset"),
+        (["eval"], "--text"),
+        (["eval", "--text", "/nowhere"], "/nowhere: No such file"),
+        (["eval", "--text", "EMPTY"], "0 tokens"),
+        (["eval", "--text", "BINARY"], "not UTF-8"),
+        (["eval", "--text", "EMPTY", "--window", "1"], "--window = 1"),
+        (["eval", "--text", "EMPTY", "--window", "500"], "from 2 to 200"),
+        (["chat", "--max-new-tokens", "-1"], "--max-new-tokens = -1"),
+        (["plan", "--attn-sparsity", "7"], "--attn-sparsity = 7.0"),
+        (["plan", "--chunk", "-3"], "--chunk = -3"),
+        (["plan", "--mesh", "model=99"], "--mesh"),
+        (["plan", "--quantize", "w1"], "--quantize 'w1'"),
+        (["plan", "--device-gb", "nan"], "--device-gb = nan"),
+        (["plan", "--host-gb", "1", "--policy", RESIDENT], "--host-gb bounds what is solved for"),
+        (["plan", "--timeline", "/nowhere/x.png"], "--timeline"),
+        (["plan", "--chunk", "8", "--policy", f"{RESIDENT} prefill_batch_size=9"], "size = 9"),
+        (
+            ["eval", "--text", "EMPTY", "--kv-dtype", "int8", "--policy", f"{RESIDENT} {NARROW}"],
+            "compress_cache is int4, and kv_dtype is 'int8'",
+        ),
+        (["wat"], "wat"),
+    ],
+)
+def test_other_commands_refuse(run, tmp_path, words, says):
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "binary").write_bytes(b"ab\xff\xfe")
+    files = {"EMPTY": str(tmp_path / "empty"), "BINARY": str(tmp_path / "binary")}
+    assert_error(run(*(files.get(word, word) for word in words)), says)
+
+
+def test_plan_measures_anew_for_what_it_is_asked(run, monkeypatch):
+    def calibrate(cfg, *_, chunk, fresh, **__):
+        raise JaxLlamaError(f"{fresh} {cfg.attn_sparsity} {chunk}")
+
+    monkeypatch.setattr("jaxllama.bench.plan.calibrate", calibrate)
+    words = ["plan", "--random", "--prompt-tokens", "64"]
+    assert_error(run(*words, model="smollm2-135m"), "False 1.0 512")
+    words += ["--recalibrate", "--attn-sparsity", "0.1", "--chunk", "64"]
+    assert_error(run(*words, model="smollm2-135m"), "True 0.1 64")
+
+
+def test_unknown_models_are_named(run, tmp_path):
+    missing = str(tmp_path / "missing.gguf")
+    assert_error(run("generate", "hi", model=missing), missing)
+    assert_error(run("generate", "hi", model=str(tmp_path)), "config.json")
+
+
+def test_no_command_is_an_error(capsys):
+    status = main([])
+    assert_error((status, *capsys.readouterr()), "COMMAND")
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "says"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (OSError(28, "No space left on device", "/cache/x"), 2, "error: /cache/x: No space left"),
+        (MemoryError("no room"), 2, "error: out of memory: no room"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of\nmemory"), 2, "error: out of memory: RESOURCE"),
+    ],
+)
+def test_what_happens_meanwhile_is_one_line(monkeypatch, capsys, raised, status, says):
+    def load(*_, **__):
+        raise raised
+
+    monkeypatch.setattr("jaxllama.loading.load", load)
+    assert main(["generate", "hi"]) == status
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(says) and err.count("\n") == (status == 2)
+
+
+def test_a_character_that_stdout_lacks_is_escaped(monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), "ascii", "strict")
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setitem(cli._COMMANDS, "doctor", lambda _: print("caf\xe9"))
+    assert main(["doctor"]) == 0 and screen.buffer.getvalue() == b"caf\\xe9\n"
+
+
+def test_bugs_of_ours_are_not_hidden(monkeypatch):
+    monkeypatch.setattr("jaxllama.loading.load", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["generate", "hi"])
+
+
+# As a process
+
+
+def process(*words: str, **options) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    command = [sys.executable, "-m", "jaxllama", *words]
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=300, check=False, **options
+    )
+
+
+def silence(stderr: str) -> str:
+    """Without the lines of work that took long on a busy machine."""
+    return re.sub(r"^(reading|generating).* \d+ s\n", "", stderr, flags=re.MULTILINE)
+
+
+def test_help_is_fast_and_imports_no_jax():
+    began = time.perf_counter()
+    got = process("generate", "--help")
+    took = time.perf_counter() - began
+    assert got.returncode == 0 and "--temperature" in got.stdout and got.stderr == ""
+    code = (
+        "import sys\nfrom jaxllama.cli.main import main\n"
+        "try: main(['--help'])\nexcept SystemExit: print('jax' in sys.modules)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert out.stdout.splitlines()[-1] == "False"
+    assert took < 5  # 0.1 s on an idle machine; the import is what is asserted
+
+
+def test_version():
+    assert process("--version").stdout == f"jaxllama {jl.__version__}\n"
+
+
+def test_closed_pipe_ends_quietly(model):
+    """The reader is gone before the first character."""
+    read, write = os.pipe()
+    os.close(read)
+    env = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    words = [sys.executable, "-m", "jaxllama", "generate", "hi", "--model", model, "--stream"]
+    got = subprocess.run(
+        words, env=env, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(write)
+    assert (got.returncode, silence(got.stderr)) == (0, "")
+
+
+def test_the_main_job():
+    """The command of the README, on the real weights."""
+    try:
+        hub.resolve("smollm2-135m")
+    except JaxLlamaError as error:
+        pytest.skip(f"no weights here: {error}")
+    got = process("generate", "The capital of France is", "--max-new-tokens", "8")
+    assert got.returncode == 0, got.stderr
+    assert got.stdout.startswith(" Paris.") and silence(got.stderr) == ""
+
+
+def test_help_names_every_scheme():
+    from jaxllama.quantization.scheme import SCHEMES
+
+    text = process("generate", "--help").stdout
+    assert [scheme for scheme in SCHEMES if scheme not in text] == []

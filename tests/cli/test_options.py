@@ -1,0 +1,129 @@
+"""Every option of every command: outside of its domain it is refused by name, before any work."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import pytest
+
+from jaxllama.cli import main as cli
+from jaxllama.cli import options as cli_options
+from jaxllama.cli.options import Number, OutFile, Parser
+
+# A word outside of each domain that is not a number.
+BAD = {
+    cli_options.scheme: "w3a16",
+    cli_options.rounding: "fp8-static",
+    cli_options.mesh: "rows=2",
+    cli_options.hosts: "here",
+    cli_options.policy: "120 0 0 0 0 0",
+    cli_options.length: "9:2",
+    cli_options.url: "ftp://x",
+    cli_options.logit_bias: "5=nan",
+    cli_options.goodput: "ttft=0",
+    cli_options.filled: "",
+    cli_options.api_key: "a b ",
+    cli_options.text_file: "/nowhere/x.txt",
+    cli_options.text_input: "/",
+    cli_options.run_folder: "/nowhere",
+    cli_options.out_folder: "/dev/null/x",
+    cli_options.new_folder: "/",
+}
+# Words that may be anything, or that the command reads for itself and names.
+FREE = {"system", "prompts", "file"}
+
+
+def commands(parser: Parser, words: tuple[str, ...] = ()):
+    """(the words of every command, its parser)."""
+    inner = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if words:
+        yield words, parser
+    for action in inner:
+        for name, sub in action.choices.items():
+            yield from commands(sub, (*words, name))
+
+
+def cases():
+    for words, parser in commands(cli_options.parser(cli._COMMANDS)):
+        for action in parser._actions:
+            if action.nargs == 0 or isinstance(action, argparse._SubParsersAction):
+                continue
+            flag = action.option_strings[0] if action.option_strings else None
+            for bad in outside(action):
+                yield pytest.param(words, action, bad,
+                                   id=" ".join((*words, flag or action.dest, bad)))  # fmt: skip
+
+
+def outside(action: argparse.Action) -> list[str]:
+    kind = action.type
+    if action.choices is not None:
+        return ["wat"]
+    if isinstance(kind, Number):
+        bad = ["wat"] if kind.least == -math.inf else ["wat", str(kind.kind(kind.least) - 1)]
+        bad += [str(kind.least)] if kind.above else []
+        bad += [str(kind.most * 2 + 1)] if kind.most < math.inf else []
+        return bad + (["1.5"] if kind.kind is int else ["nan"])
+    if isinstance(kind, OutFile):
+        return ["x.wat", f"/dev/null/x{kind.suffixes[0]}"]
+    if kind is None:
+        assert action.dest in FREE, f"{action.dest}: an option without a domain"
+        return []
+    return [BAD[kind]]
+
+
+@pytest.mark.parametrize(("words", "action", "bad"), list(cases()))
+def test_outside_of_its_domain_an_option_is_refused_by_name(
+    words, action, bad, monkeypatch, capsys
+):
+    """The command itself is never entered, so nothing slow can have begun."""
+    monkeypatch.setattr(cli, "_COMMANDS", {name: pytest.fail for name in cli._COMMANDS})
+    given = [bad] * (action.nargs if isinstance(action.nargs, int) else 1)
+    if action.option_strings:
+        given = [f"{action.option_strings[0]}={bad}"] if len(given) == 1 else [
+            action.option_strings[0], *given
+        ]  # fmt: skip
+    assert cli.main([*words, *given]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert (action.option_strings or [bad])[0] in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["bench", "--batch", "3", "serve"], "--batch has no effect before serve"),
+        (["generate", "hi", "--mesh", "model=99"], "--mesh data=1,model=99: needs 99 devices"),
+        (["generate", "hi", "--hosts", "a:1,2,0"], "--hosts needs --mesh"),
+        (["generate", "hi", "--policy", "0 100 0 100 0 100", "--mesh", "model=1"], "--mesh"),
+        (["generate", "hi", "--policy", "0 100 0 100 0 100 compress_cache=true", "--kv-dtype",
+          "fp8"], "compress_cache is int4, and kv_dtype is 'float8_e4m3fn'"),
+        (["generate", "hi", "--policy", "0 100 0 100 0 100 compress_weight=true", "--quantize",
+          "w8a16"], "compress_weight is"),
+        (["generate", "hi", "--policy", "0 100 0 100 0 100 attn_sparsity=0.5", "--attn-sparsity",
+          "0.1"], "attn_sparsity = 0.5, and beside it 0.1"),
+        (["plan", "--policy", "0 100 0 100 0 100", "--host-gb", "3"], "--host-gb"),
+        (["eval", "--text", "-", "--window", "8", "--stride", "8"], "--stride = 8"),
+        (["chat", "--seed", "3"], "--seed needs --temperature"),
+    ],
+)  # fmt: skip
+def test_options_that_contradict_each_other_are_refused_by_name(words, says, monkeypatch, capsys):
+    for work in ("hub.resolve", "hf.load.load"):
+        monkeypatch.setattr(f"jaxllama.checkpoints.{work}", pytest.fail)
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+
+
+@pytest.mark.parametrize("words", [["--kv-dtype", "int8"], ["--attn-sparsity", "0.5"]])
+def test_a_cache_s_options_need_a_cache(words, monkeypatch, capsys):
+    """A model of GLA layers has neither keys nor values."""
+    from jaxllama import loading
+    from jaxllama.language_model import LanguageModel
+    from tests.helpers.models import FAMILIES
+
+    cfg = FAMILIES["gla"]
+    lm = LanguageModel(cfg, {}, None)
+    monkeypatch.setattr(loading, "load", lambda *_, **__: lm)
+    assert cli.main(["generate", "hi", *words]) == 2
+    assert f"{words[0]}: {cfg.name} has no layer with keys" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""Run by test_engine_mesh in a process of its own, with 8 devices where the tests have one.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 \
+        python -m tests.helpers.engine_mesh_child MESH ...
+
+One JSON line per engine: first without a mesh, then on each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax
+
+from jaxllama.language_model import LanguageModel
+from jaxllama.parallel import mesh as parallel
+from jaxllama.sampling import Sampling
+from jaxllama.serving.engine.engine import Engine
+from jaxllama.serving.engine.request import Request
+from tests.helpers.models import LLAMA, params_of
+
+# 8 heads that share 2 kv heads, which a mesh of 4 repeats; a vocabulary (97) that none divides.
+CFG = LLAMA.replace(
+    d_model=64, n_layers=1, n_heads=8, n_kv_heads=2, d_ff=128, layer_types=("attention",)
+)
+REQUESTS = [
+    Request("one", (9,), 4),
+    Request("short", (5, 6, 7, 8), 6),
+    Request("drawn", tuple(range(3, 20)), 6, Sampling(temperature=1.0, seed=3)),
+    Request("long", tuple(range(3, 45)), 9),
+    Request("again", tuple(range(3, 45)), 9, logprobs=2),
+]
+
+
+def report(lm: LanguageModel) -> dict:
+    engine = Engine(lm, max_slots=4, max_len=64, prefill_chunk=16)
+    engine.warm_up()
+    events = engine.generate(REQUESTS)
+    again = engine.generate(REQUESTS)  # now with prompts out of the prefix cache
+    keys = engine.runner.slots.cache.layers[0].k
+    return {
+        "tokens": {
+            key: [token for event in [*value, *again[key]] for token in event.tokens]
+            for key, value in events.items()
+        },
+        "cached": sum(value[-1].cached_tokens for value in again.values()),
+        "kv_heads": [keys.shape[2], keys.addressable_shards[0].data.shape[2]],
+        "devices": len(keys.sharding.device_set),
+        "compilations": engine.stats().compilations,
+    }
+
+
+def main() -> None:
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    params = params_of(CFG)
+    print(json.dumps(report(LanguageModel(CFG, params, None))), flush=True)
+    for mesh in sys.argv[1:]:
+        placed = parallel.shard_params(CFG, params, parallel.make_mesh(mesh))
+        print(json.dumps(report(LanguageModel(*placed, None))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""Run by test_parallel in a process of its own, with 8 devices where the tests have one.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 \
+        python -m tests.helpers.parallel_child NAME ...
+
+One JSON line per result.
+A model and the same model on a mesh, both through ``start`` and the compiled loop; what is compared
+is printed, and judged by the test.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama import compiler_options, generation
+from jaxllama.bench.evaluate import perplexity
+from jaxllama.config import GLAConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.loading import load
+from jaxllama.model.cache import init_cache
+from jaxllama.parallel import mesh as parallel
+from jaxllama.quantization.quantize import quantize_params
+from jaxllama.quantization.random_params import random_params
+from jaxllama.sampling import Sampling, SamplingParams
+from jaxllama.training import loop, train
+from pallas_kernels.qtensor import QTensor, RowBlocks
+from tests.helpers.models import LLAMA, params_of, tokens_of
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# 8 heads, so that 8 shards have one each; a vocabulary (97) that no mesh divides.
+WIDE = LLAMA.replace(
+    d_model=64, n_layers=1, n_heads=8, n_kv_heads=2, d_ff=128, layer_types=("attention",)
+)
+GLA = GLAConfig(n_heads=8, n_kv_heads=2, expand_k=0.5, expand_v=1.0, use_short_conv=True)
+FAMILIES = {
+    "gqa": WIDE,
+    "mha-tied-bias": WIDE.replace(n_kv_heads=8, tie_embeddings=True, qkv_bias=True, o_bias=True),
+    "mqa-window": WIDE.replace(n_kv_heads=1, sliding_window=7, mlp_bias=True),
+    "llama3-rope-even": WIDE.replace(
+        vocab_size=128,
+        rope=dataclasses.replace(WIDE.rope, scaling="llama3", factor=8.0, original_max_position=16),
+    ),
+    "gla": WIDE.replace(layer_types=("gla",), gla=GLA),
+    "hybrid": WIDE.replace(n_layers=2, layer_types=("gla", "attention"), gla=GLA),
+}
+MESHES = ("1x2", "2x2", "1x4", "1x8", "2x4")
+MIXED = [
+    Sampling(),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=0.8, top_k=20, min_p=0.01, seed=1),
+    Sampling(temperature=1.2, top_p=0.9, repetition_penalty=1.2, logit_bias={5: 2.0}, seed=5),
+]
+NEW = 8
+
+
+def mesh_of_name(name: str):
+    data, model = name.split("x")
+    return parallel.make_mesh(f"data={data},model={model}")
+
+
+def decode(cfg, params, mesh, dtype, sampling, kv_dtype=None):
+    """(tokens, logprobs, text of the compiled loop)."""
+    tokens, lengths = tokens_of(cfg, 4, 9), jnp.asarray([9, 4, 7, 1], jnp.int32)
+    cache = init_cache(cfg, 4, 9 + NEW, kv_dtype or dtype, mesh=mesh)
+    stacked = SamplingParams.stack(sampling, cfg.vocab_size, 0)
+    stop_ids = jnp.zeros((0,), jnp.int32)
+    state = generation.start(
+        cfg, params, tokens, lengths, cache, stacked, stop_ids, max_new_tokens=NEW
+    )
+    arguments = (params, state, stacked, stop_ids, np.int32(NEW))
+    if any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves((params, state))):
+        # jax's compiled functions do not take int4 arrays on several CPU devices; jit does.
+        state, text = generation.advance(cfg, *arguments), None
+    else:
+        loop = generation.advance.lower(cfg, *arguments).compile()
+        state, text = loop(*arguments), loop.as_text()
+    return *parallel.fetch((state.tokens, state.logprobs)), text
+
+
+def collectives(text: str) -> dict[str, list[str]]:
+    """The shapes of every collective of a compiled program, by kind."""
+    found = collections.defaultdict(list)
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    for match in re.finditer(rf"= (\S+|\(.*?\)) ({kinds})(?:-start)?\(", text):
+        found[match[2]].append(re.sub(r"\{[\d,]*\}", "", match[1]))
+    return dict(found)
+
+
+def share(params) -> tuple[float, list[str]]:
+    """The fullest device's part of the bytes that are split, and whose others every device has."""
+    held, total, whole = collections.Counter(), 0, set()
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if leaf.is_fully_replicated:
+            whole.add([key.key for key in path if hasattr(key, "key")][-2])
+            continue
+        total += leaf.nbytes
+        for shard in leaf.addressable_shards:
+            held[shard.device.id] += shard.data.nbytes
+    return max(held.values()) / total, sorted(whole)
+
+
+def compare(family: str, scheme: str, meshes, sampled: bool, kv_dtype=None) -> None:
+    cfg = FAMILIES[family]
+    dtype = "bfloat16" if scheme == "bfloat16" else "float32"
+    params = params_of(cfg, dtype=dtype)
+    if scheme not in ("bfloat16", "float32"):
+        params = quantize_params(params, scheme)
+    sampling = MIXED if sampled else [Sampling()] * 4
+    want = decode(cfg, params, None, dtype, sampling, kv_dtype)
+    for name in meshes:
+        mesh = mesh_of_name(name)
+        config, on_mesh = parallel.shard_params(cfg, params, mesh)
+        got = decode(config, on_mesh, mesh, dtype, sampling, kv_dtype)
+        report(
+            case=f"{family}-{scheme}-{name}",
+            same=bool(np.array_equal(want[0], got[0])),
+            distinct=len(np.unique(got[0])),
+            logprob=float(np.max(np.abs(want[1] - got[1]))),
+            layers=cfg.n_layers,
+            collectives=None if got[2] is None else collectives(got[2]),
+            share=share(on_mesh),
+        )
+
+
+def packed() -> None:
+    """Logits with weights as packed checkpoints have them: column orders, zero points, blocks."""
+    cfg = FAMILIES["gqa"]
+    params = quantize_params(params_of(cfg), "w4a16-g32-zero")
+    rng = np.random.default_rng(0)
+    layer = params["layer_0"]
+    for mixer, leaf in (("mixer", "o"), ("mlp", "down"), ("mlp", "gate_up")):
+        weight = layer[mixer][leaf]["weight"]
+        columns = jnp.asarray(rng.permutation(weight.shape[1]), jnp.int32)
+        layer[mixer][leaf]["weight"] = dataclasses.replace(weight, columns=columns)
+    weight = layer["mixer"]["qkv"]["weight"]
+    q, k, v = (weight.rows(slice(*rows)) for rows in ((0, 64), (64, 80), (80, 96)))
+    blocks = RowBlocks((q, jnp.asarray(rng.normal(size=k.shape), jnp.float32), v))
+    layer["mixer"]["qkv"]["weight"] = blocks
+    tokens, lengths = tokens_of(cfg, 2, 9), jnp.asarray([9, 4], jnp.int32)
+    want = np.asarray(generation.logits(cfg, params, tokens, lengths))
+    config, on_mesh = parallel.shard_params(cfg, params, mesh_of_name("2x4"))
+    got = np.asarray(generation.logits(config, on_mesh, tokens, lengths))
+    back = parallel.gather_params(cfg, on_mesh, 4)
+    same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), _floats(params), _floats(back))
+    report(case="packed", error=float(np.max(np.abs(want - got)) / np.max(np.abs(want))),
+           same=all(jax.tree.leaves(same)))  # fmt: skip
+
+
+def one_row() -> None:
+    """The collectives of the loop of one row, whose vocabulary has even shares."""
+    cfg, mesh = FAMILIES["llama3-rope-even"], mesh_of_name("1x8")
+    config, params = parallel.shard_params(cfg, params_of(cfg), mesh)
+    stacked, stop_ids = SamplingParams.stack([Sampling()], cfg.vocab_size), jnp.zeros(0, jnp.int32)
+    state = generation.start(
+        config, params, tokens_of(cfg, 1, 9), jnp.asarray([9], jnp.int32),
+        init_cache(config, 1, 9 + NEW, "float32", mesh=mesh), stacked, stop_ids, max_new_tokens=NEW,
+    )  # fmt: skip
+    loop = generation.advance.lower(config, params, state, stacked, stop_ids, np.int32(NEW))
+    options = [{}, {"xla_gpu_no_such_option": True}]
+    report(
+        case="one-row",
+        collectives=collectives(loop.compile().as_text()),
+        is_default=generation.loop_for(params) is generation.advance,
+        adds_up=[compiler_options._adds_up(mesh, option) for option in options],
+    )
+
+
+def random() -> None:
+    """Weights drawn on a mesh, each device its part, beside one device's, cut."""
+    worst = 0.0
+    for family, scheme, name in (("gqa", "w4a16", "1x4"), ("gla", None, "2x2")):
+        cfg, key, mesh = FAMILIES[family], jax.random.key(0), mesh_of_name(name)
+        got = random_params(cfg, key, jnp.float32, scheme, mesh=mesh)
+        _, want = parallel.shard_params(cfg, random_params(cfg, key, jnp.float32, scheme), mesh)
+        for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim), path
+            a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+            worst = max(worst, float(np.max(np.abs(a - b))))
+    report(case="random", worst=worst)
+
+
+def _floats(params):
+    from pallas_kernels.qtensor import dequantize
+
+    def one(leaf):
+        return dequantize(jax.tree.map(jnp.asarray, leaf)) if isinstance(leaf, QTensor) else leaf
+
+    return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+
+
+def gradients() -> None:
+    """d loss / d params through a mesh, and through data_parallel."""
+    cfg = FAMILIES["gqa"].replace(n_kv_heads=8)
+    params = params_of(cfg)
+    tokens, lengths = tokens_of(cfg, 4, 9), jnp.full((4,), 9, jnp.int32)
+
+    def loss(params, tokens):
+        scores = generation.logits(cfg, params, tokens, lengths[: tokens.shape[0]])
+        logs = jax.nn.log_softmax(scores[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(logs, tokens[:, 1:, None], axis=2))
+
+    gradient = jax.value_and_grad(loss)
+    want = jax.device_get(jax.jit(gradient)(params, tokens))
+    for name, function in (("2x4", gradient), ("4x1", parallel.data_parallel(gradient))):
+        mesh = mesh_of_name(name)
+        _, on_mesh = parallel.shard_params(cfg, params, mesh)
+        value, grads = jax.jit(function)(on_mesh, tokens)
+        grads = parallel.gather_params(cfg, grads, mesh.shape["model"])
+        off = jax.tree.map(
+            lambda a, b: float(np.max(np.abs(a - b)) / np.max(np.abs(a))), want[1], grads
+        )
+        report(
+            case=f"gradients-{name}",
+            loss=abs(float(want[0]) - float(value)),
+            worst=max(jax.tree.leaves(off)),
+        )
+
+
+def training() -> None:
+    """The curves of one run on one device and on meshes, one of which is changed midway."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.helpers.training_cases import TEXT, byte_model, run_config, token_file
+
+    curves = {}
+    with tempfile.TemporaryDirectory() as folder:
+        room = Path(folder)
+        tokens = str(token_file(room))
+        config = run_config(
+            room, byte_model("hybrid"), batch_size=16, microbatches=2, checkpoint_every=4,
+            data={"tokens": tokens, "validation_tokens": 25 * 10},
+        )  # fmt: skip
+        for name, meshes in {"one": [None], "data=4": ["data=4"], "again": ["data=4"] * 2,
+                             "moved": ["data=4", "data=2"]}.items():  # fmt: skip
+            for mesh in meshes[:-1]:
+                with contextlib.suppress(InterruptedError), interrupted_at(7):
+                    train(config, room / name, mesh=mesh)
+                assert not (room / name / "model").exists()
+            result = train(config, room / name, mesh=meshes[-1])
+            curves[name] = [
+                [row[key] for row in result.metrics] for key in ("loss", "grad_norm")
+            ] + [[row["validation_loss"] for row in result.validation]]
+        scores = [
+            perplexity(load(result.model, mesh=mesh), TEXT[:300], window=64)["nll"]
+            for mesh in (None, "data=2,model=2")
+        ]
+        for mesh, words in (("data=3", "does not divide the 8 rows of a microbatch"),
+                            ("data=2,model=2", "splits the data only"),
+                            ("data=16", "needs 16 devices")):  # fmt: skip
+            try:
+                train(config, room / "refused", mesh=mesh)
+            except JaxLlamaError as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError(mesh)
+    off = {
+        name: max(
+            np.max(np.abs(np.divide(a, b) - 1)) for a, b in zip(curve, curves["one"], strict=True)
+        )
+        for name, curve in curves.items()
+    }
+    fell = curves["one"][0][-1] / curves["one"][0][0]
+    same = curves["again"] == curves["data=4"]
+    report(case="training", off=off, fell=fell, same=same, scores=scores)
+
+
+@contextlib.contextmanager
+def interrupted_at(step: int):
+    """A run that ends before the metrics of ``step`` are written."""
+    append = loop.RunDirectory.append
+
+    def deadly(self, rows):
+        rows = list(rows)
+        if rows[0]["step"] == step:
+            raise InterruptedError
+        append(self, rows)
+
+    loop.RunDirectory.append = deadly
+    try:
+        yield
+    finally:
+        loop.RunDirectory.append = append
+
+
+def report(**result) -> None:
+    print(json.dumps(result), flush=True)
+
+
+def main(names: list[str]) -> None:
+    warnings.simplefilter("error")  # a cache that is not updated in place is a warning
+    for name in names:
+        if name == "packed":
+            packed()
+        elif name == "gradients":
+            gradients()
+        elif name == "one-row":
+            one_row()
+        elif name == "random":
+            random()
+        elif name == "training":
+            training()
+        else:  # family:scheme:meshes:sampled|greedy[:kv dtype]
+            family, scheme, meshes, how, *kv = name.split(":")
+            names = MESHES if meshes == "all" else meshes.split("+")
+            compare(family, scheme, names, how == "sampled", *kv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

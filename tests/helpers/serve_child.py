@@ -1,0 +1,37 @@
+"""``jaxllama serve`` with a fault built in: FAULT ARGUMENTS...
+
+step: the engine's third decode raises.  embedding: every text takes half a second.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+
+from jaxllama.cli.main import main
+from jaxllama.serving.engine.runner import Runner
+from jaxllama.serving.http.embeddings import Embedder
+
+decode, calls = Runner.decode, itertools.count()
+embed = Embedder.__call__
+
+
+def break_down(self, running, *rest):
+    if next(calls) == 3:
+        raise RuntimeError("the device is gone")
+    return decode(self, running, *rest)
+
+
+def take_long(self, row):
+    time.sleep(0.5)
+    return embed(self, row)
+
+
+if __name__ == "__main__":
+    fault, *words = sys.argv[1:]
+    if fault == "step":
+        Runner.decode = break_down
+    else:
+        Embedder.__call__ = take_long
+    sys.exit(main(words))

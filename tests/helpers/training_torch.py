@@ -1,0 +1,121 @@
+"""The same models and the same training in plain torch, for test_training: the oracle.
+
+``logits`` writes GLA out from its equations (arXiv 2312.06635) in the parallel form, over our own
+parameter tree; a Llama is transformers' ``LlamaForCausalLM`` of a folder that ``hf.save`` wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.config import ModelConfig
+from jaxllama.model.params import param_table
+from jaxllama.training.config import TrainConfig
+
+Leaves = dict[tuple[str, ...], torch.Tensor]
+Model = Callable[[torch.Tensor], torch.Tensor]
+
+
+def gla_model(cfg: ModelConfig, params: dict[str, Any], dtype: torch.dtype) -> tuple[Model, Leaves]:
+    """(tokens -> logits, trainable leaves by path)."""
+    leaves: Leaves = {}
+    for path in param_table(cfg):
+        leaf: Any = params
+        for key in path:
+            leaf = leaf[key]
+        leaves[path] = torch.tensor(np.asarray(leaf), dtype=dtype, requires_grad=True)
+    return lambda tokens: _logits(cfg, leaves, tokens), leaves
+
+
+def _logits(cfg: ModelConfig, w: Leaves, tokens: torch.Tensor) -> torch.Tensor:
+    x = w["embed", "weight"][tokens]
+    for index in range(cfg.n_layers):
+        layer = f"layer_{index}"
+        mixer = {path[2:]: leaf for path, leaf in w.items() if path[:2] == (layer, "mixer")}
+        x = x + _gla(cfg, mixer, _norm(x, w[layer, "mixer_norm", "weight"], cfg.norm_eps))
+        y = _norm(x, w[layer, "mlp_norm", "weight"], cfg.norm_eps)
+        gate, up = (y @ w[layer, "mlp", "gate_up", "weight"].T).chunk(2, dim=-1)
+        x = x + (F.silu(gate) * up) @ w[layer, "mlp", "down", "weight"].T
+    x = _norm(x, w["norm", "weight"], cfg.norm_eps)
+    return x @ w["embed" if cfg.tie_embeddings else "head", "weight"].T
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def _gla(cfg: ModelConfig, w: Leaves, x: torch.Tensor) -> torch.Tensor:
+    gla = cfg.gla
+    batch, length, _ = x.shape
+    q, k, v, gate = (
+        (x @ w[name, "weight"].T).reshape(batch, length, gla.n_heads, -1) for name in "qkvg"
+    )
+    decay = (x @ w["gk_0", "weight"].T) @ w["gk_1", "weight"].T + w["gk_1", "bias"]
+    decay = F.logsigmoid(decay).reshape(q.shape) / gla.gate_logit_normalizer
+    b = decay.cumsum(1)
+    exponent = b[:, :, None] - b[:, None]  # [B, i, j, H, Dk]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()[None, :, :, None, None]
+    exponent = exponent.masked_fill(~causal, -math.inf)
+    scores = torch.einsum("bihd,bjhd,bijhd->bijh", q, k, exponent.exp()) / math.sqrt(q.shape[-1])
+    o = torch.einsum("bijh,bjhe->bihe", scores, v)
+    o = _norm(o, w["g_norm", "weight"], gla.norm_eps) * F.silu(gate)
+    return o.reshape(batch, length, -1) @ w["o", "weight"].T
+
+
+def llama_model(
+    cfg: ModelConfig, params: dict[str, Any], dtype: torch.dtype, folder: Path
+) -> tuple[Model, dict[str, torch.Tensor]]:
+    """(tokens -> logits, its parameters by their names in a checkpoint)."""
+    from transformers import LlamaForCausalLM
+
+    hf.save(folder, cfg, params)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return lambda tokens: model(tokens, use_cache=False).logits, dict(model.named_parameters())
+
+
+def loss(model: Model, batch: np.ndarray) -> torch.Tensor:
+    """Mean cross entropy of ``batch[B, T + 1]``."""
+    tokens = torch.tensor(batch, dtype=torch.long)
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def losses(
+    config: TrainConfig, model: Model, leaves: dict[Any, torch.Tensor], batches: list[np.ndarray]
+) -> list[float]:
+    """The curve of torch's AdamW under the same settings."""
+    options = config.optimizer
+    groups = [
+        {"params": [leaf for leaf in leaves.values() if (leaf.ndim >= 2) is matrices],
+         "weight_decay": options.weight_decay if matrices else 0.0}
+        for matrices in (True, False)
+    ]  # fmt: skip
+    rule = torch.optim.AdamW(groups, betas=(options.b1, options.b2), eps=options.eps)
+    curve = []
+    for step, batch in enumerate(batches):
+        for group in rule.param_groups:
+            group["lr"] = config.learning_rate * _share(config, step)
+        value = loss(model, batch)
+        rule.zero_grad()
+        value.backward()
+        if options.clip_norm:
+            torch.nn.utils.clip_grad_norm_(leaves.values(), options.clip_norm)
+        rule.step()
+        curve.append(value.item())
+    return curve
+
+
+def _share(config: TrainConfig, step: int) -> float:
+    warmup, last = config.optimizer.warmup_steps, config.optimizer.final_share
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / (config.steps - warmup)
+    return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * progress))

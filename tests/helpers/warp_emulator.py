@@ -1,0 +1,319 @@
+"""Runs the bodies of the attention kernels on the CPU: every thread of a block a lane of numpy.
+
+Those bodies are Python that calls ``pallas_kernels.mosaic``, ``ptx`` and MLIR's ``arith``
+while a kernel is traced.  Here the same calls compute: a value becomes an array with one entry per
+thread, memory one array of bytes.  All threads of a block take each step together, so a wait that
+is not satisfied when it is reached is a deadlock; reads that no barrier protects go unnoticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels import fused_parts
+
+_HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
+U32 = np.uint32
+
+
+def to_bytes(x) -> np.ndarray:
+    x = np.asarray(x)
+    if x.dtype == jnp.int4:
+        words = x.astype(np.int8).reshape(-1).view(np.uint8) & 15
+        return words[::2] | words[1::2] << 4
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+class Block:
+    """The threads that are there together: of one block, or of the ``blocks`` of a cluster, whose
+    shared memories lie ``apart`` bytes from one another."""
+
+    def __init__(self, threads: int, size: int, blocks: int = 1, apart: int = 0):
+        self.n, self.apart = threads * blocks, apart
+        self.memory = np.full(size, 0xFF, np.uint8)  # NaN until written
+        self.masks = [np.ones(self.n, bool)]
+        self.barriers: dict[int, list[int]] = {}
+        index = np.arange(self.n, dtype=U32)
+        self.rank = index // U32(threads)
+        self.special = {"tid.x": index % U32(threads), "cluster_ctarank": self.rank}
+
+    def c(self, value, dtype=U32):
+        return np.full(self.n, value).astype(dtype)
+
+    def at(self, address, size):
+        address = np.where(self.masks[-1], np.asarray(address, np.int64), 0)
+        return address[:, None] + np.arange(size)
+
+    def load(self, address, n, offset, dtype):
+        raw = self.memory[self.at(np.asarray(address, np.int64) + offset, 4 * n)]
+        return [np.ascontiguousarray(raw[:, 4 * i : 4 * i + 4]).view(dtype)[:, 0] for i in range(n)]
+
+    def store(self, address, values, offset=0):
+        raw = np.stack([v.view(np.uint8).reshape(self.n, -1) for v in values], 1)
+        raw = raw.reshape(self.n, -1)
+        keep = self.masks[-1]
+        self.memory[self.at(np.asarray(address, np.int64) + offset, raw.shape[1])[keep]] = raw[keep]
+
+    def copy(self, to, source, size):
+        for i in np.flatnonzero(self.masks[-1]):
+            start = int(to[i])
+            self.memory[start : start + size] = self.memory[int(source[i]) :][:size]
+
+    def when(self, condition, body):
+        self.masks.append(self.masks[-1] & condition)
+        if self.masks[-1].any():
+            body()
+        self.masks.pop()
+
+    def loop(self, start, stop, step, carry, body):
+        index, carry = start.astype(np.int32), list(carry)
+        while (self.masks[-1] & (index < stop.astype(np.int32))).any():
+            self.masks.append(self.masks[-1] & (index < stop.astype(np.int32)))
+            out = body(index.view(U32), list(carry))
+            carry = [
+                np.where(self.masks[-1], new, old) for new, old in zip(out, carry, strict=True)
+            ]
+            self.masks.pop()
+            index = index + step.astype(np.int32)
+        return carry
+
+    # mbarrier: [phase, arrivals left, arrivals of a phase, bytes to come]
+    def each(self, barrier, act):
+        for i in np.flatnonzero(self.masks[-1]):
+            state = self.barriers[int(barrier[i])]
+            act(state, i)
+            if state[1] == 0 and state[3] == 0:
+                state[0], state[1] = state[0] ^ 1, state[2]
+
+    def wait(self, barrier, parity):
+        def check(state, i):
+            assert state[0] != int(parity[i]), "deadlock"
+
+        for i in np.flatnonzero(self.masks[-1]):
+            check(self.barriers[int(barrier[i])], i)
+
+    def mma(self, acc, left, right, kind="bf16"):
+        def halves(word):
+            pair = np.ascontiguousarray(word).view(np.uint16).reshape(-1, 32, 2)
+            return pair.view(_HALF[kind]).astype(np.float64)
+
+        a, b = [halves(x) for x in left], [halves(x) for x in right]
+        warps = self.n // 32
+        lane = np.arange(32)
+        row, col = lane // 4, lane % 4 * 2
+        m_a, m_b = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8))
+        for i in range(2):
+            for r in range(4):
+                m_a[:, row + 8 * (r % 2), col + 8 * (r // 2) + i] = a[r][:, :, i]
+            for r in range(2):
+                m_b[:, col + 8 * r + i, row] = b[r][:, :, i]
+        out = m_a @ m_b
+        new = []
+        for i, x in enumerate(acc):
+            part = out[:, row + 8 * (i // 2), col + i % 2].reshape(-1)
+            new.append((x + part).astype(np.float32))
+        return new
+
+    def transpose(self, word):
+        pair = np.ascontiguousarray(word).view(np.uint16).reshape(-1, 8, 8)
+        return np.ascontiguousarray(pair.transpose(0, 2, 1)).reshape(-1).view(U32)
+
+    def shuffle(self, x, lanes):
+        return x[np.arange(self.n) ^ lanes]
+
+
+def _pairs(op):
+    def run(a, b, kind):
+        x, y = (np.ascontiguousarray(v).view(np.uint16).view(_HALF[kind]) for v in (a, b))
+        wide = op(x.astype(np.float32), y.astype(np.float32))
+        return wide.astype(_HALF[kind]).view(U32)
+
+    return run
+
+
+def _pack(low, high, kind):
+    return np.stack([low, high], 1).astype(_HALF[kind]).view(U32)[:, 0]
+
+
+def _half(word, high, kind):
+    halves = np.ascontiguousarray(word).view(np.uint16).reshape(-1, 2)[:, high]
+    return np.ascontiguousarray(halves).view(_HALF[kind]).astype(np.float32)
+
+
+def _permute(a, b, selector):
+    source = np.concatenate([x[:, None].view(np.uint8).reshape(-1, 4) for x in (a, b)], 1)
+    return np.ascontiguousarray(
+        np.stack([source[:, selector >> 4 * i & 7] for i in range(4)], 1)
+    ).view(U32)[:, 0]
+
+
+def _modules(block: Block):
+    def number(x):
+        return block.c(x) if isinstance(x, int) else x
+
+    def add(*terms):
+        return sum((ci(t) if isinstance(t, int) else t for t in terms), block.c(0))
+
+    def signed(x):
+        return number(x).astype(np.int32)
+
+    def ci(value):
+        return block.c(value & 0xFFFFFFFF)
+
+    def wide(base, index, stride=1):
+        return np.asarray(base, np.int64) + index.astype(np.int64) * stride
+
+    p = SimpleNamespace(
+        register=lambda name: block.special[name], ci=ci, add=add,
+        cf=lambda v: block.c(v, np.float32), mul=lambda x, k: x * U32(k & 0xFFFFFFFF),
+        address=lambda ref: block.c(ref, np.int64),
+        shared_address=lambda ref: block.c(ref) + block.rank * U32(block.apart),
+        offset=wide, less=lambda x, y: x < number(y), when=block.when, barrier=lambda: None,
+        shift_right=lambda x, k: x >> U32(k), minimum=lambda x, y: np.minimum(x, U32(y)),
+        and_xor=lambda w, m, f: (w & U32(m)) ^ U32(f), permute=_permute,
+        sub_pairs=_pairs(np.subtract), mma=block.mma, copies_commit=lambda: None,
+        copies_wait=lambda n: None, fma=lambda x, y, z: (x * y + z).astype(np.float32),
+        load_shared=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
+        store_shared=lambda base, v, at=0: block.store(base, [v], at),
+        widen=lambda w, kind: _half(w, 0, kind), widen_high=lambda w, kind: _half(w, 1, kind),
+        rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32),
+        narrow=lambda x, kind: x.astype(_HALF[kind]).view(np.uint16).astype(U32),
+        store_global_half=lambda base, half: block.store(base, [half.astype(np.uint16)]),
+    )  # fmt: skip
+
+    def expect(barrier, size):
+        def act(state, _):
+            state[1], state[3] = state[1] - 1, state[3] + size
+
+        block.each(barrier, act)
+
+    def arrive(barrier):
+        def act(state, _):
+            state[1] -= 1
+
+        block.each(barrier, act)
+
+    def copy_bulk(to, source, size, barrier):
+        assert size % 16 == 0
+        block.copy(to, source, size)
+
+        def act(state, _):
+            state[3] -= size
+
+        block.each(barrier, act)
+
+    def barrier_init(barrier, arrivals):
+        for i in np.flatnonzero(block.masks[-1]):
+            block.barriers[int(barrier[i])] = [0, arrivals, arrivals, 0]
+
+    def send_peer(to, values, barrier, at=0):
+        block.store(to, values, at)
+
+        def act(state, _):
+            state[3] -= 4 * len(values)
+
+        block.each(barrier, act)
+
+    def choose(condition, body, otherwise):
+        values = otherwise
+        block.masks.append(block.masks[-1] & condition)
+        if block.masks[-1].any():
+            values = [np.where(condition, x, y) for x, y in zip(body(), otherwise, strict=True)]
+        block.masks.pop()
+        return values
+
+    a = SimpleNamespace(
+        equal=lambda x, y: x == y, no=np.logical_not, choose=choose, send_peer=send_peer,
+        cluster_arrive=lambda: None, cluster_wait=lambda: None,
+        peer_address=lambda x, rank: x + (rank - block.rank) * U32(block.apart),
+        load_half=lambda base, at=0: block.load(base, 1, at, U32)[0] & U32(0xFFFF),
+        store_shared=lambda base, values, at=0: block.store(base, values, at),
+        bits=lambda x: x.astype(np.float32).view(U32), from_bits=lambda w: w.view(np.float32),
+        absolute=np.abs, at_most=lambda x, y: signed(x) <= signed(y),
+        load_shared=lambda base, n, at, kind="b32": block.load(
+            base, n, at, np.float32 if kind == "f32" else U32),
+        load_words=lambda base, n, at=0, kind="b32", cache="": block.load(
+            base, n, at, np.float32 if kind == "f32" else U32),
+        store_words=lambda base, values, at=0: block.store(base, values, at),
+        offset_rows=wide, exp2=lambda x: np.exp2(x), log2=np.log2, divide=lambda x, y: x / y,
+        maximum=np.fmax, minimum=np.fmin, shuffle_xor=block.shuffle,
+        transpose_8x8=block.transpose, pack=_pack,
+        mul_pairs=_pairs(np.multiply), select_bits=lambda x, m, c: (x & U32(m)) | c,
+        below=lambda x, y: signed(x) < signed(y), smaller=lambda x, y: np.minimum(
+            signed(x), signed(y)).view(U32),
+        larger=lambda x, y: np.maximum(signed(x), signed(y)).view(U32), loop=block.loop,
+        copy_bulk=copy_bulk, barrier_init=barrier_init, barriers_ready=lambda: None,
+        barrier_expect=expect, barrier_arrive=arrive, barrier_wait=block.wait,
+        warp_barrier=lambda: None,
+    )  # fmt: skip
+    arith = SimpleNamespace(
+        andi=np.bitwise_and, ori=np.bitwise_or, xori=np.bitwise_xor,
+        shli=lambda x, k: x << k, divui=lambda x, k: x // k, remui=lambda x, k: x % k,
+        subi=lambda x, y: x - y, muli=lambda x, y: x * y, select=np.where,
+        addf=np.add, subf=np.subtract, mulf=np.multiply, negf=np.negative,
+        cmpi=lambda predicate, x, y: x == y, CmpIPredicate=SimpleNamespace(eq=None),
+    )  # fmt: skip
+    return {"p": p, "a": a, "arith": arith}
+
+
+@contextlib.contextmanager
+def emulated(*modules):
+    """Within, the kernels of ``modules`` compute here, on concrete arrays."""
+    modules = *modules, fused_parts
+
+    def kernel(body, *, out_type, grid, scratch_types, num_threads=1, cluster=(), **_):
+        outs = out_type if isinstance(out_type, tuple) else (out_type,)
+
+        def run(*operands):
+            data = [to_bytes(x[...]) for x in operands]
+            sizes = [len(x) for x in data]
+            sizes += [math.prod(o.shape) * o.dtype.itemsize for o in outs]
+            shared = len(sizes)
+            sizes += [4 * math.prod(s) for s in scratch_types]
+            starts = np.cumsum([128, *[(s + 255) // 128 * 128 for s in sizes]]).tolist()
+            apart = starts[-1] - starts[shared]
+            blocks = math.prod(cluster)
+            size = starts[shared] + blocks * apart
+            block = Block(128 * num_threads, size, blocks, apart)
+            for start, x in zip(starts, data, strict=False):
+                block.memory[start : start + len(x)] = x
+            with contextlib.ExitStack() as patches, np.errstate(all="ignore"):
+                names = _modules(block)
+                for module in modules:
+                    mine = {name: x for name, x in names.items() if hasattr(module, name)}
+                    patches.enter_context(mock.patch.multiple(module, **mine))
+                for i in range(grid[0]):
+                    block.special["clusterid.x"] = block.c(i)
+                    block.special["ctaid.x"] = block.c(i) * U32(blocks) + block.rank
+                    body(*starts[:-1])
+            for start, x, old in zip(starts, operands, data, strict=False):
+                if not isinstance(x, jax.Array):  # a reference, to memory that may be written
+                    raw = block.memory[start : start + len(old)]
+                    x[...] = jnp.asarray(raw.view(x.dtype).reshape(x.shape))
+            done = []
+            for start, o in zip(starts[len(data) :], outs, strict=False):
+                raw = block.memory[start : start + math.prod(o.shape) * o.dtype.itemsize]
+                done.append(jnp.asarray(raw.view(o.dtype).reshape(o.shape)))
+            return tuple(done) if isinstance(out_type, tuple) else done[0]
+
+        return run
+
+    fake = SimpleNamespace(
+        kernel=kernel, SMEM=lambda shape, dtype: shape, RefType=lambda: None,
+        inline_mgpu=lambda arg_types: lambda f: lambda *refs: f(None, *refs),
+        CompilerParams=lambda **kw: None, LoweringSemantics=SimpleNamespace(Lane=None),
+    )  # fmt: skip
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(jax.disable_jit())  # the arrays have to be concrete
+        for module in modules:
+            if hasattr(module, "plgpu"):
+                patches.enter_context(mock.patch.object(module, "plgpu", fake))
+        yield

@@ -1,0 +1,376 @@
+"""decode_attention and rope_and_write: every form against float64, on the words the cache stores.
+
+Errors are relative RMS: 1e-5 in float32, 4e-3 in 16-bit (a bf16 output alone rounds by 1.7e-3).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention.hadamard import hadamard
+from pallas_kernels.attention.op import (
+    decode_attention,
+    decode_attention_reference,
+    unsupported,
+)
+from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
+from pallas_kernels.qtensor import QTensor, dequantize
+from tests.helpers import warp_emulator
+from tests.helpers.warp_emulator import emulated
+
+NEWEST = tuple(int(x) for x in jax.__version__.split(".")[:3]) >= (0, 11, 2)
+CACHES = ["bfloat16", "float16", "int8", "int4", "float8_e4m3fn"]
+
+
+def as_cache(x, dtype):
+    quantized = dtype in ("int8", "int4", "float8_e4m3fn")
+    return quantize_kv(x, dtype) if quantized else x.astype(dtype)
+
+
+def make(batch, capacity, n, n_kv, h, cache="float32", q_dtype="float32", size=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    q = jnp.asarray(size * rng.standard_normal((batch, n, h)), q_dtype)
+    k, v = (
+        as_cache(jnp.asarray(rng.standard_normal((batch, capacity, n_kv, h)), jnp.float32), cache)
+        for _ in range(2)
+    )
+    some = [0, 1, capacity, capacity // 2 + 3, capacity - 1, 17, 130]
+    lengths = [min(some[i % len(some)], capacity) for i in range(batch)]
+    return q, k, v, jnp.asarray(lengths, jnp.int32)
+
+
+def rotation(h):
+    """Sylvester's matrix of width h over its square root."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < h:
+        matrix = np.kron(matrix, [[1, 1], [1, -1]])
+    return matrix * h**-0.5
+
+
+def oracle(q, k, v, lengths, window=None):
+    """In float64; int4 values are in a basis of their own, and the result is not."""
+    int4 = v.dtype == jnp.int4
+    q = np.asarray(q).astype(np.float64)
+    k, v = (dequantize(x) if isinstance(x, QTensor) else x for x in (k, v))
+    k, v = (np.asarray(x.astype(jnp.float32)).astype(np.float64) for x in (k, v))
+    group, out = q.shape[1] // k.shape[2], np.zeros_like(q)
+    for row, length in enumerate(np.asarray(lengths)):
+        first = 0 if window is None else max(0, length - window)
+        for head in range(q.shape[1]) if length else ():
+            keys = k[row, first:length, head // group]
+            scores = keys @ q[row, head] * q.shape[-1] ** -0.5
+            weights = np.exp(scores - scores.max())
+            out[row, head] = weights @ v[row, first:length, head // group] / weights.sum()
+    return out @ rotation(out.shape[-1]) if int4 else out
+
+
+def error(got, want):
+    got = np.asarray(got.astype(jnp.float32)).astype(np.float64)
+    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
+
+
+def poison(x, lengths):
+    """NaN in everything past the lengths that can hold one."""
+    past = jnp.arange(x.shape[1])[None, :] >= lengths[:, None]
+
+    def put(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jnp.where(past[:, :, None, None], jnp.asarray(jnp.nan, leaf.dtype), leaf)
+
+    return jax.tree.map(put, x)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 2), (8, 1)], ids=str)
+def test_the_xla_form_and_the_reference_are_a_float64_softmax(heads, window):
+    q, k, v, lengths = make(7, 150, *heads, 64)
+    want = oracle(q, k, v, lengths, window)
+    assert not want[0].any()  # no keys, no output
+    k, v = poison(k, lengths), poison(v, lengths)
+    for form in (decode_attention, decode_attention_reference):
+        assert error(jax.jit(form, static_argnames="window")(q, k, v, lengths, window=window),
+                     want) < 1e-5  # fmt: skip
+
+
+def test_the_xla_form_in_several_blocks():
+    q, k, v, lengths = make(5, 1300, 4, 2, 64)
+    got = decode_attention(q, k, v, lengths, implementation="xla")
+    assert error(got, oracle(q, k, v, lengths)) < 1e-5
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_narrow_cache_adds_no_error_of_the_op(cache):
+    q, k, v, lengths = make(7, 150, 8, 2, 128, cache)
+    assert error(decode_attention(q, k, v, lengths), oracle(q, k, v, lengths)) < 1e-5
+
+
+def test_bad_arguments_are_named():
+    q, k, v, lengths = make(2, 20, 4, 2, 64)
+    for match, args, window in (
+        (r"q \(4, 64\) is", (q[0], k, v, lengths), None),
+        (r"k \(1, 20, 2, 64\) is", (q, k[:1], v, lengths), None),
+        ("v is", (q, k, v.astype(jnp.int8), lengths), None),
+        (r"v \(2, 3, 2, 64\) is not .*: S is 20 in k", (q, k, v[:, :3], lengths), None),
+        ("kv heads", (q[:, :3], k, v, lengths), None),
+        ("lengths", (q, k, v, lengths.astype(jnp.float32)), None),
+        ("window 0", (q, k, v, lengths), 0),
+    ):
+        with pytest.raises(ValueError, match=match):
+            decode_attention(*args, window=window)
+    with pytest.raises(NotImplementedError, match="float32"):
+        decode_attention(q, k, v, lengths, implementation="mosaic")
+
+
+def test_what_the_kernel_refuses_is_said():
+    def reason(h=128, cache="bfloat16", q_dtype="bfloat16"):
+        return unsupported(*make(1, 8, 4, 2, h, cache, q_dtype)[:3])
+
+    assert reason() is None and reason(64, "int4") is None and reason(256, "float8_e4m3fn") is None
+    assert "96" in reason(96)
+    assert "k and v are float16" in reason(cache="float16")
+    assert "float32" in reason(q_dtype="float32")
+
+
+SHAPES = [
+    (64, 8192, 32, 8, 128),
+    (1, 131072, 32, 8, 128),
+    (1, 1152, 32, 8, 128),
+    (900, 90, 9, 3, 64),
+    (3, 700, 16, 1, 256),
+]
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_lower_for_cuda(shape, cache):
+    batch, capacity, n, n_kv, h = shape
+    kv = jax.eval_shape(lambda: as_cache(jnp.zeros((batch, capacity, n_kv, h)), cache))
+    q = jax.ShapeDtypeStruct((batch, n, h), jnp.bfloat16)
+    qkv = jax.ShapeDtypeStruct((batch, n + 2 * n_kv, h), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((batch, h // 2), jnp.float32)
+    ints = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def both(q, qkv, table, kv, ints):
+        step = rope_and_write(qkv, table, table, kv, kv, ints, implementation="mosaic")
+        return step, decode_attention(q, *step[1:], ints, window=77, implementation="mosaic")
+
+    text = jax.jit(both).trace(q, qkv, table, kv, ints).lower(lowering_platforms=("cuda",))
+    text = text.as_text()
+    # One kernel for RoPE and the cache; one for attention, and one more for rows in many chunks.
+    chunks = capacity > 2048 or (cache == "int4" and batch > 1)
+    assert text.count("@mosaic_gpu_v2") == 2 + chunks
+
+
+EMULATED = [  # capacity, heads, cache, q, window
+    (40, (8, 2, 64), "bfloat16", "bfloat16", None),
+    (40, (8, 2, 64), "int4", "bfloat16", 9),
+    (300, (6, 2, 64), "bfloat16", "bfloat16", None),
+    (300, (6, 3, 128), "float16", "float16", 40),
+    (300, (8, 8, 128), "int4", "bfloat16", 40),
+    (300, (16, 1, 128), "int8", "bfloat16", None),
+    (200, (8, 2, 64), "float8_e4m3fn", "float16", None),
+    (200, (8, 2, 256), "int4", "float16", None),
+    (200, (8, 1, 128), "float8_e4m3fn", "bfloat16", 150),
+    (333, (9, 3, 64), "int4", "bfloat16", None),
+    (500, (7, 1, 128), "int4", "bfloat16", 200),
+    (2100, (4, 1, 64), "int8", "bfloat16", None),
+]
+KERNELS = ("codes", "direct", "gather", "merge", "kernel", "ring", "source", "tile")
+
+
+def form_given(monkeypatch, form):
+    """Of decode_attention's Mosaic forms, always this one."""
+    op, plan = (importlib.import_module(f"pallas_kernels.attention.{x}") for x in ("op", "plan"))
+    monkeypatch.setattr(op, "DIRECT_ROWS", 100 if form == "direct" else 0)
+    monkeypatch.setattr(op, "DIRECT_TOKENS", 1 << 30)
+    monkeypatch.setattr(plan, "FEW_CHUNKS", 0 if "chunks" in form else 100)
+    # For a GPU of one SM there are few chunks, and no clusters.
+    monkeypatch.setattr(plan, "SMS", 1 if form in ("few chunks", "blocks") else 128)
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("form", ["direct", "clusters", "blocks", "chunks"])
+@pytest.mark.parametrize("case", EMULATED, ids=str)
+def test_the_kernel_emulated_is_a_float64_softmax(case, form, monkeypatch):
+    """The Mosaic kernels themselves, threads lanes of numpy: layouts, scales, masks, barriers."""
+    capacity, heads, cache, q_dtype, window = case
+    if (form == "direct" and heads[0] // heads[1] > 8) or (
+        cache == "int4" and form in ("blocks", "clusters")
+    ):
+        pytest.skip("another form takes it")
+    form_given(monkeypatch, form)
+    q, k, v, _ = make(4, capacity, *heads, cache, q_dtype)
+    lengths = jnp.asarray([capacity, 0, 1, capacity // 2 + 3], jnp.int32)
+    k, v = poison(k, lengths), poison(v, lengths)
+    with emulated(
+        *(importlib.import_module(f"pallas_kernels.attention.{name}") for name in KERNELS)
+    ):
+        got = decode_attention(q, k, v, lengths, window=window, implementation="mosaic")
+    want = oracle(q, k, v, lengths, window)
+    assert error(got, want) < 4e-3
+    assert not np.asarray(got, np.float32)[1].any()
+
+
+def rope_case(cache, batch=5, capacity=40, n=6, n_kv=2, h=64, dtype="float32"):
+    rng = np.random.default_rng(1)
+    qkv = jnp.asarray(rng.standard_normal((batch, n + 2 * n_kv, h)), dtype)
+    qkv = qkv.at[0, n].set(0)  # a key of zeros
+    angle = jnp.asarray(rng.uniform(0, 6, (batch, h // 2)), jnp.float32)
+    k, v = (as_cache(jnp.ones((batch, capacity, n_kv, h)), cache) for _ in range(2))
+    slots = jnp.asarray([0, capacity, capacity - 1, 7, 3], jnp.int32)
+    return qkv, angle, k, v, slots
+
+
+def in_basis(x, cache, dtype):
+    """float64 heads as a cache of that dtype holds them: every step rounded to the activations'."""
+    if cache != "int4":
+        return x
+    rounded = np.asarray(jnp.asarray(x, dtype).astype(jnp.float32)).astype(np.float64)
+    return rounded @ rotation(x.shape[-1])
+
+
+def check_rope(cache, implementation, bound, dtype, h=128):
+    qkv, angle, k, v, slots = rope_case(cache, dtype=dtype, h=h)
+    n = qkv.shape[1] - 2 * k.shape[2]
+    step = jax.jit(rope_and_write, static_argnames="implementation")
+    q, new_k, new_v = step(qkv, jnp.cos(angle), jnp.sin(angle), k, v, slots,
+                           implementation=implementation)  # fmt: skip
+    x = np.asarray(qkv.astype(jnp.float32)).astype(np.float64)
+    c, s = (np.asarray(f(angle), np.float64)[:, None] for f in (jnp.cos, jnp.sin))
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    turned = np.concatenate((first * c - second * s, second * c + first * s), -1)
+    assert error(q, in_basis(turned[:, :n], cache, dtype)) < bound
+    for new, old, want in (
+        (new_k, k, turned[:, n : n + k.shape[2]]),
+        (new_v, v, x[:, n + k.shape[2] :]),
+    ):
+        expected = dequantize(old) if isinstance(old, QTensor) else old.astype(jnp.float32)
+        expected = np.array(expected)
+        stored = as_cache(jnp.asarray(in_basis(want, cache, dtype), dtype), cache)
+        stored = dequantize(stored) if isinstance(stored, QTensor) else stored.astype(jnp.float32)
+        for row, slot in enumerate(np.asarray(slots)):
+            if slot < expected.shape[1]:
+                expected[row, slot] = np.asarray(stored)[row]
+        new = dequantize(new) if isinstance(new, QTensor) else new.astype(jnp.float32)
+        # Words may differ by one where the rounding is a tie to float32.
+        assert error(new, expected) < bound
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_rope_and_write_rotates_and_stores(cache):
+    check_rope(cache, "xla", 1e-3, "float32")
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("h", [64, 128, 256])
+def test_the_rope_kernels_rotation_emulated_is_the_matrix(h):
+    from pallas_kernels.attention import codes as attention_words
+
+    block = warp_emulator.Block(32, 128)
+    lane = block.special["tid.x"]
+    x = np.random.default_rng(0).standard_normal(h).astype(np.float32)
+    # A lane's features: two side by side of each 64 of a half; the rest of a warp repeats.
+    runs = max(1, h // 128)
+    first = np.asarray([part * h // 2 + 64 * r for part in range(2) for r in range(runs)])
+    index = (2 * (lane % (h // 4)))[:, None] + np.repeat(first, 2) + np.tile([0, 1], 2 * runs)
+    with mock.patch.multiple(attention_words, **warp_emulator._modules(block)):
+        got = attention_words.hadamard_of_lanes(list(x[index].T), lane, min(32, h // 4))
+    np.testing.assert_allclose(np.stack(got, 1), (x @ rotation(h))[index], atol=1e-5)
+
+
+@pytest.mark.parametrize("h", [1, 20, 64, 96])
+def test_the_rotation_is_its_own_inverse_and_keeps_scores(h):
+    """In blocks of the largest power of two; float32, so 1e-5."""
+    x = np.random.default_rng(0).standard_normal((3, 2, h)).astype(np.float32)
+    size = h & -h
+    want = (x.reshape(3, 2, -1, size) @ rotation(size)).reshape(x.shape)
+    got = np.asarray(hadamard(jnp.asarray(x)))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(hadamard(jnp.asarray(got))), x, atol=1e-5)
+    np.testing.assert_allclose(np.sum(got * got, -1), np.sum(x * x, -1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (3, 2, 128), (4, 20)], ids=str)
+def test_int4_words_and_zero_points_are_within_half_a_step(shape):
+    """And a float16 rounding of what they stand for; offsets, constants and extremes included."""
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    x[0] *= 1e-3
+    x[1] += 50
+    x[2] = 0.1
+    x[-1, ..., 0] = 1e6
+    got = quantize_kv(jnp.asarray(x), "int4")
+    groups = max(1, shape[-1] // 64)
+    assert got.scale.shape == got.zero.shape == (*shape[:-1], groups)
+    assert got.scale.dtype == got.zero.dtype == jnp.float16
+    want = np.clip(x, -65504, 65504).reshape(*shape[:-1], groups, -1).astype(np.float64)
+    span = want.max(-1, keepdims=True) - want.min(-1, keepdims=True)
+    bound = span / 30 + np.abs(want).max(-1, keepdims=True) * 2.0**-10 + 2.0**-24
+    assert (np.abs(np.asarray(dequantize(got)).reshape(want.shape) - want) <= bound).all()
+    assert not np.asarray(dequantize(quantize_kv(jnp.zeros(shape), "int4"))).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+def test_the_rope_kernel_does_the_same_in_place(cache):
+    for h in (64, 128, 256):
+        check_rope(cache, "mosaic", 5e-3, "bfloat16", h)
+    qkv, angle, k, v, slots = rope_case(cache, dtype="bfloat16", capacity=4096)
+    step = jax.jit(rope_and_write, donate_argnums=(3, 4), static_argnames="implementation")
+    compiled = step.lower(qkv, angle, angle, k, v, slots, implementation="mosaic").compile()
+    memory = compiled.memory_analysis()
+    size = k.nbytes + v.nbytes
+    assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < size // 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "heads", [(8, 8, 128), (9, 3, 64), (32, 8, 128), (8, 1, 64), (16, 1, 128), (8, 4, 256)], ids=str
+)
+def test_the_kernel_is_a_float64_softmax(heads, cache, window, monkeypatch):
+    forms = ("blocks", 100, 1.0), ("clusters", 1000, 1.0), ("chunks", 1000, 1.0), \
+            ("few chunks", 1500, 60.0), ("direct", 1500, 60.0)  # fmt: skip
+    for form, capacity, size in forms:
+        if form == "direct" and heads[0] // heads[1] > 8:
+            continue
+        form_given(monkeypatch, form)
+        q, k, v, lengths = make(7, capacity, *heads, cache, "bfloat16", size)
+        run = jax.jit(decode_attention, static_argnames=("window", "implementation"))
+        got = run(q, poison(k, lengths), poison(v, lengths), lengths, window=window,
+                  implementation="mosaic")  # fmt: skip
+        assert error(got, oracle(q, k, v, lengths, window)) < 4e-3
+        again = run(q, k, v, lengths, window=window, implementation="mosaic")
+        assert np.array_equal(np.asarray(got, np.float32), np.asarray(again, np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["float16", "int8", "int4", "float8_e4m3fn"])
+def test_the_kernel_with_float16_queries(cache):
+    q, k, v, lengths = make(7, 700, 8, 2, 128, cache, "float16")
+    got = decode_attention(q, k, v, lengths, implementation="mosaic")
+    assert error(got, oracle(q, k, v, lengths)) < 4e-3
+
+
+@pytest.mark.gpu
+def test_a_row_is_the_same_bits_whatever_its_neighbours_hold():
+    q, k, v, lengths = make(5, 3000, 32, 8, 128, "bfloat16", "bfloat16")
+    run = jax.jit(functools.partial(decode_attention, implementation="mosaic"))
+    want = np.asarray(run(q, k, v, lengths), np.float32)
+    for row in range(5):
+        others = jnp.arange(5) != row
+        strange = [
+            jnp.where(jnp.expand_dims(others, range(1, x.ndim)), x[::-1], x) for x in (q, k, v)
+        ]
+        turned = jnp.where(others, lengths[::-1], lengths)
+        assert np.array_equal(np.asarray(run(*strange, turned)[row], np.float32), want[row])

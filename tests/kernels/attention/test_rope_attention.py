@@ -1,0 +1,146 @@
+"""rope_and_attend: the two ops it stands for, in float64, on what the cache stores.
+
+Errors are relative RMS: 1e-5 in float32, 4e-3 in 16-bit (a bf16 output alone rounds by 1.7e-3).
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention.rope_attention import rope_and_attend, unsupported
+from pallas_kernels.attention.rope_cache import rope_and_write
+from pallas_kernels.qtensor import QTensor, dequantize
+from tests.helpers.warp_emulator import emulated
+from tests.kernels.attention.test_decode_attention import NEWEST, error, make, oracle, poison
+
+# The package's attribute of that name is the function.
+OP = importlib.import_module("pallas_kernels.attention.op")
+
+
+def case(capacity, heads, dtype, batch=5, cache=None):
+    n, n_kv, h = heads
+    rng = np.random.default_rng(3)
+    qkv = jnp.asarray(rng.standard_normal((batch, n + 2 * n_kv, h)), dtype)
+    angle = jnp.asarray(rng.uniform(0, 6, (batch, h // 2)), jnp.float32)
+    slots = [capacity // 2 + 3, capacity, 0, capacity - 1, capacity + 7][:batch]
+    slots = jnp.asarray(slots, jnp.int32)
+    _, k, v, _ = make(batch, capacity, n, n_kv, h, cache or dtype, dtype)
+    # Nothing of the new token's place, nor of what follows it, is ever read.
+    k, v = poison(k, slots), poison(v, slots)
+    return qkv, jnp.cos(angle), jnp.sin(angle), k, v, slots
+
+
+def check(args, window, bound, implementation):
+    step = jax.jit(rope_and_attend, static_argnames=("window", "implementation"))
+    if implementation == "emulated":
+        step, implementation = rope_and_attend, "mosaic"
+    out, k, v = step(*args, window=window, implementation=implementation)
+    slots, capacity = args[-1], args[3].shape[1]
+    q, want_k, want_v = rope_and_write(*args, implementation="xla")
+    want = oracle(q, want_k, want_v, jnp.where(slots < capacity, slots + 1, 0), window)
+    assert error(out, want) < bound
+    assert not np.asarray(out, np.float32)[np.asarray(slots) >= capacity].any()
+    for got, expected in ((k, want_k), (v, want_v)):
+        if isinstance(got, QTensor):  # a tie may round either way
+            got, expected, near = dequantize(got), dequantize(expected), 0.05
+        else:
+            near = 2 * bound
+        got, expected = (np.asarray(x.astype(jnp.float32)) for x in (got, expected))
+        np.testing.assert_allclose(got, expected, near, near)
+
+
+@pytest.mark.parametrize("cache", ["float32", "int8"])
+@pytest.mark.parametrize("window", [None, 11])
+def test_the_xla_form_is_the_two_ops(window, cache):
+    check(case(40, (6, 2, 64), "float32", cache=cache), window, 1e-5, "xla")
+
+
+EMULATED = [  # capacity, heads, dtype, window
+    (300, (8, 2, 128), "bfloat16", None),
+    (200, (6, 3, 64), "float16", 40),
+    (150, (8, 1, 256), "bfloat16", None),
+    (1300, (4, 2, 128), "bfloat16", 700),
+]
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("given", EMULATED, ids=str)
+def test_the_one_kernel_emulated(given, monkeypatch):
+    from pallas_kernels.attention import codes as attention_words
+    from pallas_kernels.attention import direct as decode_attention_direct
+    from pallas_kernels.attention import gather as decode_attention_gather
+    from pallas_kernels.attention import merge as decode_attention_merge
+    from pallas_kernels.attention import source as decode_attention_source
+    from pallas_kernels.attention import tile as decode_attention_tile
+
+    monkeypatch.setattr(OP, "DIRECT_ROWS", 5)
+    monkeypatch.setattr(OP, "DIRECT_TOKENS", 1 << 30)
+    kernels = (
+        decode_attention_direct, decode_attention_gather, decode_attention_merge,
+        decode_attention_source, decode_attention_tile, attention_words,
+    )  # fmt: skip
+    capacity, heads, dtype, window = given
+    args = case(capacity, heads, dtype)
+    with emulated(*kernels):
+        check(args, window, 4e-3, "emulated")
+
+
+def test_what_the_one_kernel_refuses_is_said():
+    def reason(capacity=1152, heads=(8, 2, 128), batch=1, cache=None, dtype="bfloat16"):
+        args = case(8, heads, dtype, batch, cache)
+        k, v = (jax.eval_shape(lambda x: jnp.repeat(x, -(-capacity // 8), 1), x)
+                for x in args[3:5]) if cache is None else args[3:5]  # fmt: skip
+        return unsupported(args[0], k, v)
+
+    assert reason() is None and reason(4096) is None and reason(32768, (32, 8, 128)) is None
+    assert "rows" in reason(batch=OP.DIRECT_ROWS + 1)
+    assert "4104 tokens" in reason(4104)
+    assert "32776 tokens" in reason(32776, (32, 8, 128))
+    assert "16 query heads" in reason(heads=(16, 1, 128))
+    assert "int8 words" in reason(cache="int8")
+    assert "float32" in reason(dtype="float32")
+    with pytest.raises(NotImplementedError, match="int8 words"):
+        rope_and_attend(*case(8, (8, 2, 128), "bfloat16", 1, "int8"), implementation="mosaic")
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("shape", [(1, 1152, 32, 8, 128), (2, 2048, 28, 4, 128)], ids=str)
+def test_it_lowers_for_cuda_as_one_kernel(shape):
+    batch, capacity, n, n_kv, h = shape
+    cache = jax.ShapeDtypeStruct((batch, capacity, n_kv, h), jnp.bfloat16)
+    qkv = jax.ShapeDtypeStruct((batch, n + 2 * n_kv, h), jnp.bfloat16)
+    table = jax.ShapeDtypeStruct((batch, h // 2), jnp.float32)
+    slots = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    step = jax.jit(rope_and_attend, static_argnames="implementation", donate_argnums=(3, 4))
+    text = step.trace(qkv, table, table, cache, cache, slots, implementation="mosaic")
+    text = text.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (8, 1, 64), (7, 1, 128), (8, 4, 256)], ids=str)
+def test_the_one_kernel(heads, window, monkeypatch):
+    monkeypatch.setattr(OP, "DIRECT_ROWS", 5)
+    monkeypatch.setattr(OP, "DIRECT_TOKENS", 1 << 30)
+    for capacity, dtype in ((100, "bfloat16"), (1152, "float16"), (3000, "bfloat16")):
+        check(case(capacity, heads, dtype), window, 4e-3, "mosaic")
+
+
+@pytest.mark.gpu
+def test_the_same_bits_each_time_and_in_place():
+    qkv, cos, sin, k, v, slots = case(1152, (32, 8, 128), "bfloat16", 1)
+    step = jax.jit(rope_and_attend, donate_argnums=(3, 4), static_argnames="implementation")
+    compiled = step.lower(qkv, cos, sin, k, v, slots, implementation="mosaic").compile()
+    memory = compiled.memory_analysis()
+    size = k.nbytes + v.nbytes
+    assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < size // 10
+    want, k, v = compiled(qkv, cos, sin, k, v, slots)
+    for _ in range(50):
+        out, k, v = compiled(qkv, cos, sin, k, v, slots)
+        assert np.array_equal(np.asarray(out, np.float32), np.asarray(want, np.float32))

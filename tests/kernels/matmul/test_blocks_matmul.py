@@ -1,0 +1,139 @@
+"""Products of one normed x with several weights in one kernel, against each alone in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.matmul.blocks import (
+    alike,
+    blocks_matmul,
+    fusible,
+    stacked,
+    unsupported,
+)
+from pallas_kernels.qtensor import QTensor, RowBlocks
+from tests.helpers.matmul_machine import ARITH, Machine, install, raw
+from tests.kernels.matmul.test_fused_matmul import EPS, expected, hostile, weight
+from tests.kernels.matmul.test_quantized_matmul import activations, check
+
+VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
+newest = pytest.mark.skipif(VERSION < (0, 11, 2), reason="Mosaic kernels need jax >= 0.11.2")
+DTYPE = jnp.bfloat16
+
+
+def case(names, m, k, rows):
+    """names: of the weights' forms, one for all or one each."""
+    names = [names] * len(rows) if isinstance(names, str) else names
+    weights = [
+        weight(name, n, k, DTYPE, i) for i, (name, n) in enumerate(zip(names, rows, strict=True))
+    ]
+    x = activations((m, k), DTYPE, 99)  # a seed that no weight has
+    return x, weights, ((1 + 0.2 * activations((k,), jnp.float32, 98)).astype(DTYPE), EPS)
+
+
+EMULATED = [  # forms, m, K, rows
+    ("plain", 1, 1024, (32, 48, 16)),
+    ("plain", 3, 2048, (16, 64)),
+    ("w4-g128-zero", 1, 2048, (16, 16, 48, 16)),
+    (("w4-g128", "w4-g128", "plain"), 2, 2048, (32, 48, 32)),
+    (("plain", "w8-row", "w8-row"), 9, 1024, (16, 48, 32)),
+]
+
+
+@newest
+@pytest.mark.parametrize("given", EMULATED, ids=str)
+def test_the_kernel_s_code_on_numpy(given, monkeypatch):
+    from pallas_kernels.matmul.few_rows import blocks as kernel
+    from pallas_kernels.matmul.few_rows import kernel as decode
+
+    x, weights, norm = case(*given)
+    m, k = x.shape
+    groups = alike(weights)
+    outs, kinds = [], {"out": "bf16", "gamma": "bf16", "eps": EPS}
+    for group, own in zip(kernel.divide(m, groups, "bf16"), groups, strict=True):
+        first, *others = (decode.parts_of(w) for w in own)
+        out = np.full((m, sum(group.rows)), np.nan, DTYPE)
+        for block in range(group.begin, group.begin + group.plan.clusters):
+            arrays = [x, *first, None, norm[0], None, out, None, None, *itertools.chain(*others)]
+            sizes = group.plan.scratch_sizes(normed=True)
+            machine = Machine([raw(a) for a in arrays], sizes, block, 1)
+            install(monkeypatch, machine)
+            for attribute, fake in (("p", machine), ("arith", ARITH)):
+                monkeypatch.setattr(kernel, attribute, fake)
+            refs = iter(machine.refs)
+            operands = decode.Operands(*(next(refs) for _ in decode.Operands._fields))
+            parts = [[next(refs) for _ in range(3)] for _ in others]
+            group.program(k, operands, parts, list(refs), kinds).run()
+            out = machine.memory[7].view(out.dtype).reshape(out.shape)
+        outs.append(out)
+    want = [expected(x, w, norm=norm) for w in weights]
+    check(jnp.asarray(np.concatenate(outs, -1)), np.concatenate(want, -1), DTYPE)
+
+
+def test_blocks_are_shared_out():
+    from pallas_kernels.matmul.few_rows.blocks import divide
+
+    shape, plain = jax.ShapeDtypeStruct, jnp.bfloat16
+    low = shape((16, 2048), plain)
+    for n, blocks in ((6144, 131), (132 * 16, 132), (5 * 16, 5)):
+        words = QTensor(shape((n, 2048), jnp.int4), shape((n, 16), plain))
+        large, small = divide(1, ((words,), (low,)), "bf16")
+        assert (large.plan.clusters, small.plan.clusters) == (blocks, 1)
+        assert large.plan.clusters * large.plan.per * 16 >= n and small.begin == blocks
+    (whole,) = divide(1, ((shape((6144, 2048), plain), low),), "bf16")
+    assert whole.plan.clusters == 132 and whole.firsts == [384]
+
+
+def test_what_is_one_kernel(monkeypatch):
+    x, weights, norm = case(("w4-g128", "w4-g128", "plain"), 1, 2048, (96, 16, 32))
+    words, _, low = weights
+    large = weight("plain", 80, 2048, DTYPE)
+    assert [len(group) for group in alike(weights)] == [2, 1]
+    assert stacked(weights[:2]).shape == (112, 2048) and stacked(weights[:2]).group_size == 128
+    assert unsupported(x, weights, norm=norm) is None
+    assert "several large weights" in unsupported(x, [words, large], norm=norm)
+    assert "32, 24" in unsupported(x, [low, low[:24]], norm=norm)
+    with pytest.raises(NotImplementedError, match="17 tokens"):
+        blocks_matmul(jnp.zeros((17, 2048), DTYPE), weights, norm=norm)
+    assert not fusible(x, weights, norm=norm)
+    monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
+    assert fusible(x, weights, norm=norm)
+    assert not fusible(x, [RowBlocks((words, low)), low], norm=norm)
+
+
+@newest
+@pytest.mark.parametrize("words", ["plain", "int4"])
+def test_it_lowers_for_cuda_as_one_kernel(words):
+    shape, k = jax.ShapeDtypeStruct, 2048
+    rows = (1024, 1024, 2048, 2048, 16)
+    weights = [shape((n, k), DTYPE) for n in rows]
+    if words == "int4":
+        weights[:4] = [QTensor(shape((n, k), jnp.int4), shape((n, 16), DTYPE)) for n in rows[:4]]
+
+    def call(x, gamma, weights):
+        return [y.value for y in blocks_matmul(x, weights, norm=(gamma, EPS))]
+
+    traced = jax.jit(call).trace(shape((1, 1, k), DTYPE), shape((k,), DTYPE), weights)
+    assert [y.shape for y in traced.jaxpr.out_avals] == [(1, 1, n) for n in rows]
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 1 and "concatenate" not in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name, m", [("plain", 1), ("plain", 16), ("w4-g128", 1), ("w4-g128-zero", 3), ("w8-row", 16)]
+)
+def test_values_on_the_gpu(name, m):
+    x, weights, norm = case([name] * 3 + ["plain"], m, 2048, (1024, 1040, 2048, 16))
+    x = hostile(x)
+    outs, again = (blocks_matmul(x, weights, norm=norm) for _ in range(2))
+    for w, out, other in zip(weights, outs, again, strict=True):
+        np.testing.assert_array_equal(out.value, other.value)
+        for row, want in zip(out.value, expected(x, w, norm=norm), strict=True):
+            check(row, want, DTYPE)

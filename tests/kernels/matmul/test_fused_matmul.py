@@ -1,0 +1,312 @@
+"""What is fused around the decode matmul: norm, residual, SwiGLU, plain weights."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import quantized_matmul
+from pallas_kernels.matmul.few_rows import plan as planning
+from pallas_kernels.matmul.op import fusible
+from pallas_kernels.qtensor import QTensor, RowBlocks
+from pallas_kernels.shapes import LLAMA_8B
+from tests.helpers.matmul_machine import run_decode
+from tests.kernels.matmul.test_quantized_matmul import activations, check, exact, weights
+
+EPS = 1e-5
+
+
+def weight(name, n, k, dtype, seed=0):
+    if name == "plain":
+        return activations((n, k), jnp.float32, seed).astype(dtype) * jnp.asarray(0.02, dtype)
+    return weights(name, n, k, dtype, seed)
+
+
+def expected(x, w, bias=None, norm=None, residual=None, swiglu=False):
+    """The fused product in float64 on the same words."""
+    wide = [None if v is None else np.asarray(v.astype(jnp.float32), np.float64) for v in
+            (x, bias, None if norm is None else norm[0], residual)]  # fmt: skip
+    x64, bias, gamma, residual = wide
+    w64 = exact(w) if isinstance(w, QTensor) else np.asarray(w.astype(jnp.float32), np.float64)
+    if gamma is not None:
+        x64 = x64 / np.sqrt(np.mean(x64**2, -1, keepdims=True) + norm[1]) * gamma
+    out = x64 @ w64.T
+    if bias is not None:
+        out = out + bias
+    if swiglu:
+        gate, up = np.split(out, 2, axis=-1)
+        out = gate / (1 + np.exp(-np.clip(gate, -700, None))) * up
+    return out if residual is None else out + residual
+
+
+def extras(m, n, k, dtype, kinds, gamma_dtype=jnp.bfloat16):
+    """norm, residual and swiglu as ``kinds`` (letters n, r, s) asks."""
+    given = {}
+    if "n" in kinds:
+        gamma = 1 + 0.2 * activations((k,), jnp.float32, 4)
+        given["norm"] = (gamma.astype(gamma_dtype), EPS)
+    if "r" in kinds:
+        given["residual"] = activations((m, n), dtype, 5)
+    if "s" in kinds:
+        given["swiglu"] = True
+    return given
+
+
+# --- the kernel's code on numpy -------------------------------------------------------------------
+
+EMULATED = [  # weights, m, K, fused, changes to the plan
+    ("w4-g128", 1, 4096, "n", {}),
+    ("w4-g128", 2, 2048, "nr", {}),
+    ("w4-g128-zero", 5, 2048, "nr", {"clusters": 1, "per": 5, "batch": 2, "depth": 3}),
+    ("w4-g128", 16, 4096, "n", {}),
+    ("w4-g128", 3, 2688, "n", {}),
+    ("w4-g128", 9, 14336, "nr", {"clusters": 1, "per": 5, "batch": 2}),
+    ("w8-row", 4, 1024, "nrb", {}),
+    ("w8-row", 1, 1728, "n", {}),
+    ("w4-g128", 1, 2048, "ns", {}),
+    ("w4-g128", 11, 2048, "nsb", {"clusters": 1, "per": 6, "batch": 4}),
+    ("w8-row", 2, 14336, "s", {"clusters": 1, "per": 6, "batch": 2}),
+    ("plain", 1, 2048, "", {}),
+    ("plain", 13, 4096, "nr", {}),
+    ("plain", 3, 2048, "ns", {}),
+    ("plain", 2, 14336, "rb", {"clusters": 2, "per": 3, "batch": 1, "depth": 4}),
+    ("plain", 5, 576, "n", {}),
+    ("w4-g128", 1, 14336, "nr", {"clusters": 1, "per": 5, "batch": 3}),
+    ("plain", 3, 2048, "r", {"clusters": 1, "per": 5, "depth": 9}),
+    ("plain", 2, 256, "n", {}),
+    ("plain", 4, 1056, "nr", {}),
+    ("plain", 3, 18944, "r", {"clusters": 1, "per": 5, "batch": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    "name,m,k,kinds,changes", EMULATED, ids=[f"{c[0]}-{c[1]}x{c[2]}-{c[3]}" for c in EMULATED]
+)
+def test_emulated(name, m, k, kinds, changes, monkeypatch):
+    n, dtype = (96 if "s" in kinds else 80), jnp.bfloat16
+    w, x = weight(name, n, k, dtype), activations((m, k), dtype)
+    bias = activations((n,), jnp.float32, 2) if "b" in kinds else None
+    given = extras(m, n, k, dtype, kinds, jnp.float32 if m % 2 else dtype)
+    ref = expected(x, w, bias, **given)
+    given["pairs"] = given.pop("swiglu", False)
+    out = run_decode(monkeypatch, x, w, bias, dtype, **given, **changes)
+    check(jnp.asarray(out), ref, dtype)
+
+
+@pytest.mark.parametrize(
+    "name,m,k,kinds,changes",
+    [
+        ("plain", 1, 4096, "n", {}),
+        ("plain", 3, 2048, "ns", {"clusters": 2, "per": 4, "batch": 2}),
+        ("plain", 5, 576, "n", {}),
+        ("w4-g128", 2, 14336, "n", {"clusters": 2, "per": 3, "batch": 1}),
+        ("w8-row", 16, 1024, "ns", {}),
+    ],
+)
+def test_what_is_pending_is_added_and_stored(name, m, k, kinds, changes, monkeypatch):
+    """The same bits as with a sum that was rounded before."""
+    n, dtype = (96 if "s" in kinds else 80), jnp.bfloat16
+    w, x = weight(name, n, k, dtype), activations((m, k), dtype)
+    pending = activations((m, k), jnp.float32, 9)
+    total = (x.astype(jnp.float32) + pending).astype(dtype)
+    given = extras(m, n, k, dtype, kinds)
+    given["pairs"] = given.pop("swiglu", False)
+    run = functools.partial(run_decode, monkeypatch, w=w, bias=None, out_dtype=dtype)
+    out, stored = run(x, pending=pending, **given, **changes)
+    np.testing.assert_array_equal(stored, np.asarray(total))
+    np.testing.assert_array_equal(out, run(total, **given, **changes))
+
+
+# --- the op ---------------------------------------------------------------------------------------
+
+FUSED = ["n", "r", "s", "nr", "nsb", ""]
+
+
+@pytest.mark.parametrize("name", ["w4-g128", "plain"])
+@pytest.mark.parametrize("kinds", FUSED)
+def test_composition(name, kinds):
+    """Where no kernel fuses them the parts run one after the other; float32 rounds nowhere."""
+    n, k = 96, 512
+    w, x = weight(name, n, k, jnp.float32), activations((2, 1, k), jnp.float32)
+    bias = activations((n,), jnp.float32, 2) if "b" in kinds else None
+    given = extras(2, n, k, jnp.float32, kinds, jnp.float32)
+    if "residual" in given:
+        given["residual"] = given["residual"][:, None]
+    out = jax.jit(lambda x, w: quantized_matmul(x, w, bias=bias, **given))(x, w)
+    check(out, expected(x, w, bias, **given), "float32")
+    assert not fusible(x, w, **given)
+
+
+def test_what_is_pending_in_a_composition():
+    w, x = weight("plain", 96, 512, jnp.bfloat16), activations((2, 1, 512), jnp.bfloat16)
+    pending = activations(x.shape, jnp.float32, 9)
+    norm = extras(2, 96, 512, jnp.bfloat16, "n")["norm"]
+    out, total = quantized_matmul(x, w, norm=norm, pending=pending)
+    assert total.dtype == x.dtype
+    assert (total == (x.astype(jnp.float32) + pending).astype(x.dtype)).all()
+    assert (out == quantized_matmul(total, w, norm=norm)).all()
+    with pytest.raises(ValueError, match="before a norm"):
+        quantized_matmul(x, w, pending=pending)
+
+
+def test_gradients_of_a_composition():
+    n, k = 32, 256
+    w, x = weight("plain", n, k, jnp.float32), activations((3, k), jnp.float32)
+    given = extras(3, n, k, jnp.float32, "nr", jnp.float32)
+    gamma, residual = given["norm"][0], given["residual"]
+
+    def loss(x, w, gamma, residual):
+        y = quantized_matmul(x, w, norm=(gamma, EPS), residual=residual)
+        return jnp.sum(jnp.sin(y))
+
+    def plainly(x, w, gamma, residual):
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + EPS) * gamma
+        return jnp.sum(jnp.sin(jnp.dot(y, w.T, precision="highest") + residual))
+
+    args = x, w, gamma, residual
+    ours, theirs = (jax.grad(f, argnums=(0, 1, 2, 3))(*args) for f in (loss, plainly))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_refusals():
+    w, x = weight("plain", 96, 512, jnp.bfloat16), activations((2, 512), jnp.bfloat16)
+    call = lambda **kw: quantized_matmul(x, w, **kw)  # noqa: E731
+    with pytest.raises(ValueError, match="norm's weight"):
+        call(norm=(jnp.ones(3), EPS))
+    with pytest.raises(ValueError, match="residual"):
+        call(residual=jnp.ones((2, 96), jnp.float32))
+    with pytest.raises(ValueError, match="gate and up"):
+        quantized_matmul(x, w[:95], swiglu=True)
+    with pytest.raises(NotImplementedError, match="17 tokens"):
+        many = jnp.ones((17, 512), jnp.bfloat16)
+        quantized_matmul(many, w, norm=(jnp.ones(512), EPS), implementation="mosaic")
+    assert not fusible(x, RowBlocks((w, w)), swiglu=True)
+    no = planning.unsupported
+    half = weight("w4-g128", 96, 512, jnp.float16)
+    assert "norm's weight is float16" in no(1, jnp.float16, half, norm=jnp.float16)
+    assert "float32" in no(1, jnp.bfloat16, w, residual=jnp.float32)
+    assert "multiple of 32" in no(1, jnp.bfloat16, w[:80], swiglu=True)
+    assert "plain weights bfloat16" in no(1, jnp.float16, w)
+
+
+def test_pairs_of_tiles_stay_together():
+    """A batch ends only behind a tile of up, and every pair has one place."""
+    S = jax.ShapeDtypeStruct
+    for m in (1, 8, 16):
+        for n, k in ((28672, 4096), (57344, 8192), (16384, 2048), (3072, 576)):
+            w = S((n, k), jnp.bfloat16)
+            plan = planning.make_plan(m, w, pairs=True)
+            assert plan.per % 2 == plan.batch % 2 == 0
+            assert plan.shared_bytes <= planning.SHARED
+            assert plan.clusters * plan.per * 16 >= n > plan.clusters * (plan.per - 2) * 16
+
+
+def lowered(m, n, k, words, **fused):
+    S = jax.ShapeDtypeStruct
+    w = S((n, k), jnp.bfloat16)
+    if words != "plain":
+        group = 128 if words == "int4" else k
+        w = QTensor(S((n, k), jnp.dtype(words)), S((n, k // group), jnp.bfloat16))
+    given = {}
+    if "norm" in fused:
+        given["norm"] = S((k,), jnp.bfloat16)
+    if "residual" in fused:
+        given["residual"] = S((m, n), jnp.bfloat16)
+    if "pending" in fused:
+        given["pending"] = S((m, k), jnp.float32)
+
+    def call(x, w, norm=None, **given):
+        norm = None if norm is None else (norm, EPS)
+        return quantized_matmul(
+            x, w, norm=norm, swiglu="swiglu" in fused, implementation="mosaic", **given
+        )
+
+    traced = jax.jit(call).trace(S((m, k), jnp.bfloat16), w, **given)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name,n,k", LLAMA_8B[1:5], ids=[s[0] for s in LLAMA_8B[1:5]])
+def test_lowers_for_hopper(name, n, k):
+    if tuple(int(v) for v in jax.__version__.split(".")[:3]) < (0, 11, 2):
+        pytest.skip(f"jax {jax.__version__}: the kernels need 0.11.2")
+    fused = {"qkv": ["norm", "pending"], "gate_up": ["norm", "swiglu"]}.get(name, ["residual"])
+    for words, m in (("int4", 1), ("int8", 9), ("plain", 16)):
+        text = lowered(m, n, k, words, **dict.fromkeys(fused, True))
+        assert text.count("@mosaic_gpu") == 1
+        assert "dot_general" not in text
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+def hostile(x):
+    """A row of zeros and a row with one huge value."""
+    return x.at[-1].set(0).at[0, 7].set(1e4) if len(x) > 1 else x
+
+
+ON_THE_GPU = [  # weights, m, K, fused
+    ("plain", 2, 256, "n"),
+    ("plain", 3, 18944, "r"),
+    ("plain", 4, 1056, "nr"),
+    ("w4-g128", 1, 2048, "nsb"),
+    ("w4-g128", 16, 2048, "nr"),
+    ("w4-g128", 3, 2688, "n"),
+    ("w4-g128", 2, 14336, "nr"),
+    ("w4-g128", 5, 14336, "r"),
+    ("w4-g128-zero", 5, 2048, "nr"),
+    ("w4-g32", 2, 2048, "n"),
+    ("w8-row", 1, 2048, "n"),
+    ("w8-row", 16, 2048, "nsb"),
+    ("w8-row", 1, 14336, "r"),
+    ("plain", 1, 2048, "nr"),
+    ("plain", 16, 2048, "n"),
+    ("plain", 3, 2048, "nsb"),
+    ("plain", 9, 14336, "r"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name,m,k,kinds", ON_THE_GPU, ids=[f"{c[0]}-{c[1]}x{c[2]}-{c[3]}" for c in ON_THE_GPU]
+)
+def test_values_on_the_gpu(name, m, k, kinds):
+    n, dtype = 4320, jnp.bfloat16
+    w, x = weight(name, n, k, dtype), hostile(activations((m, k), dtype, m))
+    bias = activations((n,), jnp.float32, 2) if "b" in kinds else None
+    given = extras(m, n, k, dtype, kinds, jnp.float32 if m == 2 else dtype)
+    call = functools.partial(quantized_matmul, x, w, bias=bias, implementation="mosaic")
+    out, again = call(**given), call(**given)
+    assert (np.asarray(out) == np.asarray(again)).all()
+    for row, ref in zip(out, expected(x, w, bias, **given), strict=True):
+        check(row, ref, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name,m", [("w4-g128", 1), ("w8-row", 16), ("plain", 1), ("plain", 5)])
+def test_what_is_pending_on_the_gpu(name, m):
+    n, k, dtype = 4320, 4096, jnp.bfloat16
+    w, x = weight(name, n, k, dtype), hostile(activations((m, k), dtype, m))
+    pending, norm = activations((m, k), jnp.float32, 9), extras(m, n, k, dtype, "n")["norm"]
+    call = functools.partial(quantized_matmul, w=w, norm=norm, implementation="mosaic")
+    out, total = call(x, pending=pending)
+    assert (np.asarray(total) == np.asarray((x.astype(jnp.float32) + pending).astype(dtype))).all()
+    assert (np.asarray(out) == np.asarray(call(total))).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["w4-g128", "plain"])
+def test_a_row_is_bitwise_its_own(name):
+    n, k, dtype = 4320, 4096, jnp.bfloat16
+    w, x = weight(name, n, k, dtype), activations((8, k), dtype)
+    norm = extras(1, n, k, dtype, "n")["norm"]
+    run = lambda x: np.asarray(  # noqa: E731
+        quantized_matmul(x, w, norm=norm, swiglu=True, implementation="mosaic")
+    )
+    whole = run(x)
+    others = run(x.at[jnp.array([0, 1, 2, 4, 5, 6, 7])].multiply(100))
+    assert (whole[3] == others[3]).all()
+    for m in (2, 3, 5):  # one row has a kernel, and so an order of sums, of its own
+        assert (run(x[:m]) == whole[:m]).all()

@@ -1,0 +1,457 @@
+"""quantized_matmul against float64 on the same words, in every scheme and form; its kernels' order
+of words; what it costs in memory; where it says no."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import QTensor, dequantize, quantize, quantized_matmul
+from pallas_kernels.matmul.few_rows import kernel as decode
+from pallas_kernels.matmul.few_rows import plan as planning
+from pallas_kernels.matmul.op import quantized_matmul_reference, unsupported
+from pallas_kernels.shapes import LLAMA_8B
+from tests.helpers.matmul_machine import Machine, install, run_decode
+
+# Relative RMS and max |error| / RMS(out).  16-bit outputs: their own rounding, and that of the
+# weights where a scale is folded into them.
+BOUNDS = {"float32": (2e-6, 2e-5), "bfloat16": (4e-3, 4e-2), "float16": (1e-3, 1e-2)}
+
+WEIGHTS = {  # words, group, zeros
+    "w4-row": ("int4", None, None),
+    "w4-g32": ("int4", 32, None),
+    "w4-g64-zero": ("int4", 64, "int"),
+    "w4-g128": ("int4", 128, None),
+    "w4-g128-zero": ("int4", 128, "int"),
+    "w4-g256": ("int4", 256, None),
+    "w4-g32-minimum": ("int4", 32, "float"),
+    "w4-g128-minimum": ("int4", 128, "float"),
+    "w8-row": ("int8", None, None),
+    "w8-g128": ("int8", 128, None),
+    "w8-g32": ("int8", 32, None),
+    "w8-g64-zero": ("int8", 64, "int"),
+    "fp8-row": ("float8_e4m3fn", None, None),
+}
+PAIRS = {"w8a8": "int8", "fp8": "float8_e4m3fn"}
+IMPLEMENTATIONS = ["xla", pytest.param("mosaic", marks=pytest.mark.gpu)]
+
+
+def weights(name, n, k, scale_dtype, seed=0):
+    dtype, group, zeros = WEIGHTS[name]
+    rng = np.random.default_rng(seed)
+    w = jnp.asarray(rng.standard_normal((n, k)) * 0.02 + 0.003, jnp.float32)
+    symmetric = zeros != "int"
+    t = quantize(w, dtype, group_size=group, symmetric=symmetric, scale_dtype=scale_dtype)
+    if zeros == "float":
+        minimum = jnp.asarray(rng.standard_normal(t.scale.shape) * 0.01, scale_dtype)
+        t = QTensor(t.q, t.scale, minimum)
+    return t
+
+
+def exact(t):
+    """What a QTensor stands for, in float64."""
+    q = np.asarray(t.q.astype(jnp.float32), np.float64)
+    scale = np.asarray(t.scale.astype(jnp.float32), np.float64)
+    scale = np.repeat(scale, t.group_size, axis=-1)
+    if t.zero is None:
+        return q * scale
+    zero = np.asarray(t.zero.astype(jnp.float32), np.float64)
+    zero = np.repeat(zero, t.group_size, axis=-1)
+    return (q - zero) * scale if t.zero.dtype == jnp.int8 else q * scale + zero
+
+
+def product(x, w, bias=None):
+    left = exact(x) if isinstance(x, QTensor) else np.asarray(x.astype(jnp.float32), np.float64)
+    out = left @ exact(w).T
+    return out if bias is None else out + np.asarray(bias, np.float64)
+
+
+def check(out, ref, dtype):
+    rms, largest = BOUNDS[jnp.dtype(dtype).name]
+    out = np.asarray(out.astype(jnp.float32), np.float64)
+    size = np.sqrt(np.mean(ref**2))
+    assert np.sqrt(np.mean((out - ref) ** 2)) <= rms * size
+    assert np.abs(out - ref).max() <= largest * size
+
+
+def activations(shape, dtype, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def refused_or(implementation, x, w, **kwargs):
+    """quantized_matmul, or a skip with the kernel's own reason."""
+    reason = unsupported(x, w, out_dtype=kwargs.get("out_dtype"))
+    if implementation == "mosaic" and reason is not None:
+        pytest.skip(reason)
+    call = jax.jit(lambda x, w: quantized_matmul(x, w, implementation=implementation, **kwargs))
+    return call(x, w)
+
+
+# XLA: every scheme once, every dtype and row count once; the kernels: all of it.
+WEIGHT_ONLY = (
+    [("xla", name, 5, "float32") for name in WEIGHTS]
+    + [("xla", "w4-g128-zero", m, d) for m, d in ((1, "bfloat16"), (70, "float16"))]
+    + [
+        pytest.param("mosaic", name, m, dtype, marks=pytest.mark.gpu)
+        for name in WEIGHTS
+        for m in (1, 5, 16, 70)
+        for dtype in ("bfloat16", "float16")
+    ]
+)
+
+
+@pytest.mark.parametrize("implementation,name,m,dtype", WEIGHT_ONLY)
+def test_weight_only(implementation, name, m, dtype):
+    n, k = (432, 512) if implementation == "xla" else (432, 2048)
+    w = weights(name, n, k, jnp.float32 if dtype == "float32" else dtype)
+    x, bias = activations((m, k), dtype), activations((n,), jnp.float32, 2)
+    out = refused_or(implementation, x, w, bias=bias)
+    assert out.dtype == x.dtype and out.shape == (m, n)
+    check(out, product(x, w, bias), dtype)
+
+
+BOTH = [
+    ("xla", "w8a8", 33, "bfloat16"),
+    ("xla", "w8a8", 1, "float32"),
+    ("xla", "fp8", 5, "float16"),
+]
+BOTH += [
+    pytest.param("mosaic", name, m, dtype, marks=pytest.mark.gpu)
+    for name in PAIRS
+    for m in (1, 33, 130)
+    for dtype in ("bfloat16", "float16", "float32")
+]
+
+
+@pytest.mark.parametrize("implementation,name,m,out_dtype", BOTH)
+def test_both_quantized(implementation, name, m, out_dtype):
+    w = quantize(activations((208, 1536), jnp.float32), PAIRS[name])
+    x = quantize(activations((m, 1536), jnp.float32, 3), PAIRS[name])
+    bias = activations((208,), jnp.float32, 2)
+    out = refused_or(implementation, x, w, bias=bias, out_dtype=jnp.dtype(out_dtype))
+    ref = product(x, w, bias)
+    if name == "fp8" and implementation == "mosaic" and out_dtype == "float32":
+        out_dtype = "float16"  # the tensor cores' own sum of e4m3 products has about 14 bits
+    check(out, ref, out_dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_int8_sums_are_exact(implementation):
+    """With unit scales and float32 out every sum below 2**24 must come back as the integer."""
+    k = 2560
+    rng = np.random.default_rng(5)
+    xq = rng.integers(-128, 128, (33, k)).astype(np.int8)
+    wq = rng.integers(-128, 128, (144, k)).astype(np.int8)
+    xq[0], wq[0], xq[1], wq[1] = 127, 127, -128, -128  # sums near 4.2e7, multiples of 2**k below
+    one = jnp.ones((33, 1), jnp.float32), jnp.ones((144, 1), jnp.float32)
+    x, w = QTensor(jnp.asarray(xq), one[0]), QTensor(jnp.asarray(wq), one[1])
+    out = np.asarray(refused_or(implementation, x, w, out_dtype=jnp.float32))
+    sums = xq.astype(np.int64) @ wq.astype(np.int64).T
+    assert (out == sums.astype(np.float32)).all()
+
+
+HOSTILE = [("xla", group, scale, 2, "float32") for group, scale in ((64, 1e-8), (128, 1e4))]
+HOSTILE += [
+    pytest.param("mosaic", group, scale, m, "bfloat16", marks=pytest.mark.gpu)
+    for group in (64, 128)
+    for scale in (1e-8, 1e4)
+    for m in (2, 40)
+]
+
+
+@pytest.mark.parametrize("implementation,group,scale,m,dtype", HOSTILE)
+def test_hostile_values(implementation, group, scale, m, dtype):
+    """Tiny and huge scales, zeros at both ends, rows of zeros, an outlier in x."""
+    n, k = 176, 2048
+    rng = np.random.default_rng(7)
+    q = jnp.asarray(rng.integers(-8, 8, (n, k)), jnp.int4).at[3].set(0).at[4].set(-8).at[5].set(7)
+    scales = jnp.asarray(scale * rng.uniform(0.5, 2, (n, k // group)), dtype).at[6].set(0)
+    zero = jnp.asarray(rng.choice([-8, 7], (n, k // group)), jnp.int8).at[3].set(0)
+    w = QTensor(q, scales, zero)
+    x = activations((m, k), dtype).at[0, 17].set(1e4).at[m - 1].set(0)
+    out = refused_or(implementation, x, w)
+    ref = product(x, w)
+    for row in range(m - 1):
+        check(out[row], ref[row], dtype)
+    assert not np.asarray(out[m - 1].astype(jnp.float32)).any()
+    assert not np.asarray(out[:, jnp.asarray([3, 6])].astype(jnp.float32)).any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("m", [3, 70])
+def test_a_row_is_bitwise_its_own(implementation, m):
+    """Twice the same, and whatever the other rows hold, NaN included."""
+    w = weights("w4-g128-zero", 256, 2048, jnp.bfloat16)
+    x = activations((m, 2048), jnp.bfloat16)
+    first, again = (np.asarray(refused_or(implementation, x, w).astype(jnp.float32)) for _ in "ab")
+    assert (first == again).all()
+    other = x.at[1:].set(jnp.nan)
+    changed = np.asarray(refused_or(implementation, other, w).astype(jnp.float32))
+    assert (changed[0] == first[0]).all()
+    assert np.isnan(changed[1:]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "k,m", [(2688, 3), (8192, 1), (8192, 16), (14336, 1), (14336, 16), (18944, 1), (18944, 4)]
+)
+def test_long_and_odd_rows_in_the_decode_kernel(k, m):
+    """K divided among blocks, or x kept in shared memory; and a row is bitwise its own."""
+    w = weights("w4-g128-zero", 2144, k, jnp.bfloat16)  # 134 tiles: some blocks have two
+    x = activations((m, k), jnp.bfloat16)
+    assert decode.unsupported(m, x.dtype, w) is None
+    call = jax.jit(lambda x, w: quantized_matmul(x, w, implementation="mosaic"))
+    first = call(x, w)
+    check(first, product(x, w), "bfloat16")
+    other = call(x.at[1:].set(jnp.nan), w)
+    for out in (call(x, w)[0], other[0]):
+        assert (np.asarray(out, np.float32) == np.asarray(first[0], np.float32)).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["w4-g64-zero", "w4-g128-minimum", "w8-row"])
+def test_gradients(implementation, name):
+    dtype = jnp.float32 if implementation == "xla" else jnp.bfloat16
+    w = weights(name, 208, 1024, dtype)
+    x, dy = activations((2, 3, 1024), dtype), activations((2, 3, 208), jnp.float32, 4)
+    bias = activations((208,), jnp.float32, 2)
+
+    def loss(f):
+        def of(x, scale, zero, bias):
+            out = f(x, QTensor(w.q, scale, zero), bias=bias)
+            return jnp.sum(out.astype(jnp.float32) * dy)
+
+        wanted = (0, 1, 2, 3) if name.endswith("minimum") else (0, 1, 3)
+        return jax.grad(of, argnums=wanted)(x, w.scale, w.zero, bias)
+
+    got = loss(lambda *a, **k: quantized_matmul(*a, implementation=implementation, **k))
+    for ours, ref in zip(got, loss(quantized_matmul_reference), strict=True):
+        check(ours.ravel(), np.asarray(ref.astype(jnp.float32), np.float64).ravel(), dtype)
+
+
+def test_gradients_of_scales_of_two_quantized_operands():
+    w = quantize(activations((48, 256), jnp.float32), "int8")
+    x = quantize(activations((5, 256), jnp.float32, 3), "int8")
+    bias, dy = activations((48,), jnp.float32), activations((5, 48), jnp.float32, 4)
+
+    def loss(f):
+        def of(sx, sw, bias):
+            out = f(QTensor(x.q, sx), QTensor(w.q, sw), bias=bias)
+            return jnp.sum(out.astype(jnp.float32) * dy)
+
+        return jax.grad(of, argnums=(0, 1, 2))(x.scale, w.scale, bias)
+
+    for ours, ref in zip(loss(quantized_matmul), loss(quantized_matmul_reference), strict=True):
+        check(ours.ravel(), np.asarray(ref, np.float64).ravel(), "float32")
+
+
+def test_leading_axes_and_output_dtypes():
+    w = weights("w4-g32", 40, 64, jnp.bfloat16)
+    x = activations((2, 3, 64), jnp.float32)
+    assert quantized_matmul(x, w).shape == (2, 3, 40)
+    assert quantized_matmul(x, w).dtype == jnp.float32
+    assert quantized_matmul(x, w, out_dtype=jnp.float16).dtype == jnp.float16
+    assert quantized_matmul(x[0, 0], w).shape == (40,)
+    rows = [quantized_matmul(x[:, i : i + 1], w) for i in range(3)]
+    check(jnp.concatenate(rows, axis=1), product(x, w), jnp.float32)
+    q16 = quantize(activations((40, 64), jnp.bfloat16), "int8")
+    q32 = quantize(activations((40, 64), jnp.float32), "int8")
+    assert quantized_matmul(quantize(x, "int8"), q16).dtype == jnp.bfloat16
+    assert quantized_matmul(quantize(x, "int8"), q32).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("words", ["int4", "int8"])
+def test_cpu_holds_no_dequantized_copy(words):
+    n, k = 1536, 512
+    w = weights("w4-g32" if words == "int4" else "w8-row", n, k, jnp.float32)
+    x = activations((1, k), jnp.float32)
+    used = jax.jit(quantized_matmul).lower(x, w).compile().memory_analysis()
+    if used is None:
+        pytest.skip("this backend reports no memory use")
+    # int4 is viewed as bytes, for which XLA may keep a copy of the packed words.
+    assert used.temp_size_in_bytes < n * k // 2 + 4 * 4 * 192 * k
+    check(jax.jit(quantized_matmul)(x, w), product(x, w), "float32")
+
+
+@pytest.mark.gpu
+def test_gpu_holds_int4_in_half_a_byte():
+    n, k = 14336, 4096
+    w = weights("w4-g128", n, k, jnp.bfloat16)
+    x = activations((1, k), jnp.bfloat16)
+    call = jax.jit(lambda x, w: quantized_matmul(x, w, implementation="mosaic"))
+    used = call.lower(x, w).compile().memory_analysis()
+    assert used.argument_size_in_bytes <= n * k // 2 + n * k // 128 * 2 + 4096 * 2 + 4096
+    assert used.temp_size_in_bytes <= 1 << 16
+    check(call(x, w), product(x, w), "bfloat16")
+
+
+# --- the decode kernel's order of words, without a GPU -------------------------------------------
+
+
+EMULATED = [  # weights, m, K, activations, changes to the plan
+    ("w4-g128", 1, 2048, "bfloat16", {}),
+    ("w4-g128-zero", 5, 2048, "bfloat16", {"clusters": 1, "per": 5, "batch": 2, "depth": 3}),
+    ("w4-g32", 3, 2048, "bfloat16", {}),
+    ("w4-g64-zero", 11, 2048, "bfloat16", {}),
+    ("w4-g32-minimum", 2, 2048, "bfloat16", {}),
+    ("w4-g128-minimum", 1, 2048, "bfloat16", {}),
+    ("w4-g256", 9, 4096, "float16", {}),
+    ("w4-row", 2, 1024, "float16", {}),
+    ("w4-g128", 16, 8192, "bfloat16", {"clusters": 2, "per": 3, "batch": 1}),
+    ("w4-g128-zero", 1, 14336, "float16", {"clusters": 1, "per": 5, "batch": 5}),
+    ("w4-g128", 9, 14336, "bfloat16", {"clusters": 1, "per": 5, "batch": 5}),
+    ("w4-g128-zero", 2, 2688, "bfloat16", {}),
+    ("w4-g32-minimum", 3, 2688, "bfloat16", {"clusters": 2, "per": 3, "batch": 2}),
+    ("w8-row", 5, 1728, "float16", {}),
+    ("w8-row", 4, 1024, "bfloat16", {}),
+    ("w8-g128", 16, 2048, "float16", {}),
+    ("w8-g32", 3, 1024, "bfloat16", {}),
+]
+
+
+@pytest.mark.parametrize("name", ["w4-g128-zero", "w4-g32-minimum", "w8-row"])
+def test_decode_kernel_emulated_with_float32_scales(name, monkeypatch):
+    w = weights(name, 80, 2048, jnp.float32)
+    x = activations((2, 2048), jnp.bfloat16)
+    assert decode.unsupported(2, x.dtype, w) is None
+    out = run_decode(monkeypatch, x, w, None, jnp.float32)
+    # A folded weight is rounded to bf16; otherwise every step is float32.
+    check(jnp.asarray(out), product(x, w), "bfloat16" if "g32" in name else "float32")
+
+
+@pytest.mark.parametrize(
+    "name,m,k,dtype,changes", EMULATED, ids=[f"{c[0]}-{c[1]}x{c[2]}-{c[3]}" for c in EMULATED]
+)
+def test_decode_kernel_emulated(name, m, k, dtype, changes, monkeypatch):
+    """The kernel's own code, executed instruction by instruction on numpy."""
+    w = weights(name, 80, k, dtype)
+    x, bias = activations((m, k), dtype), activations((80,), jnp.float32, 2)
+    assert decode.unsupported(m, x.dtype, w) is None
+    out = run_decode(monkeypatch, x, w, bias, dtype, **changes)
+    check(jnp.asarray(out), product(x, w, bias), dtype)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+@pytest.mark.parametrize("words", ["int4", "int8"])
+def test_pairs_of_words_meet_their_columns(words, kind, monkeypatch):
+    """Every weight is recovered exactly and meets its own column of x."""
+    fake = Machine([], [0], 0, 1)
+    install(monkeypatch, fake)
+    low = {"int4": -8, "int8": -128}[words]
+    values = np.arange(low, -low).astype(np.int64)
+    values = np.resize(np.concatenate([values, values[::-3]]), (64, 32))
+    dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16}[kind]
+    x = np.random.default_rng(0).integers(-100, 100, values.shape)
+    t = QTensor(jnp.asarray(values, words), jnp.ones((64, 1), dtype))
+    scheme = decode.Scheme(t, kind)
+    per_word = 32 // scheme.bits
+    bits = (values & (2**scheme.bits - 1)).astype(np.uint64).reshape(64, -1, per_word)
+    shifts = np.arange(per_word, dtype=np.uint64) * np.uint64(scheme.bits)
+    packed = (bits << shifts).sum(-1).astype(np.uint32)
+    halves = np.asarray(x, np.float32).astype(dtype).view(np.uint16).astype(np.uint32)
+    halves = halves.reshape(64, -1, per_word // 2, 2)
+    x_words = halves[..., 0] | halves[..., 1] << 16
+    total = np.zeros(64)
+    for j in range(packed.shape[1]):
+        pairs = scheme.word_pairs(packed[:, j], np.uint32(scheme.bias))
+        columns = scheme.x_pairs([x_words[:, j, i] for i in range(per_word // 2)])
+        for a, b in zip(pairs, columns, strict=True):
+            for left, right in zip(fake.pair(a, kind), fake.pair(b, kind), strict=True):
+                total += left.astype(np.float64) * right.astype(np.float64)
+    assert (total == (values * x).sum(-1)).all()
+
+
+def test_slices_cover_k():
+    for k in (1024, 2048, 2688, 3584, 4096, 8192, 14336, 18944, 28672):
+        for bits in (4, 8):
+            for split, warps, k_warp, resident in planning.slices(k, bits, 1):
+                over = split * warps * k_warp - k
+                assert 8 <= warps <= planning.WARPS and k_warp % (512 // bits) == 0
+                assert 0 <= over < k_warp if resident else over == 0
+    assert planning.slices(576, 4, 1) == []
+    assert all(resident or columns <= 256 for *_, columns, resident in planning.slices(4096, 4, 16))
+
+
+def test_every_block_is_placed_at_once():
+    """No cluster waits for another to end, and K is shared only where x fits no other way."""
+    S = jax.ShapeDtypeStruct
+
+    def plan(m, n, k):
+        w = QTensor(S((n, k), jnp.int4), S((n, k // 128), jnp.bfloat16))
+        return planning.make_plan(m, w)
+
+    for m in (1, 8, 16):
+        for _, n, k in LLAMA_8B:
+            chosen = plan(m, n, k)
+            assert chosen.clusters <= planning.CLUSTERS[chosen.split]
+            assert chosen.shared_bytes <= planning.SHARED
+    assert plan(16, 14336, 4096).split == 1 and plan(8, 8192, 8192).split == 1
+    assert plan(8, 4096, 14336).split == 4 and plan(8, 8192, 28672).split == 4
+    assert plan(1, 3584, 18944).resident and plan(16, 3584, 18944) is None
+
+
+# --- lowering, refusals ---------------------------------------------------------------------------
+
+
+def lowered(m, n, k, words, group, zeros=None, dtype=jnp.bfloat16):
+    S = jax.ShapeDtypeStruct
+    scale = S((n, k // group), dtype)
+    zero = {None: None, "int": S((n, k // group), jnp.int8), "float": scale}[zeros]
+    w = QTensor(S((n, k), words), scale, zero)
+    call = jax.jit(lambda x, w: quantized_matmul(x, w, implementation="mosaic"))
+    return call.trace(S((m, k), dtype), w).lower(lowering_platforms=("cuda",)).as_text()
+
+
+CASES = [
+    ("int4", 128, None, 1),
+    ("int4", 128, "int", 16),
+    ("int4", 32, "float", 3),
+    ("int8", None, None, 9),
+]
+
+
+@pytest.mark.parametrize("name,n,k", LLAMA_8B, ids=[s[0] for s in LLAMA_8B])
+def test_lowers_for_hopper(name, n, k):
+    if tuple(int(v) for v in jax.__version__.split(".")[:3]) < (0, 11, 2):
+        pytest.skip(f"jax {jax.__version__}: the kernels need 0.11.2")
+    for words, group, zeros, m in CASES:
+        text = lowered(m, n, k, jnp.dtype(words), group or k, zeros)
+        assert "mosaic_gpu" in text
+        assert "dot_general" not in text
+
+
+def test_layers_of_one_shape_share_one_lowering():
+    """A model's program holds each kernel once, however many layers call it: lowering a kernel
+    takes a third of a second."""
+    if tuple(int(v) for v in jax.__version__.split(".")[:3]) < (0, 11, 2):
+        pytest.skip(f"jax {jax.__version__}: the kernels need 0.11.2")
+    S = jax.ShapeDtypeStruct
+    for m in (1, 64):
+        x = S((m, 1024), jnp.bfloat16)
+        w = QTensor(S((1024, 1024), jnp.int8), S((1024, 1), jnp.float32))
+
+        def two_layers(x, w, u):
+            y = quantized_matmul(x, w, implementation="mosaic")
+            return quantized_matmul(y, u, implementation="mosaic")
+
+        text = jax.jit(two_layers).trace(x, w, w).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu") == 1
+
+
+def test_refusals_name_the_fact():
+    w = weights("w4-g128", 144, 2048, jnp.bfloat16)
+    x = activations((1, 2048), jnp.float32)
+    with pytest.raises(NotImplementedError, match="float32"):
+        quantized_matmul(x, w, implementation="mosaic")
+    with pytest.raises(ValueError, match="is not 'xla'"):
+        quantized_matmul(x, w, implementation="triton")
+    with pytest.raises(ValueError, match="K is 64 in x"):
+        quantized_matmul(x[:, :64], w)
+    with pytest.raises(ValueError, match="bias"):
+        quantized_matmul(x, w, bias=jnp.zeros(3))
+    with pytest.raises(ValueError, match="int8 by int4"):
+        quantized_matmul(quantize(x, "int8"), w)
+    grouped = weights("w8-g128", 144, 2048, jnp.bfloat16)
+    with pytest.raises(ValueError, match="16 groups"):
+        quantized_matmul(quantize(x, "int8"), grouped)
+    assert dequantize(grouped).shape == (144, 2048)

@@ -1,0 +1,391 @@
+"""The prefill kernels: lowering at real shapes, the 8-bit kernel in the interpreter, and on a GPU
+their values against float64, on ordinary and on hostile operands.
+
+Errors are relative RMS.  Bounds: 4e-3 for a 16-bit output; int8's int32 sum exact.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import quantize
+from pallas_kernels.matmul.many_rows import kernel as prefill
+from pallas_kernels.matmul.many_rows import pipeline as prefill_pipeline
+from pallas_kernels.matmul.many_rows.pair import PairTile, pair_matmul
+from pallas_kernels.qtensor import QTensor
+
+LLAMA = ((14336, 4096), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+BF16, F16, F32, I8, I4 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.int4
+F8 = jnp.float8_e4m3fn
+VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
+needs_mosaic = pytest.mark.skipif(
+    VERSION < (0, 11, 2), reason=f"jax {jax.__version__}: the kernels need 0.11.2"
+)
+
+
+def shaped(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lowered(f, *args) -> str:
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def floats(x) -> np.ndarray:
+    return np.asarray(x.astype(F32)).astype(np.float64)
+
+
+def expected(x, w: QTensor, bias=None) -> np.ndarray:
+    def whole(t):
+        if not isinstance(t, QTensor):
+            return floats(t)
+        q, s = floats(t.q), np.repeat(floats(t.scale), t.group_size, 1)
+        if t.zero is None:
+            return q * s
+        z = np.repeat(floats(t.zero), t.group_size, 1)
+        return (q - z) * s if jnp.issubdtype(t.zero.dtype, jnp.integer) else q * s + z
+
+    out = whole(x) @ whole(w).T
+    return out if bias is None else out + floats(bias)
+
+
+def error(got, want) -> float:
+    got = floats(got)
+    assert np.isfinite(got).all()
+    return float(np.sqrt(np.sum((got - want) ** 2) / np.sum(want**2)))
+
+
+def pair(m, n, k, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def one(rows):
+        q = np.clip(rng.normal(0, 45, (rows, k)), -127, 127)
+        q = np.round(q) if dtype == I8 else q
+        return QTensor(jnp.asarray(q, dtype), jnp.asarray(rng.uniform(0.01, 0.03, (rows, 1)), F32))
+
+    return one(m), one(n), jnp.asarray(rng.normal(size=n), BF16)
+
+
+def plain(m, n, k, dtype=BF16, seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in ((m, k), (n, k), (n,))]
+
+
+def weight_only(m, n, k, dtype, group, zeros=None, x_dtype=BF16, seed=0):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.normal(size=(m, k)), x_dtype)
+    low, high = (-8, 8) if dtype == I4 else (-128, 128)
+    q = jnp.asarray(rng.integers(low, high, (n, k)), dtype)
+    scale = jnp.asarray(rng.uniform(0.01, 0.03, (n, k // group)), x_dtype)
+    zero = None
+    if zeros == "int":
+        zero = jnp.asarray(rng.integers(-8, 8, scale.shape), I8)
+    elif zeros == "float":
+        zero = jnp.asarray(rng.normal(0, 0.05, scale.shape), x_dtype)
+    return x, QTensor(q, scale, zero), jnp.asarray(rng.normal(size=n), x_dtype)
+
+
+# --- anywhere ------------------------------------------------------------------------------------
+
+
+@needs_mosaic
+@pytest.mark.parametrize("n,k", LLAMA)
+def test_lowers_at_real_shapes(n, k):
+    for m in (65, 8191):
+        for dtype in (I8, F8):
+            x, w = (QTensor(shaped((r, k), dtype), shaped((r, 1), F32)) for r in (m, n))
+            text = lowered(
+                lambda x, w, b: prefill.matmul_w8a8(x, w, b, BF16), x, w, shaped((n,), BF16)
+            )
+            assert text.count("mosaic_gpu") >= 1
+        vector = shaped((n, k // 128), BF16)
+        for w in (
+            QTensor(shaped((n, k), I4), vector, shaped((n, k // 128), I8)),
+            QTensor(shaped((n, k), I8), shaped((n, 1), BF16)),
+        ):
+            text = lowered(
+                lambda x, w: prefill.matmul_weight_only(x, w, None, BF16), shaped((m, k), BF16), w
+            )
+            assert text.count("mosaic_gpu") >= 1
+
+
+@needs_mosaic
+@pytest.mark.parametrize("n,k", LLAMA)
+def test_few_rows_lower_at_real_shapes(n, k):
+    """17 to 64 rows have tiles of their own; one too large for shared memory would not lower."""
+    x = shaped((64, k), BF16)
+
+    def plain_product(x, w):
+        return prefill.matmul_plain(x, w, None, BF16)
+
+    def weight_product(x, w):
+        return prefill.matmul_weight_only(x, w, None, BF16)
+
+    def pair_product(x, w):
+        return prefill.matmul_w8a8(x, w, None, BF16)
+
+    scale, row = shaped((n, k // 128), BF16), shaped((n, 1), F32)
+    words = QTensor(shaped((n, k), I8), row)
+    for product, *operands in (
+        (plain_product, x, shaped((n, k), BF16)),
+        (weight_product, x, QTensor(shaped((n, k), I4), scale, shaped(scale.shape, I8))),
+        (weight_product, x, words),
+        (pair_product, QTensor(shaped((64, k), I8), shaped((64, 1), F32)), words),
+    ):
+        assert "mosaic_gpu" in lowered(product, *operands)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("group", [32, 64, 256, 4096])
+@pytest.mark.parametrize("zeros", [None, I8, BF16])
+@pytest.mark.parametrize("x_dtype", [BF16, F16])
+def test_lowers_for_every_grouping(group, zeros, x_dtype):
+    vector = shaped((512, 4096 // group), x_dtype)
+    zero = None if zeros is None else shaped(vector.shape, x_dtype if zeros == BF16 else I8)
+    w = QTensor(shaped((512, 4096), I4), vector, zero)
+    x, bias = shaped((300, 4096), x_dtype), shaped((512,), x_dtype)
+    f = functools.partial(prefill.matmul_weight_only, out_dtype=x_dtype)
+    assert "mosaic_gpu" in lowered(f, x, w, bias)
+
+
+@pytest.mark.parametrize(
+    "tile,m,n,k,dtype",
+    [
+        (PairTile(64, 128, stages=3, cluster=1), 72, 136, 256, I8),
+        (PairTile(128, 64, stages=2, cluster=2), 200, 192, 384, I8),
+        (PairTile(128, 64, stages=3, cluster=1, promote=2), 128, 128, 640, F8),
+        (PairTile(64, 96, stages=3, cluster=1), 24, 200, 320, BF16),
+    ],
+)
+def test_pair_kernel_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k, dtype):
+    """The whole pipeline: tiles past the edge, multicast, the ring across tiles, the epilogue.
+    (A split K is not of the interpreter: it knows no stores to another block's memory.)"""
+    # The interpreter gives the two views of a RefUnion separate memories, so take one view; and
+    # a GPU of two SMs, so that every block has several tiles.
+    monkeypatch.setattr(prefill_pipeline, "N_SM", 2)
+    monkeypatch.setattr(
+        prefill_pipeline,
+        "rows_and_tiles",
+        lambda shape, dtype, divided=(): plgpu.SMEM(
+            shape,
+            dtype,
+            transforms=prefill_pipeline.tiled(dtype, shape[-1] * jnp.dtype(dtype).itemsize),
+        ),
+    )
+    monkeypatch.setattr(prefill_pipeline, "views", lambda ref: (ref, ref))
+    x, w, bias = plain(m, n, k) if dtype == BF16 else pair(m, n, k, dtype)
+    words = (x, w, None, None) if dtype == BF16 else (x.q, w.q, x.scale[:, 0], w.scale[:, 0])
+    with interpreter():
+        # Not the jitted one: its trace would be kept for calls outside the interpreter.
+        got = pair_matmul.__wrapped__(*words, bias, F32, tile)
+    assert error(got, expected(x, w, bias)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "change,fact",
+    [
+        ({"k": 4104}, "K = 4104"),
+        ({"n": 516}, "N = 516"),
+        ({"x_dtype": F32}, "x is float32"),
+        ({"group": 96, "k": 4032}, "group size 96"),
+        ({"dtype": F8}, "float8_e4m3fn words"),
+        ({"out": F32}, "the output would be float32"),
+    ],
+)
+def test_unsupported_names_the_fact(change, fact):
+    a = {"n": 512, "k": 4096, "x_dtype": BF16, "group": None, "dtype": I4, "out": BF16} | change
+    x = shaped((300, a["k"]), a["x_dtype"])
+    group = a["group"] or a["k"]
+    w = QTensor(shaped((a["n"], a["k"]), a["dtype"]), shaped((a["n"], a["k"] // group), BF16))
+    assert fact in prefill.unsupported(x, w, None, a["out"])
+    with pytest.raises(NotImplementedError, match=fact):
+        prefill.matmul_weight_only(x, w, None, a["out"])
+
+
+def test_tiles_fill_the_gpu():
+    """The table's choices at a few shapes, and that none is worse than its neighbours by its own
+    measure: a round of tiles never leaves most of the GPU idle when a smaller tile would not."""
+    large = prefill.choose_pair_tile(8192, 14336, 4096)
+    assert (large.m, large.n, large.split) == (128, 256, 1)
+    small = prefill.choose_pair_tile(1, 4096, 14336)
+    assert (small.m, small.split) == (64, 2)
+    assert prefill.choose_pair_tile(64, 4096, 4096 + 16).split == 1
+    for m, n, k in ((64, 14336, 4096), (20, 4096, 14336), (64, 49152, 576), (33, 264, 64)):
+        few = prefill.choose_weight_tile(m, n, k)
+        assert few.divides(k) and few.tokens == (32 if m <= 32 else 64)
+    w = shaped((4096, 4096), BF16)
+    assert prefill.slower_plain(64, w) is None and "8 rows" in prefill.slower_plain(8, w)
+    gate_up = shaped((28672, 4096), BF16)
+    assert prefill.slower_plain(64, gate_up, swiglu=True) is None
+    assert "XLA" in prefill.slower_plain(64, gate_up)
+    assert "65 rows" in prefill.unsupported_plain(65, BF16, w)
+    assert "float16 by w of bfloat16" in prefill.unsupported_plain(64, jnp.dtype(F16), w)
+    assert "K not of 64" in prefill.unsupported_plain(64, BF16, shaped((64, 96), BF16))
+    assert prefill.choose_weight_tile(8192, 14336, 4096).tokens == 256
+    assert prefill.choose_weight_tile(256, 4096, 4096).tokens == 64
+    for m in (1, 64, 256, 2048):
+        assert prefill.choose_pair_tile(m, 4096, 4096, F8).cols <= 192
+        assert prefill.choose_pair_tile(m, 4096, 4096, F8).promote == 2
+
+
+# --- on a Hopper GPU -----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [I8, F8])
+@pytest.mark.parametrize(
+    "m,n,k", [(1, 264, 272), (65, 1024, 512), (259, 4104, 1024), (515, 768, 4096)]
+)
+def test_pair_values(dtype, m, n, k):
+    x, w, bias = pair(m, n, k, dtype)
+    for out, bound in ((BF16, 4e-3), (F16, 4e-3), (F32, 1e-6 if dtype == I8 else 5e-4)):
+        run = jax.jit(lambda x, w, b, out=out: prefill.matmul_w8a8(x, w, b, out))
+        assert error(run(x, w, bias), expected(x, w, bias)) < bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype,out,m,n,k,split",
+    [(BF16, F32, 17, 272, 320, 1), (BF16, BF16, 40, 9008, 512, 2), (F16, F32, 64, 1056, 4096, 2)],
+)
+def test_plain_values(dtype, out, m, n, k, split):
+    """float32 sums of exact products; with both blocks of a cluster, several tiles each."""
+    x, w, bias = plain(m, n, k, dtype)
+    tile = PairTile(64, 64, stages=5, cluster=1, split=split)
+    run = jax.jit(lambda x, w, b: prefill.matmul_plain(x, w, b, out, tile))
+    assert error(run(x, w, bias), expected(x, w, bias)) < (1e-5 if out == F32 else 4e-3)
+
+
+@pytest.mark.gpu
+def test_plain_swiglu():
+    n = 9000
+    x, w, _ = plain(50, 2 * n, 512)
+    y = expected(x, w)
+    want = y[:, :n] / (1 + np.exp(-y[:, :n])) * y[:, n:]
+    run = jax.jit(lambda x, w: prefill.matmul_plain(x, w, None, F32, swiglu=True))
+    assert error(run(x, w), want) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [tile for tile, _ in prefill._FEW_WEIGHT])
+def test_weight_tiles_of_few_rows(tile):
+    """Scales and zeros as they are stored, several tiles a block, sums across warpgroups and
+    blocks; twice the same bits."""
+    x, w, bias = weight_only(50, 17416, 1024, I4, 128, "int")
+    run = jax.jit(lambda x, w, b: prefill.matmul_weight_only(x, w, b, BF16, tile))
+    got = run(x, w, bias)
+    assert error(got, expected(x, w, bias)) < 4e-3
+    np.testing.assert_array_equal(floats(run(x, w, bias)), floats(got))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [I8, F8])
+def test_split_pair_values(dtype):
+    x, w, bias = pair(50, 9000, 1024, dtype)
+    tile = PairTile(64, 64, stages=5, cluster=1, split=2, promote=2 * (dtype == F8))
+    run = jax.jit(lambda x, w, b: prefill.matmul_w8a8(x, w, b, F32, tile))
+    assert error(run(x, w, bias), expected(x, w, bias)) < (1e-6 if dtype == I8 else 5e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [tile for tile, _ in prefill._PAIR])
+def test_int8_sum_is_exact(tile):
+    x, w, _ = pair(300, 1000, 4096, I8)
+    ones = [jnp.ones(r, F32) for r in (300, 1000)]
+    small = PairTile(**{**vars(tile), "stages": 3})
+    got = jax.jit(lambda x, w: pair_matmul(x, w, *ones, None, F32, small))(x.q, w.q)
+    want = np.asarray(x.q, np.int64) @ np.asarray(w.q, np.int64).T  # below 2^24: f32 holds it
+    np.testing.assert_array_equal(np.asarray(got), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zeros", [None, "int", "float"])
+@pytest.mark.parametrize("x_dtype", [BF16, F16])
+@pytest.mark.parametrize("dtype,group", [(I4, 32), (I4, 128), (I4, 512), (I8, 64), (I8, 512)])
+def test_weight_only_values(dtype, group, zeros, x_dtype):
+    for m, n in ((3, 264), (259, 1160)):
+        x, w, bias = weight_only(m, n, 512, dtype, group, zeros, x_dtype)
+        run = jax.jit(lambda x, w, b: prefill.matmul_weight_only(x, w, b, x_dtype))
+        assert error(run(x, w, bias), expected(x, w, bias)) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [320, 1024])
+@pytest.mark.parametrize("tile", [tile for tile, _ in prefill._WEIGHT])
+def test_every_weight_tile(tile, k):
+    """Also with five slots, which an unrolled step does not divide."""
+    if not tile.divides(k):
+        pytest.skip("the tile is not for this K")
+    x, w, bias = weight_only(3 * tile.tokens - 5, 1160, k, I4, 64, "int")
+    run = jax.jit(lambda x, w, b: prefill.matmul_weight_only(x, w, b, BF16, tile))
+    assert error(run(x, w, bias), expected(x, w, bias)) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "w4", "w4_zeros", "w8"])
+def test_hostile_values(scheme):
+    """Scales of 1e-8 and 1e4, rows of zeros, one huge outlier, zeros at both ends."""
+    m, n, k = 300, 512, 1024
+    rng = np.random.default_rng(7)
+    if scheme in ("int8", "fp8"):
+        x, w, _ = pair(m, n, k, I8 if scheme == "int8" else F8)
+        sx, sw = (np.asarray(t.scale).copy() for t in (x, w))
+        sx[::5], sx[1::5], sw[::7], sw[1::7] = 1e-8, 1e4, 1e-8, 1e4
+        xq = x.q.at[3].set(jnp.zeros(k, x.dtype)).at[4, 5].set(jnp.asarray(127, x.dtype))
+        x = QTensor(xq, jnp.asarray(sx))
+        w = QTensor(w.q.at[9].set(jnp.zeros(k, w.dtype)), jnp.asarray(sw))
+        run = jax.jit(lambda x, w: prefill.matmul_w8a8(x, w, None, BF16))
+    else:
+        zeros = "int" if scheme == "w4_zeros" else None
+        dtype, group = (I8, k) if scheme == "w8" else (I4, 128)
+        x, w, _ = weight_only(m, n, k, dtype, group, zeros)
+        s = floats(w.scale)
+        s[::5], s[1::5] = 1e-8, 1e4
+        zero = w.zero
+        if zeros:
+            zero = jnp.asarray(np.where(rng.random(s.shape) < 0.5, -8, 7), I8)
+        x = x.at[3].set(jnp.zeros(k, BF16)).at[4, 5].set(jnp.asarray(1e4, BF16))
+        w = QTensor(w.q.at[9].set(jnp.zeros(k, w.dtype)), jnp.asarray(s, BF16), zero)
+        run = jax.jit(lambda x, w: prefill.matmul_weight_only(x, w, None, BF16))
+    got, want = floats(run(x, w)), expected(x, w)
+    assert np.isfinite(got).all() and not got[3].any()
+    # Column by column: the scales' magnitudes differ by 1e12, so one norm would hide most.
+    norms = np.linalg.norm(want, axis=0)
+    errors = np.linalg.norm(got - want, axis=0)[norms > 0] / norms[norms > 0]
+    assert errors.max() < 8e-3
+    assert np.sqrt(np.mean(errors**2)) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "w4"])
+def test_rows_are_independent_and_runs_repeat(scheme):
+    m, n, k = 700, 2048, 1024
+    if scheme == "w4":
+        x, w, bias = weight_only(m, n, k, I4, 128)
+        run = jax.jit(lambda x, w, b: prefill.matmul_weight_only(x, w, b, BF16))
+        other = jnp.full_like(x, 1e30).at[::3].set(x[::3])
+    else:
+        x, w, bias = pair(m, n, k, I8 if scheme == "int8" else F8)
+        run = jax.jit(lambda x, w, b: prefill.matmul_w8a8(x, w, b, BF16))
+        other = QTensor(jnp.full_like(x.q, 100).at[::3].set(x.q[::3]), x.scale)
+    first = floats(run(x, w, bias))
+    for _ in range(3):
+        np.testing.assert_array_equal(floats(run(x, w, bias)), first)
+    np.testing.assert_array_equal(floats(run(other, w, bias))[::3], first[::3])
+
+
+@pytest.mark.gpu
+def test_int4_weight_is_never_unpacked_in_memory():
+    n, k = 14336, 4096
+    w = quantize(jax.random.normal(jax.random.key(0), (n, k), BF16), "int4", group_size=128)
+    x = jax.random.normal(jax.random.key(1), (256, k), BF16)
+    compiled = jax.jit(lambda x, w: prefill.matmul_weight_only(x, w, None, BF16)).lower(x, w)
+    stats = compiled.compile().memory_analysis()
+    assert stats.argument_size_in_bytes <= n * k // 2 + w.scale.nbytes + x.nbytes + 4096
+    assert stats.temp_size_in_bytes <= 2 * w.scale.nbytes + (1 << 20)

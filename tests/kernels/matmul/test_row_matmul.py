@@ -1,0 +1,98 @@
+"""The product of one row: the kernel's code on numpy, and the kernel on the GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.matmul.few_rows import row_kernel as row
+from pallas_kernels.matmul.few_rows import row_plan as planning
+from pallas_kernels.matmul.few_rows import row_products as products
+from pallas_kernels.matmul.few_rows import scheme as schemes
+from tests.helpers.warp_emulator import emulated
+from tests.kernels.matmul.test_blocks_matmul import newest
+from tests.kernels.matmul.test_fused_matmul import expected, extras, weight
+from tests.kernels.matmul.test_quantized_matmul import activations, check
+
+CASES = [  # weights, N, K, fused, changes to the plan
+    ("plain", 96, 512, "", {}),
+    ("plain", 96, 768, "nr", {"loads": 2}),
+    ("plain", 160, 1024, "nsb", {}),
+    ("plain", 80, 3584, "n", {}),
+    ("w8-row", 96, 1024, "nsb", {}),
+    ("w8-row", 80, 1536, "nr", {"loads": 4}),
+    ("w8-row", 81, 512, "", {}),
+    ("w4-g128", 96, 1024, "nsb", {}),
+    ("w4-g128", 80, 3072, "nr", {"loads": 4}),
+    ("w4-g128", 128, 2048, "", {}),
+]
+
+
+def case(name, n, k, kinds):
+    dtype = jnp.bfloat16
+    w, x = weight(name, n, k, dtype), activations((1, k), dtype)
+    bias = activations((n,), jnp.float32, 2) if "b" in kinds else None
+    given = extras(1, n, k, dtype, kinds, jnp.float32 if k % 1024 else dtype)
+    ref = expected(x, w, bias, **given)
+    gamma, eps = given.pop("norm", (None, None))
+    return x, w, {"bias": bias, "gamma": gamma, "eps": eps, **given}, ref
+
+
+@newest
+@pytest.mark.parametrize("name,n,k,kinds,changes", CASES, ids=str)
+@pytest.mark.parametrize("blocks", [1, 132])
+def test_emulated(name, n, k, kinds, changes, blocks, monkeypatch):
+    monkeypatch.setattr(planning, "BLOCKS", blocks)
+    x, w, given, ref = case(name, n, k, kinds)
+    plan = dataclasses.replace(row.make_plan(w, "s" in kinds), **changes)
+    assert blocks == 132 or plan.rounds > 1
+    with emulated(row, products, schemes):
+        out = row.matmul(x, w, out_dtype=x.dtype, plan=plan, **given)
+    check(out, ref, x.dtype)
+
+
+SIZES = [(4096, 4096), (6144, 4096), (4096, 14336), (2144, 2048), (34, 1024), (12288, 8192)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n,k", SIZES, ids=str)
+@pytest.mark.parametrize("name", ["plain", "w8-row", "w4-g128"])
+@pytest.mark.parametrize("kinds", ["", "nr", "nsb"])
+def test_values_on_the_gpu(name, n, k, kinds):
+    x, w, given, ref = case(name, n, k, kinds)
+    call = jax.jit(lambda x, w, given: row.matmul(x, w, out_dtype=x.dtype, **given, **fixed))
+    fixed = {key: given.pop(key) for key in ("eps", "swiglu") if key in given}
+    first, again = call(x, w, given), call(x, w, given)
+    check(first, ref, x.dtype)
+    assert (first == again).all()
+
+
+def test_what_it_takes():
+    def no(n, k, name, rows=1, dtype=jnp.bfloat16, **more):
+        w = jax.eval_shape(lambda: weight(name, n, k, dtype))
+        return planning.unsupported(rows, dtype, w, **more)
+
+    for name, k in (("plain", 256), ("w8-row", 512), ("w4-g128", 1024)):
+        assert no(64, k, name) is None
+        assert f"multiple of {k}" in no(64, k + 128, name)
+    assert "2 rows" in no(64, 1024, "plain", rows=2)
+    assert "float16" in no(64, 1024, "plain", dtype=jnp.float16)
+    assert "zeros" in no(64, 1024, "w4-g128-zero") and "int4" in no(64, 1024, "w8-g128")
+    assert "odd" in no(33, 1024, "w4-g128") and no(33, 1024, "plain") is None
+    assert "behind SwiGLU" in no(64, 1024, "plain", residual=jnp.bfloat16, swiglu=True)
+    assert "float32" in no(64, 1024, "plain", residual=jnp.float32)
+
+
+@newest
+@pytest.mark.parametrize("name,n,k,kinds", [CASES[i][:4] for i in (2, 3, 4, 8)])
+def test_what_is_pending_is_added_and_stored(name, n, k, kinds):
+    """The same bits as with a sum that was rounded before."""
+    x, w, given, _ = case(name, n, k, kinds.replace("r", ""))
+    pending = activations((1, k), jnp.float32, 9)
+    total = (x.astype(jnp.float32) + pending).astype(x.dtype)
+    with emulated(row, products, schemes):
+        out, stored = row.matmul(x, w, out_dtype=x.dtype, pending=pending, **given)
+        want = row.matmul(total, w, out_dtype=x.dtype, **given)
+    assert (stored == total).all()
+    assert (out == want).all()

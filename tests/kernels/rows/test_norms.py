@@ -1,0 +1,336 @@
+"""rms_norm, swiglu and quantize_tokens against float64: values, the residual's rounding, quantized
+rows, gradients; the Mosaic kernel lowered on any machine and, on a Hopper GPU, against all of it.
+
+Bounds: 2^-22 relative for float32 arithmetic, 2^-8 for one rounding to bfloat16 (half a step, the
+sum before it is exact to float32).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import QTensor, dequantize, quantize, rms_norm, swiglu
+from pallas_kernels.rows import op as rowwise
+from pallas_kernels.rows.quantize_tokens import quantize_tokens
+
+BOUND = {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-10}
+dtypes = pytest.mark.parametrize("dtype", BOUND)
+
+
+def normal(shape, dtype="float32", seed=0):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def norm64(x, weight, eps):
+    x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * weight
+
+
+def silu64(x):
+    return x / (1 + np.exp(-x))
+
+
+@dtypes
+@pytest.mark.parametrize("width", [1, 64, 576, 16384])
+def test_rms_norm_is_the_float64_norm(dtype, width):
+    x, weight = normal((3, 5, width), dtype), normal((width,), dtype, 1)
+    got = rms_norm(x, weight, 1e-5)
+    assert got.dtype == x.dtype
+    want = norm64(x, weight, 1e-5)
+    assert np.max(np.abs(np.asarray(got, np.float64) - want)) <= BOUND[dtype] * np.abs(want).max()
+
+
+@dtypes
+def test_the_residual_is_rounded_before_it_is_normalised(dtype):
+    x, residual = normal((7, 64), dtype), normal((7, 64), dtype, 1)
+    weight = normal((64,), dtype, 2)
+    got, total = rms_norm(x, weight, 1e-6, residual=residual)
+    np.testing.assert_array_equal(total, x + residual)
+    np.testing.assert_array_equal(got, rms_norm(x + residual, weight, 1e-6))
+
+
+@pytest.mark.parametrize("words", ["int8", "float8_e4m3fn"])
+def test_quantized_rows_are_within_half_a_step(words):
+    x = normal((9, 128)).at[4].set(0.0).at[5].mul(1e6)
+    weight = normal((128,), seed=1)
+    got = rms_norm(x, weight, 1e-5, quantize=words)
+    assert isinstance(got, QTensor) and got.dtype == words and got.scale.shape == (9, 1)
+    want = norm64(x, weight, 1e-5)
+    step = np.asarray(got.scale) / 2 if words == "int8" else np.abs(want) * 2.0**-4 + 1e-3
+    assert (np.abs(np.asarray(dequantize(got)) - want) <= step * 1.001).all()
+    assert float(got.scale[4, 0]) == 0 and not np.asarray(got.q[4]).astype(np.float32).any()
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1.0])
+def test_eps_at_its_extremes(eps):
+    x, weight = normal((4, 32)) * 1e-3, jnp.ones((32,))
+    want = norm64(x, weight, eps)
+    np.testing.assert_allclose(rms_norm(x, weight, eps), want, rtol=2e-6)
+
+
+def test_a_row_of_zeros_stays_zeros():
+    assert not np.asarray(rms_norm(jnp.zeros((2, 8)), jnp.ones((8,)), 1e-5)).any()
+
+
+@dtypes
+def test_swiglu_is_the_float64_gate(dtype):
+    x = normal((3, 5, 2 * 48), dtype) * jnp.asarray(4, dtype)
+    got = swiglu(x)
+    gate, up = np.split(np.asarray(x, np.float64), 2, axis=-1)
+    want = silu64(gate) * up
+    assert got.dtype == x.dtype
+    assert np.max(np.abs(np.asarray(got, np.float64) - want)) <= BOUND[dtype] * np.abs(want).max()
+
+
+def test_swiglu_quantized_rows_are_within_half_a_step():
+    x = normal((6, 2 * 64)).at[2].set(0.0)
+    got = swiglu(x, quantize="int8")
+    gate, up = np.split(np.asarray(x, np.float64), 2, axis=-1)
+    error = np.abs(np.asarray(dequantize(got)) - silu64(gate) * up)
+    assert (error <= np.asarray(got.scale) / 2 * 1.001).all() and float(got.scale[2, 0]) == 0
+
+
+def test_gradients_against_float64_differences():
+    x, weight = normal((2, 12)), normal((12,), seed=1)
+    toward = np.asarray(normal((2, 12), seed=2), np.float64)
+    d_x, d_weight = jax.grad(
+        lambda x, w: jnp.sum(rms_norm(x, w, 1e-3) * toward.astype(np.float32)), argnums=(0, 1)
+    )(x, weight)
+
+    def slope(function, at):
+        at, out = np.asarray(at, np.float64), np.zeros(at.shape)
+        for index in np.ndindex(*at.shape):
+            up, down = at.copy(), at.copy()
+            up[index] += 1e-6
+            down[index] -= 1e-6
+            out[index] = (function(up) - function(down)) / 2e-6
+        return out
+
+    np.testing.assert_allclose(
+        d_x, slope(lambda a: np.sum(norm64(a, weight, 1e-3) * toward), x), atol=1e-5
+    )
+    np.testing.assert_allclose(
+        d_weight, slope(lambda a: np.sum(norm64(x, a, 1e-3) * toward), weight), atol=1e-5
+    )
+    d_gate = jax.grad(lambda a: jnp.sum(swiglu(a) * toward[:, :6].astype(np.float32)))(x)
+
+    def loss(a):
+        gate, up = np.split(a, 2, axis=-1)
+        return np.sum(silu64(gate) * up * toward[:, :6])
+
+    np.testing.assert_allclose(d_gate, slope(loss, x), atol=1e-5)
+
+
+def test_shapes_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match=r"weight \(7,\)"):
+        rms_norm(jnp.zeros((2, 8)), jnp.ones((7,)), 1e-5)
+    with pytest.raises(ValueError, match="residual is bfloat16"):
+        rms_norm(jnp.zeros((2, 8)), jnp.ones((8,)), 1e-5, residual=jnp.zeros((2, 8), jnp.bfloat16))
+    with pytest.raises(ValueError, match="not gate and up"):
+        swiglu(jnp.zeros((2, 7)))
+
+
+def test_tokens_are_quantized_as_qtensor_says():
+    x = normal((5, 96), "bfloat16").at[2].set(0)
+    got, want = quantize_tokens(x), quantize(x, "int8", scale_dtype=jnp.float32)
+    np.testing.assert_array_equal(got.q, want.q)
+    np.testing.assert_array_equal(got.scale, want.scale)
+    with pytest.raises(ValueError, match="int4"):
+        quantize_tokens(x, "int4")
+
+
+def test_gradients_with_a_residual_and_in_half_precision():
+    x, residual = normal((3, 16), "bfloat16"), normal((3, 16), "bfloat16", 1)
+    weight = normal((16,), seed=2)
+
+    def loss(function):
+        def value(x, residual, weight):
+            y, total = function(x, residual, weight)
+            return jnp.sum(y.astype(jnp.float32) ** 2) + jnp.sum(total.astype(jnp.float32))
+
+        return jax.grad(value, argnums=(0, 1, 2))(x, residual, weight)
+
+    def plain(x, residual, weight):
+        total = x + residual
+        s = total.astype(jnp.float32)
+        y = s * jax.lax.rsqrt(jnp.mean(s * s, -1, keepdims=True) + 1e-5) * weight
+        return y.astype(x.dtype), total
+
+    got = loss(lambda x, r, w: rms_norm(x, w, 1e-5, residual=r))
+    for mine, theirs in zip(got, loss(plain), strict=True):
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_allclose(
+            np.asarray(mine, np.float32), np.asarray(theirs, np.float32), rtol=2e-2, atol=2e-2
+        )
+
+
+def test_words_have_no_gradient_and_scales_have_theirs():
+    x = normal((2, 8), "bfloat16")
+    got = jax.grad(lambda x: jnp.sum(quantize_tokens(x).scale))(x)
+    peak = np.argmax(np.abs(np.asarray(x, np.float32)), -1)
+    want = np.zeros((2, 8))
+    for row, column in enumerate(peak):
+        want[row, column] = np.sign(float(x[row, column])) / 127
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=1e-4)
+
+
+# The Mosaic kernel ----------------------------------------------------------------------------
+
+CALLS = {
+    "norm": lambda x, r, w, **kw: rms_norm(x, w, 1e-5, **kw),
+    "residual": lambda x, r, w, **kw: rms_norm(x, w, 1e-5, residual=r, **kw),
+    "gate": lambda x, r, w, **kw: swiglu(x, **kw),
+    "tokens": lambda x, r, w, *, quantize, **kw: quantize_tokens(x, quantize, **kw),
+}
+calls = pytest.mark.parametrize("call", CALLS)
+
+
+@calls
+def test_the_kernel_lowers_for_cuda(call):
+    if tuple(int(part) for part in jax.__version__.split(".")[:3]) < (0, 11, 2):
+        pytest.skip("Mosaic kernels need jax >= 0.11.2")
+    x, weight = jnp.zeros((3, 5, 1040), jnp.bfloat16), jnp.ones((1040,), jnp.bfloat16)
+    for words in ("int8", "float8_e4m3fn"):
+
+        def f(x, r, w, words=words):
+            return CALLS[call](x, r, w, quantize=words, implementation="mosaic")
+
+        text = jax.jit(f).trace(x, x, weight).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("mosaic_gpu") >= 1
+    if call in ("norm", "residual"):
+        text = jax.jit(lambda x, r, w: CALLS[call](x, r, w, implementation="mosaic"))
+        assert (
+            "mosaic_gpu" in text.trace(x, x, weight).lower(lowering_platforms=("cuda",)).as_text()
+        )
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "plan"),
+    [
+        (4, 4096, (256, 4, 0)),  # a cluster of four blocks a row
+        (4, 1000, (128, 1, 0)),
+        (1500, 1000, (128, 1, 2)),  # a ring, and chunks beyond the row
+        (1500, 32768, (512, 1, 0)),  # two rows do not fit in shared memory
+    ],
+)
+def test_every_way_to_run_the_gate_lowers(rows, width, plan):
+    if tuple(int(part) for part in jax.__version__.split(".")[:3]) < (0, 11, 2):
+        pytest.skip("Mosaic kernels need jax >= 0.11.2")
+    got = rowwise.plan(rowwise.Op("gate", width, "bf16", "s8"), rows)
+    assert (got.threads, got.split, got.ring) == plan
+    x = jax.ShapeDtypeStruct((rows, 2 * width), jnp.bfloat16)
+    f = jax.jit(lambda x: swiglu(x, quantize="int8", implementation="mosaic"))
+    text = f.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+def test_narrow_rows_are_left_to_xla():
+    assert rowwise.choose("rms_norm", None, None, 512) == "xla"
+    assert rowwise.choose("rms_norm", "mosaic", None, 512) == "mosaic"
+
+
+def test_calls_without_a_kernel_say_why():
+    for message, call, shape, dtype in (
+        ("rows of float32", rms_norm, (2, 16), "float32"),
+        ("width 12", quantize_tokens, (2, 12), "bfloat16"),
+        ("element-wise", swiglu, (2, 16), "bfloat16"),
+    ):
+        args = (jnp.ones((16,)), 1e-5) if call is rms_norm else ()
+        with pytest.raises(NotImplementedError, match=message):
+            call(jnp.ones(shape, dtype), *args, implementation="mosaic")
+
+
+def exact(call, x, r, w):
+    """The float64 row that is quantized, and the rounded sum."""
+    x = np.asarray(x, np.float64)
+    if call == "gate":
+        gate, up = np.split(x, 2, axis=-1)
+        with np.errstate(over="ignore"):
+            return silu64(gate) * up
+    return x if call == "tokens" else norm64(x, w, 1e-5)
+
+
+def rows_for(call, rows, width, dtype, seed=0):
+    x = normal((rows, width * (2 if call == "gate" else 1)), dtype, seed)
+    r = normal(x.shape, dtype, seed + 1)
+    if rows > 2:  # a row of zeros, a row of huge values, a tiny one
+        big = 1e4 if dtype == "float16" else 1e17
+        if call == "gate":
+            big = 100.0
+        x = x.at[0].set(0).at[1].mul(big).at[2].mul(1e-3)
+        r = r.at[0].set(0)
+    return x, r, normal((width,), "float32", seed + 2).astype(dtype)
+
+
+@pytest.mark.gpu
+@calls
+@pytest.mark.parametrize("words", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype"),
+    [
+        (1, 64, "float16"), (7, 576, "bfloat16"), (64, 4096, "bfloat16"), (33, 1000, "float16"),
+        (3, 14336, "bfloat16"), (1100, 4096, "bfloat16"), (5, 16384, "bfloat16"),
+        (2049, 1000, "bfloat16"), (1100, 14336, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_the_kernel_is_the_float64_rows(call, words, rows, width, dtype):
+    x, r, w = rows_for(call, rows, width, dtype)
+    f = jax.jit(lambda x, r, w: CALLS[call](x, r, w, quantize=words, implementation="mosaic"))
+    g = jax.jit(lambda x, r, w: CALLS[call](x, r, w, quantize=words, implementation="xla"))
+    got, again, want = f(x, r, w), f(x, r, w), g(x, r, w)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    if call == "residual":
+        np.testing.assert_array_equal(
+            np.asarray(got[1], np.float32), np.asarray(want[1], np.float32)
+        )
+        x, got, want = want[1], got[0], want[0]
+    y = exact(call, x, r, w)
+    scale = np.asarray(got.scale, np.float64)
+    qmax = 127.0 if words == "int8" else 448.0
+    np.testing.assert_allclose(scale, np.abs(y).max(-1, keepdims=True) / qmax, rtol=4e-6)
+    steps = y / np.where(scale > 0, scale, 1)
+    q = np.asarray(got.q, np.float64)
+    reference = np.asarray(want.q, np.float64)
+    half = 0.5 if words == "int8" else np.abs(steps) * 2.0**-4 + 2.0**-10
+    assert (np.abs(q - steps) <= half + 1e-4 * np.abs(steps)).all()
+    # Where words differ from the reference's, float64 is as near to either: a tie, to float32; in
+    # fp8 to float16, through which the reference's cast may go.
+    apart = np.abs(np.abs(q - steps) - np.abs(reference - steps))
+    tie = 1e-4 if words == "int8" else 2.0**-10
+    assert (apart <= tie * np.abs(steps) + 1e-6)[q != reference].all()
+    assert (q != reference).mean() < 0.02
+    if rows > 2:
+        assert scale[0] == 0 and not q[0].any()
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-5, 1.0])
+def test_the_kernel_without_words(dtype, eps):
+    if dtype == "float32":
+        return
+    for rows, width in ((1, 64), (9, 4096), (200, 1000)):
+        x, r, w = normal((rows, width), dtype), normal((rows, width), dtype, 1), normal((width,))
+        want = norm64(x, w, eps)
+        got = rms_norm(x, w, eps, implementation="mosaic")
+        assert got.dtype == x.dtype
+        limit = BOUND[dtype] * np.abs(want).max()
+        assert np.max(np.abs(np.asarray(got, np.float64) - want)) <= limit
+        wide = rms_norm(x, w, eps, out_dtype=jnp.float32, implementation="mosaic")
+        np.testing.assert_allclose(wide, want, rtol=2e-6, atol=1e-6)
+        both = rms_norm(x, w, eps, residual=r, implementation="mosaic")
+        np.testing.assert_array_equal(
+            np.asarray(both[1], np.float32), np.asarray(x + r, np.float32)
+        )
+        slope = jax.grad(
+            lambda x, w, i: jnp.sum(rms_norm(x, w, eps, implementation=i).astype(jnp.float32)),
+            argnums=(0, 1),
+        )
+        for mine, theirs in zip(slope(x, w, "mosaic"), slope(x, w, "xla"), strict=True):
+            np.testing.assert_array_equal(
+                np.asarray(mine, np.float32), np.asarray(theirs, np.float32)
+            )

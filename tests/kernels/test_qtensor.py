@@ -1,0 +1,119 @@
+"""QTensor's invariants and the round trip between floats and words."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.matmul.op import quantized_matmul, quantized_matmul_reference
+from pallas_kernels.qtensor import QTensor, dequantize, quantize
+from pallas_kernels.rows.quantize_tokens import quantize_tokens
+
+SCHEMES = [
+    (dtype, group, symmetric)
+    for dtype in ("int4", "int8", "float8_e4m3fn")
+    for group in (None, 32, 64)
+    for symmetric in (True, False)
+    if symmetric or dtype != "float8_e4m3fn"
+]
+
+
+def _weights(rows=24, columns=192, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((rows, columns)), jnp.float32)
+
+
+@pytest.mark.parametrize("dtype,group,symmetric", SCHEMES)
+def test_round_trip_stays_within_half_a_step(dtype, group, symmetric):
+    w = _weights()
+    t = jax.jit(lambda w: quantize(w, dtype, group_size=group, symmetric=symmetric))(w)
+    assert t.shape == w.shape and t.dtype == jnp.dtype(dtype)
+    assert t.group_size == (192 if group is None else group)
+    assert t.scale.shape == (24, 192 // t.group_size)
+    step = np.repeat(np.asarray(t.scale), t.group_size, axis=1)
+    error = np.abs(np.asarray(dequantize(t)) - np.asarray(w))
+    if dtype == "float8_e4m3fn":
+        # e4m3 has 3 mantissa bits; its smallest step is 2**-9.
+        assert (error <= np.maximum(np.abs(np.asarray(w)) / 16, step * 2.0**-10) + 1e-7).all()
+    else:
+        # With zeros, the zero point is itself rounded by up to half a step.
+        assert (error <= step * (0.501 if symmetric else 1.001)).all()
+    if not symmetric:
+        assert t.zero.dtype == jnp.int8 and t.zero.shape == t.scale.shape
+
+
+def test_both_forms_of_zero():
+    q = jnp.asarray([[-8, 7, 0, 3]], jnp.int4)
+    scale = jnp.asarray([[0.5, 2.0]], jnp.float32)
+    integer = QTensor(q, scale, jnp.asarray([[-8, 3]], jnp.int8))
+    assert dequantize(integer).tolist() == [[0.0, 7.5, -6.0, 0.0]]
+    floating = QTensor(q, scale, jnp.asarray([[4.0, -1.0]], jnp.float32))
+    assert dequantize(floating).tolist() == [[0.0, 7.5, -1.0, 5.0]]
+
+
+def test_zero_rows_stay_zero_and_scales_keep_the_dtype():
+    w = _weights().astype(jnp.bfloat16).at[3].set(0)
+    for symmetric in (True, False):
+        t = quantize(w, "int4", group_size=64, symmetric=symmetric)
+        assert t.scale.dtype == jnp.bfloat16
+        assert not np.asarray(dequantize(t)[3]).any()
+        assert not np.asarray(t.scale[3].astype(jnp.float32)).any()
+    assert quantize(w, "int8", scale_dtype=jnp.float32).scale.dtype == jnp.float32
+
+
+def test_bytes_count_int4_as_half():
+    t = quantize(_weights(16, 256), "int4", group_size=128, scale_dtype=jnp.bfloat16)
+    assert t.nbytes == 16 * 256 // 2 + 16 * 2 * 2
+    t = quantize(_weights(16, 256), "int8", symmetric=False, scale_dtype=jnp.float32)
+    assert t.nbytes == 16 * 256 + 16 * 4 + 16
+
+
+def test_is_a_pytree_whose_rows_can_be_gathered():
+    t = quantize(_weights(), "int4", group_size=32, symmetric=False)
+    rows = jnp.asarray([5, 0, 5])
+    some = jax.jit(lambda t: jax.tree.map(lambda leaf: leaf[rows], t))(t)
+    assert (np.asarray(dequantize(some)) == np.asarray(dequantize(t))[np.asarray(rows)]).all()
+    assert len(jax.tree.leaves(t)) == 3
+
+
+@pytest.mark.parametrize(
+    "kwargs,message",
+    [
+        ({"dtype": "int16"}, "int16"),
+        ({"dtype": "int4", "group_size": 100}, "does not divide"),
+        ({"dtype": "float8_e4m3fn", "symmetric": False}, "no zero points"),
+    ],
+)
+def test_wrong_arguments_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        quantize(_weights(), **kwargs)
+
+
+@pytest.mark.parametrize("words", [None, "int8"])
+def test_columns_reorder_the_other_operands_features(words):
+    """Act-order: the product, and its gradient, are those of the weight in its own order."""
+    rng = np.random.default_rng(0)
+    q = rng.integers(-8, 8, (24, 64))
+    columns = jnp.asarray(rng.permutation(64), jnp.int32)
+    scale = jnp.asarray(rng.uniform(0.5, 2, (24, 1 if words else 4)), jnp.float32)
+    w = QTensor(jnp.asarray(q, words or "int4"), scale, columns=columns, activations=words)
+    x = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32)
+    if words:
+        x = quantize(x, words)
+        with pytest.raises(ValueError, match="columns in order"):
+            quantized_matmul(dataclasses.replace(x, columns=columns), w)
+    got = quantized_matmul(x, w)
+    np.testing.assert_allclose(got, quantized_matmul_reference(x, w), rtol=1e-5, atol=1e-4)
+    if words is None:
+        dx = jax.grad(lambda x: quantized_matmul(x, w).sum())(x)
+        np.testing.assert_allclose(dx[0], dequantize(w).sum(0), rtol=1e-5, atol=1e-4)
+
+
+def test_a_static_scale_clips_and_is_every_rows():
+    x = jnp.asarray([[1.0, -3.0, 0.26], [300.0, -300.0, 0.0]], jnp.float32)
+    for words, rows in (("int8", [[2, -6, 1], [127, -128, 0]]),
+                        ("float8_e4m3fn", [[2, -6, 0.5], [448, -448, 0]])):  # fmt: skip
+        t = quantize_tokens(x, words, scale=jnp.float32(0.5))
+        assert t.q.dtype == jnp.dtype(words) and t.scale.tolist() == [[0.5], [0.5]]
+        assert t.q.astype(jnp.float32).tolist() == rows

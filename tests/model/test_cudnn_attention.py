@@ -1,0 +1,160 @@
+"""Attention of new tokens over a cache's past and themselves: cuDNN's on a Hopper GPU; elsewhere
+its parts, with plain sums in float32 in the place of cuDNN's."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllama.generation import prefill, prefill_chunk
+from jaxllama.model import attention
+from jaxllama.model import attention_cudnn as cudnn_attention
+from jaxllama.model.cache import Cache, KVCache, init_cache, write
+from pallas_kernels.attention.blockwise import (
+    attention_scores,
+    blockwise_attention,
+    floats,
+    weighted_values,
+)
+from pallas_kernels.attention.rope_cache import spread
+from tests.helpers.models import LLAMA, params_of, relative_error, tokens_of
+
+
+def plain(q, k, v, n_keys=None):
+    """What cuDNN gives: causal, or over the first n_keys."""
+    scores = attention_scores(q, k)  # [B, K, G, T, S]
+    index = jnp.arange(k.shape[1])
+    seen = index[None, None, :] <= index[None, : q.shape[1], None]
+    if n_keys is not None:
+        seen = index[None, None, :] < n_keys[:, None, None]
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    out = weighted_values(jax.nn.softmax(scores, axis=-1), v).astype(q.dtype)
+    log = jax.nn.logsumexp(scores, axis=-1)
+    return out, jnp.moveaxis(log, 3, 1).reshape(q.shape[:3])
+
+
+def pretend_a_gpu(monkeypatch):
+    """``extend`` in float32 on any machine, in blocks of 128 keys."""
+    monkeypatch.setattr(cudnn_attention, "_with_log_sum", plain)
+    monkeypatch.setattr(cudnn_attention, "PAST_TOKENS", 128)
+    monkeypatch.setattr(attention, "has_cudnn", lambda q: True)
+
+
+def poison(cache: Cache) -> Cache:
+    """NaN, or the words that are, wherever no row owns the position."""
+    unused = (jnp.arange(cache.capacity)[None, :] >= cache.lengths[:, None])[:, :, None, None]
+
+    def spoil(leaf):
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.where(unused, jnp.asarray(jnp.nan if is_float else 7, leaf.dtype), leaf)
+
+    return Cache(jax.tree.map(spoil, cache.layers), cache.lengths)
+
+
+def case(dtype, compute):
+    """((q, k, v), a cache that holds a ragged past and NaN behind it, the same as floats, the
+    past's lengths).  Scores of up to 30: logarithms rounded to bfloat16 would be off by 0.1."""
+    rng = np.random.default_rng(0)
+    shapes = ((4, 150, 4, 128), (4, 150, 2, 128), (4, 150, 2, 128), *[(4, 611, 2, 128)] * 2)
+    q, *rest = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    return stored(dtype, compute, 6 * q, *rest, np.asarray([0, 1, 140, 400], np.int32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def stored(dtype, compute, q, k, v, old_k, old_v, n_past):
+    batch, capacity, _, h = old_k.shape
+    cfg = LLAMA.replace(n_layers=1, layer_types=("attention",), head_dim=h)
+    layer = init_cache(cfg, batch, capacity, dtype).layers[0]
+    q, k, v, *old = (x.astype(compute) for x in spread(layer.k, q, k, v, old_k, old_v))
+    slots = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (batch, capacity))
+    layer = poison(Cache((write(layer, *old, slots),), n_past)).layers[0]
+    past = KVCache(*(floats(x, compute) for x in (layer.k, layer.v)))
+    return (q, *attention._as_stored(layer, k, v)), layer, past, n_past
+
+
+@jax.jit
+def expected(q, k, v, past, n_past):
+    """In float32, by the blockwise form on a cache that holds the new tokens too."""
+    positions = n_past[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None, :]
+    wide = KVCache(*(x.astype(jnp.float32) for x in (past.k, past.v)))
+    wide = write(wide, *(x.astype(jnp.float32) for x in (k, v)), positions)
+    return blockwise_attention(q.astype(jnp.float32), wide.k, wide.v, positions)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "float8_e4m3fn"])
+def test_extend_parts(monkeypatch, dtype):
+    """In blocks of 128 keys, the last of which overhangs the capacity.  1e-5: scores near 30, and
+    so the exponents of the weights, are rounded at 2e-6 in float32."""
+    pretend_a_gpu(monkeypatch)
+    qkv, layer, past, n_past = case(dtype, jnp.float32)
+    got = jax.jit(cudnn_attention.extend)(*qkv, layer.k, layer.v, n_past)
+    assert relative_error(got, expected(*qkv, past, n_past)) < 1e-5
+
+
+def a_ragged_past(cfg, params, capacity, dtype) -> Cache:
+    """Rows of 0, 150, 229 and 60 tokens, NaN behind them."""
+    tokens, lengths = tokens_of(cfg, 4, 229, seed=1), jnp.asarray([0, 150, 229, 60], jnp.int32)
+    return poison(prefill(cfg, params, tokens, lengths, init_cache(cfg, 4, capacity, dtype))[1])
+
+
+def more(cfg, params, cache, chunk=None):
+    """Logits behind it, of three rows; the last has no new tokens."""
+    tokens, lengths = tokens_of(cfg, 4, 230), jnp.asarray([230, 190, 1, 0], jnp.int32)
+    cache = jax.tree.map(jnp.copy, cache)
+    return prefill(cfg, params, tokens, lengths, cache, chunk=chunk)[0][:3]
+
+
+def test_prefill_behind_a_ragged_past(monkeypatch):
+    """Against the blockwise form: 2e-5, as in test_model.  One layer: a second one's keys could be
+    rounded to another of int8's steps."""
+    cfg = LLAMA.replace(n_layers=1, layer_types=("attention",))
+    params = params_of(cfg)
+    cache = a_ragged_past(cfg, params, 471, "int8")
+    want = more(cfg, params, cache)
+    pretend_a_gpu(monkeypatch)
+    assert relative_error(more(cfg.replace(name="other"), params, cache, 128), want) < 2e-5
+
+
+def test_pieces_of_a_prompt(monkeypatch):
+    assert [prefill_chunk(rows, 512) for rows in (1, 64)] == [None, None]
+    assert [prefill_chunk(rows, 768) for rows in (1, 64)] == [384, 384]
+    assert prefill_chunk(3, 513) == 384
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert [prefill_chunk(*size) for size in ((8, 2048), (64, 512), (1, 32768))] == [None] * 3
+    assert prefill_chunk(1, 131072) == 32768
+    assert prefill_chunk(1, 49152) == 24576  # not 32768, which would pad the second piece
+    assert prefill_chunk(3, 16384) == 8192
+    assert prefill_chunk(1024, 512) == 128
+
+
+# --- on a Hopper GPU -----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("past_tokens", [1024, 32768])  # 256 keys a row at once, or all 611
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+def test_extend_values(monkeypatch, dtype, past_tokens):
+    """Both parts and the result are rounded to bfloat16 (2^-9 each), as are the weights within a
+    part: 1e-2 of the largest value."""
+    monkeypatch.setattr(cudnn_attention, "PAST_TOKENS", past_tokens)
+    qkv, layer, past, n_past = case(dtype, jnp.bfloat16)
+    got = jax.jit(cudnn_attention.extend)(*qkv, layer.k, layer.v, n_past)
+    assert np.isfinite(np.asarray(got, np.float32)).all()
+    assert relative_error(got, expected(*qkv, past, n_past)) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_prefill_in_chunks_on_the_gpu(dtype):
+    """bfloat16 rounds at other places: 4e-2 of the largest logit, a dozen roundings of 2^-9 through
+    two layers."""
+    cfg = LLAMA.replace(head_dim=64)
+    params = params_of(cfg, dtype=jnp.bfloat16)
+    cache = a_ragged_past(cfg, params, 471, dtype)
+    whole = more(cfg, params, cache)
+    assert np.isfinite(np.asarray(whole)).all()
+    assert relative_error(more(cfg, params, cache, 128), whole) < 4e-2

@@ -1,0 +1,153 @@
+"""A decode step on Hopper as one program: which kernels a layer is, read off the lowered text."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+import jaxllama as jl
+from jaxllama import compiler_options
+from jaxllama.config import ModelConfig
+from jaxllama.generation import advance, init_params, start
+from jaxllama.model.cache import cache_specs
+from jaxllama.parallel import mesh as parallel
+from jaxllama.parallel.shardings import specs
+from jaxllama.sampling import Sampling, SamplingParams
+from pallas_kernels import dispatch
+from tests.helpers.models import GLA, LLAMA
+
+CFG = LLAMA.replace(
+    vocab_size=1024,
+    d_model=1024,
+    n_layers=3,
+    layer_types=("attention",) * 3,
+    n_heads=8,
+    n_kv_heads=2,
+    head_dim=128,
+    d_ff=2048,
+)
+GLA_CFG = CFG.replace(layer_types=("gla",) * 3, gla=GLA)
+
+
+def kernels_of(
+    batch: int, scheme: str | None, kv_dtype: str, cfg: ModelConfig = CFG
+) -> Counter[str]:
+    """Calls of Mosaic kernels in the whole step, by the jitted function that holds one."""
+
+    def params():
+        drawn = init_params(cfg, jax.random.key(0), jnp.bfloat16)
+        return drawn if scheme is None else jl.quantize_params(drawn, scheme)
+
+    cache = jax.eval_shape(lambda: jl.init_cache(cfg, batch, 256, kv_dtype))
+    tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    step = jl.decode_step.trace(cfg, jax.eval_shape(params), tokens, cache)
+    text = step.lower(lowering_platforms=("cuda",)).as_text()
+    calls = Counter(re.findall(r"call @(\w+)\(", text))
+    kernels = Counter()
+    for function in re.split(r"\n  func\.func ", text)[1:]:
+        name = re.match(r"\w+ @(\w+)", function).group(1)
+        if "@mosaic_gpu" in function:
+            kernels[re.sub(r"_\d+$", "", name)] += calls[name]
+    return kernels
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    if tuple(int(v) for v in jax.__version__.split(".")[:3]) < (0, 11, 2):
+        pytest.skip(f"jax {jax.__version__}: the kernels need 0.11.2")
+    jax.clear_caches()
+    monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", None])
+def test_a_llama_layer_of_one_row_is_five_kernels(on_hopper, scheme):
+    """norm + qkv, RoPE + cache + attention, o + residual, norm + gate/up + SwiGLU, down + residual;
+    after the layers the last norm and the head."""
+    calls = kernels_of(1, scheme, "bfloat16")
+    assert calls == {"matmul": 4 * CFG.n_layers + 1, "attend": CFG.n_layers, "run": 1}
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", None])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_gla_layer_of_few_rows_is_five_kernels(on_hopper, rows, scheme):
+    """norm + projections, everything up to the gated norm, o + residual, and Llama's feed-forward;
+    also where the projections are quantized and the gate's low-rank one is not."""
+    calls = kernels_of(rows, scheme, "bfloat16", GLA_CFG)
+    layers = GLA_CFG.n_layers
+    assert calls == {"matmul": 4 * layers + 1, "gla_token": layers, "run": 1}
+
+
+def test_a_gla_layer_of_many_rows_has_one_kernel_between_its_products(on_hopper):
+    calls = kernels_of(64, None, "bfloat16", GLA_CFG)
+    norms = 2 * GLA_CFG.n_layers + 1
+    products = 8 * GLA_CFG.n_layers + 1
+    assert calls == {"pair_matmul": products, "gla_token": GLA_CFG.n_layers, "run": norms}
+
+
+def loop_of(sampling: Sampling, batch: int = 2) -> Counter[str]:
+    """How often the decode loop has an operation that costs more than what it computes: loops, and
+    of the sampler's the passes over the logits."""
+    vocab = CFG.vocab_size
+
+    def params_and_state():
+        params = init_params(CFG, jax.random.key(0), jnp.bfloat16)
+        cache = jl.init_cache(CFG, batch, 256, "bfloat16")
+        prompt, lengths = jnp.ones((batch, 4), jnp.int32), jnp.full((batch,), 4, jnp.int32)
+        rows = SamplingParams.stack([sampling] * batch, vocab)
+        stops = jnp.zeros((2,), jnp.int32)
+        state = start(CFG, params, prompt, lengths, cache, rows, stops, max_new_tokens=8)
+        return params, state, rows, stops
+
+    loop = advance.trace(CFG, *jax.eval_shape(params_and_state), 8)
+    text = loop.lower(lowering_platforms=("cuda",)).as_text()
+    over_logits = rf"stablehlo\.(reduce)\(.* across dimensions = \[1\] : \(tensor<{batch}x{vocab}x"
+    found = re.findall(r"stablehlo\.(while|sort|dynamic_update_slice)", text)
+    return Counter(found + re.findall(over_logits, text))
+
+
+def test_a_greedy_step_reads_its_logits_once_and_writes_once(on_hopper):
+    """Token and log-probability are one reduction; both go into one array."""
+    assert loop_of(Sampling()) == {"while": 1, "reduce": 1, "dynamic_update_slice": 1}
+
+
+def test_a_drawn_step_has_no_loop_of_its_own(on_hopper):
+    """A loop inside the step would wait for the host at each of its turns."""
+    found = loop_of(Sampling(temperature=0.8, top_k=20, top_p=0.9))
+    # Eight a cutoff; the best score, the mass, the pick's three and the logits' two.
+    assert found == {"while": 1, "reduce": 23, "dynamic_update_slice": 1}
+
+
+def test_a_loop_as_one_graph_is_tried_before_it_is_used():
+    """A backend that refuses the options, or knows no such graphs, gets none."""
+    options = [{}, compiler_options._WHOLE_LOOP, {"xla_gpu_no_such_option": True}]
+    assert [compiler_options._counts(each) for each in options] == [True, True, False]
+    assert (compiler_options.for_device() is None) == (jax.default_backend() != "gpu")
+
+
+def test_the_products_of_a_step_add_what_the_devices_summed(on_hopper, monkeypatch):
+    """On a mesh nothing stands between a sum and the product that reads it."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    mesh = AbstractMesh((1, 2), parallel.AXES, axis_types=(AxisType.Auto,) * 2)
+    cfg = LLAMA.replace(d_model=512, n_heads=8, n_kv_heads=4, head_dim=64, d_ff=1024)
+    cfg = cfg.replace(vocab_size=512)
+
+    def on_mesh(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    shapes = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0), "bfloat16"))
+    params = jax.tree.map(on_mesh, shapes, specs(shapes))
+    cache = jax.eval_shape(lambda: jl.init_cache(cfg, 1, 64, "bfloat16"))
+    cache = jax.tree.map(on_mesh, cache, cache_specs(cache, None))
+    tokens = on_mesh(jax.ShapeDtypeStruct((1,), "int32"), PartitionSpec())
+    step = jl.decode_step.trace(cfg, params, tokens, cache)
+    text = step.lower(lowering_platforms=("cuda",)).as_text()
+    adds = [line for line in text.splitlines() if "stablehlo.add" in line]
+    assert len([line for line in adds if "x512xbf16>" in line]) == 1  # the last, before the head
+    assert text.count('"stablehlo.all_reduce"') == 2 * cfg.n_layers + 1

@@ -1,0 +1,235 @@
+"""What the measuring parts of offloading compute, and the order that the measurements rely on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllama.bench import offload_disk as disk_bench
+from jaxllama.bench import offload_sweep as sweep
+from jaxllama.bench import plan
+from jaxllama.bench.offload_sweep import grid, model_of, summary
+from jaxllama.config import load_config
+from jaxllama.offload.disk import DiskFile
+from jaxllama.offload.planner import calibrate as calibration
+from jaxllama.offload.planner.accounting import model_bytes
+from jaxllama.offload.planner.cost import Settings
+from jaxllama.offload.planner.fitting import Calibration, Moving, contention, moving
+from jaxllama.offload.planner.trial import Watch, random_tree, repeated_model, streamed_bytes
+from jaxllama.offload.policy import Policy, Shares
+from jaxllama.offload.schedule import LANES, Overlapped
+from jaxllama.offload.store import Store
+from jaxllama.offload.units import Unit
+
+PLAIN = Settings(jnp.float32, jnp.float32)
+os_preadv = os.preadv
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 60
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+class _Work:
+    """Two layers; the weights of each arrive only once the next unit's have been begun."""
+
+    units = [Unit("layer", 0), Unit("layer", 1), Unit("head")]
+    moves = {"cache": False, "hidden": False}
+
+    def __init__(self) -> None:
+        self.begun = [threading.Event() for _ in self.units]
+        self.computed: list[tuple[Unit, int]] = []
+
+    def active_batches(self) -> list[int]:
+        return [0, 1]
+
+    def load_weights(self, unit: Unit) -> int:
+        index = self.units.index(unit)
+        self.begun[index].set()
+        return index
+
+    def finish_weights(self, pending: int) -> int:
+        if pending + 1 < len(self.begun):
+            assert self.begun[pending + 1].wait(timeout=60), "the next load was not begun ahead"
+        return pending
+
+    def load_cache(self, unit: Unit, batch: int) -> None: ...
+    def load_hidden(self, batch: int) -> None: ...
+    def store_cache(self, unit: Unit, batch: int, cache: Any) -> None: ...
+    def store_hidden(self, batch: int, hidden: Any) -> None: ...
+
+    def compute(self, unit: Unit, batch: int, weights: int, cache: Any, hidden: Any) -> Any:
+        assert self.units[weights] is unit
+        self.computed.append((unit, batch))
+        return None, jnp.zeros(())
+
+
+def test_the_next_weights_are_begun_before_these_have_come():
+    work = _Work()
+    Overlapped({name: ThreadPoolExecutor(1) for name in LANES}).step(work, last=True)
+    assert work.computed == [(unit, batch) for unit in work.units for batch in (0, 1)]
+
+
+def test_begun_and_finished_is_what_was_put(tmp_path):
+    store = Store(tmp_path)
+    tree = {"a": jnp.arange(60.0).reshape(10, 6), "b": jnp.arange(3.0)}
+    stored = store.put(tree, Shares(30, 30))
+    pending = store.begin(stored)
+    again = store.begin(stored, {id(stored["a"]): pending["a"]})
+    assert again["a"] is pending["a"]
+    got, other = store.finish(pending), store.finish(again)
+    assert got["a"] is other["a"], "a tensor was joined twice"
+    assert all((got[name] == tree[name]).all() for name in tree)
+
+
+def test_a_read_begun_ahead_is_the_read(tmp_path):
+    disk = DiskFile(tmp_path)
+    arrays = [np.arange(n, dtype=np.int32) for n in (3, 1 << 21)]
+    reads = [disk.begin(extent) for extent in [disk.write(array) for array in arrays]]
+    assert all((read() == array).all() for read, array in zip(reads, arrays, strict=True))
+
+
+def test_contention_is_what_made_the_steps():
+    steps = [
+        (longest, (large, small), longest + 0.3 * large + 0.8 * small)
+        for longest, large, small in ((1, 2, 0), (3, 1, 1), (2, 1, 4))
+    ]
+    assert contention(steps) == pytest.approx((0.3, 0.8))
+    for seconds, share in ((1.5, 0.0), (9.0, 1.0)):  # no overlap is worse than none
+        assert contention([(2.0, (1.0, 1e-3), seconds)])[0] == pytest.approx(share, abs=1e-6)
+
+
+def test_pieces_and_packed_words_are_joined_whole_tensors_are_not():
+    tree = {"w": jax.ShapeDtypeStruct((8, 64), jnp.int4), "v": jax.ShapeDtypeStruct((4, 8), "int8"),
+            "n": jax.ShapeDtypeStruct((8,), jnp.float32)}  # fmt: skip
+    assert moving(tree, Shares(100, 0)) == (0, 0, 0)
+    assert moving(tree, Shares(0, 100)) == (256 + 32, 0, 256)
+    assert moving(tree, Shares(50, 25)) == (64 + 8, 64 + 8, 256 + 32)
+
+
+def test_cold_disks_change_loads_from_disk_only():
+    moving = Moving(1e-5, 2e-11, 1e-10, 1e-12)
+    costs = Calibration(
+        moving, (0.0,) * 2, moving, moving, 0.0, moving, moving, (0.0,) * 3, (0.0,) * 3,
+        (0.0,) * 2, (0.0,) * 2, (0.0,) * 3, 7e-10, (0.0,) * 3, moving,
+    )  # fmt: skip
+    cold = costs.cold()
+    assert cold.load_weights == cold.fetch == dataclasses.replace(moving, disk=7e-10)
+    assert cold.store_cache == moving and cold.decode == costs.decode
+
+
+def test_repeated_weights_have_the_model_s_shapes(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLAMA_OFFLOAD_DIR", str(tmp_path))
+    cfg = model_of(128)
+    policy = Policy.parse("25 75 100 0 100 0")
+    lm = repeated_model(cfg, jnp.float32, policy)
+    layers = [lm.params[f"layer_{i}"]["mlp"]["down"]["weight"] for i in (0, 7)]
+    assert all(layer.shape == (128, 384) for layer in layers) and layers[0] is not layers[1]
+    first, last = (np.asarray(lm.store.get(layer)) for layer in layers)
+    assert (first == last).all() and 0.01 < first.std() < 0.03
+    held = sum(
+        layer.host.nbytes
+        for layer in jax.tree.leaves(
+            {k: v for k, v in lm.params.items() if k != "embed"},
+            is_leaf=lambda x: hasattr(x, "host"),
+        )
+        if hasattr(layer, "host")
+    )
+    assert streamed_bytes(cfg, policy, PLAIN) == held
+
+
+def test_random_words_are_of_their_dtype():
+    tree = random_tree({"w": jax.ShapeDtypeStruct((8, 64), jnp.int4),
+                        "n": jax.ShapeDtypeStruct((8,), jnp.float32)})  # fmt: skip
+    assert tree["w"].dtype == jnp.int4 and len(np.unique(np.asarray(tree["w"], np.int8))) > 8
+    assert (tree["n"] == 1).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="direct reads are Linux's")
+def test_the_disk_s_own_rate_reads_every_byte(tmp_path, monkeypatch):
+    disk = DiskFile(tmp_path)
+    disk.write(np.zeros(disk_bench.CHUNK + 5000, np.uint8))
+    read = []
+    monkeypatch.setattr(disk_bench.os, "preadv", lambda *words: read.append(os_preadv(*words)))
+    disk_bench._read_file(disk, direct=False, threads=2)
+    assert sum(read) == disk.nbytes
+    before = disk_bench.resident()
+    with Watch(disk_bench.resident) as watch:
+        block = np.ones(1 << 27, np.uint8)
+        assert wait_until(lambda: watch.most > before + block.nbytes // 2)
+
+
+def test_a_sweep_makes_a_model_once_for_the_same_shares_of_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLAMA_OFFLOAD_DIR", str(tmp_path))
+    texts = ("0 100 0 100 100 0", "20 80 100 0 100 0", "0 100 100 0 100 0", "20 80 0 100 100 0")
+    policies = [Policy.parse(text) for text in texts]
+    needs = dict(zip(policies, (30, 20, 10, 25), strict=True))
+    order = sweep._order(policies, needs)
+    assert [policies.index(policy) for policy in order] == [2, 0, 1, 3]
+    models = sweep._Models(model_of(128, 1), PLAIN)
+    made = [models(policy) for policy in order]
+    assert [lm.policy for lm in made] == order
+    assert made[0].params is made[1].params and made[2].params is made[3].params
+
+
+@pytest.mark.slow
+def test_plan_solves_measures_and_draws(tmp_path, monkeypatch):
+    """Half of the model's bytes on the device: every term has both figures, and the limit holds."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibration, "CONTEXTS", (8, 16))
+    file = tmp_path / "tiny.toml"
+    file.write_text(
+        "vocab_size = 512\nd_model = 128\nn_layers = 6\nn_heads = 4\nn_kv_heads = 2\n"
+        "head_dim = 32\nd_ff = 384\nnorm_eps = 1e-5\nmax_position = 256\n"
+        "tie_embeddings = false\n[rope]\ntheta = 1e4\n"
+    )
+    weights = model_bytes(load_config(file), jnp.float32)
+    found = plan.run(
+        file, random=True, rows=4, prompt_tokens=16, new_tokens=6, device_bytes=weights,
+        dtype=jnp.float32, timeline=tmp_path / "step.png",
+    )  # fmt: skip
+    assert found["bytes"]["device"]["predicted"] <= weights
+    assert found["bytes"]["device"]["measured"] <= found["bytes"]["device"]["predicted"]
+    assert all(found[name]["predicted"] > 0 and found[name]["measured"] > 0
+               for name in ("prefill_seconds", "step_seconds", "tokens_per_second"))  # fmt: skip
+    assert (tmp_path / "step.png").stat().st_size > 5000
+    assert "tokens/s" in plan.table(found)
+    [kept] = tmp_path.glob("offload/calibration-*.json")
+    costs = calibration._read(kept)
+    assert len(costs.contention) == 4 and all(0 <= share <= 1 for share in costs.contention)
+
+
+def test_the_summary_of_a_sweep():
+    def point(policy, rate, step, predicted, peak, solver=False):
+        return {"policy": policy, "solver": solver, "need": 100, "peak": peak,
+                "rate": rate, "step": step, "prefill": 2.0,
+                "predicted_rate": 100, "predicted_step": predicted,
+                "predicted_prefill": 1.0}  # fmt: skip
+
+    points = [point("a", 100, 1.0, 1.1, 90), point("b", 300, 1.0, 2.0, None)]  # b was lucky
+    finals = [point("a", 100, 1.0, 1.1, None), point("b", 80, 1.0, 2.0, None),
+              point("c", 95, 2.0, 2.2, 101, True)]  # fmt: skip
+    found = summary(points, finals)
+    assert found["best"] == {"policy": "a", "rate": 100}
+    assert found["solver"]["share_of_best"] == pytest.approx(0.95)
+    assert found["solver"]["step_error"] == pytest.approx(0.1)
+    assert found["solver"]["prefill_error"] == pytest.approx(-0.5)
+    assert found["peaks"] == 2 and found["over_prediction"] == 1
+    errors = found["errors"]["step"]
+    assert errors["within_20_percent"] == pytest.approx(1 / 2)
+    assert (errors["median_size"], errors["worst_size"]) == pytest.approx((0.55, 1.0))
+    assert found["errors"]["rate"]["worst_size"] == pytest.approx(2 / 3)
+    assert len(set(grid())) >= 300

@@ -1,0 +1,462 @@
+"""Calibrated quantization of whole models: what methods recover, resuming, checkpoints, errors.
+
+The model is small, and its weights come in two shapes, since compilation is what these tests cost.
+Oracles: the float model itself, an uninterrupted run, and round-to-nearest on the same tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import pydoc
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from jaxllama.bench.decode import bytes_per_step
+from jaxllama.bench.evaluate import perplexity
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.cli.main import main
+from jaxllama.language_model import LanguageModel
+from jaxllama.quantization import calibration
+from jaxllama.quantization.checkpoint import Request, quantize_checkpoint, table
+from jaxllama.quantization.pipeline import calibrate
+from jaxllama.quantization.scheme import parse
+from jaxllama.quantization.work import Work
+from jaxllama.text.tokenizer import Tokenizer
+from pallas_kernels.qtensor import QTensor, tree_bytes
+from tests.helpers.models import FAMILIES, LLAMA, relative_error, tokens_of
+from tests.helpers.seeded import seeded_params
+
+TEXT = (Path(__file__).parents[1] / "golden" / "english.txt").read_text(encoding="utf-8")
+CFG = LLAMA.replace(
+    vocab_size=256, d_model=64, n_heads=2, n_kv_heads=1, head_dim=32, d_ff=64, max_position=512
+)
+
+
+def planted(size: float) -> LanguageModel:
+    """A model some of whose channels are ``size`` times larger behind a norm and met by weights as
+    much smaller: the same function as without, and hard to quantize."""
+    params = jax.device_put(seeded_params(CFG))
+    channels = np.random.default_rng(1).choice(CFG.d_model, 16, replace=False)
+    for index in range(CFG.n_layers):
+        layer = params[f"layer_{index}"]
+        for norm, room, reader in (("mixer_norm", "mixer", "qkv"), ("mlp_norm", "mlp", "gate_up")):
+            weight = layer[norm]["weight"].at[channels].multiply(size)
+            layer[norm] = {"weight": weight}
+            columns = layer[room][reader]["weight"].at[:, channels].divide(size)
+            layer[room][reader] = {"weight": columns}
+    return LanguageModel(CFG, params, Tokenizer.byte_level())
+
+
+@pytest.fixture(scope="module")
+def lm() -> LanguageModel:
+    return planted(50.0)
+
+
+@pytest.fixture(scope="module")
+def tokens(lm) -> np.ndarray:
+    return calibration.windows(lm.tokenizer, TEXT, 128, 12)
+
+
+def same(one, two) -> bool:
+    """Equal trees, bit for bit."""
+    a, b = jax.tree.leaves(one), jax.tree.leaves(two)
+    return jax.tree.structure(one) == jax.tree.structure(two) and all(
+        x.dtype == y.dtype and np.array_equal(np.asarray(x), np.asarray(y))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def made(lm, tokens):
+    """Calibrated parameters and errors by (scheme, method), each made once."""
+    done = {}
+
+    def make(scheme: str, method: str):
+        if (scheme, method) not in done:
+            done[scheme, method] = calibrate(CFG, lm.params, tokens, parse(scheme), method)
+        return done[scheme, method]
+
+    return make
+
+
+def kl_of(lm: LanguageModel, params) -> float:
+    quantized = dataclasses.replace(lm, params=params)
+    return perplexity(quantized, TEXT, 128, reference=lm)["kl"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "method"), [("w4a16,head=none", "awq"), ("w8a8,head=none", "smoothquant")]
+)
+def test_planted_outliers_are_recovered(lm, made, scheme, method):
+    """At least four fifths of what rounding to nearest costs, measured as KL to the float model."""
+    nearest, _ = made(scheme, "rtn")
+    got, _ = made(scheme, method)
+    assert kl_of(lm, got) < 0.2 * kl_of(lm, nearest)
+
+
+def test_gptq_is_nearer_than_rounding_at_every_weight(made):
+    nearest, got = made("w4a16", "rtn")[1], made("w4a16", "gptq")[1]
+    assert [entry["weight"] for entry in got] == [entry["weight"] for entry in nearest]
+    assert len(got) == 4 * CFG.n_layers + 1  # and the head
+    for one, other in zip(got, nearest, strict=True):
+        assert one["output_error"] < other["output_error"], one["weight"]
+
+
+def test_rtn_is_quantize_params_and_its_errors_are_what_they_say(lm, made, tokens):
+    params, errors = made("w4a16-sym", "rtn")
+    assert same(params, jl.quantize_params(lm.params, "w4a16-sym"))
+    # The first weight's inputs are those of the float model: an independent way to its error.
+    weight = lm.params["layer_0"]["mixer"]["qkv"]["weight"]
+    words = params["layer_0"]["mixer"]["qkv"]["weight"]
+    off = np.asarray(words.q, np.float64) * np.repeat(words.scale, words.group_size, 1) - weight
+    assert errors[0]["weight"] == "layer_0/mixer/qkv"
+    want = np.linalg.norm(off) / np.linalg.norm(weight)
+    assert errors[0]["weight_error"] == pytest.approx(want, rel=1e-4)
+    x = lm.params["embed"]["weight"][tokens.reshape(-1)]
+    x = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + CFG.norm_eps)
+    x = np.asarray(x * lm.params["layer_0"]["mixer_norm"]["weight"], np.float64)
+    want = np.linalg.norm(x @ off.T) / np.linalg.norm(x @ np.asarray(weight, np.float64).T)
+    # The report looks at 512 tokens of these 1536.
+    assert errors[0]["output_error"] == pytest.approx(want, rel=0.1)
+
+
+def test_a_static_scale_covers_every_calibration_token(lm, tokens):
+    params, errors = calibrate(CFG, lm.params, tokens, parse("none,layer_0/*=fp8-static"), "rtn")
+    words = params["layer_0"]["mixer"]["qkv"]["weight"]
+    assert words.activations == "float8_e4m3fn" and len(errors) == 4
+    h = calibration.embed(CFG, lm.params, tokens)
+    stats = calibration.observe(CFG, "attention", lm.params["layer_0"], h, hessian=False)
+    assert float(words.input_scale) * 448 == pytest.approx(float(stats["mixer/qkv"].peak.max()))
+    assert isinstance(params["layer_1"]["mixer"]["qkv"]["weight"], jax.Array)
+
+
+def test_second_moments_are_those_of_the_tokens_whatever_the_batches(lm, tokens):
+    h = calibration.embed(CFG, lm.params, tokens)
+    assert len(h) == 2  # of 6 windows each
+    layer = lm.params["layer_0"]
+    parts = calibration.observe(CFG, "attention", layer, h, hessian=True)["mlp/down"]
+    whole = calibration.observe(CFG, "attention", layer, [jnp.concatenate(h)], hessian=True)
+    whole = whole["mlp/down"]
+    for name in ("hessian", "total", "felt", "peak"):  # float32 sums in another order
+        assert relative_error(getattr(parts, name), getattr(whole, name)) < 1e-5
+    assert parts.sample.shape == whole.sample.shape == (512, CFG.d_ff)
+
+
+def test_gla_layers_are_scaled_and_folded_too():
+    cfg = FAMILIES["gla"].replace(n_layers=1, layer_types=("gla",), tie_embeddings=True)
+    params = jax.device_put(seeded_params(cfg))
+    tokens = np.asarray(tokens_of(cfg, 2, 16))
+    got, errors = calibrate(cfg, params, tokens, parse("none,mixer=w8a16"), "awq")
+    assert [entry["weight"].split("/")[-1] for entry in errors] == ["q", "k", "v", "g", "o"]
+    before, after = (tree["layer_0"]["mixer"]["gk_0"]["weight"] for tree in (params, got))
+    assert not np.array_equal(before, after) and not isinstance(after, QTensor)
+    lengths = jnp.asarray([16, 16])
+    want = jl.logits(cfg, params, jnp.asarray(tokens), lengths)
+    # 8 bits: a step is 1/127 of a row's largest weight; five weights one behind the other.
+    assert relative_error(jl.logits(cfg, got, jnp.asarray(tokens), lengths), want) < 0.02
+
+
+# Resuming
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(lm, tokens, made, tmp_path, monkeypatch):
+    plan, work = parse("w4a16"), Work(tmp_path / "work")
+
+    def die(_: int) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        calibrate(CFG, lm.params, tokens, plan, "gptq", work=work, progress=die)
+    assert [path.name for path in sorted(work.folder.iterdir())] == [
+        "hidden-layer_1.npz", "layer_0.npz",
+    ]  # fmt: skip
+    seen = []
+    observe = calibration.observe
+
+    def spy(cfg, kind, layer, *args, **kwargs):
+        seen.append(layer)
+        return observe(cfg, kind, layer, *args, **kwargs)
+
+    monkeypatch.setattr("jaxllama.quantization.pipeline.observe", spy)
+    params, errors = calibrate(CFG, lm.params, tokens, plan, "gptq", work=work)
+    assert len(seen) == CFG.n_layers - 1 + 1  # not layer 0; the head
+    want, want_errors = made("w4a16", "gptq")
+    assert same(params, want) and errors == want_errors
+
+
+def test_a_stored_layer_keeps_every_dtype(tmp_path):
+    leaf = QTensor(
+        jnp.asarray([[-8, 7]], jnp.int4), jnp.asarray([[0.5]], jnp.float16),
+        jnp.asarray([[3]], jnp.int8), activations="int8", input_scale=jnp.float32(2),
+    )  # fmt: skip
+    fp8 = QTensor(jnp.asarray([[1.5, -448]], jnp.float8_e4m3fn), jnp.asarray([[2.0]], jnp.bfloat16))
+    layer = {"a": {"weight": leaf, "bias": jnp.ones((1,), jnp.bfloat16)}, "b": {"weight": fp8}}
+    work = Work(tmp_path)
+    work.save("layer_0", layer, [{"weight": "a"}], "layer_1", [jnp.ones((2, 3))])
+    got, entries = work.load("layer_0")
+    assert same(got, layer) and entries == [{"weight": "a"}]
+    assert got["a"]["weight"].activations == "int8" and work.load("layer_1") is None
+    (tmp_path / "layer_0.npz").write_bytes(b"half")
+    with pytest.raises(jl.JaxLlamaError, match="not a finished layer"):
+        work.load("layer_0")
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def model(lm, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    files = lm.tokenizer.save(folder)
+    return hf.save(folder / "tiny", CFG, lm.params, files)
+
+
+def test_the_command_makes_what_calibrate_makes(lm, model, made, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    out, report = tmp_path / "sub" / "out", tmp_path / "errors.json"
+    words = ["--model", str(model), "--scheme", "w4a16", "--method", "awq", "--out", str(out),
+             "--calibration", str(text), "--samples", "12", "--window", "128"]  # fmt: skip
+    assert main(["quantize", *words, "--report", str(report), "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    want, errors = made("w4a16", "awq")
+    assert (got["calibration_tokens"], got["layers_kept"]) == (12 * 128, 0)
+    assert got["errors"] == json.loads(report.read_text())["errors"] == errors
+    assert got["bytes"] < 0.4 * got["float_bytes"] and got["peak_rss_bytes"] > 0
+    assert same(jl.load(out).params, want)
+    # Nothing but the checkpoint and the report is left.
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
+    assert main(["quantize", *words]) == 2
+    assert "already exists; nothing is overwritten" in capsys.readouterr().err
+
+
+# Runs the command, and dies by its own SIGKILL instead of the n-th renaming of a stored file.
+DYING = """
+import os, signal, sys
+from pathlib import Path
+from jaxllama.cli.main import main
+replace, left = os.replace, int(sys.argv[1])
+
+def dying(source, target):
+    global left
+    left -= Path(target).suffix == ".npz"
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+
+os.replace = dying
+main(sys.argv[2:])
+"""
+
+
+@pytest.fixture(scope="module")
+def command(model, tmp_path_factory) -> list[str]:
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    return ["quantize", "--model", str(model), "--scheme", "w4a16", "--method", "gptq", "--json",
+            "--calibration", str(text), "--samples", "12", "--window", "128", "--out"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(command, tmp_path_factory) -> dict[str, bytes]:
+    """The files of a run that nothing befell."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert main([*command, str(out)]) == 0
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+@pytest.mark.parametrize("renames", [3, 4], ids=["within layer 1", "before its last rename"])
+def test_a_process_that_was_killed_is_taken_up_by_another(
+    command, whole, renames, tmp_path, capsys
+):
+    """SIGKILL while layer 1 is stored: none of its files is in place, or the first of two; the
+    next process makes the same bytes."""
+    out = tmp_path / "out"
+    killed = [sys.executable, "-c", DYING, str(renames), *command, str(out)]
+    done = subprocess.run(killed, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not out.exists()
+    (work,) = tmp_path.glob(".out.*")
+    assert [path.name for path in work.glob("layer_*.npz")] == ["layer_0.npz"]
+    assert len(list(work.glob("*.partial"))) == 1
+    capsys.readouterr()
+    assert main([*command, str(out)]) == 0
+    assert json.loads(capsys.readouterr().out)["layers_kept"] == 1
+    assert not work.exists()
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+
+
+@pytest.mark.parametrize("format", ["awq", "gptq", "compressed-tensors"])
+def test_what_is_exported_is_what_was_calibrated(lm, tokens, format, tmp_path):
+    """Rounding to nearest is enough to see that scales go to the file as words were made for."""
+    plan = "w4a16-zero,head=none" if format == "awq" else "w4a16,head=none"
+    request = Request(tmp_path / "out", plan, "rtn", format, TEXT, 12, 128)
+    quantize_checkpoint(lm, request)
+    got = jl.load(tmp_path / "out")
+    scales = jnp.float32 if format == "compressed-tensors" else jnp.float16
+    want, _ = calibrate(CFG, lm.params, tokens, parse(plan), "rtn", scale_dtype=scales)
+    lengths = jnp.asarray([128])
+    one, other = (jl.logits(CFG, p, jnp.asarray(tokens[:1]), lengths) for p in (got.params, want))
+    assert relative_error(one, other) < 1e-6
+
+
+def broken(lm: LanguageModel) -> LanguageModel:
+    layer = lm.params["layer_1"]
+    weight = layer["mlp"]["gate_up"]["weight"].at[3, 3].set(jnp.nan)
+    layer = {**layer, "mlp": {**layer["mlp"], "gate_up": {"weight": weight}}}
+    return dataclasses.replace(lm, params={**lm.params, "layer_1": layer})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"text": " \n"}, "the calibration text is empty"),
+        ({"text": "a"}, "the calibration text has 1 tokens"),
+        ({"scheme": "w4a16-g48"}, "groups of 48 do not divide its 64 inputs"),
+        ({"scheme": "w8a8", "method": "awq"}, "'awq' is for w4a16"),
+        ({"window": 4096}, "the context is 512 tokens"),
+        ({"window": 1}, "window = 1: must be at least 2"),
+        ({"samples": -1}, "samples = -1: must be at least 0"),
+        ({"samples": 0, "method": "gptq"}, "samples = 0: gptq needs at least 1"),
+        ({"samples": 0, "report": (Path("x.json"),)}, "samples = 0: a report needs at least 1"),
+        ({"scheme": "w8a8", "format": "awq"}, "layer_0/mixer/qkv/weight: it has no int8 activ"),
+        ({"scheme": "w4a16,down=w8a16", "format": "awq"}, "down/weight: it has no int8 words"),
+        ({"scheme": "w4a16,head=w4a16", "format": "awq"}, "leaves the head in floats"),
+        ({"lm": "vast"}, "needs .* MB, and .* MB free"),
+        ({"format": "exl2"}, "'exl2' is not one of native, awq"),
+        ({"report": (Path("x.pdf"),)}, "a report is a .json or a .png"),
+        ({"lm": "broken"}, "the inputs of layer_1/mlp/down hold NaN"),
+        ({"lm": "quantized"}, "already quantized"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_named_and_nothing_is_written(lm, change, words, tmp_path, monkeypatch):
+    change = dict(change)
+    models = {"broken": broken, "quantized": lambda lm: dataclasses.replace(
+        lm, params=jl.quantize_params(lm.params, "w8a16")), "vast": lambda lm: lm}  # fmt: skip
+    name = change.pop("lm", "")
+    chosen = models.get(name, lambda lm: lm)(lm)
+    if name == "vast":
+        full = shutil.disk_usage(tmp_path)._replace(free=1000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    if name != "broken":  # all else is seen before anything slow
+
+        def slow(*_, **__):
+            raise AssertionError("it calibrates")
+
+        monkeypatch.setattr("jaxllama.quantization.checkpoint.calibrate", slow)
+    options = {"scheme": "w4a16", "method": "rtn", "text": TEXT, "samples": 12, "window": 128}
+    with pytest.raises(jl.JaxLlamaError, match=words):
+        quantize_checkpoint(chosen, Request(out=tmp_path / "out", **{**options, **change}))
+    left = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".out.")]
+    assert left == []
+
+
+def test_a_full_disk_is_named_and_so_is_what_was_finished(lm, tmp_path, monkeypatch):
+    real, calls = os.fsync, []
+
+    def full(file: int) -> None:
+        calls.append(file)
+        if len(calls) == 3:  # two files a layer
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    request = Request(tmp_path / "out", "w8a16", "rtn", "native", TEXT, 2, 32)
+    with pytest.raises(jl.JaxLlamaError) as raised:
+        quantize_checkpoint(lm, request)
+    [work] = tmp_path.iterdir()
+    assert f"{work}/hidden-head.npz: not written: No space left" in str(raised.value)
+    assert f"finished layers are kept in {work}, and the same" in str(raised.value)
+    assert quantize_checkpoint(lm, request)["layers_kept"] == 1
+
+
+@pytest.mark.parametrize("format", ["gptq", "compressed-tensors", "awq"])
+def test_formats_hold_a_tied_head_s_copy_or_say_that_they_leave_it(lm, format, tmp_path):
+    cfg = CFG.replace(tie_embeddings=True)
+    params = {name: part for name, part in lm.params.items() if name != "head"}
+    model = LanguageModel(cfg, params, None)
+    report = quantize_checkpoint(model, Request(tmp_path / "out", "w4a16", format=format))
+    assert ("format 'awq' has no quantized head" in table(report)) == (format == "awq")
+    assert (report["head_copy_bytes"] > 0) == (format != "awq")
+    got = jl.load(tmp_path / "out")
+    assert got.config.tie_embeddings == (format == "awq") == ("head" not in got.params)
+    plan = "w4a16,head=none" if format == "awq" else "w4a16"
+    scales = None if format == "compressed-tensors" else jnp.float16
+    want = jl.quantize_params(params, plan, cfg=cfg, scale_dtype=scales)
+    words, lengths = jnp.arange(8)[None], jnp.asarray([8])
+    one, other = (jl.logits(cfg, p, words, lengths) for p in (got.params, want))
+    assert relative_error(one, other) < 1e-6
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rounding_alone_reads_no_text(lm, tied, tmp_path):
+    """A tied head is a copy in int8 beside an embedding that stays exact; so it is saved and read,
+    under a config that says what the file has."""
+    cfg = CFG.replace(tie_embeddings=tied)
+    params = {name: part for name, part in lm.params.items() if name != "head" or not tied}
+    model = LanguageModel(cfg, params, None)
+    report = quantize_checkpoint(model, Request(tmp_path / "out", "w4a16"))
+    assert (report["calibration_tokens"], report["errors"]) == (0, [])
+    got = jl.load(tmp_path / "out")
+    want = LanguageModel(cfg, jl.quantize_params(params, "w4a16", cfg=cfg), None)
+    assert same(got.params, want.params) and not got.config.tie_embeddings
+    rows, width = params["embed"]["weight"].shape
+    assert report["head_copy_bytes"] == (rows * (width + 4) if tied else 0)
+    assert got.params["head"]["weight"].dtype == (jnp.int8 if tied else jnp.int4)
+    assert same(got.params["embed"], params["embed"])
+    assert bytes_per_step(got) == tree_bytes(got.params) - tree_bytes(params["embed"])
+    with pytest.raises(jl.JaxLlamaError, match="out: its weights are already quantized.*w8a16"):
+        jl.load(tmp_path / "out", quantize="w8a16")
+
+
+@pytest.mark.slow
+def test_four_bits_by_default_cost_half_of_what_a_symmetric_grid_does():
+    """Against float32, on 1024 tokens of API documentation: neither prose nor what rounding saw."""
+    text = "\n".join(pydoc.plain(pydoc.render_doc(module)) for module in (textwrap, json))
+    plain = jl.load("smollm2-135m", "float32")
+    kl = {
+        scheme: perplexity(
+            jl.load("smollm2-135m", "float32", scheme), text, reference=plain, max_tokens=1024
+        )["kl"]
+        for scheme in ("w4a16", "w4a16-sym")
+    }
+    assert kl["w4a16"] < 0.5 * kl["w4a16-sym"]
+
+
+def test_a_picture_of_the_errors(made, tmp_path):
+    pytest.importorskip("matplotlib")
+    from jaxllama.quantization.report import picture
+
+    picture(made("w4a16", "gptq")[1], tmp_path / "errors.png", "gptq w4a16")
+    assert (tmp_path / "errors.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_windows_are_spread_over_the_text():
+    got = calibration.windows(Tokenizer.byte_level(), "".join(chr(97 + i) for i in range(26)), 4, 3)
+    assert ["".join(map(chr, row)) for row in got] == ["abcd", "ijkl", "uvwx"]
+    assert calibration.windows(Tokenizer.byte_level(), "abc", 512, 32).shape == (1, 3)
+    text = calibration.DEFAULT_TEXT.read_text(encoding="utf-8")
+    paragraphs = set(text.split("\n\n"))
+    assert len(text) > 70_000
+    for name in ("held.txt", "test.txt"):  # no paragraph is in two of the three
+        other = (calibration.DEFAULT_TEXT.parent / name).read_text(encoding="utf-8")
+        assert not paragraphs & set(other.split("\n\n"))
+        paragraphs |= set(other.split("\n\n"))

@@ -1,0 +1,606 @@
+"""Engine: every request's tokens are those it gets alone, whatever else happens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import types
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import jaxllama as jl
+from jaxllama import generation
+from jaxllama.config import RopeConfig
+from jaxllama.language_model import LanguageModel
+from jaxllama.offload.model import OffloadedModel
+from jaxllama.sampling import SamplingParams
+from jaxllama.serving.engine import slots as device
+from jaxllama.serving.engine.engine import Engine
+from jaxllama.serving.engine.grammar import Matcher
+from jaxllama.serving.engine.request import (
+    EngineClosed,
+    EngineFailed,
+    Event,
+    Grammar,
+    QueueFull,
+    Request,
+)
+from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.models import FAMILIES, params_of
+
+MAX_LEN, MAX_NEW = 96, 24
+OPTIONS = {"max_slots": 4, "max_len": MAX_LEN, "prefill_chunk": 16, "steps_per_call": 3}
+ALL = ("draw", "top_k", "top_p", "min_p", "penalties", "bias")
+SAMPLINGS = (
+    jl.Sampling(),
+    jl.Sampling(temperature=1.0, seed=1),
+    jl.Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=2),
+    jl.Sampling(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3),
+    jl.Sampling(temperature=0.7, seed=3, repetition_penalty=1.2, logit_bias={5: 3.0}),
+)
+
+
+CONFIGS = {
+    "llama": FAMILIES["gqa"].replace(vocab_size=256, name="tiny-bytes"),  # speaks bytes; 2 ends
+    "gla": FAMILIES["gla-conv-groups"],
+    "hybrid": FAMILIES["hybrid"],
+}
+
+
+@functools.cache
+def model(family: str) -> LanguageModel:
+    cfg = CONFIGS[family]
+    tokenizer = Tokenizer.byte_level() if family == "llama" else None
+    return LanguageModel(cfg, params_of(cfg), tokenizer)
+
+
+@functools.cache
+def engine(family: str, **options) -> Engine:
+    """One for all tests of a family: idle between them, so only its prefix cache is not new."""
+    return Engine(model(family), **{**OPTIONS, **options})
+
+
+@functools.cache
+def alone(
+    family: str, prompt: tuple[int, ...], sampling: jl.Sampling, kv_dtype: str = "float32"
+) -> tuple[list[int], list[float], bool]:
+    """The request by itself through ``generation``: MAX_NEW tokens in one shape, so that one
+    program serves every request; a shorter answer is its beginning."""
+    lm = model(family)
+    params = SamplingParams.stack([sampling], lm.config.vocab_size, 0)
+    if params.bias_ids is None:
+        blank = jnp.full((1, 1), lm.config.vocab_size, jnp.int32), jnp.zeros((1, 1), jnp.float32)
+        params = dataclasses.replace(params, bias_ids=blank[0], bias_values=blank[1])
+    params = dataclasses.replace(params, features=ALL)
+    tokens = jnp.asarray([[*prompt, *[0] * (MAX_LEN - len(prompt))]], jnp.int32)
+    cache = jl.init_cache(lm.config, 1, MAX_LEN + MAX_NEW, dtype=kv_dtype)
+    stop_ids = jnp.asarray(lm.config.eos_token_ids, jnp.int32)
+    state = generation.start(
+        lm.config, lm.params, tokens, jnp.asarray([len(prompt)], jnp.int32), cache, params,
+        stop_ids, max_new_tokens=MAX_NEW,
+    )  # fmt: skip
+    state = generation.advance(lm.config, lm.params, state, params, stop_ids, np.int32(MAX_NEW))
+    n = int(state.counts[0])
+    stopped = bool(state.done[0])
+    return np.asarray(state.tokens)[0, :n].tolist(), np.asarray(state.logprobs)[0, :n], stopped
+
+
+def check_answer(family: str, request: Request, events: list[Event], kv_dtype="float32") -> None:
+    """Token for token what the request gives alone, ended once and for the right reason."""
+    tokens, logprobs, stopped = alone(family, request.prompt, request.sampling, kv_dtype)
+    tokens = tokens[: request.max_new_tokens]
+    got = [token for event in events for token in event.tokens]
+    reasons = [event.finish_reason for event in events]
+    assert [reason is None for reason in reasons] == [True] * (len(events) - 1) + [False]
+    if reasons[-1] == "cancelled":
+        tokens = tokens[: len(got)]
+    else:
+        ended = stopped and len(tokens) == len(alone(family, request.prompt, request.sampling)[0])
+        assert reasons[-1] == ("stop" if ended else "length")
+    assert got == tokens
+    got_logprobs = [value for event in events for value in event.logprobs]
+    # float32 sums in other orders: 1e-7 of logits of up to ten, through two layers.  A narrow cache
+    # turns such a difference, at a rounding border, into another last bit of a stored number (2**-8
+    # of it in bfloat16), one of hundreds that a logit is made of.
+    atol = 2e-5 if kv_dtype == "float32" else 2e-3
+    np.testing.assert_allclose(got_logprobs, logprobs[: len(got)], atol=atol)
+    assert events[-1].completion_tokens == len(got)
+    assert events[-1].prompt_tokens == len(request.prompt)
+
+
+def poison(eng: Engine) -> None:
+    """NaN into every slot that is nobody's, and every row of the pool that holds no block."""
+
+    def with_nan(tree, rows: list[int]):
+        def put(leaf: jax.Array) -> jax.Array:
+            data = np.array(leaf)
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                data[rows] = np.nan
+            return jnp.asarray(data)
+
+        return jax.tree.map(put, tree)
+
+    runner = eng.runner
+    free = [slot for slot in range(runner.slots.size) if slot not in eng.scheduler.running]
+    cache = runner.slots.cache
+    cache = dataclasses.replace(cache, layers=with_nan(cache.layers, free))
+    runner.slots = dataclasses.replace(runner.slots, cache=cache)
+    if runner.pool is not None:
+        layers = with_nan(runner.pool.layers, runner.prefix._free)
+        runner.pool = dataclasses.replace(runner.pool, layers=layers)
+
+
+PROMPTS = tuple(
+    tuple(np.random.default_rng(seed).integers(3, 97, length).tolist())
+    for seed, length in enumerate([1, 2, 9, 16, 17, 18, 33, 40, 50])
+) + (tuple(np.random.default_rng(7).integers(3, 97, 40).tolist()) + (5, 6, 7),)
+one_request = st.tuples(
+    st.integers(0, len(PROMPTS) - 1),
+    st.integers(0, len(SAMPLINGS) - 1),
+    st.integers(1, MAX_NEW),
+    st.integers(0, 12),  # the step it arrives at
+    st.integers(0, 1),  # priority
+    st.one_of(st.none(), st.none(), st.integers(0, 15)),  # the step it is cancelled at
+)
+schedules = st.lists(one_request, min_size=1, max_size=8)
+
+
+def run_schedule(family: str, eng: Engine, schedule, kv_dtype: str = "float32") -> None:
+    requests = [
+        Request(f"r{index}", PROMPTS[prompt], new, SAMPLINGS[sampling], priority=priority)
+        for index, (prompt, sampling, new, _, priority, _) in enumerate(schedule)
+    ]
+    events: dict[str, list[Event]] = {request.id: [] for request in requests}
+    step = 0
+    while step <= 15 or eng.live:
+        for request, (*_, arrival, _, cancel) in zip(requests, schedule, strict=True):
+            if arrival == step:
+                eng.submit(request, events[request.id].append)
+            if cancel == step:
+                eng.cancel(request.id)
+        poison(eng)
+        eng.step()
+        step += 1
+        assert step < 400
+    for request, (*_, arrival, _, cancel) in zip(requests, schedule, strict=True):
+        if cancel is not None and cancel < arrival:
+            assert events[request.id][-1].finish_reason != "cancelled"
+        check_answer(family, request, events[request.id], kv_dtype)
+
+
+def search(family: str, examples: int, **options) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @given(schedules)
+    def every_schedule(schedule) -> None:
+        run_schedule(family, engine(family, **options), schedule)
+
+    every_schedule()
+
+
+FAMILY = pytest.mark.parametrize("family", ["llama", "gla", "hybrid"])
+
+
+@FAMILY
+def test_tokens_are_those_of_the_request_alone(family):
+    search(family, 10)
+
+
+@pytest.mark.slow
+@FAMILY
+def test_tokens_are_those_of_the_request_alone_in_many_schedules(family):
+    search(family, 70)
+
+
+@pytest.mark.slow
+@FAMILY
+def test_tokens_survive_preemption_in_many_schedules(family):
+    search(family, 30, cache_tokens=100, prefill_rows=3)
+
+
+def test_short_cache_preempts_and_the_tokens_stay():
+    eng = engine("hybrid")
+    before, eng.scheduler.cache_tokens = eng.stats().preemptions, 80
+    try:
+        run_schedule("hybrid", eng, [(8, 0, 24, 0, 0, None), (3, 2, 24, 0, 0, None),
+                                     (2, 4, 24, 0, 0, None)])  # fmt: skip
+        assert eng.stats().preemptions > before
+    finally:
+        eng.scheduler.cache_tokens = eng.options.cache_tokens
+
+
+def test_a_repeated_prefix_is_not_computed_again():
+    for family, block in (("llama", 16), ("hybrid", 16)):
+        eng = engine(family)
+        prompt = tuple(np.random.default_rng(99).integers(3, 97, 40).tolist())
+        hits = []
+        for index, tail in enumerate([(5,), (5,), (6, 7)]):
+            request = Request(f"p{index}", prompt + tail, 6)
+            events = eng.generate([request])[request.id]
+            check_answer(family, request, events)
+            hits.append(events[-1].cached_tokens)
+        assert hits == [0, 40 // block * block, 40 // block * block]
+
+
+def test_nothing_is_compiled_after_the_warm_up():
+    """Every shape and every sampling feature; counted by jax itself."""
+    eng = engine("hybrid")
+    eng.warm_up()
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    requests = [
+        Request(f"w{index}", PROMPTS[index % len(PROMPTS)], 5, SAMPLINGS[index % 5], logprobs=3)
+        for index in range(12)
+    ]
+    eng.generate(requests)
+    for _ in range(40):  # long enough alone for the slots to shrink
+        eng.generate([Request("one", (5, 6), 2)])
+    assert compiled == []
+    assert eng.stats().compilations == 0
+    assert eng.runner.slots.size == 1
+
+
+def test_likeliest_tokens_are_reported():
+    request = Request("top", PROMPTS[2], 5, logprobs=3)
+    [*_, last] = events = engine("llama").generate([request])["top"]
+    assert last.finish_reason in ("stop", "length")
+    written = list(request.prompt)
+    lm = model("llama")
+    for event in events:
+        for token, logprob, top in zip(
+            event.tokens, event.logprobs, event.top_logprobs, strict=True
+        ):
+            padded = jnp.asarray([written + [0] * (32 - len(written))], jnp.int32)
+            scores = lm.logits(padded, [len(written)])[0, len(written) - 1]
+            want = np.sort(np.asarray(jax.nn.log_softmax(scores)))[::-1][:3]
+            np.testing.assert_allclose([value for _, value in top], want, atol=2e-5)
+            assert top[0] == (token, pytest.approx(logprob, abs=1e-6))
+            written.append(token)
+
+
+def test_text_and_stop_strings_are_those_of_generate():
+    eng, sampling = engine("llama"), jl.Sampling(temperature=1.0, seed=4)
+    prompt = tuple(b"stop strings")
+    [free] = eng.lm.generate([list(prompt)], 20, sampling)
+    stop = free.text[4:7]
+    assert stop
+    [want] = eng.lm.generate([list(prompt)], 20, sampling, stop=[stop])
+    requests = [
+        Request("s", prompt, 20, sampling, stop=(stop,)), Request("f", prompt, 20, sampling)
+    ]  # fmt: skip
+    events = eng.generate(requests)
+    for key, answer in (("s", want), ("f", free)):
+        assert "".join(event.text for event in events[key]) == answer.text
+        assert [token for event in events[key] for token in event.tokens] == answer.tokens
+        assert events[key][-1].finish_reason == answer.finish_reason
+    assert want.finish_reason == "stop"
+
+
+def test_grammar_holds_the_output():
+    pytest.importorskip("llguidance")
+    import json
+
+    eng = engine("llama")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    requests = [
+        Request("regex", tuple(b"one"), 20, grammar=Grammar("regex", "(ab|ba){3}")),
+        Request(
+            "json", tuple(b"two"), 40, jl.Sampling(temperature=1.0, seed=1),
+            grammar=Grammar("json_schema", json.dumps(schema)),
+        ),
+        Request("free", tuple(b"three"), 10),
+    ]  # fmt: skip
+    events = eng.generate(requests)
+    texts = {key: "".join(event.text for event in value) for key, value in events.items()}
+    assert set(texts["regex"][i : i + 2] for i in (0, 2, 4)) <= {"ab", "ba"}
+    assert len(texts["regex"]) == 6 and events["regex"][-1].finish_reason == "stop"
+    answer = json.loads(texts["json"])
+    assert answer["a"] in ("x", "y") and isinstance(answer["b"], bool)
+    alone = eng.generate([Request("free", tuple(b"three"), 10)])["free"]
+    assert texts["free"] == "".join(event.text for event in alone)
+    with pytest.raises(jl.JaxLlamaError, match="regex: .*unclosed group"):
+        eng.submit(Request("bad", (1,), grammar=Grammar("regex", "a(")), print)
+
+
+@pytest.mark.parametrize(("wanted", "counts"), [(0, [1, 2, 3, 3]), (1, [1] * 4), (2, [1, 2, 2, 2])])
+def test_a_decode_stops_when_as_many_rows_have_ended_as_are_wanted(wanted, counts, monkeypatch):
+    eng = engine("llama")
+    decode, written = eng.runner._decode, []
+
+    def forced(orders, masks):
+        orders[3] = wanted
+        written.append(decode(orders, masks))
+        return written[-1]
+
+    monkeypatch.setattr(eng.runner, "_decode", forced)
+    requests = [Request(f"w{n}", PROMPTS[0], n, ignore_eos=True) for n in (1, 2, 3, 9)]
+    events = eng.generate(requests)
+    assert [len(row.tokens) for row in written[0]] == counts
+    assert [events[request.id][-1].completion_tokens for request in requests] == [1, 2, 3, 9]
+
+
+def test_rows_that_go_on_are_told_while_the_device_works(monkeypatch):
+    eng, told, in_time = engine("llama"), threading.Event(), []
+    decode = eng.runner._decode
+
+    def patient(orders, masks):
+        in_time.append(not in_time or told.wait(60))  # what the call before has written
+        told.clear()
+        return decode(orders, masks)
+
+    monkeypatch.setattr(eng.runner, "_decode", patient)
+    eng.submit(Request("on", PROMPTS[0], 7, ignore_eos=True), lambda event: told.set())
+    while eng.step():
+        pass
+    assert in_time == [True] * 3
+
+
+def test_deadline_ends_a_request():
+    eng, events = engine("llama"), []
+    eng.submit(Request("late", PROMPTS[2], 24, deadline=1e-9), events.append)
+    assert eng.step() and not eng.step()
+    assert [event.finish_reason for event in events] == ["deadline"]
+
+
+def written(events: list[Event]) -> tuple[list[int], list[float]]:
+    """Tokens, and logprobs to the last bit."""
+    return (
+        [token for event in events for token in event.tokens],
+        [value for event in events for value in event.logprobs],
+    )
+
+
+class Broken:
+    """A listener, a tokenizer's stream or a matcher that raises; what it was called with."""
+
+    def __init__(self, error: Exception) -> None:
+        self.calls, self.error = [], error
+
+    def __call__(self, *args) -> None:
+        self.calls += args
+        raise self.error
+
+
+@pytest.mark.parametrize("what", ["listener", "reader", "flush", "mask", "impossible"])
+def test_what_raises_ends_its_own_request_with_one_error(what, monkeypatch):
+    """``on_event``, the text of the tokens, the text held back at the end, a grammar that turns out
+    too complex (with a library's own exception too), a request that came to be impossible."""
+    eng = engine("llama")
+    error = jl.JaxLlamaError("too complex") if what == "mask" else RuntimeError("gone")
+    broken, events = Broken(error), {"bad": [], "well": []}
+    listener = broken if what == "listener" else events["bad"].append
+    eng.submit(Request("bad", PROMPTS[2], 20, ignore_eos=True), listener)
+    well = Request("well", PROMPTS[3], 8)
+    eng.submit(well, events["well"].append)
+    before = eng.stats().finished.get("error", 0)
+    if what == "impossible":
+        monkeypatch.setattr(eng.scheduler, "cache_tokens", len(well.prompt) + 8)
+    eng.step()
+    if what == "mask":
+        eng.live["bad"].matcher = Matcher(types.SimpleNamespace(compute_bitmask=broken), 256)
+    elif what in ("reader", "flush"):
+        monkeypatch.setattr(
+            eng.live["bad"].reader, {"reader": "read", "flush": "close"}[what], broken
+        )
+        if what == "flush":
+            eng.cancel("bad")
+    while eng.step():
+        pass
+    check_answer("llama", well, events["well"])
+    heard = broken.calls if what == "listener" else events["bad"]
+    assert [event.finish_reason for event in heard if event.finish_reason] == ["error"]
+    assert heard[-1].finish_reason == "error"
+    if what == "impossible":
+        assert "exceed the cache of" in heard[-1].message
+    else:
+        assert heard[-1].error is error and heard[-1].message == str(error)
+    assert eng.stats().finished["error"] == before + 1 and eng.failure is None
+
+
+def test_a_step_that_raises_ends_the_engine_and_everybody_is_told(monkeypatch, caplog):
+    eng, events = Engine(model("llama"), **OPTIONS), {"a": [], "b": [], "c": []}
+    eng.warm_up = lambda: None
+    eng.submit(Request("a", PROMPTS[2], 24), events["a"].append)
+    eng.submit(Request("b", PROMPTS[3], 24), Broken(RuntimeError("gone")))
+
+    def decode(*_) -> None:
+        eng.submit(Request("c", PROMPTS[3], 24), events["c"].append)  # not taken by a step yet
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(eng.runner, "decode", decode)
+    eng.start()
+    eng._thread.join(60)
+    assert eng.failure == eng.closed == "the engine failed: MemoryError: no more"
+    for key in "ac":
+        [last] = events[key]
+        assert last.finish_reason == "error" and isinstance(last.error, EngineFailed)
+    with pytest.raises(EngineClosed, match="MemoryError: no more"):
+        eng.submit(Request("d", (5,), 2), print)
+    assert eng.drain(timeout=1)
+    eng.stop()
+    assert "no more" in caplog.text
+
+
+def test_whole_rows_beside_the_slots_are_at_most_the_lanes(monkeypatch):
+    """Prompts that the prefix cache has whole, in part and not at all; counted by jax whenever one
+    goes into its slot."""
+    eng = engine("llama")
+    shared = tuple(np.random.default_rng(5).integers(3, 97, 65).tolist())
+    eng.generate([Request("warm", shared, 2)])
+    known = {id(array) for array in jax.live_arrays()}
+    leaves = len(jax.tree.leaves(eng.runner.slots.cache.layers))
+    insert, counted = device.insert, []
+
+    def counting(slots, cache, packed):
+        mine = {id(leaf) for leaf in jax.tree.leaves(eng.runner.slots)}
+        shape = (1, eng.options.capacity)
+        rows = [
+            array for array in jax.live_arrays()
+            if array.shape[:2] == shape and array.ndim == 4 and not {id(array)} & (known | mine)
+        ]  # fmt: skip
+        counted.append(len(rows) / leaves)
+        return insert(slots, cache, packed)
+
+    monkeypatch.setattr(device, "insert", counting)
+    prompts = [shared, shared[:49], shared[:40], PROMPTS[8], shared] * 4
+    events = eng.generate([Request(f"m{i}", prompt, 3) for i, prompt in enumerate(prompts)])
+    assert sum(event[-1].cached_tokens for event in events.values()) > 500
+    assert 1 <= max(counted) <= eng.options.lanes
+    assert not eng.runner.lanes
+
+
+@FAMILY
+def test_a_deterministic_engine_gives_the_same_bits_in_any_company(family):
+    """Alone on a new engine, and among others that took the first slots, shared their prefixes,
+    sampled otherwise and were more urgent."""
+    lm = dataclasses.replace(model(family), deterministic=True)
+    long = tuple(np.random.default_rng(11).integers(3, 97, 45).tolist())
+    prompts = [long, long[:33], long[:16], long[:17], (5,), long, PROMPTS[8]]
+    requests = [
+        Request(f"d{index}", prompt, 9, SAMPLINGS[index % 5], priority=index % 3, ignore_eos=True)
+        for index, prompt in enumerate(prompts)
+    ]
+
+    def run(*requests: Request) -> dict[str, tuple]:
+        eng = Engine(lm, **OPTIONS)
+        assert eng.options.deterministic and eng.options.sizes == (4,)
+        return {key: written(events) for key, events in eng.generate(requests).items()}
+
+    together, reverse = run(*requests), run(*requests[::-1])
+    for request in requests:
+        assert run(request)[request.id] == together[request.id] == reverse[request.id]
+
+
+def test_options_that_do_not_go_together_are_refused_by_name():
+    lm, offloaded = model("llama"), OffloadedModel(**vars(model("llama")))
+    rope = RopeConfig(theta=1e4, scaling="dynamic", factor=2.0, original_max_position=16)
+    dynamic = LanguageModel(lm.config.replace(rope=rope), lm.params, None)
+    fixed = dataclasses.replace(lm, deterministic=True)
+    for bad, options, words in (
+        (lm, {"max_slots": 0}, "max_slots = 0: must be a whole number >= 1"),
+        (lm, {"max_slots": None}, "max_slots = None: must be a whole number"),
+        (lm, {"lanes": 1.5}, "lanes = 1.5: must be a whole number"),
+        (lm, {"max_len": 1}, "max_len = 1: must be a whole number >= 2"),
+        (lm, {"max_len": 5000}, "max_len = 5000: tiny-bytes has a context of 4096"),
+        (lm, {"prefill_chunk": 128}, "prefill_chunk = 128: exceeds max_len = 96"),
+        (lm, {"prefix_block": 5}, "prefix_block = 5: must divide 16"),
+        (lm, {"prefix_block": 32}, "prefix_block = 32: must divide 16"),
+        (model("hybrid"), {"prefix_block": 8}, "prefix_block = 8: must be 16, as GLA's states"),
+        (dynamic, {"prefix_blocks": 9}, "prefix_blocks = 9: must be 0"),
+        (lm, {"prefill_rows": 5}, "prefill_rows = 5: exceeds max_slots = 4"),
+        (lm, {"token_budget": 15}, "token_budget = 15: less than prefill_chunk = 16"),
+        (lm, {"token_budget": 16, "prefill_rows": 2}, "prefill_rows = 2: 16 tokens each exceed"),
+        (lm, {"cache_tokens": 95}, "cache_tokens = 95: less than max_len = 96"),
+        (lm, {"cache_tokens": 385}, "cache_tokens = 385: exceeds what 4 slots of 96 tokens hold"),
+        (lm, {"lanes": 5}, "lanes = 5: exceeds max_slots = 4"),
+        (lm, {"steps_per_call": 96}, "steps_per_call = 96: an answer within max_len = 96"),
+        (lm, {"kv_dtype": "int16"}, "kv_dtype = 'int16': allowed are float32"),
+        (lm, {"kv_dtype": "fp7"}, "kv_dtype = 'fp7': allowed are float32"),
+        (lm, {"deterministic": 1}, "deterministic = 1: must be true or false"),
+        (fixed, {"prefill_rows": 2}, "prefill_rows = 2: must be 1"),
+        (fixed, {"prefix_block": 8}, "prefix_block = 8: must be 16, as a deterministic"),
+        (fixed, {"cache_tokens": 200}, "cache_tokens = 200: must be 384"),
+        (offloaded, {}, "the engine runs no offloaded models"),
+    ):
+        with pytest.raises(jl.JaxLlamaError, match=words) as error:
+            Engine(bad, **{**OPTIONS, **options})
+        assert "\n" not in str(error.value)
+    for smallest in ({"max_len": 2, "max_slots": 1}, {"max_len": 3, "prefill_chunk": 3}):
+        eng = Engine(lm, **smallest)
+        assert eng.options.steps_per_call == eng.options.max_len - 1
+
+
+def test_ignore_eos_goes_on():
+    lm, eng = model("llama"), engine("llama")
+    stops = [p for p in PROMPTS if alone("llama", p, SAMPLINGS[1])[2]]
+    prompt = stops[0] if stops else PROMPTS[2]
+    request = Request("on", prompt, MAX_NEW, SAMPLINGS[1], ignore_eos=True)
+    events = eng.generate([request])["on"]
+    assert events[-1].finish_reason == "length"
+    assert events[-1].completion_tokens == MAX_NEW
+    assert lm.config.eos_token_ids == (2,)
+
+
+def test_bad_requests_are_refused_with_a_reason():
+    eng, other = engine("llama"), engine("hybrid")
+    for bad, words in (
+        (lambda: Request("x", ()), "the prompt is empty"),
+        (lambda: Request("x", (1,), max_new_tokens=0), "max_new_tokens = 0"),
+        (lambda: Request("x", (1,), logprobs=21), "logprobs = 21"),
+        (lambda: Request("x", (1,), stop=("",)), "must not be empty"),
+        (lambda: Request("x", (1,), deadline=0.0), "deadline = 0.0"),
+        (lambda: Request(5, (1,)), "id = 5: must be str"),
+        (lambda: Request("x", (1,), max_new_tokens=2.5), "max_new_tokens = 2.5: must be int"),
+        (lambda: Request("x", (1,), priority="high"), "priority = 'high': must be int"),
+        (lambda: Request("x", (1,), logprobs=2.5), "logprobs = 2.5: must be int or None"),
+        (lambda: Request("x", (1,), sampling={}), "sampling = {}: must be Sampling"),
+        (lambda: Request("x", (1,), stop=(5,)), r"stop = \(5,\): must be strings"),
+        (lambda: eng.submit(Request("x", (256,)), print), "256 is outside the vocabulary of 256"),
+        (lambda: eng.submit(Request("x", (1,) * 90), print), "exceed the engine's limit of 96"),
+        (lambda: other.submit(Request("x", (1,), 2, stop=("a",)), print), "need a tokenizer"),
+        (lambda: other.submit(Request("x", (1,), 2, grammar=Grammar("regex", "a")), print),
+         "needs a tokenizer|needs llguidance"),
+    ):  # fmt: skip
+        with pytest.raises(jl.JaxLlamaError, match=words):
+            bad()
+    eng.submit(Request("twice", (5,), 2), lambda event: None)
+    with pytest.raises(jl.JaxLlamaError, match="'twice' is in flight already"):
+        eng.submit(Request("twice", (5,), 2), print)
+    while eng.step():
+        pass
+
+
+def test_a_full_queue_says_when_to_come_back():
+    eng = Engine(model("llama"), **{**OPTIONS, "max_queue": 2})
+    for index in range(2):
+        eng.submit(Request(f"q{index}", (5, 6), 2), lambda event: None)
+    with pytest.raises(QueueFull, match="2 requests are waiting") as full:
+        eng.submit(Request("q2", (5, 6), 2), lambda event: None)
+    assert full.value.retry_after >= 1
+    eng.stop()
+
+
+def test_thread_serves_many_submitters_and_drains():
+    eng = Engine(model("llama"), **OPTIONS)
+    eng.warm_up = lambda: None  # compiled by the other tests, or when first needed
+    eng.start()
+    requests = [Request(f"t{index}", PROMPTS[index % 9], 7) for index in range(24)]
+    events: dict[str, list[Event]] = {request.id: [] for request in requests}
+
+    def client(mine: list[Request]) -> None:
+        for request in mine:
+            eng.submit(request, events[request.id].append)
+
+    threads = [threading.Thread(target=client, args=(requests[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert eng.drain()
+    for request in requests:
+        check_answer("llama", request, events[request.id])
+    with pytest.raises(EngineClosed, match="shutting down"):
+        eng.submit(requests[0], print)
+    eng.stop()
+
+
+def test_stop_ends_everything_in_flight():
+    eng, events = Engine(model("llama"), **OPTIONS), []
+    eng.submit(Request("a", PROMPTS[2], 24), events.append)
+    eng.step()
+    eng.submit(Request("b", PROMPTS[2], 24), events.append)
+    eng.stop()
+    ends = [event.id for event in events if event.finish_reason == "cancelled"]
+    assert sorted(ends) == ["a", "b"]

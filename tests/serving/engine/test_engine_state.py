@@ -1,0 +1,217 @@
+"""An engine's journal and its replay, and its cache operations for every cache dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from jaxllama.model.cache import init_cache
+from jaxllama.serving.engine import prefix
+from jaxllama.serving.engine import slots as device
+from jaxllama.serving.engine.engine import Engine
+from jaxllama.serving.engine.request import Event, Grammar, Request
+from tests.helpers.models import FAMILIES
+from tests.serving.engine.test_engine import (
+    OPTIONS,
+    PROMPTS,
+    SAMPLINGS,
+    check_answer,
+    engine,
+    model,
+    run_schedule,
+    written,
+)
+
+FAMILY = "hybrid"
+
+
+def requests_of(n: int) -> list[Request]:
+    return [
+        Request(
+            f"s{index}", PROMPTS[(3 * index) % len(PROMPTS)], 8 + index % 9, SAMPLINGS[index % 5],
+            priority=index % 2, logprobs=2,
+        )
+        for index in range(n)
+    ]  # fmt: skip
+
+
+def run(eng: Engine, requests: list[Request], until: int | None = None) -> dict[str, list[Event]]:
+    """Two requests arrive a step, the third is cancelled; stops after ``until`` steps."""
+    events: dict[str, list[Event]] = {request.id: [] for request in requests}
+    step = 0
+    while until is None or step < until:
+        for request in requests[2 * step : 2 * step + 2]:
+            eng.submit(request, events[request.id].append)
+        if step == 4:
+            eng.cancel("s2")
+        if not eng.step() and 2 * step >= len(requests):
+            break
+        step += 1
+    return events
+
+
+def arrays(eng: Engine) -> list[bytes]:
+    leaves = jax.tree.leaves((eng.runner.slots, eng.runner.pool))
+    return [np.asarray(leaf).tobytes() for leaf in leaves]
+
+
+def test_requests_survive_json():
+    request = dataclasses.replace(
+        requests_of(5)[4], grammar=Grammar("regex", "a"), stop=("x",), deadline=2.0
+    )
+    assert request.sampling.logit_bias
+    assert Request.from_json(json.loads(json.dumps(request.to_json()))) == request
+
+
+def restored(folder) -> tuple[Engine, dict[str, list[Event]]]:
+    """The engine of a journal, run to its end, and all that it told."""
+    events: dict[str, list[Event]] = {}
+    eng = Engine.restore(
+        folder, model(FAMILY), lambda event: events.setdefault(event.id, []).append(event)
+    )
+    while eng.step():
+        pass
+    return eng, events
+
+
+def told(events: dict[str, list[Event]]) -> dict[str, tuple]:
+    return {key: (*written(value), value[-1].finish_reason) for key, value in events.items()}
+
+
+def test_a_journal_replays_bit_for_bit(tmp_path):
+    eng = Engine(model(FAMILY), state=tmp_path, **OPTIONS)
+    events = run(eng, requests_of(9))
+    eng.stop()
+    other, again = restored(tmp_path)
+    assert told(again) == told(events)
+    assert again["s2"][-1].finish_reason == "cancelled"
+    assert other.steps == eng.steps
+    assert arrays(other) == arrays(eng)
+    other.stop()
+    with pytest.raises(jl.JaxLlamaError, match="another engine's journal"):
+        Engine(model(FAMILY), state=tmp_path, **OPTIONS)
+
+
+def test_a_killed_engine_goes_on_from_its_journal(tmp_path):
+    """Cut off in the middle of a line, while some rows run and others wait."""
+    requests, state, left = requests_of(14), tmp_path / "state", tmp_path / "left"
+    whole = Engine(model(FAMILY), **OPTIONS)
+    want = run(whole, requests)
+
+    killed = Engine(model(FAMILY), state=state, **OPTIONS)
+    run(killed, requests, until=7)
+    assert killed.scheduler.waiting and killed.scheduler.running
+    shutil.copytree(state, left)  # all that a killed process leaves
+    with open(left / "journal.sqlite-wal", "ab") as file:
+        file.write(os.urandom(1000))
+    killed.stop()
+
+    eng, after = restored(left)
+    assert told(after) == told(want)
+    assert arrays(eng) == arrays(whole)
+    history = eng.journal.history()
+    assert history[-1].at <= 7 and len(history) == 1 + 14 + 1  # nothing was written twice
+    last = eng.generate([Request("more", PROMPTS[0], 4)])
+    assert len(eng.journal.history()) == len(history) + 1  # and the journal goes on
+    eng.stop()
+    _, again = restored(left)
+    assert told(again) == told({**want, **last})
+
+
+def test_deadlines_strike_again_at_their_steps(tmp_path, monkeypatch):
+    """Without a clock, and where a deadline leaves nothing else to do."""
+    clock = [0.0]
+    monkeypatch.setattr("jaxllama.serving.engine.engine.time.monotonic", lambda: clock[0])
+    eng, events = Engine(model(FAMILY), state=tmp_path, **OPTIONS), {"a": [], "b": []}
+    eng.submit(Request("a", PROMPTS[8], 20, deadline=5.0), events["a"].append)
+    for clock[0] in (1.0, 2.0, 3.0, 9.0):
+        eng.step()
+    assert events["a"][-1].finish_reason == "deadline"
+    eng.submit(Request("b", PROMPTS[2], 3), events["b"].append)
+    while eng.step():
+        pass
+    eng.stop()
+    clock[0] = 1000.0
+    other, again = restored(tmp_path)
+    assert told(again) == told(events) and other.steps == eng.steps
+
+
+def test_a_restored_engine_finishes_the_same_tokens(tmp_path):
+    eng = Engine(model(FAMILY), state=tmp_path, **OPTIONS)
+    request = Request("one", PROMPTS[8], 20, SAMPLINGS[2])
+    eng.submit(request, lambda event: None)
+    for _ in range(4):
+        eng.step()
+    eng.journal.close()  # a kill
+    _, after = restored(tmp_path)
+    check_answer(FAMILY, request, after["one"])
+
+
+def test_folders_that_are_no_engines_are_refused(tmp_path):
+    for folder in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(jl.JaxLlamaError, match="not an engine's journal"):
+            Engine.restore(folder, model("llama"))
+    (tmp_path / "journal.sqlite").write_bytes(b"PK\x03\x04 nothing" * 100)
+    with pytest.raises(jl.JaxLlamaError, match="file is not a database"):
+        Engine.restore(tmp_path, model("llama"))
+    Engine(model(FAMILY), state=tmp_path / "other", **OPTIONS).stop()
+    with pytest.raises(jl.JaxLlamaError, match="journal of another model than tiny-bytes"):
+        Engine.restore(tmp_path / "other", model("llama"))
+
+
+DTYPES = ("float32", "bfloat16", "int8", "int4", "float8_e4m3fn")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[2:])
+def test_rows_and_blocks_move_unchanged(dtype):
+    """A row's cache through insertion, growth, shrinking, the pool and back: the same bits."""
+    cfg, block = FAMILIES["hybrid"].replace(head_dim=64), 8
+
+    def noise(cache, seed: int):
+        rng = np.random.default_rng(seed)
+
+        def fill(leaf: jax.Array) -> jax.Array:
+            values = rng.integers(-7, 8, leaf.shape)
+            return jnp.asarray(values).astype(jnp.int32).astype(leaf.dtype)
+
+        return jax.tree.map(fill, cache)
+
+    source = noise(init_cache(cfg, 2, 24, dtype=dtype), 1)
+    slots = device.init_slots(cfg, init_cache(cfg, 2, 24, dtype=dtype))
+    newcomer = device.Newcomer(1, jl.Sampling(), [5, 6], [], 4, False)
+    rows = device.pack(device.make_rows({0: newcomer}, 2, 24, cfg.vocab_size))
+    slots = device.insert(slots, source, rows)
+    slots = device.resize(slots, np.array([-1, 1, -1, -1], np.int32))
+    slots = device.resize(slots, np.array([1], np.int32))
+    assert bool(slots.active[0]) and int(slots.token[0]) == 6
+
+    def bits(tree, where) -> list[bytes]:
+        return [np.asarray(leaf)[where].tobytes() for leaf in jax.tree.leaves(tree)]
+
+    assert bits(slots.cache, 0) == bits(source, 0)
+
+    blocks = init_cache(cfg, 4, block, dtype=dtype)
+    rows = np.array([[4, 4], [2, 0]], np.int32)  # nothing of row 0, tokens 8 .. 23 of row 1
+    states = np.array([4, 0], np.int32)
+    blocks = prefix.store_blocks(blocks, source, np.int32(8), rows, states)
+    rows = np.array([2, 0, 3], np.int32)
+    loaded = prefix.load_blocks(blocks, rows, np.int32(2), np.int32(16))
+    gla, attention = loaded.layers
+    assert bits(attention, (0, slice(0, 16))) == bits(source.layers[1], (1, slice(8, 24)))
+    assert bits(gla, 0) == bits(source.layers[0], 1)
+    assert loaded.lengths.tolist() == [16]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_every_cache_dtype_gives_the_tokens_of_the_request_alone(dtype):
+    schedule = [(index, index % 5, 20, index, 0, None) for index in range(10)]
+    run_schedule(FAMILY, engine(FAMILY, kv_dtype=dtype), schedule, kv_dtype=dtype)

@@ -1,0 +1,818 @@
+"""The HTTP server over an engine without a model: bodies, limits, errors, streams, disconnects.
+
+Requests go over real sockets to uvicorn; the official client and a real engine are in
+``test_server_openai``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import json
+import socket
+import threading
+import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx2")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxllama.bench import load_generator
+from jaxllama.bench.load_generator import Lengths, Load
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import LanguageModel
+from jaxllama.model.decoder import forward
+from jaxllama.serving.engine.request import Event
+from jaxllama.serving.http import bodies as request_bodies
+from jaxllama.serving.http import server
+from jaxllama.serving.http.bodies import ApiError, Completion, parse
+from jaxllama.serving.http.dispatcher import Dispatcher
+from jaxllama.serving.http.embeddings import Embedder
+from jaxllama.serving.http.metrics import Metrics
+from jaxllama.serving.http.server import Settings, _Server
+from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.http_server import NAME, byte_tokenizer, client, serving
+from tests.helpers.models import LLAMA
+from tests.helpers.seeded import seeded_params
+
+CFG = LLAMA.replace(vocab_size=260)
+MAX_LEN = 96
+COMPLETION = {"model": NAME, "prompt": "ab", "max_tokens": 6, "seed": 1}
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return LanguageModel(CFG, jax.tree.map(jnp.asarray, seeded_params(CFG)), byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def engine(lm):
+    engine = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def url(lm, engine):
+    with serving(lm, engine, max_body=20_000) as url:
+        yield url
+
+
+@pytest.fixture
+def http(url):
+    with client(url) as http:
+        yield http
+
+
+def error_of(reply) -> dict:
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def chunks_of(text: str) -> list[dict]:
+    """The chunks of a stream that ended as it should."""
+    lines = [line for line in text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+# Answers
+
+
+def test_a_completion_and_the_stream_of_it_are_the_same(http):
+    body = {**COMPLETION, "logprobs": 2, "n": 2}
+    whole = http.post("/v1/completions", json=body).json()
+    assert whole["object"] == "text_completion" and whole["model"] == NAME
+    assert whole["usage"] == {
+        "prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
+    options = {"include_usage": True}
+    streamed = http.post(
+        "/v1/completions", json={**body, "stream": True, "stream_options": options}
+    )
+    assert streamed.headers["content-type"] == "text/event-stream"
+    *chunks, last = chunks_of(streamed.text)
+    assert last["choices"] == [] and last["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    for choice in whole["choices"]:
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert (
+            "".join(piece["text"] for piece in mine) == choice["text"] and len(choice["text"]) == 6
+        )
+        ends = [piece["finish_reason"] for piece in mine]
+        assert ends == [None] * (len(ends) - 1) + ["length"]
+        for key, want in choice["logprobs"].items():
+            assert [value for piece in mine for value in piece["logprobs"][key]] == want
+        assert choice["logprobs"]["tokens"] == list(choice["text"])
+        assert choice["logprobs"]["text_offset"] == list(range(6))
+        assert choice["logprobs"]["top_logprobs"] == [{"z": 0.0, "y": -1.0}] * 6
+    first, second = whole["choices"]
+    assert first["text"] != second["text"], "choices have seeds of their own"
+
+
+def test_a_chat_answer_and_the_stream_of_it_are_the_same(http, engine):
+    body = {**CHAT, "logprobs": True, "top_logprobs": 1}
+    whole = http.post("/v1/chat/completions", json=body).json()
+    assert engine.requests[-1].prompt == tuple(b"<user>hi\n<assistant>")
+    assert whole["object"] == "chat.completion" and whole["usage"]["prompt_tokens"] == 20
+    [choice] = whole["choices"]
+    assert choice["message"]["role"] == "assistant" and choice["finish_reason"] == "length"
+    chunks = chunks_of(http.post("/v1/chat/completions", json={**body, "stream": True}).text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta["content"] for delta in deltas) == choice["message"]["content"]
+    entries = [e for c in chunks[1:] for e in c["choices"][0]["logprobs"]["content"]]
+    assert entries == choice["logprobs"]["content"] and len(entries) == 6
+    text = choice["message"]["content"]
+    assert [bytes(entry["bytes"]).decode() for entry in entries] == list(text)
+    assert entries[0]["top_logprobs"] == [{"token": "z", "logprob": 0.0, "bytes": [122]}]
+    assert len({chunk["id"] for chunk in chunks}) == 1 and chunks[0]["id"].startswith("chatcmpl-")
+
+
+def test_stop_ends_before_the_text_and_counts_the_stop_token(http):
+    long = http.post("/v1/completions", json={**COMPLETION, "max_tokens": 60}).json()
+    [choice] = long["choices"]
+    assert choice["finish_reason"] == "stop" and len(choice["text"]) == 40
+    assert long["usage"]["completion_tokens"] == 41  # with the stop token
+    stop = choice["text"][10:12]
+    body = {**COMPLETION, "max_tokens": 60, "stop": [stop, "never"]}
+    [cut] = http.post("/v1/completions", json=body).json()["choices"]
+    assert cut["text"] == choice["text"].split(stop)[0] and cut["finish_reason"] == "stop"
+    scored = http.post("/v1/completions", json={**COMPLETION, "max_tokens": 60, "logprobs": 0})
+    assert len(scored.json()["choices"][0]["logprobs"]["tokens"]) == 40
+
+
+def test_every_prompt_has_its_choices_and_ids_are_prompts_too(http):
+    body = {**COMPLETION, "n": 2, "echo": True}
+    texts = http.post("/v1/completions", json={**body, "prompt": ["ab", "xyz"]}).json()
+    ids = http.post("/v1/completions", json={**body, "prompt": [[97, 98], [120, 121, 122]]}).json()
+    assert [choice["text"] for choice in texts["choices"]] == [c["text"] for c in ids["choices"]]
+    assert [choice["index"] for choice in texts["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"][:2] for choice in texts["choices"]] == ["ab", "ab", "xy", "xy"]
+    assert texts["usage"]["prompt_tokens"] == 5  # each prompt once, however many choices
+    one = http.post("/v1/completions", json={**COMPLETION, "prompt": [97, 98]}).json()
+    assert "ab" + one["choices"][0]["text"] == texts["choices"][0]["text"]
+    chunks = chunks_of(http.post("/v1/completions", json={**body, "stream": True}).text)
+    joined = "".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == 0)
+    assert joined == texts["choices"][0]["text"]
+
+
+def test_what_is_asked_reaches_the_engine(http, engine):
+    body = {
+        **COMPLETION, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1,
+        "repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": -0.5,
+        "logit_bias": {"5": -100}, "seed": 11, "n": 2, "stop": "x", "logprobs": 3, "priority": 2,
+        "deadline": 9.5, "ignore_eos": True,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}},
+        "user": "u", "metadata": {"k": "v"},
+    }  # fmt: skip
+    assert http.post("/v1/completions", json=body).status_code == 200
+    first, second = engine.requests[-2:]
+    sampling = first.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (
+        0.5,
+        0.9,
+        0,
+        0.1,
+    )
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    assert penalties == (1.5, 0.25, -0.5) and sampling.logit_bias == ((5, -100.0),)
+    assert (sampling.seed, second.sampling.seed) == (11, 12)
+    assert (first.stop, first.logprobs, first.priority, first.deadline) == (("x",), 3, 2, 9.5)
+    assert first.ignore_eos and first.grammar.kind == "json_schema"
+    assert json.loads(first.grammar.source) == {"a": 1}
+    http.post("/v1/completions", json={"model": NAME, "prompt": "ab"})
+    plain = engine.requests[-1]
+    assert plain.sampling.temperature == 1 and plain.max_new_tokens == 16, "OpenAI's defaults"
+    assert plain.sampling.seed is not None and plain.logprobs is None
+    http.post("/v1/chat/completions", json={**CHAT, "max_tokens": None})
+    assert engine.requests[-1].max_new_tokens == MAX_LEN - 20, "the rest of the context"
+
+
+def test_tools_and_parts_reach_the_template(http, engine):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "content": "r", "tool_call_id": "1"},
+    ]  # fmt: skip
+    body = {**CHAT, "messages": messages, "tools": [TOOL], "max_tokens": 1}
+    with_tools = {**body, "messages": messages[:1]}
+    assert (
+        http.post("/v1/chat/completions", json=body).status_code == 400
+    )  # longer than the context
+    assert http.post("/v1/chat/completions", json={**body, "tools": []}).status_code == 200
+    assert bytes(engine.requests[-1].prompt) == b"<system>ab\n<assistant>\n<tool>r\n<assistant>"
+    for choice, shown in (("auto", True), ("none", False)):
+        tokens = http.post("/tokenize", json={"messages": messages[:1]}).json()["count"]
+        reply = http.post("/v1/chat/completions", json={**with_tools, "tool_choice": choice})
+        too_long = reply.status_code == 400 and reply.json()["error"]["code"]
+        assert (too_long == "context_length_exceeded") == shown
+        assert tokens == len(b"<system>ab\n<assistant>")
+
+
+def test_embeddings_are_the_unit_mean_of_the_hidden_states(http, lm):
+    rows = [[10, 20, 30], [7]]
+    reply = http.post("/v1/embeddings", json={"model": NAME, "input": rows}).json()
+    assert reply["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
+    tokens, lengths = jnp.asarray([[10, 20, 30], [7, 0, 0]]), jnp.asarray([3, 1])
+    hidden, _ = jax.jit(forward, static_argnums=0)(CFG, lm.params, tokens, lengths)
+    for index, (item, row) in enumerate(zip(reply["data"], rows, strict=True)):
+        want = np.asarray(hidden[index, : len(row)], np.float64).mean(0)
+        want /= np.linalg.norm(want)
+        # The same float32 sums in padded rows: a few units in the last place.
+        np.testing.assert_allclose(item["embedding"], want, rtol=0, atol=2e-6)
+    body = {"model": NAME, "input": rows, "encoding_format": "base64"}
+    coded = http.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
+    got = np.frombuffer(base64.b64decode(coded), "<f4")
+    np.testing.assert_array_equal(got, np.float32(reply["data"][0]["embedding"]))
+    text = http.post("/v1/embeddings", json={"model": NAME, "input": "abc"}).json()["data"]
+    ids = http.post("/v1/embeddings", json={"model": NAME, "input": [97, 98, 99]}).json()["data"]
+    assert text == ids
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """An embedder that embeds nothing and waits before every row: (rows begun, the semaphore)."""
+    begun, go = [], threading.Semaphore(0)
+
+    def embed(self, row):
+        begun.append(len(row))
+        assert go.acquire(timeout=60)
+        return np.zeros(4, np.float32)
+
+    monkeypatch.setattr(Embedder, "__call__", embed)
+    yield begun, go
+    go.release(1000)
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_bodies_of_texts_to_embed_take_turns_and_end_with_their_client(url, patient):
+    begun, go = patient
+    with client(url) as http, ThreadPoolExecutor(2) as pool:
+        many = {"model": NAME, "input": ["long"] * 40}
+        one = {"model": NAME, "input": "a"}
+        large = pool.submit(http.post, "/v1/embeddings", json=many)
+        wait_until(lambda: begun)
+        small = pool.submit(http.post, "/v1/embeddings", json=one)
+        while not small.done():
+            go.release()
+            time.sleep(0.05)
+        assert small.result().status_code == 200 and not large.done()
+        assert begun.index(1) <= 5, "not behind the 40"
+        go.release(1000)
+        assert len(large.result().json()["data"]) == 40
+        while go.acquire(blocking=False):
+            pass
+        begun.clear()
+
+        port, body = int(url.rsplit(":", 1)[1]), json.dumps(many).encode()
+        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        head += "Content-Type: application/json\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(head.encode() + body)
+            wait_until(lambda: begun)
+        small = pool.submit(http.post, "/v1/embeddings", json=one)
+        time.sleep(0.2)  # for the server to see that the first one has left
+        go.release(1000)
+        assert small.result().status_code == 200
+        assert begun.index(1) <= 2 and len(begun) <= 3, "what its client left is not embedded"
+
+
+def test_tokens_to_embed_are_bounded(http, monkeypatch):
+    monkeypatch.setattr(server, "EMBEDDING_TOKENS", 9)
+    reply = http.post("/v1/embeddings", json={"model": NAME, "input": ["abcd", "efgh", "ij"]})
+    assert reply.status_code == 400
+    assert error_of(reply)["message"] == "input: more than 9 tokens in all: send several bodies"
+
+
+def test_tokenize_and_back(http):
+    tokens = http.post("/tokenize", json={"prompt": "é"}).json()
+    assert tokens == {"tokens": [0xC3, 0xA9], "count": 2, "max_model_len": MAX_LEN}
+    assert http.post("/detokenize", json={"tokens": [0xC3, 0xA9]}).json() == {"prompt": "é"}
+    assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+def test_models_health_page_and_their_headers(http):
+    [model] = http.get("/v1/models").json()["data"]
+    assert model["id"] == NAME and model["max_model_len"] == MAX_LEN and model["chat"]
+    assert http.get(f"/v1/models/{NAME}").json() == model
+    assert http.get("/health").json() == {"status": "ok"}
+    page = http.get("/")
+    assert page.headers["content-type"].startswith("text/html") and "page.js" in page.text
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert "://" not in page.text + http.get("/page.js").text + http.get("/page.css").text
+    assert page.headers["x-request-id"] != http.get("/").headers["x-request-id"]
+    reply = http.post("/v1/completions", json=COMPLETION, headers={"X-Request-Id": "mine"})
+    assert reply.headers["x-request-id"] == "mine" and reply.json()["id"] == "cmpl-mine"
+    strange = http.get("/health", headers={"X-Request-Id": 'a"b c'}).headers["x-request-id"]
+    assert len(strange) == 32
+
+
+def test_metrics_count_what_happened(http, engine):
+    def value(name, **labels):
+        page = http.get("/metrics").text
+        samples = [s for f in text_string_to_metric_families(page) for s in f.samples]
+        return sum(
+            sample.value for sample in samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )  # fmt: skip
+
+    name, labels = "jaxllama_http_requests_total", {"path": "/v1/completions", "status": "200"}
+    before, ended = value(name, **labels), value("jaxllama_requests_finished_total")
+    http.post("/v1/completions", json=COMPLETION)
+    assert value(name, **labels) == before + 1
+    assert value("jaxllama_requests_finished_total", reason="length") >= 1
+    assert value("jaxllama_requests_finished_total") == ended + 1
+    assert value("jaxllama_slots") == 16 and value("jaxllama_cache_capacity_tokens") == 100
+    http.get("/wp-admin.php")
+    assert value(name, path="other", status="404") >= 1
+
+
+# Refusals
+
+BAD = {
+    "not JSON": (b"{", "invalid_json"),
+    "not an object": (b"[]", "invalid_json"),
+    "not UTF-8": (b'{"model": "\xff"}', "invalid_json"),
+    "half a surrogate": (b'{"model": "\\ud800"}', "invalid_json"),
+    "deep": (b'{"prompt":' + b"[" * 5000, "invalid_json"),
+    "NaN": (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "invalid_value"),
+    "huge int": (b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", None),
+    "no prompt": ({"prompt": ...}, "missing_parameter"),
+    "no model": ({"model": ...}, "missing_parameter"),
+    "text for a number": ({"temperature": "1"}, "invalid_value"),
+    "true for a number": ({"max_tokens": True}, "invalid_value"),
+    "hot": ({"temperature": 2.1}, "invalid_value"),
+    "no tokens": ({"max_tokens": 0}, "invalid_value"),
+    "empty prompt": ({"prompt": ""}, "empty_prompt"),
+    "no prompts": ({"prompt": []}, "invalid_value"),
+    "mixed prompts": ({"prompt": ["a", 1]}, "invalid_value"),
+    "an empty one": ({"prompt": ["a", ""]}, "empty_prompt"),
+    "id outside": ({"prompt": [1, 260]}, "invalid_value"),
+    "negative id": ({"prompt": [-1]}, "invalid_value"),
+    "empty stop": ({"stop": ""}, "invalid_value"),
+    "many stops": ({"stop": ["x"] * 17}, "invalid_value"),
+    "bias for a word": ({"logit_bias": {"a": 1}}, "invalid_value"),
+    "too long": ({"prompt": "a" * 91}, "context_length_exceeded"),
+    "too many choices": ({"prompt": ["a"] * 2, "n": 100}, "too_many_choices"),
+    "best of": ({"best_of": 3}, "unsupported"),
+    "suffix": ({"suffix": "x"}, "unsupported"),
+    "echo with logprobs": ({"echo": True, "logprobs": 1}, "unsupported"),
+    "logprobs": ({"logprobs": 21}, "invalid_value"),
+    "schema without one": ({"response_format": {"type": "json_schema"}}, "missing_parameter"),
+    "refused by the engine": ({"stop": ["refuse me"]}, None),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_body_is_400_with_a_reason(http, engine, name):
+    body, code = BAD[name]
+    if isinstance(body, dict):
+        merged = {**COMPLETION, **body}
+        body = json.dumps({k: v for k, v in merged.items() if v is not ...}).encode()
+    asked = len(engine.requests)
+    headers = {"Content-Type": "application/json"}
+    reply = http.post("/v1/completions", content=body, headers=headers)
+    error = error_of(reply)
+    assert reply.status_code == 400 and error["type"] == "invalid_request_error"
+    if code is not None:
+        assert error["code"] == code
+    assert len(error["message"]) > 10 and len(error["message"]) < 500
+    assert len(engine.requests) == asked
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CHAT_BAD = {
+    "no messages": {"messages": []},
+    "role": {"messages": [{"role": "king", "content": "x"}]},
+    "image": {"messages": IMAGE},
+    "top without logprobs": {"top_logprobs": 2},
+    "tool choice": {"tool_choice": "required"},
+    "long": {"messages": [{"role": "user", "content": "x" * 100}]},
+    "spoken": {"modalities": ["text", "audio"]},
+    "voice": {"audio": {"voice": "alloy", "format": "wav"}},
+    "functions": {"functions": [{"name": "f"}]},
+    "a function's call": {"function_call": {"name": "f"}},
+    "web search": {"web_search_options": {}},
+    "moderation": {"moderation": {"model": "m"}},
+    "custom tool": {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
+}
+
+
+@pytest.mark.parametrize("name", CHAT_BAD)
+def test_a_bad_chat_is_400_with_a_reason(http, name):
+    reply = http.post("/v1/chat/completions", json={**CHAT, **CHAT_BAD[name]})
+    [param] = CHAT_BAD[name]
+    assert reply.status_code == 400 and error_of(reply)["param"] == param
+    assert error_of(reply)["message"].startswith(param)
+    if name == "image":
+        assert error_of(reply)["message"].startswith("messages[0].content")
+
+
+def test_what_concerns_another_service_or_nobody_knows_is_accepted(http, engine, caplog):
+    """Unknown names are logged once each, and a client cannot fill the log with them."""
+    official = {
+        "reasoning_effort": "low", "verbosity": "high", "modalities": ["text"], "store": True,
+        "prediction": {"type": "content", "content": "x"}, "service_tier": "auto",
+        "prompt_cache_key": "k", "safety_identifier": "s", "parallel_tool_calls": False,
+        "metadata": {"k": "v"}, "functions": [], "function_call": "auto", "audio": None,
+        "stream": True, "stream_options": {"include_obfuscation": False},
+    }  # fmt: skip
+    request_bodies._unknown.clear()
+    plain = http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    reply = http.post("/v1/chat/completions", json={**CHAT, **official})
+    texts = ["".join(c["choices"][0]["delta"]["content"] for c in chunks_of(r.text))
+             for r in (plain, reply)]  # fmt: skip
+    assert texts[0] == texts[1] and not caplog.records
+    unknown = {"max_token": 4, "stream_options": {"new": 1, "include_usage": True}}
+    for _ in range(2):
+        assert http.post("/v1/completions", json={**COMPLETION, **unknown}).status_code == 200
+        assert engine.requests[-1].max_new_tokens == COMPLETION["max_tokens"]
+    assert http.post("/tokenize", json={"prompt": "a", "max_token": 1}).status_code == 200
+    warned = [r.fields["field"] for r in caplog.records if r.message == "unknown field ignored"]
+    assert sorted(warned) == ["max_token", "new"]
+    many = {f"x{index}": None for index in range(300)}
+    http.post("/v1/completions", json={**COMPLETION, **many})
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 101
+    request_bodies._unknown.clear()
+
+
+def test_tools_that_the_template_ignores_are_refused(lm, engine):
+    plain = Tokenizer(lm.tokenizer._backend, "no tools", chat_template="{{ messages[0].content }}")
+    with serving(dataclasses.replace(lm, tokenizer=plain), engine) as url, client(url) as http:
+        reply = http.post("/v1/chat/completions", json={**CHAT, "tools": [TOOL]})
+        assert reply.status_code == 400 and error_of(reply)["param"] == "tools"
+        for body in ({"tools": [TOOL], "tool_choice": "none"}, {"tools": []}):
+            assert http.post("/v1/chat/completions", json={**CHAT, **body}).status_code == 200
+
+
+def prompt(value: str) -> str:
+    return f'{{"model": "tiny", "prompt": {value}}}'
+
+
+HUGE = 500_000
+COSTLY = {
+    "floats": lambda: prompt("[" + "1.5," * HUGE + "1.5]"),
+    "a float at the end": lambda: prompt("[" + "1," * (MAX_LEN - 1) + "1.5]"),
+    "ids": lambda: prompt("[" + "123," * HUGE + "1]"),
+    "texts": lambda: prompt("[" + '"a",' * HUGE + '"a"]'),
+    "rows": lambda: prompt("[" + "[1]," * HUGE + "[1]]"),
+    "lists of floats": lambda: prompt("[" + "[1.5,1.5]," * 200_000 + "[1]]"),
+    "a text": lambda: prompt('"' + "abc, " * 800_000 + '"'),
+    "no spaces": lambda: prompt('"' + "a" * 4_000_000 + '"'),
+    "spaces": lambda: prompt('"' + " " * 4_000_000 + '"'),
+    "a text among texts": lambda: prompt('["a", "' + "abc " * 1_000_000 + '"]'),
+    "messages": lambda: '{"model": "tiny", "messages": [' + "{}," * HUGE + "{}]}",
+    "a message": lambda: '{"model": "tiny", "messages": [{"role": "user", "content": "'
+    + "abc " * 1_000_000 + '"}]}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        *((name, "chat" if "message" in name else "completion") for name in COSTLY),
+        ("floats", "embedding"), ("a text", "embedding"), ("a text", "tokenize"),
+        ("a message", "tokenize"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_cheap(lm, name, path):
+    """Under 100 ms of CPU beside tokenizing max_len, which is nothing here, and under 10 MB."""
+    data = COSTLY[name]().encode()
+    if path == "embedding":
+        data = data.replace(b'"prompt"', b'"input"')
+    engine = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
+    server = _Server(lm, engine, Settings(NAME, MAX_LEN), Metrics())
+    ask = {
+        "completion": lambda: server._call("completion", "x", data),
+        "chat": lambda: server._call("chat", "x", data),
+        "embedding": lambda: server._embedding_rows(data),
+        "tokenize": lambda: server._tokenize(data),
+    }[path]
+    seconds = []
+    for _ in range(3):
+        begin = time.thread_time()
+        with pytest.raises(ApiError) as refused:
+            ask()
+        seconds.append(time.thread_time() - begin)
+    assert refused.value.status == 400 and len(str(refused.value)) < 500
+    assert refused.value.param in ("prompt", "input", "messages")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError):
+            ask()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert min(seconds) < 0.1 and peak < 10e6
+
+
+def test_long_lists_that_fit_are_answered(lm):
+    """The bounds are exact: the longest rows, and as many as there may be."""
+    rows = [[5] * (MAX_LEN - 6)] * 8
+    text = json.dumps({**COMPLETION, "prompt": rows, "max_tokens": 6}).encode()
+    body = parse(Completion, text, 8 * MAX_LEN, MAX_LEN)
+    assert body.prompt == rows
+    full = json.dumps({**COMPLETION, "prompt": [5] * MAX_LEN}).encode()
+    assert parse(Completion, full, MAX_LEN, MAX_LEN).prompt == [5] * MAX_LEN
+    digits = "[1,2,3] {}" * 200_000  # in a text they are nothing but text
+    text = json.dumps({**COMPLETION, "prompt": digits}).encode()
+    assert parse(Completion, text, MAX_LEN, MAX_LEN).prompt == digits
+
+
+def test_other_refusals_have_their_status(http):
+    wrong = http.post("/v1/completions", json={**COMPLETION, "model": "gpt-4"})
+    assert (wrong.status_code, error_of(wrong)["code"]) == (404, "model_not_found")
+    assert http.get("/v1/models/gpt-4").status_code == 404
+    assert error_of(http.get("/nowhere"))["type"] == "invalid_request_error"
+    method = http.get("/v1/completions")
+    assert method.status_code == 405 and method.headers["allow"] == "POST" and error_of(method)
+    form = http.post("/v1/completions", data={"prompt": "a"})
+    assert form.status_code == 415 and error_of(form)
+    big = http.post("/v1/completions", json={**COMPLETION, "user": "x" * 20_000})
+    assert (big.status_code, error_of(big)["code"]) == (413, "body_too_large")
+
+    def pieces():  # no Content-Length
+        for _ in range(30):
+            yield b" " * 1000
+
+    headers = {"Content-Type": "application/json"}
+    assert http.post("/v1/completions", content=pieces(), headers=headers).status_code == 413
+    for path, body in {
+        "/v1/embeddings": {"model": NAME, "input": "a" * 97},
+        "/v1/embeddings?": {"model": NAME, "input": "a", "dimensions": 8},
+        "/tokenize": {},
+        "/detokenize": {"tokens": [2**31]},
+    }.items():
+        reply = http.post(path, json=body)
+        assert reply.status_code == 400 and error_of(reply)
+
+
+def test_only_the_key_opens(lm, engine):
+    with serving(lm, engine, api_keys=("secret", "other")) as url, client(url) as http:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            for path in ("/v1/models", "/metrics", "/nowhere"):
+                reply = http.get(path, headers=headers)
+                assert reply.status_code == 401 and error_of(reply)["code"] == "invalid_api_key"
+                assert reply.headers["www-authenticate"] == "Bearer"
+        for key in ("secret", "other"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert http.get("/v1/models", headers=headers).status_code == 200
+        for path in ("/health", "/", "/openapi.json"):
+            assert http.get(path).status_code == 200
+        assert http.get("/openapi.json").json()["security"] == [{"key": []}]
+
+
+# Load, leaving, breaking
+
+
+def test_a_slow_reader_gets_larger_pieces(http, engine):
+    """Events that wait together are one chunk, without losing a token."""
+    ask = {**COMPLETION, "max_tokens": 30, "logprobs": 1, "seed": 4}
+    [whole] = http.post("/v1/completions", json=ask).json()["choices"]
+
+    async def read() -> list[Event]:
+        dispatcher, events = Dispatcher(engine), []
+        stream = await dispatcher.submit([dataclasses.replace(engine.requests[-1], id="slow")])
+        await asyncio.to_thread(engine.wait_for, lambda: not engine._live)
+        async for event in stream:
+            events.append(event)
+        return events
+
+    [event] = asyncio.run(read())
+    assert event.text == whole["text"] and event.finish_reason == whole["finish_reason"]
+    assert list(event.logprobs) == whole["logprobs"]["token_logprobs"]
+    assert len(event.tokens) == len(event.top_logprobs) == event.completion_tokens == 30
+
+
+def test_a_full_queue_is_429_with_retry_after(url, engine):
+    engine.hold(True)
+    try:
+        with ThreadPoolExecutor(engine.options.max_queue) as pool, client(url) as http:
+            waiting = [
+                pool.submit(http.post, "/v1/completions", json=COMPLETION)
+                for _ in range(engine.options.max_queue)
+            ]
+            assert engine.wait_for(lambda: len(engine._live) == engine.options.max_queue)
+            asked = len(engine.requests)
+            never = http.post("/v1/completions", json={**COMPLETION, "n": 9})
+            assert never.status_code == 400, "more than the queue takes: no retry would help"
+            for body in (COMPLETION, {**COMPLETION, "stream": True}, {**COMPLETION, "n": 2}):
+                reply = http.post("/v1/completions", json=body)
+                assert (reply.status_code, error_of(reply)["type"]) == (429, "rate_limit_error")
+                assert reply.headers["retry-after"] == "3"  # 2.5 s, in whole ones
+            assert len(engine.requests) == asked
+            engine.hold(False)
+            texts = {reply.result().json()["choices"][0]["text"] for reply in waiting}
+            assert len(texts) == 1, "all are answered, and alike"
+    finally:
+        engine.hold(False)
+
+
+def test_a_request_id_may_be_used_again_at_once(http, engine):
+    headers = {"X-Request-Id": "twice"}
+    engine.hold(True)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            asked = [
+                pool.submit(http.post, "/v1/completions", json=body, headers=headers)
+                for body in (COMPLETION, {**COMPLETION, "stream": True}, COMPLETION)
+            ]
+            assert engine.wait_for(lambda: len(engine._live) == 3)
+            engine.hold(False)
+            replies = [reply.result() for reply in asked]
+    finally:
+        engine.hold(False)
+    assert {reply.status_code for reply in replies} == {200}
+    assert {reply.headers["x-request-id"] for reply in replies} == {"twice"}
+    first, streamed, second = replies
+    ids = {first.json()["id"], second.json()["id"], chunks_of(streamed.text)[0]["id"]}
+    assert len(ids) == 3 and "cmpl-twice" in ids
+    assert all(id.startswith("cmpl-twice") for id in ids)
+
+
+def test_half_a_body_of_choices_is_taken_back(http, engine):
+    engine.hold(True)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(http.post, "/v1/completions", json={**COMPLETION, "n": 5})
+            assert engine.wait_for(lambda: len(engine._live) == 5)
+            cancelled = len(engine.cancelled)
+            reply = http.post("/v1/completions", json={**COMPLETION, "n": 6})
+            assert reply.status_code == 429 and len(engine._live) == 5
+            assert len(engine.cancelled) >= cancelled + 3
+            engine.hold(False)
+            assert len(first.result().json()["choices"]) == 5
+    finally:
+        engine.hold(False)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_a_client_that_leaves_cancels_its_rows(url, engine, stream):
+    engine.hold(True)
+    try:
+        asked, cancelled = len(engine.requests), len(engine.cancelled)
+        port = int(url.rsplit(":", 1)[1])
+        body = json.dumps({**COMPLETION, "n": 2, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        head += "Content-Type: application/json\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(head.encode() + body)
+            assert engine.wait_for(lambda: len(engine.requests) == asked + 2)
+        assert engine.wait_for(lambda: len(engine.cancelled) == cancelled + 2)
+        mine = {request.id for request in engine.requests[asked:]}
+        assert set(engine.cancelled[cancelled:]) == mine and not engine._live
+    finally:
+        engine.hold(False)
+
+
+def test_an_engine_that_fails_is_told_and_the_server_is_no_longer_healthy(lm):
+    engine = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
+    engine.start()
+    with serving(lm, engine) as url, client(url) as http:
+        engine.break_down = True
+        streamed = http.post("/v1/completions", json={**COMPLETION, "stream": True}).text
+        assert json.loads(streamed.split("\n\n")[-2][6:])["error"]["code"] == "engine_failed"
+        for path, status in (("/v1/completions", 503), ("/v1/chat/completions", 503)):
+            body = COMPLETION if path == "/v1/completions" else CHAT
+            reply = http.post(path, json=body)
+            assert reply.status_code == status and "as asked" in error_of(reply)["message"]
+        assert http.get("/health").status_code == 503
+    engine.stop()
+
+
+def test_rows_that_the_engine_drops_when_it_stops_are_503(lm):
+    engine = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
+    engine.start()
+    engine.hold(True)
+    with serving(lm, engine) as url, client(url) as http, ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(http.post, "/v1/completions", json=COMPLETION)
+        streamed = pool.submit(http.post, "/v1/completions", json={**COMPLETION, "stream": True})
+        assert engine.wait_for(lambda: len(engine._live) == 2)
+        engine.stop()
+        assert whole.result().status_code == 503
+        assert (
+            json.loads(streamed.result().text.split("\n\n")[-2][6:])["error"]["code"] == "stopping"
+        )
+        late = http.post("/v1/completions", json=COMPLETION)  # not the client's fault: no 400
+        assert late.status_code == 503 and error_of(late)["code"] == "stopping"
+        assert int(late.headers["retry-after"]) >= 1
+
+
+# What is owed
+
+
+def test_a_new_server_answers_what_the_old_one_owed(lm, tmp_path):
+    first = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
+    first.start()
+    bodies = {
+        "a": ("/v1/completions", {"model": NAME, "prompt": "ab", "max_tokens": 6}),  # no seed
+        "b": ("/v1/chat/completions", {**CHAT, "n": 2, "stream": True, "logprobs": True}),
+    }
+    first.hold(True)
+    with serving(lm, first, state=str(tmp_path)) as url, client(url) as http:
+        with ThreadPoolExecutor(3) as pool:
+            for key, (path, body) in bodies.items():
+                pool.submit(http.post, path, json=body, headers={"X-Request-Id": key})
+            assert first.wait_for(lambda: len(first._live) == 3)
+            waiting = pool.submit(http.get, "/v1/completions/cmpl-a")
+            assert error_of(http.get("/v1/completions/cmpl-zzz"))["code"] == "not_found"
+            first.stop()  # as if killed: nothing has been answered
+            assert waiting.result().status_code == 503
+    second = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
+    second.start()
+    with serving(lm, second, state=str(tmp_path)) as url, client(url) as http:
+        a = http.get("/v1/completions/cmpl-a").json()
+        b = http.get("/v1/chat/completions/chatcmpl-b").json()
+        assert second.requests == first.requests, "the very same, drawn seed included"
+        assert len(a["choices"][0]["text"]) == 6 and a["id"] == "cmpl-a"
+        direct = http.post("/v1/chat/completions", json={**bodies["b"][1], "stream": False}).json()
+        assert b["choices"] == direct["choices"]
+        again = http.post("/v1/completions", json=COMPLETION, headers={"X-Request-Id": "a"}).json()
+        assert again["id"].startswith("cmpl-a-"), "the first one keeps its answer"
+        assert http.get(f"/v1/completions/{again['id']}").json() == again
+        assert http.get("/v1/completions/cmpl-a").json() == a
+        assert http.get("/v1/chat/completions/cmpl-a").status_code == 404, "another kind"
+    second.stop()
+
+
+# Load on another server
+
+
+class Foreign(BaseHTTPRequestHandler):
+    """What vLLM, SGLang and others have in common: no vocabulary in the list of models, chunks
+    without a usage, CRLF between them."""
+
+    protocol_version = "HTTP/1.0"
+    listed = {"object": "list", "data": [{"id": "a", "object": "model"}, {"id": "b"}]}
+    asked: ClassVar[list[dict]] = []
+
+    def do_GET(self):
+        self.reply("application/json", json.dumps(self.listed))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append(body)
+        chunk = {"id": "x", "choices": [{"index": 0, "text": "t", "finish_reason": None}]}
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+        chunks = [chunk] * body["max_tokens"] + [{"choices": [], "usage": usage}]
+        lines = [f"data:{json.dumps(chunk)}" for chunk in chunks]
+        self.reply("text/event-stream", "\r\n\r\n".join([*lines, "data: [DONE]", ""]))
+
+    def reply(self, kind, text):
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *words):
+        pass
+
+
+def test_load_on_another_server(monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        load = Load(url, requests=3, prompt_tokens=Lengths("7"), new_tokens=Lengths("4"))
+        report = load_generator.run(load)
+        assert (report["answered"], report["output_tokens"], report["prompt_tokens"]) == (3, 12, 21)
+        assert report["model"] == "a" and report["itl_s"]["max"] >= 0
+        load_generator.run(dataclasses.replace(load, model="b"))
+        assert [body["model"] for body in Foreign.asked] == ["a"] * 3 + ["b"] * 3
+        assert all(3 <= id < 10_000 for body in Foreign.asked for id in body["prompt"])
+        for listed, model, message in (
+            (Foreign.listed, "c", "has a, b, not 'c'"),
+            ({"data": []}, None, "/v1/models has nothing"),
+            ({"models": []}, None, "no list of models"),
+            ([1], None, "no list of models"),
+        ):
+            monkeypatch.setattr(Foreign, "listed", listed)
+            with pytest.raises(JaxLlamaError, match=message):
+                load_generator.run(dataclasses.replace(load, model=model))
+        server.shutdown()

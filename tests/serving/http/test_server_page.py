@@ -1,0 +1,189 @@
+"""The chat page in a real browser (Debian's chromium, headless); skipped where there is none."""
+
+from __future__ import annotations
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("selenium")
+
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+from jaxllama.language_model import LanguageModel
+from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.http_server import byte_tokenizer, serving
+from tests.helpers.models import LLAMA
+from tests.helpers.seeded import seeded_params
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromedriver")
+CFG = LLAMA.replace(vocab_size=260)
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync",
+         "--disable-dev-shm-usage", "--window-size=900,1000")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(jnp.asarray, seeded_params(CFG))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    options = Options()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser, params, request):
+    """(browser on the page, engine); the parameter is the server's settings and the template."""
+    settings = dict(getattr(request, "param", {}))
+    tokenizer = byte_tokenizer() if settings.pop("chat", True) else Tokenizer.byte_level()
+    engine = FakeEngine(tokenizer, eos=2, max_len=400)
+    engine.start()
+    with serving(LanguageModel(CFG, params, tokenizer), engine, **settings) as url:
+        browser.get(url)
+        yield browser, engine
+        browser.get("about:blank")
+    engine.stop()
+
+
+def find(browser, id):
+    return browser.find_element(By.ID, id)
+
+
+def until(browser, condition):
+    return WebDriverWait(browser, 60).until(lambda _: condition())
+
+
+def said(browser) -> list[str]:
+    return [item.text for item in browser.find_elements(By.CSS_SELECTOR, "#log li p")]
+
+
+def is_idle(browser) -> bool:
+    return not find(browser, "stop").is_enabled() and find(browser, "send").is_enabled()
+
+
+def console(browser) -> list[str]:
+    """What went wrong on the page, but for failed requests, which tests cause."""
+    entries = [entry["message"] for entry in browser.get_log("browser")]
+    return [entry for entry in entries if "Failed to load resource" not in entry]
+
+
+def test_a_conversation(page, tmp_path):
+    browser, engine = page
+    until(browser, lambda: "tiny, 400 tokens" in find(browser, "model").text)
+    find(browser, "input").send_keys("hello", Keys.SHIFT, Keys.ENTER, Keys.NULL, "there")
+    find(browser, "input").send_keys(Keys.ENTER)
+    until(browser, lambda: len(said(browser)) == 2 and is_idle(browser))
+    question, answer = said(browser)
+    assert question == "hello\nthere" and len(answer) > 10
+    assert "41 tokens" in find(browser, "status").text
+    assert browser.switch_to.active_element == find(browser, "input"), "ready for the next message"
+    find(browser, "input").send_keys("more")
+    find(browser, "send").click()
+    until(browser, lambda: len(said(browser)) == 4 and is_idle(browser))
+    asked = bytes(engine.requests[-1].prompt).decode()
+    assert asked.startswith("<user>hello\nthere\n<assistant>")
+    assert asked.endswith("\n<user>more\n<assistant>")
+    assert browser.save_screenshot(str(tmp_path / "page.png"))
+    find(browser, "reset").click()
+    assert said(browser) == []
+    assert console(browser) == []
+
+
+def test_stop(page):
+    browser, engine = page
+    until(browser, lambda: "tiny" in find(browser, "model").text)
+    engine.pause_at = 0
+    find(browser, "input").send_keys("hi", Keys.ENTER)
+    assert engine.wait_for(lambda: len(engine.requests) == 1)
+    until(browser, lambda: find(browser, "stop").is_enabled())
+    assert find(browser, "log").get_attribute("aria-busy") == "true"
+    find(browser, "stop").click()
+    assert engine.wait_for(lambda: engine.cancelled == [engine.requests[0].id])
+    until(browser, lambda: is_idle(browser))
+    assert find(browser, "status").text == "stopped"
+    assert said(browser) == [] and find(browser, "input").get_attribute("value") == "hi"
+    engine.pause_at = 5
+    find(browser, "input").send_keys(Keys.ENTER)
+    until(browser, lambda: len(said(browser)) == 2 and len(said(browser)[1]) >= 4)
+    find(browser, "input").send_keys(Keys.ESCAPE)
+    until(browser, lambda: is_idle(browser))
+    kept = said(browser)[1]
+    engine.pause_at = None
+    find(browser, "input").send_keys("on", Keys.ENTER)
+    until(browser, lambda: len(said(browser)) == 4 and is_idle(browser))
+    assert bytes(engine.requests[-1].prompt).decode() == (
+        f"<user>hi\n<assistant>{kept}\n<user>on\n<assistant>"
+    ), "what was written before the stop belongs to the conversation"
+
+
+@pytest.mark.parametrize("page", [{"api_keys": ("secret",)}], indirect=True)
+def test_settings_and_errors(page):
+    browser, engine = page
+    until(browser, lambda: "API key" in find(browser, "error").text)
+    assert find(browser, "settings").get_attribute("open"), "where the key belongs"
+    find(browser, "key").send_keys("secret", Keys.TAB)
+    until(browser, lambda: "tiny" in find(browser, "model").text)
+    for id, value in (("temperature", "0"), ("max_tokens", "7"), ("seed", "5"), ("system", "Be.")):
+        find(browser, id).clear()
+        find(browser, id).send_keys(value)
+    find(browser, "input").send_keys("hi", Keys.ENTER)
+    until(browser, lambda: len(said(browser)) == 2 and is_idle(browser))
+    [request] = engine.requests
+    assert bytes(request.prompt) == b"<system>Be.\n<user>hi\n<assistant>"
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.seed, request.max_new_tokens) == (0, 5, 7)
+    assert "cut at the limit" in find(browser, "status").text
+    find(browser, "max_tokens").clear()
+    find(browser, "max_tokens").send_keys("1000")
+    find(browser, "input").send_keys("again", Keys.ENTER)
+    until(browser, lambda: "context is 400 tokens" in find(browser, "error").text)
+    assert find(browser, "input").get_attribute("value") == "again" and len(said(browser)) == 2
+
+
+@pytest.mark.parametrize("page", [{"chat": False}], indirect=True)
+def test_a_model_without_a_template_continues_the_text(page):
+    browser, engine = page
+    until(browser, lambda: "no chat template" in find(browser, "model").text)
+    find(browser, "input").send_keys("Once", Keys.ENTER)
+    until(browser, lambda: len(said(browser)) == 2 and is_idle(browser))
+    assert bytes(engine.requests[-1].prompt) == b"Once"
+
+
+def test_it_can_be_used_without_seeing_it_or_a_mouse(page):
+    browser, _ = page
+    # The page takes the focus a moment after it has loaded.
+    until(browser, lambda: browser.switch_to.active_element.get_attribute("id") == "input")
+    order = []
+    for _ in range(3):
+        order.append(browser.switch_to.active_element.get_attribute("id"))
+        browser.switch_to.active_element.send_keys(Keys.TAB)
+    assert order == ["input", "send", ""], order  # "" is the settings' summary
+    browser.execute_script("document.getElementById('settings').open = true")
+    for field in browser.find_elements(By.CSS_SELECTOR, "input, textarea, button"):
+        assert field.accessible_name, field.get_attribute("id")
+    assert find(browser, "log").aria_role == "log"
+    assert find(browser, "status").aria_role == "status"
+    assert find(browser, "error").get_attribute("role") == "alert"
+    assert browser.execute_script("return document.documentElement.lang") == "en"
+    assert browser.execute_script(
+        "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    )

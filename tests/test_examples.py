@@ -1,0 +1,37 @@
+"""Every program of ``jaxllama/examples`` runs, and prints what it promises."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxllama.examples
+from tests.helpers.http_server import tiny_checkpoint
+from tests.helpers.models import LLAMA
+
+PRINTS = {
+    "generate": "Paris",
+    "pure_functions": "lengths [8, 5]",
+    "new_layer": "prefill of 6 and 3 steps",
+    "quantize": "KL of w8a16 to float32: 0.00",
+    "serve_and_call": "ended with status 0",
+    "one_kernel": "float8_e4m3fn: 2.0x smaller",
+}
+
+
+@pytest.mark.parametrize("name", PRINTS)
+def test_it_runs_and_prints(name, capfd, monkeypatch, tmp_path):
+    words = [name]
+    if name == "serve_and_call":  # its own default compiles for the best part of a minute
+        words.append(str(tiny_checkpoint(tmp_path, LLAMA.replace(vocab_size=260)) / "tiny"))
+    monkeypatch.setattr(sys, "argv", words)
+    runpy.run_module(f"jaxllama.examples.{name}", run_name="__main__")
+    assert PRINTS[name] in capfd.readouterr().out
+
+
+def test_none_is_forgotten():
+    files = Path(jaxllama.examples.__file__).parent.glob("*.py")
+    assert {file.stem for file in files} - {"__init__"} == set(PRINTS)

@@ -1,0 +1,387 @@
+"""Training: gradients and curves against torch, resuming to the bit, what a run leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from jaxllama import generation
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.decoder import head
+from jaxllama.model.params import param_table
+from jaxllama.quantization.random_params import random_params
+from jaxllama.training import loop, train
+from jaxllama.training import loss as loss_module
+from jaxllama.training.data import TokenFile
+from jaxllama.training.flops import flops_per_token, matmul_weights, parameters
+from jaxllama.training.forward import hidden_states
+from jaxllama.training.loss import cross_entropy, distillation
+from jaxllama.training.start import Plan
+from jaxllama.training.step import loss
+from tests.helpers.models import params_of, relative_error, tokens_of
+from tests.helpers.seeded import seeded_params
+from tests.helpers.training_cases import byte_model, run_config, token_file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("training")
+
+
+# The model as training sees it
+
+
+def test_layer_by_layer_is_the_decoder():
+    cfg = byte_model("hybrid", sliding_window=9, window_layers=(1,), embedding_scale=True)
+    params, tokens = params_of(cfg), tokens_of(cfg, 2, 20)
+    want = generation.logits(cfg, params, tokens, jnp.full((2,), 20, jnp.int32))
+    run = jax.jit(functools.partial(hidden_states, cfg, dtype=jnp.dtype(jnp.float32), remat=True))
+    got = run(params, tokens) @ head(params)["weight"].T
+    assert relative_error(got, want) < 2e-6  # XLA fuses the two programs differently
+
+
+def test_chunked_losses_and_gradients_are_those_of_all_tokens_at_once(monkeypatch):
+    """Chunks of 5 of 12 tokens, the last one padded; both losses, against the formulas."""
+    monkeypatch.setattr(loss_module, "CHUNK", 5)
+    rng = np.random.default_rng(0)
+    x, teacher_x = (jnp.asarray(rng.standard_normal((2, 6, 8)), jnp.float32) for _ in "ab")
+    w, teacher_w = (jnp.asarray(rng.standard_normal((11, 8)), jnp.float32) for _ in "ab")
+    targets = jnp.asarray(rng.integers(0, 11, (2, 6)), jnp.int32)
+    weights = {"kl_weight": 0.7, "ce_weight": 0.2, "temperature": 1.7}
+
+    def plain(x, w, soft: bool):
+        logp = jax.nn.log_softmax(x @ w.T)
+        ce = -jnp.mean(jnp.sum(jax.nn.one_hot(targets, 11) * logp, axis=-1))
+        if not soft:
+            return ce
+        student = jax.nn.log_softmax(x @ w.T / 1.7)
+        teacher = jax.nn.log_softmax(teacher_x @ teacher_w.T / 1.7)
+        kl = jnp.mean(jnp.sum(jnp.exp(teacher) * (teacher - student), axis=-1))
+        return 0.7 * 1.7**2 * kl + 0.2 * ce
+
+    for soft in (False, True):
+        ours = (
+            functools.partial(
+                distillation, targets=targets, teacher_x=teacher_x, teacher_w=teacher_w, **weights
+            )
+            if soft
+            else functools.partial(cross_entropy, targets=targets)
+        )
+        got, got_grads = jax.jit(jax.value_and_grad(lambda *xw, f=ours: f(*xw)[0], (0, 1)))(x, w)
+        gradient = jax.value_and_grad(functools.partial(plain, soft=soft), (0, 1))
+        want, want_grads = jax.jit(gradient)(x, w)
+        assert relative_error(got, want) < 1e-6
+        assert relative_error(ours(x, w)[0], want) < 1e-6
+        for a, b in zip(got_grads, want_grads, strict=True):
+            assert relative_error(a, b) < 3e-6  # float32 sums of a dozen terms
+
+
+def test_the_head_s_products_read_16_bits():
+    """In bfloat16 no operand of a large product may be float32: a GPU would run it 15x slower."""
+    x, w = jnp.ones((1, 4, 8), jnp.bfloat16), jnp.ones((16, 8), jnp.float32)
+    targets = jnp.zeros((1, 4), jnp.int32)
+    gradient = jax.grad(lambda x, w: cross_entropy(x, w, targets)[0], (0, 1))
+    products = list(_products(jax.make_jaxpr(gradient)(x, w).jaxpr))
+    assert len(products) == 3
+    for eqn in products:
+        assert {operand.aval.dtype for operand in eqn.invars} == {jnp.dtype(jnp.bfloat16)}
+        assert eqn.outvars[0].aval.dtype == jnp.float32
+    assert [g.dtype for g in gradient(x, w)] == [jnp.bfloat16, jnp.float32]
+
+
+def _products(jaxpr):
+    """Every dot_general, also in the bodies of loops."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for value in eqn.params.values():
+            if hasattr(value, "jaxpr"):
+                yield from _products(value.jaxpr)
+
+
+@pytest.mark.parametrize("family", ["gqa", "gla"])
+def test_remat_keeps_a_layer_s_input_and_little_else(family, folder):
+    """What the backward pass is given, from shapes alone (XLA's CPU compiler undoes remat)."""
+    cfg = byte_model(family)
+    cfg = cfg.replace(n_layers=6, layer_types=cfg.layer_types[:1] * 6)
+    params = jax.eval_shape(functools.partial(generation.init_params, cfg), jax.random.key(0))
+    batch = jax.ShapeDtypeStruct((8, 129), jnp.int32)
+    kept = {}
+    for remat in (False, True):
+        plan = Plan(run_config(folder, cfg, remat=remat), cfg)
+
+        def backward(params, batch, plan=plan):
+            return jax.vjp(lambda params: loss(plan, params, None, batch)[0], params)[1]
+
+        leaves = jax.tree.leaves(jax.eval_shape(backward, params, batch))
+        kept[remat] = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    weights = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
+    inputs = 6 * 2 * 8 * 128 * cfg.d_model * 4  # x and pending of every layer
+    assert kept[True] < kept[False] / 4
+    assert kept[True] < 3 * (inputs + weights)
+
+
+# Against torch
+
+
+@pytest.mark.parametrize("family", ["gla", "gqa"])
+def test_gradients_of_the_whole_model_are_torch_s_in_float64(family, tmp_path):
+    """Every leaf within 1e-4 (of its largest entry); float32 against float64 measures 3e-6."""
+    torch = pytest.importorskip("torch")
+    from tests.helpers.training_torch import gla_model, llama_model
+    from tests.helpers.training_torch import loss as torch_loss
+
+    cfg = byte_model(family)
+    params = seeded_params(cfg)
+    batch = np.asarray(tokens_of(cfg, 3, 21))
+    config = run_config(tmp_path, cfg)
+    gradient = jax.jit(jax.value_and_grad(functools.partial(loss, Plan(config, cfg)), has_aux=True))
+    (value, _), grads = gradient(jax.tree.map(jnp.asarray, params), None, jnp.asarray(batch))
+    if family == "gla":
+        model, leaves = gla_model(cfg, params, torch.float64)
+    else:
+        model, leaves = llama_model(cfg, params, torch.float64, tmp_path / "llama")
+    want = torch_loss(model, batch)
+    want.backward()
+    assert abs(float(value) / want.item() - 1) < 1e-6
+    for path, spec in param_table(cfg).items():
+        got = functools.reduce(lambda tree, key: tree[key], path, grads)
+        parts = [leaves[path]] if family == "gla" else [leaves[s.name] for s in spec.sources]
+        assert relative_error(got, np.concatenate([p.grad.numpy() for p in parts])) < 1e-4, path
+
+
+@pytest.mark.parametrize("family", ["gla", "gqa"])
+def test_the_curve_is_torch_s(family, tmp_path, folder):
+    """The bar is 2% at the end; the same arithmetic in another order stays within 1e-4 at every
+    step of a run this short."""
+    torch = pytest.importorskip("torch")
+    from tests.helpers.training_torch import gla_model, llama_model, losses
+
+    cfg = byte_model(family)
+    config = run_config(folder, cfg, microbatches=2 if family == "gla" else 1)
+    result = train(config, tmp_path / "run")
+    params = random_params(cfg, jax.random.key(config.seed))
+    if family == "gla":
+        model, leaves = gla_model(cfg, params, torch.float32)
+    else:
+        model, leaves = llama_model(cfg, params, torch.float32, tmp_path / "llama")
+    data = TokenFile.open(config.data.tokens)
+    batches = [data.batch(step, 4, 24, config.seed) for step in range(config.steps)]
+    want = losses(config, model, leaves, batches)
+    got = [row["loss"] for row in result.metrics]
+    assert got[0] > 5.4 and got[-1] < 5.0  # it learns
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+# Runs
+
+
+class Killed(BaseException):
+    """What no handler in the loop may catch."""
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    """(config, result) of a hybrid's uninterrupted run, with everything that has a state."""
+    config = run_config(
+        folder, byte_model("hybrid"), checkpoint_every=4, validate_every=3,
+        data={"tokens": str(token_file(folder)), "validation_tokens": 120},
+    )  # fmt: skip
+    return config, train(config, folder / "finished")
+
+
+def _curve(rows):
+    """Everything logged but the clock."""
+    clock = ("seconds", "tokens_per_second", "mfu")
+    return [{key: row[key] for key in row if key not in clock} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("where", "call"),
+    [
+        ("append", 1),  # nothing is there yet
+        ("append", 7),  # between two checkpoints
+        ("save", 2),  # the checkpoint of step 8 is not written, its metrics are
+        ("saved", 1),  # it is, and nothing after it
+        ("draw", 1),  # all steps are done, the model is not written
+    ],
+)
+def test_killed_anywhere_and_resumed_the_curve_is_the_same_to_the_bit(
+    where, call, finished, tmp_path, monkeypatch
+):
+    config, whole = finished
+    calls = 0
+
+    def deadly(function, after=False):
+        def run(*args):
+            nonlocal calls
+            calls += 1
+            if after and calls == call:
+                function(*args)
+            if calls == call:
+                raise Killed
+            return function(*args)
+
+        return run
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        if where == "append":
+            patch.setattr(loop.RunDirectory, "append", deadly(loop.RunDirectory.append))
+        elif where == "draw":
+            patch.setattr(loop.report, "draw", deadly(loop.report.draw))
+        else:
+            save = deadly(loop.Checkpoints.save, after=where == "saved")
+            patch.setattr(loop.Checkpoints, "save", save)
+        with pytest.raises(Killed):
+            train(config, run)
+    if (run / "metrics.jsonl").exists():
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('{"step": 9, "lo')  # a line that was being written
+    result = train(config, run)
+    assert _curve(result.metrics) == _curve(whole.metrics)
+    assert result.validation == whole.validation
+    name = "model/model.safetensors"
+    assert (run / name).read_bytes() == (whole.directory / name).read_bytes()
+
+
+def test_what_a_run_leaves_behind(finished):
+    config, result = finished
+    rows = result.metrics
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert rows[-1]["tokens"] == 12 * 4 * 24
+    assert [row["step"] for row in result.validation] == [3, 6, 9, 12]
+    # Half of the peak, both warm-up steps, and the cosine's last step.
+    assert rows[0]["learning_rate"] == pytest.approx(1.5e-3)
+    assert rows[1]["learning_rate"] == rows[2]["learning_rate"] == pytest.approx(3e-3)
+    last = 3e-3 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 9 / 10)))
+    assert rows[-1]["learning_rate"] == pytest.approx(last)
+    assert all(row["seconds"] > 0 and row["mfu"] is None for row in rows)
+    run = json.loads((result.directory / "run.json").read_text())
+    assert run["config"]["optimizer"]["b2"] == 0.95  # resolved: defaults are written out
+    assert run["environment"]["jax"] == jax.__version__
+    assert (result.directory / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in (result.directory / "checkpoints").iterdir()] == ["12"]
+
+
+def test_the_model_loads_and_is_the_one_that_was_validated(finished):
+    config, result = finished
+    lm = jl.load(result.model)
+    assert lm.config.layer_types == ("gla", "attention") and lm.tokenizer.vocab_size == 256
+    data = TokenFile.open(config.data.tokens)
+    _, held_out = data.split(120)
+    rows = np.stack([held_out.window(index, 24) for index in range(4)])
+    logits = lm.logits(rows[:, :-1], np.full(4, 24))
+    logp = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    nll = -np.mean(np.take_along_axis(logp, rows[:, 1:, None], axis=2))
+    assert result.validation[-1]["validation_loss"] == pytest.approx(nll, rel=1e-5)
+    assert lm.generate(["The "], max_new_tokens=3)[0].tokens
+
+
+def test_a_finished_run_is_not_run_again(finished, monkeypatch):
+    config, result = finished
+    monkeypatch.setattr(loop, "update", None)
+    again = train(config, result.directory)
+    assert again.metrics == result.metrics
+
+
+def test_ctrl_c_saves_the_step_under_way_and_says_how_to_go_on(finished, tmp_path, capsys):
+    config, whole = finished
+    update, calls = loop.update, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 6:  # two steps behind the last checkpoint
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path / "run", progress=True)
+    err = capsys.readouterr().err
+    assert "step 6 is saved; the same command goes on from there" in err
+    assert "step 3: validation loss" in err
+    result = train(config, tmp_path / "run", progress=True)
+    assert "goes on after step 6 of 12" in capsys.readouterr().err
+    assert _curve(result.metrics) == _curve(whole.metrics)
+
+
+def test_more_steps_extend_a_finished_run(finished, tmp_path):
+    """Under the longer schedule from where it is; fewer are another run."""
+    config, whole = finished
+    shutil.copytree(whole.directory, tmp_path / "run")
+    result = train(dataclasses.replace(config, steps=14), tmp_path / "run")
+    assert _curve(result.metrics[:12]) == _curve(whole.metrics)
+    assert [row["step"] for row in result.metrics[12:]] == [13, 14]
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run["config"]["steps"] == 14 and run["extended"] == [12]
+    with pytest.raises(JaxLlamaError, match="its steps is 14, and here it is 12"):
+        train(config, tmp_path / "run")
+
+
+def test_a_folder_of_another_run_is_left_alone(finished, tmp_path):
+    config, result = finished
+    before = (result.directory / "run.json").read_bytes()
+    with pytest.raises(JaxLlamaError, match="another run is there: its optimizer.b2 is 0.95.*0.9;"):
+        other = dataclasses.replace(config.optimizer, b2=0.9)
+        train(dataclasses.replace(config, optimizer=other), result.directory)
+    assert (result.directory / "run.json").read_bytes() == before
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(JaxLlamaError, match="not a run's folder: it holds 'thesis.txt'"):
+        train(config, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_two_processes_do_not_share_a_folder(finished, tmp_path):
+    config, _ = finished
+    run = loop.RunDirectory(tmp_path / "run", config, "sha")
+    with pytest.raises(JaxLlamaError, match="another process is running this"):
+        loop.RunDirectory(tmp_path / "run", config, "sha")
+    run.close()
+    loop.RunDirectory(tmp_path / "run", config, "sha").close()
+
+
+def test_a_loss_that_is_no_number_ends_the_run(finished, tmp_path, monkeypatch):
+    config, _ = finished
+    update = loop.update
+
+    def broken(*args):
+        state, metrics = update(*args)
+        return state, {**metrics, "loss": jnp.float32(jnp.nan)}
+
+    monkeypatch.setattr(loop, "update", broken)
+    with pytest.raises(JaxLlamaError, match="the loss is nan at step 1; a lower learning_rate"):
+        train(config, tmp_path / "run")
+
+
+# Arithmetic
+
+
+def test_flops_by_hand():
+    llama = jl.load_config("llama-3.2-1b")
+    d, f, v, layers = 2048, 8192, 128256, 16
+    weights = layers * (d * (2048 + 2 * 512) + 2048 * d + 3 * d * f) + v * d
+    assert matmul_weights(llama) == weights
+    attention = layers * 2 * 4096 * 32 * 64
+    assert flops_per_token(llama, 4096) == 3 * (2 * weights + attention)
+    gla = jl.load_config("gla-1.3b")
+    assert parameters(gla) == pytest.approx(1.37e9, rel=0.01)
+    state = 24 * 4 * 4 * 256 * 512
+    assert flops_per_token(gla, 2048) == 3 * (2 * matmul_weights(gla) + state)
+    assert flops_per_token(gla, 2048) == flops_per_token(gla, 65536)
+    window = llama.replace(sliding_window=64)
+    keys = np.mean(np.minimum(np.arange(4096) + 1, 64))  # what a query sees, counted
+    want = 3 * (2 * weights + layers * 4 * 32 * 64 * keys)
+    assert flops_per_token(window, 4096) == pytest.approx(want, rel=1e-3)

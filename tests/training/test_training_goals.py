@@ -1,0 +1,296 @@
+"""Quantization-aware training and distillation: what is learned, and what is left alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from jaxllama import generation
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.decoder import block, layer_config
+from jaxllama.quantization.quantize import quantize_params
+from jaxllama.training import loop, train
+from jaxllama.training.config import QuantizeConfig
+from jaxllama.training.data import TokenFile
+from jaxllama.training.distill import (
+    answer_scales,
+    mixer_loss,
+    scaled,
+    student_config,
+    student_params,
+)
+from jaxllama.training.forward import embed
+from jaxllama.training.quantization_aware import GridWeight, prepare, quantized, rounded
+from jaxllama.training.start import begin
+from jaxllama.training.step import init_state, loss
+from pallas_kernels.fake_quantize import RANGES, fake_quantize, to_qtensor
+from pallas_kernels.qtensor import QTensor, dequantize
+from tests.helpers.models import params_of, relative_error, tokens_of
+from tests.helpers.training_cases import byte_model, run_config, token_file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("goals")
+
+
+@pytest.fixture(scope="module")
+def teacher(folder):
+    """A Llama that has learned a little, so that there is something to imitate."""
+    cfg = byte_model("gqa", tie_embeddings=True, d_ff=64)
+    return train(run_config(folder, cfg, steps=60, learning_rate=1e-2), folder / "teacher").model
+
+
+# Fake quantization
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("words", ["int8", "int4"])
+def test_fake_quantize_and_its_gradients_are_the_equations(words, zeros):
+    """Against numpy in float64, with weights beyond both ends of the range."""
+    rng = np.random.default_rng(0)
+    low, high = RANGES[words]
+    w = rng.standard_normal((6, 32)).astype(np.float32)
+    scale = (rng.uniform(1.0, 2.5, (6, 4)) / high).astype(np.float32)  # some weights are clipped
+    zero = rng.uniform(-0.5, 0.5, (6, 4)).astype(np.float32) if zeros else None
+    dy = rng.standard_normal(w.shape).astype(np.float32)
+
+    shift = 0 if zero is None else zero[..., None].astype(np.float64)
+    n = (w.reshape(6, 4, 8) - shift) / scale[..., None].astype(np.float64)
+    q = np.clip(np.round(n), low, high)
+    inside = (n >= low) & (n <= high)
+    assert 0.05 < np.mean(~inside) < 0.5
+    d = dy.reshape(6, 4, 8)
+    want = [
+        q * scale[..., None] + shift,
+        np.where(inside, d, 0),
+        np.sum(d * (q - np.where(inside, n, 0)), axis=-1),
+        np.sum(np.where(inside, 0, d), axis=-1),
+    ]
+    y, pull = jax.vjp(lambda *args: fake_quantize(*args, words), w, scale, zero)
+    d_w, d_scale, d_zero = pull(jnp.asarray(dy))
+    got = [y.reshape(6, 4, 8), d_w.reshape(6, 4, 8), d_scale, d_zero]
+    for a, b in zip(got[: 3 + zeros], want, strict=False):
+        assert relative_error(a, b) < 1e-5
+    np.testing.assert_array_equal(y, dequantize(to_qtensor(jnp.asarray(w), scale, zero, words)))
+
+
+def test_fake_quantize_of_nothing_and_of_a_lost_scale_is_finite():
+    w = jnp.zeros((2, 8)).at[1].set(1.0)
+    scale = jnp.asarray([[0.0], [-1.0]])
+    y, pull = jax.vjp(lambda *args: fake_quantize(*args, None, "int4"), w, scale)
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in (y, *pull(jnp.ones_like(y))))
+    with pytest.raises(ValueError, match="'int3' are not one of int8, int4"):
+        fake_quantize(w, scale, None, "int3")
+    with pytest.raises(ValueError, match="does not fit"):
+        fake_quantize(w, jnp.ones((2, 3)), None)
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a16"])
+def test_training_begins_at_round_to_nearest_s_words(scheme):
+    params = params_of(byte_model("gla", d_ff=64, n_layers=1, layer_types=("gla",)))
+    grids = prepare(params, QuantizeConfig(scheme))
+    want = quantize_params(params, f"{scheme}-sym")
+    is_q = lambda leaf: isinstance(leaf, QTensor)  # noqa: E731
+    same = jax.tree.map(np.testing.assert_array_equal, quantized(grids), want, is_leaf=None)
+    assert sum(map(is_q, jax.tree.leaves(want, is_leaf=is_q))) == 7 + 1, same
+    floats = rounded(grids)
+    for path in (("layer_0", "mixer", "q"), ("layer_0", "mlp", "down"), ("head",)):
+        get = functools.partial(functools.reduce, lambda tree, key: tree[key], (*path, "weight"))
+        np.testing.assert_array_equal(get(floats), dequantize(get(want)))
+    assert floats["embed"]["weight"] is params["embed"]["weight"]
+
+
+def test_quantization_aware_training_beats_rounding(folder, teacher, tmp_path):
+    """Where rounding costs something: columns of ``down`` are 16 times larger than their neighbours
+    and the rows that feed them smaller, which is the same function until it is rounded in groups.
+    Step 0 is rounding to nearest; what counts is the distance to the model that was rounded."""
+    lm = jl.load(teacher)
+    params = jax.tree.map(jnp.asarray, lm.params)
+    for name in ("layer_0", "layer_1"):
+        mlp = params[name]["mlp"]
+        factors = jnp.ones((64,)).at[::16].set(16.0)
+        gate_up = mlp["gate_up"]["weight"].at[64:].divide(factors[:, None])
+        mlp["gate_up"], mlp["down"] = (
+            {"weight": weight} for weight in (gate_up, mlp["down"]["weight"] * factors)
+        )
+    hf.save(tmp_path / "planted", lm.config, params,
+            TokenFile.open(token_file(folder)).tokenizer_files)  # fmt: skip
+    config = run_config(
+        folder, init_from=str(tmp_path / "planted"), learning_rate=2e-3, steps=40, batch_size=8,
+        quantize={"scheme": "w4a16"}, optimizer={"warmup_steps": 2, "weight_decay": 0.0},
+        distill={"teacher": str(tmp_path / "planted"), "ce_weight": 0.0},
+    )  # fmt: skip
+    curve = [row["kl"] for row in train(config, tmp_path / "run").metrics]
+    assert curve[0] > 1e-3, "rounding costs nothing here"
+    assert np.mean(curve[-5:]) < curve[0] / 10
+
+
+def test_quantization_aware_training_learns_weights_scales_and_zeros(folder, teacher, tmp_path):
+    """It begins at the rounded checkpoint's loss, and ends on a grid that has moved."""
+    config = run_config(folder, init_from=str(teacher), learning_rate=2e-3, remat=True,
+                        quantize={"scheme": "w4a16", "zeros": True})  # fmt: skip
+    result = train(config, tmp_path / "run")
+    data = TokenFile.open(token_file(folder))
+    plan, params, _ = begin(config, data)
+    grids = prepare(params, config.quantize)
+    rows = jnp.asarray(data.batch(0, 4, 24, config.seed))
+    first, _ = jax.jit(functools.partial(loss, plan))(grids, None, rows)
+    curve = [row["loss"] for row in result.metrics]
+    assert curve[0] == pytest.approx(float(first), rel=1e-5)
+    assert np.mean(curve[-4:]) < np.mean(curve[:4])
+    checkpoints = loop.Checkpoints(result.directory / "checkpoints", 1)
+    state = checkpoints.restore(12, jax.device_put(init_state(plan, params), jax.devices()[0]))
+    checkpoints.close()
+    after, before = (tree["layer_0"]["mlp"]["gate_up"]["weight"] for tree in
+                     (state["params"], grids))  # fmt: skip
+    # A zero has a gradient only where one of its group's weights is clipped.
+    for part, least in (("w", 0.9), ("scale", 0.9), ("zero", 0.3)):
+        moved = np.asarray(getattr(after, part)) != np.asarray(getattr(before, part))
+        assert np.mean(moved) > least, part
+    # What is saved are the words, the scales and the zeros, and they stand for the same floats.
+    lm = jl.load(result.model)
+    weight = lm.params["layer_0"]["mlp"]["gate_up"]["weight"]
+    assert isinstance(weight, QTensor) and weight.dtype == jnp.int4 and weight.group_size == 32
+    floats = rounded(state["params"])["layer_0"]["mlp"]["gate_up"]["weight"]
+    np.testing.assert_array_equal(dequantize(weight), floats)
+    assert lm.generate(["The "], max_new_tokens=2)[0].tokens
+
+
+# Distillation
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def imitation_loss(student, teacher, params, teacher_params, tokens):
+    dtype = jnp.dtype(jnp.float32)
+    return mixer_loss(student, teacher, params, teacher_params, tokens, dtype, remat=False)[0]
+
+
+def test_a_student_is_its_teacher_but_for_the_mixers(teacher):
+    lm = jl.load(teacher)
+    cfg = student_config(lm.config, (1,))
+    assert cfg.layer_types == ("gla", "attention") and cfg.gla_head_dims == (8, 8)
+    params = student_params(cfg, lm.params, jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(generation.init_params, cfg), jax.random.key(0))
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
+    np.testing.assert_array_equal(params["embed"]["weight"], lm.params["embed"]["weight"])
+    jax.tree.map(np.testing.assert_array_equal, params["layer_1"], lm.params["layer_1"])
+    for part in ("mlp", "mlp_norm", "mixer_norm"):
+        jax.tree.map(np.testing.assert_array_equal, params["layer_0"][part],
+                     lm.params["layer_0"][part])  # fmt: skip
+    mixer, attention = params["layer_0"]["mixer"], lm.params["layer_0"]["mixer"]
+    qkv = np.concatenate([mixer[name]["weight"] for name in "qkv"])
+    np.testing.assert_array_equal(qkv, attention["qkv"]["weight"])
+    np.testing.assert_array_equal(mixer["o"]["weight"], attention["o"]["weight"])
+    bias = np.asarray(mixer["gk_1"]["bias"]).reshape(2, 8)
+    np.testing.assert_allclose(bias[0], np.linspace(-2, 4, 8), rtol=1e-6)
+    np.testing.assert_array_equal(bias[0], bias[1])
+
+
+def test_mixer_loss_compares_what_the_teacher_s_layers_took_and_gave(teacher):
+    """With attention kept in layer 0 and GLA in layer 1: by hand from the whole models."""
+    lm = jl.load(teacher)
+    cfg = student_config(lm.config, (0,))
+    params = student_params(cfg, lm.params, jax.random.key(0))
+    tokens = tokens_of(lm.config, 2, 12)
+    got = imitation_loss(cfg, lm.config, params, lm.params, tokens)
+
+    # A student whose MLP of layer 1 is zero shows the mixer's answer in its last residual stream.
+    @functools.partial(jax.jit, static_argnums=0)
+    def last_stream(config, tree):
+        stream, at = embed(lm.config, lm.params, tokens, jnp.dtype(jnp.float32))
+        first, last = (layer_config(config, index) for index in range(2))
+        stream, _ = block(*first, tree["layer_0"], stream, None, at)
+        before = stream.total
+        silent = jax.tree.map(jnp.zeros_like, tree["layer_1"]["mlp"])
+        stream, _ = block(*last, {**tree["layer_1"], "mlp": silent}, stream, None, at)
+        return stream.total - before
+
+    streams = {
+        "student": np.asarray(last_stream(cfg, params), np.float64),
+        "teacher": np.asarray(last_stream(lm.config, lm.params), np.float64),
+    }
+    error = np.sum((streams["student"] - streams["teacher"]) ** 2)
+    assert float(got) == pytest.approx(error / np.sum(streams["teacher"] ** 2), rel=1e-4)
+
+
+def test_a_student_s_first_answers_have_the_teacher_s_size(teacher, folder):
+    """Then they are not far off: a layer's loss is 1 - r^2 at the least-squares factor."""
+    lm = jl.load(teacher)
+    cfg = student_config(lm.config)
+    params = student_params(cfg, lm.params, jax.random.key(0))
+    tokens = TokenFile.open(token_file(folder)).batch(0, 4, 24, 0)
+    scales = answer_scales(cfg, lm.config, params, lm.params, tokens)
+    assert scales.shape == (2,) and bool(jnp.all(scales > 0))
+    before = imitation_loss(cfg, lm.config, params, lm.params, tokens)
+    params = scaled(params, scales)
+    at = imitation_loss(cfg, lm.config, params, lm.params, tokens)
+    assert float(at) <= 1.0 and float(at) < float(before)
+    again = answer_scales(cfg, lm.config, params, lm.params, tokens)
+    np.testing.assert_allclose(again, 1.0, rtol=1e-4)  # nothing is left to scale
+
+
+def test_distillation_end_to_end(teacher, folder, tmp_path):
+    """Mixers, then logits; each falls, the first touches nothing but mixers, and what comes out is
+    a model that loads."""
+    common = {"teacher": str(teacher)}
+    first = run_config(folder, distill={**common, "objective": "mixers"}, learning_rate=1e-2)
+    mixers = train(first, tmp_path / "mixers")
+    curve = [row["loss"] for row in mixers.metrics]
+    assert curve[-1] < 0.9 * curve[0]
+    lm, student = jl.load(teacher), jl.load(mixers.model)
+    assert student.config.layer_types == ("gla", "gla")
+    for part in ("embed", "norm"):
+        jax.tree.map(np.testing.assert_array_equal, student.params[part], lm.params[part])
+    for part in ("mlp", "mlp_norm", "mixer_norm"):
+        ours, theirs = (tree["layer_0"][part] for tree in (student.params, lm.params))
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    second = run_config(
+        folder, init_from=str(mixers.model), distill={**common, "temperature": 2.0}, remat=True
+    )
+    whole = train(second, tmp_path / "logits")
+    rows = whole.metrics
+    assert rows[-1]["kl"] < rows[0]["kl"]
+    for row in rows:
+        assert row["loss"] == pytest.approx(4.0 * row["kl"] + 0.1 * row["ce"], rel=1e-5)
+    assert jl.load(whole.model).generate(["The "], max_new_tokens=2)[0].tokens
+
+
+def test_teachers_that_do_not_fit_are_refused(teacher, folder, tmp_path):
+    lm = jl.load(teacher)
+    for layers, message in (((5,), "5 is not a layer of"), ((0, 1), "nothing is left to replace")):
+        with pytest.raises(JaxLlamaError, match=message):
+            student_config(lm.config, layers)
+    with pytest.raises(JaxLlamaError, match="has GLA layers"):
+        student_config(byte_model("gla"))
+    other = byte_model("gla", d_model=64)
+    hf.save(tmp_path / "wide", other, generation.init_params(other, jax.random.key(0)))
+    config = run_config(folder, init_from=str(tmp_path / "wide"),
+                        distill={"teacher": str(teacher), "objective": "mixers"})  # fmt: skip
+    with pytest.raises(JaxLlamaError, match="layers and width"):
+        train(config, tmp_path / "run")
+    assert not isinstance(lm.params["embed"]["weight"], GridWeight)
+
+
+def test_what_only_data_and_checkpoints_can_contradict(teacher, folder, tmp_path):
+    small = byte_model("gqa", d_ff=64).replace(vocab_size=100)
+    for change, message in (
+        ({"cfg": small}, "ids up to 255, but .* vocab_size is 100"),
+        ({"init_from": str(teacher), "sequence_length": 5000}, "exceeds .* max_position"),
+        ({"init_from": str(teacher), "sequence_length": 4000}, "one window needs 4001"),
+        ({"cfg": byte_model("gla", mlp_bias=True)}, "mlp_bias"),
+    ):
+        with pytest.raises(JaxLlamaError, match=message):
+            # None of them has taken a step, so the folder stays free.
+            train(run_config(folder, **change), tmp_path / "run")
+    config = run_config(folder, init_from=str(teacher))
+    lost = dataclasses.replace(config, data=dataclasses.replace(config.data, tokens="nowhere"))
+    with pytest.raises(JaxLlamaError, match="nowhere"):
+        train(lost, tmp_path / "other")
