@@ -25,6 +25,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.model import SCHEME, OffloadedModel
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Rows, Store, wait
+from jaxllama.offload.units import check_halves
 from jaxllama.quantization.scheme import parse, quantize_leaf, untie
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor
@@ -105,4 +106,5 @@ class Placement:
             params["embed"] = {"weight": table}
         if self.policy.attn_sparsity < 1:
             cfg = cfg.replace(attn_sparsity=self.policy.attn_sparsity)
+        check_halves(cfg, self.policy)
         return OffloadedModel(cfg, params, tokenizer, policy=self.policy, store=self.store)

@@ -220,7 +220,7 @@ class _Run:
             scheme = self.plan.of(_join(prefix, reader))
             if scheme is not None and _searches(scheme, self.method):
                 chosen.append((get(layer, reader)["weight"], scheme, _join(prefix, reader)))
-        if not chosen:
+        if not chosen or not site.source:
             return None
         weights = tuple(weight for weight, _, _ in chosen)
         channel = jnp.asarray(site.channel)

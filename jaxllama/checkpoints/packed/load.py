@@ -17,12 +17,14 @@ the quantization (``jaxllama.quantization``), GGUF (``checkpoints.gguf.load``).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxllama.checkpoints.folding import fold
 from jaxllama.checkpoints.hf.save import MAX_SHARD_BYTES
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.packed import awq as packed_awq
@@ -42,7 +44,7 @@ from jaxllama.checkpoints.packed.module import (
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import params as tensors
-from jaxllama.model.params import Param
+from jaxllama.model.params import Param, Source
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -125,14 +127,21 @@ def _leaf(spec: Param, part: Reader, files: Tensors, sources: Collection[str]) -
     parts: list[Part] = []
     for source, module, found in zip(spec.sources, modules, found_parts, strict=True):
         if found is None:
-            found = plain(source.name, source.shape, files)
+            plain(source.name, source.shape, files)
+            found = Part((source.name,), Param((source,), source.shape))
         elif module.has("bias") and f"{module.name}.bias" not in sources:
             # AutoGPTQ gives every Linear a bias; where the model has none it must be zeros.
             if module.read("bias").astype(np.float32).any():
                 raise module.error("bias", "not zero, and the config has no bias here")
             found = Part((*found.names, f"{module.name}.bias"), found.read)
+        if source.is_folded and not isinstance(found.read, Param):
+            found = Part(found.names, functools.partial(_folded, source, found.read))
         parts.append(found)
     return Leaf(tuple(parts))
+
+
+def _folded(source: Source, read: Callable[[], QTensor]) -> QTensor:
+    return fold(source, read())
 
 
 def read(
