@@ -34,12 +34,17 @@ def _rope(scaling: str, factor: float, **options: Any) -> ModelConfig:
     return _BASE.replace(rope=rope, max_position=max(longest, 32), head_dim=16)
 
 
+def is_variant(name: str) -> bool:
+    """A family's other options: live in the slow run, golden everywhere."""
+    return any(name == f"{kind}-{case}" for kind, case, _ in FAMILY_CASES if case)
+
+
 def _family(kind: str, case: str, **options: Any) -> ModelConfig:
     """The ModelConfig of a tiny config.json of that model type."""
     eps = "layer_norm_eps" if kind in ("stablelm", "cohere", "cohere2") else "rms_norm_eps"
     config = {
         "model_type": kind, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
         "max_position_embeddings": 128, eps: 1e-5, "bos_token_id": 1, "eos_token_id": None,
         "tie_word_embeddings": False,
     }  # fmt: skip
@@ -58,7 +63,7 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
 FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("qwen3", "", {}),
     ("qwen3", "window-bias", {
-        "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2,
+        "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1,
         "attention_bias": True, "tie_word_embeddings": True}),
     ("phi3", "", {}),
     ("phi3", "window", {"sliding_window": 9}),
@@ -67,9 +72,9 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         **_LONGROPE, "original_max_position_embeddings": 96, "head_dim": 16, "hidden_size": 64,
         "partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
     ("cwm", "", {"sliding_window": 9, "rope_parameters": _LLAMA3}),
-    ("smollm3", "", {"tie_word_embeddings": True}),
+    ("smollm3", "", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
     ("smollm3", "window-bias", {
-        "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 9,
+        "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 9,
         "attention_bias": True, "mlp_bias": True}),
     ("granite", "", {
         "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22,
@@ -84,8 +89,10 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("helium", "", {}),
     ("olmo2", "", {}),
     ("olmo2", "bias-yarn", {"attention_bias": True, "rope_scaling": _YARN}),
-    ("olmo3", "", {"sliding_window": 9}),
-    ("olmo3", "yarn", {"sliding_window": 9, "rope_scaling": _YARN, "rope_theta": 500000.0}),
+    ("olmo3", "", {"sliding_window": 9, "num_hidden_layers": 4}),
+    ("olmo3", "yarn", {
+        "sliding_window": 9, "rope_scaling": _YARN, "rope_theta": 500000.0,
+        "layer_types": ["full_attention", "sliding_attention"]}),
     ("gemma2", "", {
         "sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0, "tie_word_embeddings": True}),
@@ -97,8 +104,8 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "rope_local_base_freq": 100.0, "tie_word_embeddings": True,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ("gemma3_text", "layer-types", {
-        "sliding_window": 9, "query_pre_attn_scalar": 8, "layer_types": [
-            "full_attention", "sliding_attention", "sliding_attention", "full_attention"]}),
+        "sliding_window": 9, "query_pre_attn_scalar": 8,
+        "layer_types": ["full_attention", "sliding_attention"]}),
     ("glm", "", {}),
     ("glm4", "", {}),
     ("glm4", "no-bias", {"attention_bias": False, "partial_rotary_factor": 1.0}),
@@ -107,7 +114,9 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "hidden_size": 64, "head_dim": 16, "use_parallel_residual": True, "use_qkv_bias": True}),
     ("cohere", "", {"logit_scale": 0.25, "tie_word_embeddings": True}),
     ("cohere", "bias", {"logit_scale": 0.5, "attention_bias": True}),
-    ("cohere2", "", {"sliding_window": 9, "tie_word_embeddings": True, "logit_scale": 0.25}),
+    ("cohere2", "", {
+        "sliding_window": 9, "num_hidden_layers": 4, "tie_word_embeddings": True,
+        "logit_scale": 0.25}),
     ("cohere2", "pattern", {"sliding_window": 9, "sliding_window_pattern": 2}),
 )  # fmt: skip
 
@@ -141,6 +150,7 @@ CASES: dict[str, ModelConfig] = {
         truncate=False,
     ),  # fmt: skip
     "rope-yarn-amplitude": _rope("yarn", 4.0, original_max_position=16, attention_factor=1.3),
+    "llama-gelu": _BASE.replace(activation="gelu"),
     "embedding-scale": _BASE.replace(embedding_scale=True),
     "ministral": _BASE.replace(sliding_window=5, window_layers=(0, 2), n_layers=3, layer_types=()),
     "qwen2-alternating": _BASE.replace(qkv_bias=True, sliding_window=5, window_layers=(0,)),

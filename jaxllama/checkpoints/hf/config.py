@@ -263,7 +263,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 def _why_not(config: Mapping[str, Any], kind: str) -> str:
     """Why a model is not supported, with what is nearest to it."""
-    supported = sorted(set(_ARCHITECTURES.values()))
+    supported = tuple(dict.fromkeys(_ARCHITECTURES.values()))
     what = "not supported"
     if any("experts" in key for key in config) or "moe" in kind:
         what = "a mixture of experts, which is not supported"
@@ -273,7 +273,7 @@ def _why_not(config: Mapping[str, Any], kind: str) -> str:
         what = "a multimodal model whose text model is not supported"
     near = [name for name in difflib.get_close_matches(kind, supported, 3, 0.4) if name != kind]
     nearest = f"; nearest: {', '.join(near)}" if near else ""
-    return f"{what}{nearest}; supported: {', '.join(supported)}"
+    return f"{what}; supported: {', '.join(supported)}{nearest}"
 
 
 def _hf_model_type(cfg: ModelConfig) -> str:
@@ -355,6 +355,8 @@ def _rope(
         raise (read if scaling.get("rope_theta") else top).error("rope_theta", "must exceed 1")
     share = read.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
     turning = int(head_dim * share)
+    if share != 1 and "partial_rotary_factor" not in FAMILIES[family].defaults:
+        raise top.error("partial_rotary_factor", "only 1.0 is supported")
     if not 0 < share <= 1 or turning % 2 or not turning:
         raise top.error("partial_rotary_factor", f"must leave 2 to {head_dim} features, in twos")
     build = functools.partial(RopeConfig, theta, rotary_dim=None if share == 1 else turning)

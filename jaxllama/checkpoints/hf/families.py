@@ -161,7 +161,7 @@ FAMILIES: dict[str, Family] = {
         ("Phi3ForCausalLM",),
         defaults={
             "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "eos_token_id": 32000,
-            "original_max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0,
         },
         window="all",
         fixed={"attention_bias": (False, None), "mlp_bias": (False, None)},
