@@ -25,7 +25,12 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxllama.checkpoints import safetensors as safetensors_file
-from jaxllama.checkpoints.hf.config import check_preset, config_from_hf, config_to_hf
+from jaxllama.checkpoints.hf.config import (
+    check_preset,
+    config_from_hf,
+    config_to_hf,
+    text_config,
+)
 from jaxllama.checkpoints.hf.save import INDEX, WEIGHTS, save
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.safetensors import SafetensorsFile, TensorInfo, parse_json
@@ -38,6 +43,11 @@ from jaxllama.progress import working
 __all__ = ["check_preset", "config_from_hf", "config_to_hf", "load", "read_config", "save"]
 
 _FOLDED = 1 << 20  # elements that are folded at once
+# Where multimodal models keep the text decoder and its head.
+_TEXT_PARTS = (
+    ("model.language_model", "lm_head."),
+    ("language_model.model", "language_model.lm_head."),
+)
 _MAX_JSON = 1 << 26  # bytes; the largest index in use is about 200 KB
 # Tables that old checkpoints carry; they follow from the config.
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
@@ -50,11 +60,12 @@ def read_config(directory: str | Path, name: str | None = None) -> ModelConfig:
     """The ModelConfig of a directory's config.json (and generation_config.json, if there), untied
     where the weights beside it are."""
     directory = Path(directory)
-    cfg = _to_config(directory, _read_json(directory / "config.json"), name)
+    config = _read_json(directory / "config.json")
+    cfg = _to_config(directory, config, name)
     if not cfg.tie_embeddings or not any(directory.glob("*.safetensors")):
         return cfg
     with contextlib.ExitStack() as stack:
-        return _untied(directory, cfg, open_tensors(directory, stack))
+        return _untied(directory, cfg, _text_tensors(directory, config, stack))
 
 
 def is_packed(directory: str | Path) -> bool:
@@ -101,7 +112,7 @@ def load(
     config = _read_json(directory / "config.json")
     found = _to_config(directory, config)
     with contextlib.ExitStack() as stack:
-        files = open_tensors(directory, stack)
+        files = _text_tensors(directory, config, stack)
         if found.n_layers > len(files):  # before a table of that many layers is made
             raise JaxLlamaError(
                 f"{directory}: num_hidden_layers = {found.n_layers}, "
@@ -140,6 +151,28 @@ def load(
 
 
 Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
+
+
+def _text_tensors(directory: Path, config: dict[str, Any], stack: contextlib.ExitStack) -> Tensors:
+    """``open_tensors``; of a multimodal model's those of its text decoder, by their own names."""
+    files = open_tensors(directory, stack)
+    if text_config(config) is config:
+        return files
+    for base, head in _TEXT_PARTS:
+        if f"{base}.embed_tokens.weight" in files:
+            text = {name: files[name] for name in files if name.startswith((base + ".", head))}
+            warnings.warn(
+                f"{directory}: a multimodal model: its text decoder alone is read, "
+                f"{len(files) - len(text)} other tensors are not",
+                WeightWarning,
+                stacklevel=1,
+            )
+            own = {base: "model", head: "lm_head."}
+            return {
+                next(new + name[len(old) :] for old, new in own.items() if name.startswith(old)): at
+                for name, at in text.items()
+            }
+    raise JaxLlamaError(f"{directory}: no text decoder's embed_tokens.weight in its files")
 
 
 def open_tensors(directory: Path, stack: contextlib.ExitStack) -> Tensors:
