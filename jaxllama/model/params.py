@@ -116,25 +116,28 @@ def rows(parts: Sequence[Source], **facts: Any) -> Param:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """What a checkpoint family calls the parts of a decoder; ``layer`` takes the index.  One name
-    for ``qkv`` or ``gate_up``: the file has them in one tensor."""
+    """What a checkpoint family calls the parts of a decoder; ``layer`` takes the index.  ``mixer``
+    and ``mlp`` go before their tensors' names.  One name for ``qkv`` or ``gate_up``: the file has
+    them in one tensor."""
 
     embed: str = "model.embed_tokens"
     layer: str = "model.layers.{}"
     mixer_norm: str = "input_layernorm"
-    mixer: str = "self_attn"
+    mixer: str = "self_attn."
     mixer_out_norm: str = "post_self_attn_layernorm"
     mlp_norm: str = "post_attention_layernorm"
-    mlp: str = "mlp"
+    mlp: str = "mlp."
     mlp_out_norm: str = "post_mlp_layernorm"
     norm: str = "model.norm"
     head: str = "lm_head"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    o: str = "o_proj"
+    down: str = "down_proj"
 
 
 LLAMA = Names()
-FLA = Names(embed="model.embeddings", mixer_norm="attn_norm", mixer="attn", mlp_norm="mlp_norm")
+FLA = Names(embed="model.embeddings", mixer_norm="attn_norm", mixer="attn.", mlp_norm="mlp_norm")
 _BEHIND = {"mixer_out_norm": "post_attention_layernorm",
            "mlp_out_norm": "post_feedforward_layernorm"}  # fmt: skip
 _GEMMA = Names(mlp_norm="pre_feedforward_layernorm", **_BEHIND)
@@ -151,13 +154,17 @@ FAMILIES = {
 }
 
 
-def param_table(cfg: ModelConfig, present: Collection[str] = ()) -> dict[Path, Param]:
+def param_table(
+    cfg: ModelConfig, present: Collection[str] = (), names: Names | None = None
+) -> dict[Path, Param]:
     """See the module docstring.
 
     present: a checkpoint's tensors, where a family has had more than one name for a thing; without
         them the names are the library's present ones.
+    names: another container's (GGUF), instead of those of the family's Hugging Face directories.
     """
-    names = FLA if "gla" in cfg.layer_types else FAMILIES.get(cfg.stored.family, LLAMA)
+    if names is None:
+        names = FLA if "gla" in cfg.layer_types else FAMILIES.get(cfg.stored.family, LLAMA)
     d, stored = cfg.d_model, cfg.stored
     table: dict[Path, Param] = {
         ("embed", "weight"): one(
@@ -219,7 +226,7 @@ def _attention(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]
         {"scale": scale, "turned": turned(count) if moves and count else None}
         for scale, count in zip(scales, heads, strict=False)
     ]
-    sources = [f"{prefix}.{name}" for name in names.qkv]
+    sources = [f"{prefix}{name}" for name in names.qkv]
     parts = list(zip(sources, n_rows, folds, strict=False))
     table = _fused("qkv", parts, cfg.d_model, cfg.qkv_bias)
     if cfg.qk_norm != "none":
@@ -228,9 +235,9 @@ def _attention(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]
             fold = {"scale": scale, "offset": scale * stored.norm_offset,
                     "turned": turned(width // h) if moves else None}  # fmt: skip
             table[name, "weight"] = one(
-                f"{prefix}.{name}.weight", width, mean=1.0, std=0.0, fold=fold
+                f"{prefix}{name}.weight", width, mean=1.0, std=0.0, fold=fold
             )
-    o = _back("o", f"{prefix}.o_proj", cfg.d_model, q, cfg.o_bias, stored.residual)
+    o = _back("o", f"{prefix}{names.o}", cfg.d_model, q, cfg.o_bias, stored.residual)
     return table | o
 
 
@@ -239,12 +246,12 @@ def _mlp(
 ) -> dict[Path, Param]:
     """gate and up fused by rows, and down.  Old checkpoints of flash-linear-attention have both in
     one tensor, too."""
-    gate_up = [f"{prefix}.{name}" for name in names.gate_up]
+    gate_up = [f"{prefix}{name}" for name in names.gate_up]
     if f"{gate_up[0]}.weight" in present and f"{gate_up[-1]}.weight" not in present:
         gate_up = gate_up[:1]
     parts = [(name, 2 * cfg.d_ff // len(gate_up), {}) for name in gate_up]
     table = _fused("gate_up", parts, cfg.d_model, cfg.mlp_bias)
-    down = f"{prefix}.down_proj"
+    down = f"{prefix}{names.down}"
     residual = cfg.stored.residual
     return table | _back("down", down, cfg.d_model, cfg.d_ff, cfg.mlp_bias, residual)
 
@@ -278,28 +285,28 @@ def _gla(cfg: ModelConfig, prefix: str, present: Collection[str]) -> dict[Path, 
     q, k, v = gla.n_heads * d_k, gla.n_kv_heads * d_k, gla.n_kv_heads * d_v
     d, out = cfg.d_model, gla.n_heads * d_v
     table: dict[Path, Param] = {
-        ("q", "weight"): one(f"{prefix}.q_proj.weight", q, d),
-        ("k", "weight"): one(f"{prefix}.k_proj.weight", k, d),
-        ("v", "weight"): one(f"{prefix}.v_proj.weight", v, d),
+        ("q", "weight"): one(f"{prefix}q_proj.weight", q, d),
+        ("k", "weight"): one(f"{prefix}k_proj.weight", k, d),
+        ("v", "weight"): one(f"{prefix}v_proj.weight", v, d),
     }
     if gla.use_short_conv:
         for name, width in (("q", q), ("k", k), ("v", v)):
             # The checkpoint's [features, 1, W] is the same memory.
-            source = Source(f"{prefix}.{name}_conv1d.weight", (width, 1, gla.conv_size))
+            source = Source(f"{prefix}{name}_conv1d.weight", (width, 1, gla.conv_size))
             table[f"{name}_conv", "weight"] = Param(
                 (source,), (width, gla.conv_size), std=gla.conv_size**-0.5
             )
     rank = gla.gate_low_rank_dim
-    table["gk_0", "weight"] = one(f"{prefix}.gk_proj.0.weight", rank, d)
-    table["gk_1", "weight"] = one(f"{prefix}.gk_proj.1.weight", k, rank)
-    table["gk_1", "bias"] = one(f"{prefix}.gk_proj.1.bias", k, std=0.0)
-    norm = f"{prefix}.g_norm"
+    table["gk_0", "weight"] = one(f"{prefix}gk_proj.0.weight", rank, d)
+    table["gk_1", "weight"] = one(f"{prefix}gk_proj.1.weight", k, rank)
+    table["gk_1", "bias"] = one(f"{prefix}gk_proj.1.bias", k, std=0.0)
+    norm = f"{prefix}g_norm"
     if gla.use_output_gate:
-        table["g", "weight"] = one(f"{prefix}.g_proj.weight", out, d)
+        table["g", "weight"] = one(f"{prefix}g_proj.weight", out, d)
         if f"{norm}.weight" not in present:
-            norm = f"{prefix}.g_norm_swish_gate"
+            norm = f"{prefix}g_norm_swish_gate"
     table["g_norm", "weight"] = one(f"{norm}.weight", d_v, mean=1.0, std=0.0)
-    return table | _back("o", f"{prefix}.o_proj", d, out, False)
+    return table | _back("o", f"{prefix}o_proj", d, out, False)
 
 
 def nested(table: Mapping[Path, Any]) -> dict[str, Any]:

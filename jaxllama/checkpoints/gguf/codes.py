@@ -4,18 +4,29 @@
     Q4_1 Q5_1         groups of 32   word * d + m
     Q4_K Q5_K         groups of 32   word * (d * s) - dmin * m     s, m: 6 bits each, 8 to a block
     Q6_K              groups of 16   (word - 32) * (d * s)         s: 8 bits
+    Q2_K              groups of 16   word * (d * s) - dmin * m     s, m: 4 bits each
+    Q3_K              groups of 16   (word - 4) * (d * (s - 32))   s: 6 bits
+    TQ1_0 TQ2_0       groups of 256  (word - 1) * d
+    IQ4_NL MXFP4      groups of 32   table[word] * d               d of MXFP4: a power of two
+    IQ4_XS            groups of 32   table[word] * (d * (s - 32))  s: 6 bits
 
 d, dmin and m of the first rows are float16, so ``d * s`` and ``dmin * m`` are exact in float32, and
 so is their product with a word.  Words of 4 bits that are unsigned in the file become int4 with
 ``zero = m + 8 d`` where that sum is exact too (it is unless the two are some 2^9 apart); otherwise
-they stay 0..15, as int8.  Source: llama.cpp's ggml-quants.
+they stay 0..15, as int8.  So do a table's values, -127 to 113 at most, which is exact but twice the
+file's size.  IQ1, IQ2, IQ3 and NVFP4 are read as floats alone: their words are vectors of a table,
+under 4 bits a weight, which int8 would make three times larger.  Source: llama.cpp's ggml-quants.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+import gguf.quants
+import ml_dtypes
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
 
 from jaxllama.checkpoints.packed.codes import INT4
@@ -23,9 +34,33 @@ from jaxllama.checkpoints.packed.codes import INT4
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
 
-KEPT = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K)
-_GROUP = {Type.Q6_K: 16}  # columns that share a scale; 32 of any other
-_MINIMUM = (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K)
+# What gguf keeps as floats, and every type that it dequantizes.
+_PLAIN = {Type.F32: np.dtype("<f4"), Type.F16: np.dtype("<f2"),
+          Type.BF16: np.dtype(ml_dtypes.bfloat16)}  # fmt: skip
+FLOATS = tuple(_PLAIN)
+READABLE = FLOATS + tuple(
+    kind for kind in Type if hasattr(gguf.quants, kind.name) and kind not in _PLAIN
+)
+KEPT = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q2_K, Type.Q3_K, Type.Q4_K,
+        Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.TQ1_0,
+        Type.TQ2_0)  # fmt: skip
+# Columns that share a scale; 32 of any other.
+_GROUP = {Type.Q2_K: 16, Type.Q3_K: 16, Type.Q6_K: 16, Type.TQ1_0: 256, Type.TQ2_0: 256}
+_MINIMUM = (Type.Q4_1, Type.Q5_1, Type.Q2_K, Type.Q4_K, Type.Q5_K)
+# Whose words fit four bits as they are, and with 8 taken off.
+_INT4 = (Type.Q4_0, Type.Q2_K, Type.Q3_K, Type.TQ1_0, Type.TQ2_0)
+_UINT4 = (Type.Q4_1, Type.Q4_K)
+
+
+def to_floats(raw: np.ndarray, kind: Type) -> np.ndarray:
+    """Rows of bytes as gguf dequantizes them, float32 (or the type's own floats)."""
+    raw = np.ascontiguousarray(raw)
+    if kind in _PLAIN:
+        return raw.view(_PLAIN[kind])
+    # The rows' method and not gguf.quants.dequantize, which works on 16 rows at a time: 10x slower.
+    quant = getattr(gguf.quants, kind.name)
+    quant.init_grid()
+    return quant.dequantize_rows(raw)
 
 
 class Words(NamedTuple):
@@ -39,7 +74,7 @@ class Words(NamedTuple):
     def fill(self, rows: slice, raw: np.ndarray) -> None:
         """Take ``raw[rows, bytes]``."""
         target = self.q[rows]
-        size = 256 if self.kind.name.endswith("_K") else 32
+        size = GGML_QUANT_SIZES[self.kind][0]
         blocks = np.ascontiguousarray(raw).reshape(len(target), target.shape[1] // size, -1)
         words, scale, minimum = _block(self.kind, blocks)
         target[...] = words.reshape(target.shape)
@@ -58,9 +93,9 @@ class Words(NamedTuple):
 
         q, scale, minimum = self.q, self.scale, self.minimum
         if minimum is None:
-            return QTensor(q.astype(INT4) if self.kind == Type.Q4_0 else q, scale)
-        if self.kind not in (Type.Q4_1, Type.Q4_K):
-            return QTensor(q, scale, minimum)
+            return QTensor(q.astype(INT4) if self.kind in _INT4 else q, scale)
+        if self.kind not in _UINT4:
+            return QTensor(q.astype(INT4) if self.kind in _INT4 else q, scale, minimum)
         zero = minimum + np.float32(8.0) * scale
         exact = minimum.astype(np.float64) + 8.0 * scale.astype(np.float64)
         if not np.array_equal(zero.astype(np.float64), exact, equal_nan=True):
@@ -92,6 +127,13 @@ def _block(kind: Type, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
         return words - np.int8(16), _half(raw, 0), None
     if kind == Type.Q6_K:
         return _q6_k(raw)
+    if kind in _SCALES:
+        return _looked_up(kind, raw, _SCALES[kind](raw))
+    if kind == Type.Q2_K:
+        four = raw[..., 16:80].reshape(*raw.shape[:-1], 2, 1, 32)
+        words = (four >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3).view(np.int8)
+        low, high = raw[..., :16] & 15, raw[..., :16] >> 4
+        return words, _half(raw, 80) * low, -(_half(raw, 82) * high)
     scales, minima = _six_bits(raw[..., 4:16])
     words = _pairs(raw[..., -128:])
     if kind == Type.Q5_K:
@@ -133,3 +175,42 @@ def _q6_k(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, None]:
     words = low.reshape(*high.shape) | high << 4
     scales = raw[..., 192:208].copy().view(np.int8).astype(np.float32)
     return words.view(np.int8) - np.int8(32), _half(raw, 208) * scales, None
+
+
+def _looked_up(
+    kind: Type, raw: np.ndarray, scale: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, None]:
+    """Words of a table: what gguf dequantizes, a product that is exact, over the scale again."""
+    rows = raw.reshape(raw.shape[0], -1)
+    groups = to_floats(rows, kind).reshape(*scale.shape[:2], scale.shape[2], -1)
+    words = np.divide(
+        groups, scale[..., None], out=np.zeros_like(groups), where=scale[..., None] != 0
+    )
+    return np.rint(np.nan_to_num(words, posinf=0, neginf=0)).astype(np.int8), scale, None
+
+
+def _q3_k_scales(raw: np.ndarray) -> np.ndarray:
+    """12 bytes as 16 scales of 6 bits: 4 low bits in the first 8, 2 high ones in the last 4."""
+    low, high = raw[..., 96:104], raw[..., 104:108]
+    low = np.concatenate((low & 15, low >> 4), axis=-1)
+    high = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
+    return _half(raw, 108) * ((low | high << 4).astype(np.float32) - 32)
+
+
+def _iq4_xs_scales(raw: np.ndarray) -> np.ndarray:
+    """8 scales of 6 bits: 2 high bits of each in 2 bytes, 4 low ones in 4."""
+    high = raw[..., 2:4, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+    low = np.stack((raw[..., 4:8] & 15, raw[..., 4:8] >> 4), axis=-1)
+    both = low.reshape(*raw.shape[:-1], 8) | high.reshape(*raw.shape[:-1], 8) << 4
+    return _half(raw, 0) * (both.astype(np.float32) - 32)
+
+
+# The scales of types whose words are a table's, or thirds.
+_SCALES: dict[Type, Callable[[np.ndarray], np.ndarray]] = {
+    Type.Q3_K: _q3_k_scales,
+    Type.IQ4_NL: lambda raw: _half(raw, 0),
+    Type.IQ4_XS: _iq4_xs_scales,
+    Type.MXFP4: lambda raw: np.ldexp(np.float32(1), raw[..., :1].astype(np.int32) - 128),
+    Type.TQ1_0: lambda raw: _half(raw, 52),
+    Type.TQ2_0: lambda raw: _half(raw, 64),
+}

@@ -1,33 +1,64 @@
 """A GGUF file's metadata as a ModelConfig.
 
 ``read_config(path)`` is the whole interface.  Source: the GGUF specification's keys and the rules
-by which llama.cpp's conversion writes them.  Not supported, each an error that names the key:
-architectures other than "llama" (Llama, Mistral, SmolLM2, TinyLlama) and "qwen2", mixtures of
-experts, longrope, rotary over part of a head, sizes that differ between layers, split files.
+by which llama.cpp's conversion writes them.  Every key of the architecture is read, known not to
+matter, or an error that names it.  Not supported, each an error: architectures that are not in
+``gguf.architectures``, mixtures of experts, sizes that differ between layers, split files.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
+from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
 from jaxllama.checkpoints.gguf.file import GGUFFile, TensorInfo
-from jaxllama.config import ModelConfig, RopeConfig
+from jaxllama.checkpoints.hf.config import config_from_hf
+from jaxllama.checkpoints.hf.families import FAMILIES
+from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 
-_ARCHITECTURES = ("llama", "qwen2")
+# Metadata of every architecture -> config.json.
+_KEYS = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.key_length": "head_dim",
+    "attention.head_count_kv": "num_key_value_heads", "rope.freq_base": "rope_theta",
+    "rope.dimension_count": "partial_rotary_factor",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+}  # fmt: skip
+_WINDOW_KEYS = {
+    "attention.sliding_window": "sliding_window",
+    "attention.sliding_window_pattern": "layer_types",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+_ROPE_KEYS = ("type", "factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow",
+              "attn_factor", "yarn_attn_factor")  # fmt: skip
+# Keys that change the computation, with the value that is supported; keys that do not.
+_FIXED: dict[str, Any] = {
+    "expert_used_count": 0, "nextn_predict_layers": 0, "attention.causal": True, "pooling_type": 0,
+    "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.temperature_scale": 0.0,
+    "rope.scaling.yarn_log_multiplier": 0.0, "rope.scaling.yarn_ext_factor": 1.0,
+}  # fmt: skip
+_INERT = ("vocab_size", "tensor_data_layout", "expert_count", "attention.value_length",
+          "rope.scale_linear", "rope.scaling.finetuned")  # fmt: skip
 # The constants that rope factors in circulation were made with (Llama 3.1 and 3.2).
-_LLAMA3 = {"original_max_position": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 = {
+    "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
 
 
 def read_config(path: str | Path) -> ModelConfig:
     """The model that a GGUF file describes.
 
-    The vocabulary is the embedding's rows, the head is tied when ``output.weight`` is absent, the
-    name is ``general.name``.  Raises JaxLlamaError naming the file and the key for a damaged file
+    The vocabulary is the embedding's rows, the head is tied when ``output.weight`` is absent,
+    biases are those that are there, the name is ``general.name``.  ``stored`` is that of the
+    family's Hugging Face form.  Raises JaxLlamaError naming the file and the key for a damaged file
     and for what this project does not run.
     """
     with GGUFFile(path) as file:
@@ -40,55 +71,99 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def _config(file: GGUFFile) -> ModelConfig:
-    arch = file.string("general.architecture")
-    if arch not in _ARCHITECTURES:
+    name = file.string("general.architecture")
+    if name not in ARCHITECTURES:
         raise file.error(
             "general.architecture",
-            f"{arch!r} is not supported; supported: {', '.join(_ARCHITECTURES)}",
+            f"{name!r} is not supported; supported: {', '.join(ARCHITECTURES)}",
         )
     if file.integer("split.count", 1) > 1:
         raise file.error("split.count", "split files are not supported; merge them first")
-    if file.integer(f"{arch}.expert_count", 0):
-        raise file.error(f"{arch}.expert_count", "mixtures of experts are not supported")
+    if file.integer(f"{name}.expert_count", 0):
+        raise file.error(f"{name}.expert_count", "mixtures of experts are not supported")
+    arch = ARCHITECTURES[name]
+    _check_keys(file, name, arch)
+    sizes = _sizes(file, name)
+    window = file.integer(f"{name}.attention.sliding_window", None) if arch.windowed else None
+    kind = arch.windowed if window and arch.windowed else arch.family
+    config = {"model_type": kind, **sizes, **_window(file, name, kind, window, sizes)}
+    config |= {} if arch.more is None else arch.more(sizes)
+    for key, theirs in arch.keys.items():
+        key = f"{name}.{key}"
+        value = file.boolean if theirs.startswith("use_") else file.number
+        config |= {theirs: value(key)} if key in file else {}
+    eps = "rms_epsilon" if FAMILIES[kind].eps == "rms_norm_eps" else "epsilon"
+    config[FAMILIES[kind].eps] = file.number(f"{name}.attention.layer_norm_{eps}")
+    config |= _rope(file, name, kind, sizes)
+    try:
+        cfg = config_from_hf(config, file.string("general.name", file.path.stem))
+    except JaxLlamaError as error:
+        raise JaxLlamaError(_in_their_words(str(error), name, arch)) from None
+
+    def has(*tensors: str) -> bool:
+        return any(f"blk.0.{tensor}.bias" in file.tensors for tensor in tensors)
+
+    return cfg.replace(
+        qkv_bias=has("attn_q", "attn_qkv"), o_bias=has("attn_output"), mlp_bias=has("ffn_up")
+    )
+
+
+def _check_keys(file: GGUFFile, name: str, arch: Architecture) -> None:
+    """No key is passed over in silence."""
+    rope = [f"rope.scaling.{key}" for key in _ROPE_KEYS]
+    window = _WINDOW_KEYS if arch.windowed else ()
+    known = {*_KEYS, *window, *arch.keys, *rope, *_INERT}
+    for key in file.keys:
+        prefix, _, rest = key.partition(".")
+        if prefix != name or rest in known:
+            continue
+        if rest not in _FIXED:
+            raise file.error(key, f"is not a key of {name!r} that is known")
+        value = _FIXED[rest]
+        found = file.boolean(key) if isinstance(value, bool) else file.number(key)
+        if found != value:
+            raise file.error(key, f"{found} is not supported (only {value})")
+    finetuned = f"{name}.rope.scaling.finetuned"  # Granite's switch for positions at all
+    if name == "granite" and not file.boolean(finetuned, True):
+        raise file.error(finetuned, "a model without positions is not supported")
+
+
+def _sizes(file: GGUFFile, name: str) -> dict[str, Any]:
+    """What every config.json has."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None or len(embed.shape) != 2:
         raise file.error("tensor 'token_embd.weight'", "is missing or not a matrix")
     vocab_size, d_model = embed.shape
-    stated = file.integer(f"{arch}.embedding_length")
+    stated = file.integer(f"{name}.embedding_length")
     if stated != d_model:
         raise file.error(
-            f"{arch}.embedding_length", f"{stated}, but token_embd.weight has rows of {d_model}"
+            f"{name}.embedding_length", f"{stated}, but token_embd.weight has rows of {d_model}"
         )
-    n_layers = file.integer(f"{arch}.block_count")
+    n_layers = file.integer(f"{name}.block_count")
     if not 0 < n_layers <= len(file.tensors):
-        raise file.error(f"{arch}.block_count", f"{n_layers} layers in {len(file.tensors)} tensors")
-    n_heads = _per_layer(file, f"{arch}.attention.head_count")
+        raise file.error(f"{name}.block_count", f"{n_layers} layers in {len(file.tensors)} tensors")
+    n_heads = _per_layer(file, f"{name}.attention.head_count")
     if n_heads <= 0:
-        raise file.error(f"{arch}.attention.head_count", f"{n_heads} must be positive")
-    head_dim = file.integer(f"{arch}.attention.key_length", d_model // n_heads)
-    for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
-        if file.integer(key, head_dim) != head_dim:
-            raise file.error(key, f"{file.integer(key)} differs from the head's {head_dim}")
-    return ModelConfig(
-        name=file.string("general.name", file.path.stem),
-        vocab_size=vocab_size,
-        d_model=d_model,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=_per_layer(file, f"{arch}.attention.head_count_kv", n_heads),
-        head_dim=head_dim,
-        d_ff=_per_layer(file, f"{arch}.feed_forward_length"),
-        norm_eps=file.number(f"{arch}.attention.layer_norm_rms_epsilon"),
-        max_position=file.integer(f"{arch}.context_length"),
-        rope=_rope(file, arch, head_dim),
-        tie_embeddings="output.weight" not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        sliding_window=file.integer(f"{arch}.attention.sliding_window", 0) or None,
-        bos_token_id=file.integer("tokenizer.ggml.bos_token_id", None),
-        eos_token_ids=eos_ids(file),
-    )
+        raise file.error(f"{name}.attention.head_count", f"{n_heads} must be positive")
+    head_dim = file.integer(f"{name}.attention.key_length", d_model // n_heads)
+    values = file.integer(f"{name}.attention.value_length", head_dim)
+    if values != head_dim:
+        raise file.error(
+            f"{name}.attention.value_length", f"{values} differs from the head's {head_dim}"
+        )
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": d_model,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": n_heads,
+        "num_key_value_heads": _per_layer(file, f"{name}.attention.head_count_kv", n_heads),
+        "head_dim": head_dim,
+        "intermediate_size": _per_layer(file, f"{name}.feed_forward_length"),
+        "max_position_embeddings": file.integer(f"{name}.context_length"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": file.integer("tokenizer.ggml.bos_token_id", None),
+        "eos_token_id": list(eos_ids(file)),
+    }
 
 
 def eos_ids(file: GGUFFile) -> tuple[int, ...]:
@@ -108,56 +183,120 @@ def _per_layer(file: GGUFFile, key: str, default: int | None = None) -> int:
     return values[0]
 
 
-def _rope(file: GGUFFile, arch: str, head_dim: int) -> RopeConfig:
-    theta = file.number(f"{arch}.rope.freq_base", 10000.0)
-    kind = file.string(f"{arch}.rope.scaling.type", "none")
-    factor = file.number(f"{arch}.rope.scaling.factor", 1.0)
-    if kind == "none" and file.number(f"{arch}.rope.scale_linear", 1.0) != 1.0:
-        kind, factor = "linear", file.number(f"{arch}.rope.scale_linear")
-    trained = file.integer(
-        f"{arch}.rope.scaling.original_context_length", file.integer(f"{arch}.context_length")
-    )
-    factors = file.tensors.get("rope_freqs.weight")
-    for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
-        if name in file.tensors:
-            raise file.error(f"tensor {name!r}", "longrope is not supported")
-    if factors is not None:
+def _window(
+    file: GGUFFile, name: str, kind: str, window: int | None, sizes: dict[str, Any]
+) -> dict[str, Any]:
+    """The keys of a sliding window; 0 is none, and so is a missing one but for Gemma 2."""
+    if FAMILIES[kind].window == "none" or (window is None and name == "gemma2"):
+        return {}
+    result: dict[str, Any] = {"sliding_window": window or None}
+    if FAMILIES[kind].window == "use":
+        result |= {"use_sliding_window": bool(window), "max_window_layers": 0}
+    key, n = f"{name}.attention.sliding_window_pattern", sizes["num_hidden_layers"]
+    if key not in file or not window:
+        return result
+    if file.is_array(key):  # llama.cpp's are as long as the layers, or longer
+        slides = file.array(key)[:n].tolist()
+    else:  # all but each of that many-th
+        every = file.integer(key)
+        slides = [every <= 0 or (index + 1) % every != 0 for index in range(n)]
+    return {
+        **result,
+        "layer_types": ["sliding_attention" if x else "full_attention" for x in slides],
+    }
+
+
+def _rope(file: GGUFFile, name: str, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """The keys of RoPE, with a table for each kind of layer where the family has two."""
+    head_dim, family = sizes["head_dim"], FAMILIES[kind]
+    theta = file.number(f"{name}.rope.freq_base", 10000.0)
+    turning = file.integer(f"{name}.rope.dimension_count", head_dim)
+    result: dict[str, Any] = {"rope_theta": theta}
+    if "partial_rotary_factor" in family.defaults:
+        result["partial_rotary_factor"] = turning / head_dim if head_dim else 1.0
+    elif turning != head_dim:
+        raise file.error(
+            f"{name}.rope.dimension_count", f"{turning} differs from the head's {head_dim}"
+        )
+    scaling = _scaling(file, name, theta, turning, sizes["max_position_embeddings"])
+    if "original_max_position_embeddings" in scaling:
+        original = scaling["original_max_position_embeddings"]
+        result["original_max_position_embeddings"] = original
+    if not family.is_local:
+        return result | ({"rope_scaling": scaling} if scaling else {})
+    local = file.number(f"{name}.rope.freq_base_swa", 10000.0 if name == "gemma3" else theta)
+    return result | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", **scaling, "rope_theta": theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        }
+    }
+
+
+def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int) -> dict[str, Any]:
+    prefix = f"{name}.rope.scaling"
+    kind = file.string(f"{prefix}.type", "none")
+    factor = file.number(f"{prefix}.factor", 1.0)
+    if kind == "none" and file.number(f"{name}.rope.scale_linear", 1.0) != 1.0:
+        kind, factor = "linear", file.number(f"{name}.rope.scale_linear")
+    trained = file.integer(f"{prefix}.original_context_length", context)
+    tables = [f"rope_factors_{which}.weight" for which in ("long", "short")]
+    if any(table in file.tensors for table in tables) and kind in ("none", "longrope"):
+        long, short = (_factors(file, table, turning).tolist() for table in tables)
+        found: dict[str, Any] = {
+            "rope_type": "longrope", "original_max_position_embeddings": trained,
+            "long_factor": long, "short_factor": short,
+        }  # fmt: skip
+        key = f"{prefix}.attn_factor"
+        return found | ({"attention_factor": file.number(key)} if key in file else {})
+    for key, neutral in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0)):
+        key = f"{prefix}.{key}"
+        own = 0.1 * math.log(max(factor, 1.0)) + 1.0  # what yarn's rule says anyway
+        found = file.number(key, neutral)
+        if found != neutral and not (kind == "yarn" and math.isclose(found, own, rel_tol=1e-5)):
+            raise file.error(key, f"{found} is not supported (only {neutral})")
+    if "rope_freqs.weight" in file.tensors:
         if kind != "none":
-            raise file.error(f"{arch}.rope.scaling.type", f"{kind!r} beside rope_freqs.weight")
-        return _llama3_rope(file, factors, theta, head_dim)
+            raise file.error(f"{prefix}.type", f"{kind!r} beside rope_freqs.weight")
+        return _llama3_rope(file, _factors(file, "rope_freqs.weight", turning), theta)
     if kind == "none":
-        return RopeConfig(theta)
+        return {}
     if kind == "linear":
-        return RopeConfig(theta, "linear", factor)
+        return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
-        raise file.error(f"{arch}.rope.scaling.type", f"{kind!r} is not none, linear or yarn")
-    for key, neutral in (("yarn_log_multiplier", 0.0), ("attn_factor", 1.0),
-                         ("yarn_attn_factor", 1.0), ("yarn_ext_factor", 1.0)):  # fmt: skip
-        key = f"{arch}.rope.scaling.{key}"
-        if file.number(key, neutral) != neutral:
-            raise file.error(key, f"{file.number(key)} is not supported (only {neutral})")
-    return RopeConfig(
-        theta, "yarn", factor, original_max_position=trained,
-        beta_fast=file.number(f"{arch}.rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=file.number(f"{arch}.rope.scaling.yarn_beta_slow", 1.0),
-    )  # fmt: skip
+        why = "without its tensors of factors" if kind == "longrope" else "is not none, linear"
+        raise file.error(f"{prefix}.type", f"{kind!r} {why} or yarn")
+    return {
+        "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained,
+        "beta_fast": file.number(f"{prefix}.yarn_beta_fast", 32.0),
+        "beta_slow": file.number(f"{prefix}.yarn_beta_slow", 1.0),
+    }  # fmt: skip
 
 
-def _llama3_rope(file: GGUFFile, info: TensorInfo, theta: float, head_dim: int) -> RopeConfig:
+def _factors(file: GGUFFile, name: str, turning: int) -> np.ndarray:
+    """A tensor of what each frequency is divided by, float64 ``[turning / 2]``."""
+    info: TensorInfo | None = file.tensors.get(name)
+    if info is None:
+        raise file.error(f"tensor {name!r}", "is missing")
+    if info.shape != (turning // 2,) or info.type != GGMLQuantizationType.F32:
+        raise file.error(
+            f"tensor {name!r}", f"{info.type.name} {info.shape}; expected F32 ({turning // 2},)"
+        )
+    found = file.rows(info).view("<f4")[0]
+    return np.array([str(x) for x in found], np.float64)  # the shortest decimals that mean them
+
+
+def _llama3_rope(file: GGUFFile, divisors: np.ndarray, theta: float) -> dict[str, Any]:
     """The llama3 rule behind ``rope_freqs.weight``, which holds what each frequency is divided by.
 
     The file does not say the rule's constants; those of Llama 3.1 and 3.2 are tried with the
     factor that the slowest frequency implies, and must give the tensor back.
     """
-    field = "tensor 'rope_freqs.weight'"
-    if info.shape != (head_dim // 2,) or info.type != GGMLQuantizationType.F32:
-        raise file.error(field, f"{info.type.name} {info.shape}; expected F32 ({head_dim // 2},)")
-    divisors = file.rows(info).view("<f4")[0].astype(np.float64)
     if (divisors == 1.0).all():
-        return RopeConfig(theta)
+        return {}
     with np.errstate(all="ignore"):  # nonsense comes out as NaN and fails the comparison
-        inv_freq = np.float64(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
-        turns = _LLAMA3["original_max_position"] * inv_freq / (2 * math.pi)
+        inv_freq = np.float64(theta) ** (-np.arange(len(divisors)) / len(divisors))
+        turns = _LLAMA3["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
         low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
         keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
         # 1 / divisor = keep + (1 - keep) / factor, solved for the slowest frequency.
@@ -165,6 +304,15 @@ def _llama3_rope(file: GGUFFile, info: TensorInfo, theta: float, head_dim: int) 
         expected = 1.0 / (keep + (1.0 - keep) / np.float64(factor))
     if not np.allclose(divisors, expected, rtol=1e-4):
         raise file.error(
-            field, "is not Llama 3.1's rule (original context 8192, factors 1 and 4): not supported"
+            "tensor 'rope_freqs.weight'",
+            "is not Llama 3.1's rule (original context 8192, factors 1 and 4): not supported",
         )
-    return RopeConfig(theta, "llama3", factor, **_LLAMA3)
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+
+
+def _in_their_words(error: str, name: str, arch: Architecture) -> str:
+    """An error about a key of config.json, about the metadata that it was made of."""
+    for key, theirs in {**_KEYS, **_WINDOW_KEYS, **arch.keys}.items():
+        if error.startswith(f"{theirs} = "):
+            return f"{name}.{key}{error.removeprefix(theirs)}"
+    return error

@@ -1,0 +1,104 @@
+"""GGUF's architectures: a table from ``general.architecture`` to a family and its tensors' names.
+
+Metadata becomes a config.json of the family, so that what it means is said once
+(``hf.families``); the names go through the same table of parameters as any checkpoint's
+(``model.params``).  Facts are those of llama.cpp's conversion and loader: which architectures turn
+neighbouring features, what is folded into the weights already (Gemma's 1 + w), the windows' pattern
+and the names that differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxllama.checkpoints.gguf.file import GGUFFile
+from jaxllama.config import ModelConfig
+from jaxllama.model.params import Names, Param, Path, param_table
+
+_NAMES = Names(
+    embed="token_embd", layer="blk.{}", mixer_norm="attn_norm", mixer="attn_",
+    mixer_out_norm="post_attention_norm", mlp_norm="ffn_norm", mlp="ffn_",
+    mlp_out_norm="post_ffw_norm", norm="output_norm", head="output", qkv=("q", "k", "v"),
+    gate_up=("gate", "up"), o="output", down="down",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """family: whose config.json the metadata says; windowed: that of files with a sliding window,
+    None where there is none.  interleaved: RoPE turns features 2i and 2i + 1 of the stored q and k.
+    keys: metadata besides the common ones -> the key of config.json.  more: (sizes) -> what the
+    file does not say.  mlp_norm: where it has another name.
+    """
+
+    family: str
+    windowed: str | None = None
+    interleaved: bool = False
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    more: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    mlp_norm: str = "ffn_norm"
+
+
+def _gemma(largest: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """The 27B models, which only their number of layers tells, scale q by another size."""
+
+    def more(sizes: Mapping[str, Any]) -> dict[str, Any]:
+        is_largest = sizes["num_hidden_layers"] == largest
+        wide = sizes["hidden_size"] // sizes["num_attention_heads"]
+        return {"query_pre_attn_scalar": wide if is_largest else sizes["head_dim"]}
+
+    return more
+
+
+_LOGIT_SCALE = {"logit_scale": "logit_scale"}
+_SOFTCAP = {"final_logit_softcapping": "final_logit_softcapping"}
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("llama", windowed="mistral", interleaved=True),
+    "qwen2": Architecture("qwen2", windowed="qwen2"),
+    "qwen3": Architecture("qwen3", windowed="qwen3"),
+    "phi3": Architecture("phi3", windowed="phi3"),
+    "internlm2": Architecture("llama", interleaved=True),
+    "smollm3": Architecture("smollm3", interleaved=True),
+    "granite": Architecture(
+        "granite",
+        interleaved=True,
+        keys={
+            "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+        },
+        more=lambda sizes: {"attention_multiplier": sizes["head_dim"] ** -0.5},
+    ),
+    "seed_oss": Architecture("seed_oss", mlp_norm="post_attention_norm"),
+    "ernie4_5": Architecture("ernie4_5", interleaved=True),
+    "olmo2": Architecture("olmo2", windowed="olmo3"),
+    "gemma2": Architecture(
+        "gemma2",
+        windowed="gemma2",
+        keys={**_SOFTCAP, "attn_logit_softcapping": "attn_logit_softcapping"},
+        more=_gemma(46),
+    ),
+    "gemma3": Architecture("gemma3_text", windowed="gemma3_text", keys=_SOFTCAP, more=_gemma(62)),
+    "chatglm": Architecture("glm", interleaved=True),
+    "glm4": Architecture("glm4", interleaved=True),
+    "stablelm": Architecture("stablelm", keys={"use_parallel_residual": "use_parallel_residual"}),
+    "command-r": Architecture("cohere", interleaved=True, keys=_LOGIT_SCALE),
+    "cohere2": Architecture("cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE),
+}  # fmt: skip
+
+
+def gguf_table(file: GGUFFile, cfg: ModelConfig) -> dict[Path, Param]:
+    """The parameters of ``cfg`` and the tensors of this file that they are made of.
+
+    ``cfg.stored`` tells of the family's Hugging Face directories; a GGUF file has no offsets left,
+    and its own order of what turns.  Raises JaxLlamaError naming a tensor that cannot be folded.
+    """
+    arch = ARCHITECTURES[file.string("general.architecture")]
+    qkv = ("qkv",) if "blk.0.attn_qkv.weight" in file.tensors else _NAMES.qkv
+    if len(qkv) == 1 and cfg.stored.query != 1 and cfg.qk_norm == "none":
+        raise file.error("tensor 'blk.0.attn_qkv.weight'", "q has a multiplier of its own here")
+    gate_up = _NAMES.gate_up if "blk.0.ffn_gate.weight" in file.tensors else ("up",)
+    names = dataclasses.replace(_NAMES, mlp_norm=arch.mlp_norm, qkv=qkv, gate_up=gate_up)
+    stored = dataclasses.replace(cfg.stored, norm_offset=0.0, interleaved=arch.interleaved)
+    return param_table(cfg.replace(stored=stored), names=names)
