@@ -222,9 +222,12 @@ def _rope(file: GGUFFile, name: str, kind: str, sizes: dict[str, Any]) -> dict[s
     if "original_max_position_embeddings" in scaling:
         original = scaling["original_max_position_embeddings"]
         result["original_max_position_embeddings"] = original
+    key = f"{name}.rope.freq_base_swa"
+    local = file.number(key, 10000.0 if name == "gemma3" else theta)
     if not family.is_local:
+        if key in file and local != theta:
+            raise file.error(key, f"{local} differs from {name}.rope.freq_base ({theta})")
         return result | ({"rope_scaling": scaling} if scaling else {})
-    local = file.number(f"{name}.rope.freq_base_swa", 10000.0 if name == "gemma3" else theta)
     return result | {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", **scaling, "rope_theta": theta},

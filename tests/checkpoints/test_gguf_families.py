@@ -1,0 +1,136 @@
+"""GGUF files of every family are the model that its Hugging Face directory is, and damaged files
+and configs of all of them are our errors alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES
+from jaxllama.checkpoints.gguf.load import load_params, read_config
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.config import ModelConfig, RopeConfig
+from jaxllama.errors import JaxLlamaError
+from tests.helpers.gguf_cases import ARCHITECTURES as WRITTEN
+from tests.helpers.gguf_cases import write_gguf
+from tests.helpers.parity_cases import CASES, tokens_of
+from tests.helpers.seeded import seeded_params
+
+# Cases whose every option a GGUF file can say.
+NAMES = (
+    "llama-attention-bias", "llama-mlp-bias", "mistral-window", "ministral", "qwen2-bias",
+    "rope-linear", "rope-yarn", "qwen3", "phi3", "phi3-window", "phi3-longrope",
+    "phi3-partial-longrope", "smollm3-4", "granite", "granite-bias", "seed_oss", "seed_oss-bias",
+    "ernie4_5", "ernie4_5-bias", "olmo2", "olmo2-bias-yarn", "olmo3", "olmo3-yarn", "gemma2",
+    "gemma3_text", "gemma3_text-layer-types", "glm", "glm4", "glm4-no-bias", "stablelm",
+    "stablelm-parallel-bias", "cohere", "cohere-bias", "cohere2", "cohere2-pattern",
+)  # fmt: skip
+# What transformers' own reader knows of a file: no biases, no head size of Qwen3 but the default,
+# no scale of q, no scaling of RoPE and no second pattern of Gemma 3.
+LIVE = ("llama-gqa", "qwen3-128", "phi3", "gemma3-plain", "stablelm")
+
+
+def case(name: str) -> ModelConfig:
+    """Of the parity test; Gemma's q has the file's scale, SmolLM3 its four layers."""
+    if name == "smollm3-4":
+        return CASES["smollm3"].replace(n_layers=4, nope_layers=(3,))
+    if name == "qwen3-128":
+        return CASES["qwen3"].replace(head_dim=128)
+    if name == "gemma3-plain":
+        cfg = case("gemma3_text")
+        rope = RopeConfig(1_000_000.0)
+        local = RopeConfig(10000.0)
+        return cfg.replace(rope=rope, window_rope=local, window_layers=(), head_dim=256)
+    cfg = CASES[name]
+    return cfg.replace(stored=dataclasses.replace(cfg.stored, query=1.0)) if (
+        name.startswith("gemma")
+    ) else cfg  # fmt: skip
+
+
+def written(name: str, folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """(the file, the Hugging Face directory that it was made of)."""
+    cfg = case(name)
+    directory = hf.save(folder / name, cfg, seeded_params(cfg, 3))
+    path = folder / f"{name}.gguf"
+    write_gguf(path, directory, **changes)
+    return path, directory
+
+
+def test_every_architecture_has_a_case() -> None:
+    families = {arch.family for arch in ARCHITECTURES.values()}
+    assert families <= set(WRITTEN) and set(WRITTEN.values()) | {"internlm2"} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_is_the_model_of_its_directory(name: str, tmp_path: Path) -> None:
+    """Equal configs and weights to the bit, and therefore the same logits."""
+    path, directory = written(name, tmp_path)
+    want_cfg, want = hf.load(directory)
+    cfg = read_config(path)
+    got = load_params(path, cfg, np.float32)
+    if cfg.rope.attention_factor is not None:  # the file says what the directory implies
+        assert cfg.rope.attention_factor == pytest.approx(
+            np.sqrt(1 + np.log(cfg.rope.factor) / np.log(cfg.rope.original_max_position)), rel=1e-7
+        )
+        cfg = cfg.replace(rope=dataclasses.replace(cfg.rope, attention_factor=None))
+    assert cfg.replace(name=name, bos_token_id=want_cfg.bos_token_id) == want_cfg
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIVE)
+def test_transformers_reads_the_same_file(name: str, tmp_path: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    tokenizer = {"tokens": [f"<{i}>" for i in range(64)], "padding_token_id": 0}
+    changes = {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    path, _ = written(name, tmp_path, **changes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32
+    )
+    tokens = tokens_of("llama-gqa")[None]
+    with torch.no_grad():
+        want = model(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+    cfg = read_config(path)
+    lengths = jnp.array([tokens.shape[1]], jnp.int32)
+    got = jl.logits(cfg, load_params(path, cfg, np.float32), jnp.asarray(tokens), lengths)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_the_27b_gemmas_scale_q_by_another_size() -> None:
+    for arch, largest in (("gemma2", 46), ("gemma3", 62)):
+        more = ARCHITECTURES[arch].more
+        sizes = {"hidden_size": 4608, "num_attention_heads": 32, "head_dim": 128}
+        assert more is not None
+        assert more({**sizes, "num_hidden_layers": largest}) == {"query_pre_attn_scalar": 144}
+        assert more({**sizes, "num_hidden_layers": 26}) == {"query_pre_attn_scalar": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3", {"qwen3.new_option": 1}, "qwen3.new_option: is not a key of 'qwen3' that is"),
+        ("qwen3", {"qwen3.rope.freq_base": 0.5}, "qwen3.rope.freq_base = 0.5: must exceed 1"),
+        ("qwen3", {"qwen3.attention.causal": False}, "qwen3.attention.causal: False is not"),
+        ("granite", {"granite.rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned"),
+        ("granite", {"granite.logit_scale": 0.0}, "granite.logit_scale = 0.0: must be positive"),
+        ("granite", {"granite.attention.sliding_window": 4}, "granite.attention.sliding_window"),
+        ("gemma2", {"gemma2.rope.freq_base_swa": 5.0}, "gemma2.rope.freq_base_swa"),
+        ("cohere2", {"cohere2.attention.sliding_window_pattern": [True]}, "sliding_window_pattern"),
+        ("stablelm", {"stablelm.rope.dimension_count": 3}, "stablelm.rope.dimension_count"),
+    ],
+)  # fmt: skip
+def test_unknown_and_unsupported_keys_are_named(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path, _ = written(name, tmp_path, **changes)
+    with pytest.raises(JaxLlamaError) as caught:
+        read_config(path)
+    assert str(caught.value).startswith(f"{path}: ") and message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,119 @@
+"""GGUF files as llama.cpp's conversion writes them, from the Hugging Face form of a model.
+
+Nothing of the loader's tables is used: names, metadata keys and what is folded are said again, by
+``config.json``'s keys.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "ministral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
+    "phi3": "phi3", "smollm3": "smollm3", "granite": "granite", "seed_oss": "seed_oss",
+    "ernie4_5": "ernie4_5", "olmo2": "olmo2", "olmo3": "olmo2", "gemma2": "gemma2",
+    "gemma3_text": "gemma3", "glm": "chatglm", "glm4": "glm4", "stablelm": "stablelm",
+    "cohere": "command-r", "cohere2": "cohere2",
+}  # fmt: skip
+_PERMUTED = ("llama", "mistral", "ministral", "smollm3", "granite")
+_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up", "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+# Which of the two norms between attention and MLP "post_attention_layernorm" is.
+_BEHIND = ("gemma2", "gemma3_text", "olmo2", "olmo3", "seed_oss")
+_KEYS = {
+    "num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count", "head_dim": "attention.key_length",
+    "num_key_value_heads": "attention.head_count_kv", "rope_theta": "rope.freq_base",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon", "sliding_window": "attention.sliding_window",
+    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale", "use_parallel_residual": "use_parallel_residual",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}  # fmt: skip
+_ROPE = {
+    "factor": "factor", "original_max_position_embeddings": "original_context_length",
+    "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
+}  # fmt: skip
+
+
+def write_gguf(path: Path, directory: Path, **changes: Any) -> None:
+    """The model of a Hugging Face directory as one file; changes: of its metadata."""
+    config = json.loads((directory / "config.json").read_text())
+    arch = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, arch)
+    keys = _metadata(config, config["model_type"])
+    for key, value in {**{f"{arch}.{k}": v for k, v in keys.items()}, **changes}.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+               bool: writer.add_bool, list: writer.add_array}[type(value)]  # fmt: skip
+        add(key, value)
+    tensors = load_file(directory / "model.safetensors")
+    for name, value in tensors.items():
+        writer.add_tensor(*_tensor(name, value, config))
+    rope = config.get("rope_scaling") or {}
+    for which in ("long", "short"):
+        if f"{which}_factor" in rope:
+            factors = np.asarray(rope[f"{which}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{which}.weight", factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    keys = {_KEYS[k]: v for k, v in config.items() if k in _KEYS and v is not None}
+    keys["vocab_size"] = config["vocab_size"]
+    keys["attention.value_length"] = config["head_dim"]
+    share = config.get("partial_rotary_factor", 1.0)
+    keys["rope.dimension_count"] = int(share * config["head_dim"])
+    if config.get("sliding_window") and "layer_types" in config:
+        slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+        keys["attention.sliding_window_pattern"] = slides
+    rope = config.get("rope_scaling") or {}
+    parameters = config.get("rope_parameters") or {}
+    if "sliding_attention" in parameters:
+        keys["rope.freq_base_swa"] = float(parameters["sliding_attention"]["rope_theta"])
+        rope = {k: v for k, v in parameters["full_attention"].items() if k != "rope_theta"}
+    if rope.get("rope_type", "default") == "longrope":
+        original = config["original_max_position_embeddings"]
+        growth = np.log(config["max_position_embeddings"] / original) / np.log(original)
+        keys["rope.scaling.attn_factor"] = float(np.sqrt(1 + growth))
+        keys["rope.scaling.original_context_length"] = original
+    elif rope.get("rope_type", "default") != "default":
+        keys["rope.scaling.type"] = rope["rope_type"]
+        keys |= {f"rope.scaling.{_ROPE[k]}": v for k, v in rope.items() if k in _ROPE}
+    return keys
+
+
+def _tensor(name: str, value: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray]:
+    kind = config["model_type"]
+    if kind.startswith("gemma") and name.endswith("norm.weight"):
+        value = value + 1
+    if kind in _PERMUTED and (found := re.search(r"\.([qk])_proj\.", name)):
+        heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+        halves = value.reshape(heads, 2, -1, *value.shape[1:])
+        value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
+    stem, leaf = name.rsplit(".", 1)
+    layer = re.match(r"model\.layers\.(\d+)\.", stem)
+    stem = stem[layer.end() :] if layer else stem
+    between = "post_attention_norm" if kind in _BEHIND else "ffn_norm"
+    new = between if stem == "post_attention_layernorm" else _NAMES[stem]
+    return f"{f'blk.{layer[1]}.' if layer else ''}{new}.{leaf}", value
