@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxllama.checkpoints import hub
+from jaxllama.checkpoints.gguf.codes import READABLE
 from jaxllama.checkpoints.gguf.file import GGUFFile
 from jaxllama.checkpoints.gguf.load import load_params, read_config
 from jaxllama.config import ModelConfig, RopeConfig, load_config
@@ -30,12 +31,19 @@ from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 
-TYPES = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1,
-         Type.Q4_K, Type.Q5_K, Type.Q6_K)  # fmt: skip
-KEPT = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K)
-MINIMA = (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K)
-# Where a block of a K-quant has its float16 scales; the other bytes may be anything.
-K_SCALES = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}
+KEPT = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K,
+        Type.Q2_K, Type.Q3_K, Type.TQ1_0, Type.TQ2_0, Type.IQ4_NL, Type.IQ4_XS,
+        Type.MXFP4)  # fmt: skip
+TYPES = (Type.F32, Type.F16, Type.BF16, *KEPT, Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS,
+         Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S, Type.NVFP4)  # fmt: skip
+MINIMA = (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q2_K)
+INT4 = (Type.Q4_0, Type.Q4_1, Type.Q2_K, Type.Q3_K, Type.TQ1_0, Type.TQ2_0)
+GROUPS = {Type.Q2_K: 16, Type.Q3_K: 16, Type.Q6_K: 16, Type.TQ1_0: 256, Type.TQ2_0: 256}
+# Where a block of a type that gguf cannot make has its float16 scales; the other bytes may be
+# anything, but for the exponent of IQ1_M's scale, which is spread over four words.
+SCALES = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,), Type.Q2_K: (80, 82),
+          Type.Q3_K: (108,), Type.IQ1_M: (), Type.NVFP4: ()}  # fmt: skip
+SCALES |= {kind: (0,) for kind in TYPES if kind.name.startswith("IQ") and kind != Type.IQ1_M}
 
 
 @pytest.fixture(scope="session")
@@ -129,17 +137,24 @@ class Tiny:
 
 
 def pack(value: np.ndarray, kind: Type, rng: np.random.Generator) -> np.ndarray:
-    """``value`` in a stored type; K-quants, which gguf cannot make, are random blocks."""
+    """``value`` in a stored type; random blocks of those that gguf cannot make."""
     if value.dtype == np.uint8 or kind == Type.F32:
         return value
-    if kind not in K_SCALES:
+    if kind not in SCALES:
         return gguf.quants.quantize(value, kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (value.shape[0], value.shape[1] // block, size), np.uint8)
-    for at in K_SCALES[kind]:
+    for at in SCALES[kind]:
         scales = rng.standard_normal(raw.shape[:2]).astype("<f2")
         raw[..., at : at + 2] = scales[..., None].view(np.uint8)
+    if kind == Type.IQ1_M:
+        raw[..., 55] &= 0xBF
     return raw.reshape(value.shape[0], -1)
+
+
+def sizes_for(kind: Type) -> dict[str, int]:
+    """Sizes of a ``Tiny`` whose rows are whole blocks."""
+    return {"d": 256, "head_dim": 64, "f": 256} if gguf.GGML_QUANT_SIZES[kind][0] > 32 else {}
 
 
 def add_tiny_tokenizer(writer: gguf.GGUFWriter, model: str, vocab: int) -> None:
@@ -257,8 +272,7 @@ def test_bias_and_untied_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
 def test_kept_words_dequantize_to_the_same_bits(kind: Type, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    sizes = {"d": 256, "head_dim": 64, "f": 256} if kind in K_SCALES else {}
-    expected = Tiny(type=kind, **sizes).write(path)
+    expected = Tiny(type=kind, **sizes_for(kind)).write(path)
     params = load_params(path, read_config(path), np.float32, keep_quantized=True)
     for name, value in as_tree(expected, permuted=True).items():
         leaf = leaves(params)[name]
@@ -269,14 +283,20 @@ def test_kept_words_dequantize_to_the_same_bits(kind: Type, tmp_path: Path) -> N
             assert kind == Type.Q4_K
             got = np.concatenate([dequantize(block) for block in leaf.blocks])
         else:
-            assert leaf.group_size == (16 if kind == Type.Q6_K else 32)
+            assert leaf.group_size == GROUPS.get(kind, 32)
             if kind != Type.Q4_K:
-                assert leaf.q.dtype == (ml_dtypes.int4 if "Q4" in kind.name else np.int8)
+                assert leaf.q.dtype == (ml_dtypes.int4 if kind in INT4 else np.int8)
             assert (leaf.zero is not None) == (kind in MINIMA)
             got = dequantize(leaf)
-        if kind == Type.Q4_K:  # but for the sign of a zero: there -0 * d - 0, here 8 d - 8 d
+        # But for the sign of a zero: -0 * d - 0 there, 8 d - 8 d here; words under a scale of 0.
+        if kind in (Type.Q4_K, Type.Q3_K, Type.IQ4_XS):
             got, value = np.asarray(got) + 0.0, value + 0.0
         np.testing.assert_array_equal(bits(got), bits(value), err_msg=name)
+
+
+def test_every_type_that_gguf_dequantizes_is_read() -> None:
+    assert set(READABLE) == set(TYPES)
+    assert {kind.name for kind in TYPES} >= {kind.name for kind in gguf.quants._type_traits}
 
 
 def test_a_minimum_far_below_its_scale_keeps_unsigned_words(tmp_path: Path) -> None:
@@ -572,12 +592,12 @@ def test_no_such_file_and_twice_the_same_key(tmp_path: Path) -> None:
 def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder, files = tmp_path_factory.mktemp("originals"), []
     for index, kind in enumerate(TYPES):
-        k_quant = kind in K_SCALES
-        size = {"d": 256, "head_dim": 64, "f": 256} if k_quant else {}
         arch = "qwen2" if index % 2 else "llama"
         path = folder / f"{index}.gguf"
         model = "gpt2" if arch == "qwen2" else "llama"
-        Tiny(arch=arch, type=kind, bias=arch == "qwen2", tokenizer=model, **size).write(path)
+        Tiny(arch=arch, type=kind, bias=arch == "qwen2", tokenizer=model, **sizes_for(kind)).write(
+            path
+        )
         files.append(path)
     return files
 

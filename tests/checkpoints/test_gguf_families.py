@@ -3,8 +3,15 @@ and configs of all of them are our errors alone."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
+import random
+import struct
+import tracemalloc
+import warnings
 from pathlib import Path
+from struct import calcsize
 from typing import Any
 
 import jax
@@ -14,10 +21,12 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES
+from jaxllama.checkpoints.gguf.file import GGUFFile
 from jaxllama.checkpoints.gguf.load import load_params, read_config
 from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig, RopeConfig
-from jaxllama.errors import JaxLlamaError
+from jaxllama.errors import JaxLlamaError, WeightWarning
 from tests.helpers.gguf_cases import ARCHITECTURES as WRITTEN
 from tests.helpers.gguf_cases import write_gguf
 from tests.helpers.parity_cases import CASES, tokens_of
@@ -134,3 +143,114 @@ def test_unknown_and_unsupported_keys_are_named(
         read_config(path)
     assert str(caught.value).startswith(f"{path}: ") and message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+# Damage
+
+INTERESTING = (0, 1, 2, 3, 7, 31, 32, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1)
+FLOATS = (0.0, -1.0, 1e-40, 0.25, 0.5, 2.0, 1e30, math.inf, math.nan)
+SCALARS = {0: "B", 4: "I", 6: "f", 7: "?"}  # of the types that the writer uses
+VALUES: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 2, 3, 7, 31, 1 << 20, 1 << 31, 1 << 70, 10**5000, 0.0, -0.5, 1.0,
+    0.3, 1e-300, 1e300, float("inf"), float("nan"), "", "x", "yarn", "longrope", "9" * 300, "\n",
+    [], {}, [0], [1, 2], [None], ["full_attention"], ["sliding_attention", "full_attention"],
+    {"x": []}, {"rope_type": "yarn"}, {"full_attention": {}}, {"full_attention": 3}, [[]], [{}],
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("originals")
+    return [written(name, folder)[0] for name in NAMES]
+
+
+def damaged(original: Path, rng: random.Random) -> bytes:
+    """One to three edits: of a metadata value or its type, of an entry of the tensor table, of a
+    letter of a name, or of any bytes of the header."""
+    content = bytearray(original.read_bytes())
+    with GGUFFile(original) as file:
+        values, tensors = list(file._values.values()), list(file.tensors)
+        end = min(info.offset for info in file.tensors.values())
+    for _ in range(rng.randint(1, 3)):
+        kind, value = rng.choice(("value", "value", "tensor", "bytes")), rng.choice(INTERESTING)
+        if kind == "value":
+            entry = rng.choice(values)
+            at = entry.offset - rng.choice((0, 4))
+            if at == entry.offset and (code := SCALARS.get(entry.kind)):  # another of its type
+                number = rng.choice(FLOATS) if code == "f" else value % 2 ** (8 * calcsize(code))
+                struct.pack_into(f"<{code}", content, at, number)
+                continue
+        elif kind == "tensor":
+            name = rng.choice(tensors).encode()
+            at = content.find(name) + len(name) + rng.choice((-1, 0, 4, 12, 16, 20, 24, 28))
+        else:
+            at = rng.randrange(end)
+        at = max(0, min(at, len(content) - 8))
+        how = rng.choice(("byte", "u32", "u64", "f32", "cut", "insert"))
+        if how == "byte":
+            content[at] = rng.randrange(256)
+        elif how == "u32":
+            struct.pack_into("<I", content, at, value % 2**32)
+        elif how == "u64":
+            struct.pack_into("<Q", content, at, value)
+        elif how == "f32":
+            struct.pack_into("<f", content, at, rng.choice(FLOATS))
+        elif how == "cut":
+            del content[at : at + rng.randint(1, 8)]
+        else:
+            content[at:at] = rng.randbytes(rng.randint(1, 8))
+    return bytes(content)
+
+
+@pytest.mark.parametrize("n", [150, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_damaged_files_raise_only_our_error(n: int, originals: list[Path], tmp_path: Path) -> None:
+    rng, path, failed = random.Random(n), tmp_path / "damaged.gguf", 0
+    for index in range(n):
+        content = damaged(originals[index % len(originals)], rng)
+        path.write_bytes(content)
+        tracemalloc.start()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", WeightWarning)
+                load_params(path, read_config(path), np.float32, keep_quantized=index % 2 == 0)
+        except JaxLlamaError as error:
+            failed += 1
+            assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert peak < 8 * len(content) + 2**21
+    assert failed > n // 2
+
+
+def mutated(config: dict[str, Any], keys: list[str], rng: random.Random) -> dict[str, Any]:
+    config = copy.deepcopy(config)
+    for _ in range(rng.randint(1, 3)):
+        inner = [value for value in config.values() if isinstance(value, dict)]
+        target = rng.choice(inner) if inner and rng.random() < 0.3 else config
+        own = list(target) or keys
+        key = rng.choice(own if rng.random() < 0.7 else keys)
+        if rng.random() < 0.15:
+            target.pop(key, None)
+        else:
+            target[key] = copy.deepcopy(rng.choice(VALUES))
+    return config
+
+
+@pytest.mark.parametrize("n", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_mutated_configs_raise_only_our_error(n: int) -> None:
+    cases = [cfg for name, cfg in CASES.items() if name != "embedding-scale"]
+    configs = [hf.config_to_hf(cfg) for cfg in cases]
+    names = {key for family in FAMILIES.values() for key in (*family.keys, *family.fixed)}
+    keys = sorted({key for config in configs for key in config} | names | {"no_such_key"})
+    rng, failed = random.Random(n), 0
+    for index in range(n):
+        config = mutated(configs[index % len(configs)], keys, rng)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", WeightWarning)
+                hf.config_to_hf(hf.config_from_hf(config, "mutated"))
+        except JaxLlamaError as error:
+            failed += 1
+            assert "\n" not in str(error) and len(str(error)) < 2000
+    assert failed > n // 2

@@ -251,6 +251,8 @@ def _model_type(config: Mapping[str, Any]) -> str:
     if not isinstance(architectures, list):
         raise JsonReader(config).error("architectures", "expected a list")
     kind = config.get("model_type")
+    if not isinstance(kind, str | None):
+        raise JsonReader(config).error("model_type", "expected a string")
     for architecture in architectures:
         if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
             raise JsonReader(config).error("architectures", _why_not(config, str(kind)))
