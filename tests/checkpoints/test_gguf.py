@@ -32,13 +32,14 @@ from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 
 KEPT = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K,
-        Type.Q2_K, Type.Q3_K, Type.TQ1_0, Type.TQ2_0, Type.IQ4_NL, Type.IQ4_XS,
-        Type.MXFP4)  # fmt: skip
-TYPES = (Type.F32, Type.F16, Type.BF16, *KEPT, Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS,
-         Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S, Type.NVFP4)  # fmt: skip
+        Type.Q2_K, Type.Q3_K, Type.TQ1_0, Type.TQ2_0, Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4,
+        Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S,
+        Type.NVFP4)  # fmt: skip
+TYPES = (Type.F32, Type.F16, Type.BF16, *KEPT)
 MINIMA = (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q2_K)
 INT4 = (Type.Q4_0, Type.Q4_1, Type.Q2_K, Type.Q3_K, Type.TQ1_0, Type.TQ2_0)
-GROUPS = {Type.Q2_K: 16, Type.Q3_K: 16, Type.Q6_K: 16, Type.TQ1_0: 256, Type.TQ2_0: 256}
+GROUPS = {Type.Q2_K: 16, Type.Q3_K: 16, Type.Q6_K: 16, Type.TQ1_0: 256, Type.TQ2_0: 256,
+          Type.IQ1_M: 16, Type.IQ2_XS: 16, Type.IQ2_S: 16, Type.NVFP4: 16}  # fmt: skip
 # Where a block of a type that gguf cannot make has its float16 scales; the other bytes may be
 # anything, but for the exponent of IQ1_M's scale, which is spread over four words.
 SCALES = {Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,), Type.Q2_K: (80, 82),
@@ -289,7 +290,7 @@ def test_kept_words_dequantize_to_the_same_bits(kind: Type, tmp_path: Path) -> N
             assert (leaf.zero is not None) == (kind in MINIMA)
             got = dequantize(leaf)
         # But for the sign of a zero: -0 * d - 0 there, 8 d - 8 d here; words under a scale of 0.
-        if kind in (Type.Q4_K, Type.Q3_K, Type.IQ4_XS):
+        if kind in (Type.Q4_K, Type.Q3_K, Type.IQ4_XS, Type.NVFP4):
             got, value = np.asarray(got) + 0.0, value + 0.0
         np.testing.assert_array_equal(bits(got), bits(value), err_msg=name)
 

@@ -8,14 +8,17 @@
     Q3_K              groups of 16   (word - 4) * (d * (s - 32))   s: 6 bits
     TQ1_0 TQ2_0       groups of 256  (word - 1) * d
     IQ4_NL MXFP4      groups of 32   table[word] * d               d of MXFP4: a power of two
+    NVFP4             groups of 16   table[word] * d               d: 8-bit float
     IQ4_XS            groups of 32   table[word] * (d * (s - 32))  s: 6 bits
+    IQ3 IQ2_XXS       groups of 32   +-table[..] * d * (2 s + 1) / 4 (IQ3_S: 1, IQ2: 8)    s: 4 bits
+    IQ2_XS IQ2_S      groups of 16   the same, of vectors of 8 (IQ3: 4) words
+    IQ1_S IQ1_M       groups of 32, 16   (8 table[..] +- 1) * d * (2 s + 1) / 8            s: 3 bits
 
 d, dmin and m of the first rows are float16, so ``d * s`` and ``dmin * m`` are exact in float32, and
 so is their product with a word.  Words of 4 bits that are unsigned in the file become int4 with
 ``zero = m + 8 d`` where that sum is exact too (it is unless the two are some 2^9 apart); otherwise
-they stay 0..15, as int8.  So do a table's values, -127 to 113 at most, which is exact but twice the
-file's size.  IQ1, IQ2, IQ3 and NVFP4 are read as floats alone: their words are vectors of a table,
-under 4 bits a weight, which int8 would make three times larger.  Source: llama.cpp's ggml-quants.
+they stay 0..15, as int8.  A table's values, -127 to 113 at most, are int8: exact, but larger than
+the file's words.  So every quantized type is kept.  Source: llama.cpp's ggml-quants.
 """
 
 from __future__ import annotations
@@ -41,11 +44,13 @@ FLOATS = tuple(_PLAIN)
 READABLE = FLOATS + tuple(
     kind for kind in Type if hasattr(gguf.quants, kind.name) and kind not in _PLAIN
 )
-KEPT = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q2_K, Type.Q3_K, Type.Q4_K,
-        Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.TQ1_0,
-        Type.TQ2_0)  # fmt: skip
+KEPT = tuple(kind for kind in READABLE if kind not in FLOATS)
 # Columns that share a scale; 32 of any other.
-_GROUP = {Type.Q2_K: 16, Type.Q3_K: 16, Type.Q6_K: 16, Type.TQ1_0: 256, Type.TQ2_0: 256}
+_GROUP = {
+    **dict.fromkeys((Type.Q2_K, Type.Q3_K, Type.Q6_K, Type.NVFP4), 16),
+    **dict.fromkeys((Type.IQ1_M, Type.IQ2_XS, Type.IQ2_S), 16),
+    **dict.fromkeys((Type.TQ1_0, Type.TQ2_0), 256),
+}
 _MINIMUM = (Type.Q4_1, Type.Q5_1, Type.Q2_K, Type.Q4_K, Type.Q5_K)
 # Whose words fit four bits as they are, and with 8 taken off.
 _INT4 = (Type.Q4_0, Type.Q2_K, Type.Q3_K, Type.TQ1_0, Type.TQ2_0)
@@ -200,17 +205,39 @@ def _q3_k_scales(raw: np.ndarray) -> np.ndarray:
 def _iq4_xs_scales(raw: np.ndarray) -> np.ndarray:
     """8 scales of 6 bits: 2 high bits of each in 2 bytes, 4 low ones in 4."""
     high = raw[..., 2:4, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
-    low = np.stack((raw[..., 4:8] & 15, raw[..., 4:8] >> 4), axis=-1)
-    both = low.reshape(*raw.shape[:-1], 8) | high.reshape(*raw.shape[:-1], 8) << 4
-    return _half(raw, 0) * (both.astype(np.float32) - 32)
+    low = _nibbles(raw[..., 4:8])
+    return _half(raw, 0) * (low + 16 * high.reshape(low.shape).astype(np.float32) - 32)
+
+
+def _iq1_m_scales(raw: np.ndarray) -> np.ndarray:
+    """4 words of 16 bits: each four scales of 3 bits and, on top, 4 bits of a float16."""
+    four = raw[..., 48:56].copy().view("<u2")
+    d = np.bitwise_or.reduce(four >> 12 << np.arange(0, 16, 4, dtype=np.uint16), axis=-1)
+    scales = four[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7
+    d = d[..., None].view("<f2").astype(np.float32)
+    return d * (scales.reshape(*raw.shape[:-1], 16) * 2 + 1) / 8
+
+
+def _nibbles(raw: np.ndarray) -> np.ndarray:
+    """Each byte's lower and upper four bits, one after the other, as float32."""
+    both = np.stack((raw & 15, raw >> 4), axis=-1)
+    return both.reshape(*raw.shape[:-1], -1).astype(np.float32)
 
 
 # The scales of types whose words are a table's, or thirds.
 _SCALES: dict[Type, Callable[[np.ndarray], np.ndarray]] = {
     Type.Q3_K: _q3_k_scales,
-    Type.IQ4_NL: lambda raw: _half(raw, 0),
-    Type.IQ4_XS: _iq4_xs_scales,
-    Type.MXFP4: lambda raw: np.ldexp(np.float32(1), raw[..., :1].astype(np.int32) - 128),
     Type.TQ1_0: lambda raw: _half(raw, 52),
     Type.TQ2_0: lambda raw: _half(raw, 64),
+    Type.MXFP4: lambda raw: np.ldexp(np.float32(1), raw[..., :1].astype(np.int32) - 128),
+    Type.NVFP4: lambda raw: gguf.quants.NVFP4.ue4m3_to_fp32(raw[..., :4]).astype(np.float32),
+    Type.IQ1_S: lambda raw: _half(raw, 0) * ((raw[..., 35:50:2] >> 4 & 7) * 2 + 1) / 8,
+    Type.IQ1_M: _iq1_m_scales,
+    Type.IQ2_XXS: lambda raw: _half(raw, 0) * (2 * (raw[..., 9:66:8] >> 4) + 1) / 8,
+    Type.IQ2_XS: lambda raw: _half(raw, 0) * (2 * _nibbles(raw[..., 66:74]) + 1) / 8,
+    Type.IQ2_S: lambda raw: _half(raw, 0) * (2 * _nibbles(raw[..., 74:82]) + 1) / 8,
+    Type.IQ3_XXS: lambda raw: _half(raw, 0) * (2 * (raw[..., 69:98:4] >> 4) + 1) / 4,
+    Type.IQ3_S: lambda raw: _half(raw, 0) * (2 * _nibbles(raw[..., 106:110]) + 1),
+    Type.IQ4_NL: lambda raw: _half(raw, 0),
+    Type.IQ4_XS: _iq4_xs_scales,
 }
