@@ -18,8 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 import jaxllama as jl
+from jaxllama.checkpoints.gguf import tokenizer
 from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES
 from jaxllama.checkpoints.gguf.file import GGUFFile
 from jaxllama.checkpoints.gguf.load import load_params, read_config
@@ -97,8 +99,8 @@ def test_a_file_is_the_model_of_its_directory(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", LIVE)
 def test_transformers_reads_the_same_file(name: str, tmp_path: Path) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    tokenizer = {"tokens": [f"<{i}>" for i in range(64)], "padding_token_id": 0}
-    changes = {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    vocabulary = {"tokens": [f"<{i}>" for i in range(64)], "padding_token_id": 0}
+    changes = {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
     path, _ = written(name, tmp_path, **changes)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, dtype=torch.float32
@@ -122,6 +124,18 @@ def test_the_27b_gemmas_scale_q_by_another_size() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "layers"),
+    [(None, (0, 1, 2)), (2, (0, 2)), (0, ()), ([False, True, True, False, True], (1, 2))],
+)
+def test_patterns_of_windows(pattern: Any, layers: tuple[int, ...], tmp_path: Path) -> None:
+    """Left out, the architecture's own; a number; a list, which may be longer than the layers."""
+    changes = {"cohere2.attention.sliding_window_pattern": pattern}
+    cfg = read_config(written("cohere2", tmp_path, **changes)[0])
+    assert (cfg.sliding_window, cfg.window_layers) == (9, layers)
+    assert cfg.nope_layers == tuple(i for i in range(4) if cfg.window_of(i) is None)
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         ("qwen3", {"qwen3.new_option": 1}, "qwen3.new_option: is not a key of 'qwen3' that is"),
@@ -132,6 +146,7 @@ def test_the_27b_gemmas_scale_q_by_another_size() -> None:
         ("granite", {"granite.attention.sliding_window": 4}, "granite.attention.sliding_window"),
         ("gemma2", {"gemma2.rope.freq_base_swa": 5.0}, "gemma2.rope.freq_base_swa"),
         ("cohere2", {"cohere2.attention.sliding_window_pattern": [True]}, "sliding_window_pattern"),
+        ("cohere2", {"cohere2.attention.sliding_window": None}, "None is not a window"),
         ("stablelm", {"stablelm.rope.dimension_count": 3}, "stablelm.rope.dimension_count"),
     ],
 )  # fmt: skip
@@ -143,6 +158,20 @@ def test_unknown_and_unsupported_keys_are_named(
         read_config(path)
     assert str(caught.value).startswith(f"{path}: ") and message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("glm4", ["I", "'LL", " pay", " ", "123", "45", " €\n", "aB"]),
+        ("gpt-4o", ["I'LL", " pay", " ", "123", "45", " €\n", "a", "B"]),
+        ("seed-coder", ["I", "'LL", " pay", " ", "1", "2", "3", "4", "5", " €", "\n", "aB"]),
+    ],
+)
+def test_pre_tokenizers_of_the_families(pre: str, pieces: list[str]) -> None:
+    (cut,) = tokenizer._PRE[pre]
+    split = pre_tokenizers.Split(Regex(cut), behavior="isolated")
+    assert [text for text, _ in split.pre_tokenize_str("I'LL pay 12345 €\naB")] == pieces
 
 
 # Damage

@@ -55,12 +55,15 @@ _ROPE = {
 
 
 def write_gguf(path: Path, directory: Path, **changes: Any) -> None:
-    """The model of a Hugging Face directory as one file; changes: of its metadata."""
+    """The model of a Hugging Face directory as one file; changes: of its metadata, None leaves a
+    key out."""
     config = json.loads((directory / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, arch)
     keys = _metadata(config, config["model_type"])
     for key, value in {**{f"{arch}.{k}": v for k, v in keys.items()}, **changes}.items():
+        if value is None:
+            continue
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
                bool: writer.add_bool, list: writer.add_array}[type(value)]  # fmt: skip
         add(key, value)

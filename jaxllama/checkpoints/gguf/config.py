@@ -85,6 +85,8 @@ def _config(file: GGUFFile) -> ModelConfig:
     _check_keys(file, name, arch)
     sizes = _sizes(file, name)
     window = file.integer(f"{name}.attention.sliding_window", None) if arch.windowed else None
+    if name == "cohere2" and not window:  # which also says what layers have positions
+        raise file.error(f"{name}.attention.sliding_window", f"{window} is not a window")
     kind = arch.windowed if window and arch.windowed else arch.family
     config = {"model_type": kind, **sizes, **_window(file, name, kind, window, sizes)}
     config |= {} if arch.more is None else arch.more(sizes)

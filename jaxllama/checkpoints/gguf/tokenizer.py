@@ -30,10 +30,15 @@ _WORDS_CUT = (
 )
 _LLAMA3_CUT = _WORDS_CUT.replace("DIGITS", "{1,3}")
 _QWEN2_CUT = _WORDS_CUT.replace("DIGITS", "")
-_TEKKEN_CUT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SEED_CUT = _QWEN2_CUT.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+")
+_CASED_CUT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+ENDING|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*ENDING|"
+    r"\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN_CUT = _CASED_CUT.replace("DIGITS", "").replace("ENDING", "")
+_GPT4O_CUT = _CASED_CUT.replace("DIGITS", "{1,3}").replace(
+    "ENDING", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 )
 _DEFAULT_CUTS = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_CUT, r"\p{N}+", r"[0-9][0-9][0-9]")
 
@@ -46,14 +51,17 @@ _PRE: dict[str, tuple[str, ...]] = {
         (r"\p{N}", _GPT2_CUT),
     ),
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"),
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "glm4",
+         "chatglm-bpe"),
         (_LLAMA3_CUT,),
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), (_QWEN2_CUT,)),
     "tekken": (_TEKKEN_CUT,),
-}
+    "gpt-4o": (_GPT4O_CUT,),
+    "seed-coder": (_SEED_CUT,),
+}  # fmt: skip
 # Whole words that are tokens are taken as they are, without going through the merges.
-_IGNORE_MERGES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
+_IGNORE_MERGES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "glm4")
 
 
 def build(file: GGUFFile) -> Tokenizer:
@@ -134,7 +142,7 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
         [*cuts, pre.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, name in _IGNORE_MERGES
+    return tokenizer, name in _IGNORE_MERGES and name != "glm4"
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Tokenizer:
