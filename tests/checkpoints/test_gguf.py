@@ -370,6 +370,7 @@ def llama3_divisors(head_dim: int, factor: float) -> np.ndarray:
     [
         ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {},
          {"rope": RopeConfig(10000.0, "linear", 4.0)}),
+        ({"llama.rope.scaling.factor": 4.0}, {}, {"rope": RopeConfig(10000.0, "linear", 4.0)}),
         ({"llama.rope.scale_linear": 2.0}, {}, {"rope": RopeConfig(10000.0, "linear", 2.0)}),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 8.0,
           "llama.rope.scaling.original_context_length": 64}, {},

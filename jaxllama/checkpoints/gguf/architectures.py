@@ -82,8 +82,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture("gemma3_text", windowed="gemma3_text", keys=_SOFTCAP, more=_gemma(62)),
     "chatglm": Architecture("glm", interleaved=True),
     "glm4": Architecture("glm4", interleaved=True),
-    "stablelm": Architecture("stablelm", keys={"use_parallel_residual": "use_parallel_residual"}),
-    "command-r": Architecture("cohere", interleaved=True, keys=_LOGIT_SCALE),
+    "stablelm": Architecture("stablelm"),
+    "command-r": Architecture(
+        "cohere", interleaved=True, keys=_LOGIT_SCALE, more=lambda sizes: {"logit_scale": 1.0}
+    ),
     "cohere2": Architecture("cohere2", windowed="cohere2", interleaved=True, keys=_LOGIT_SCALE),
 }  # fmt: skip
 

@@ -39,14 +39,15 @@ _WINDOW_KEYS = {
 }
 _ROPE_KEYS = ("type", "factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow",
               "attn_factor", "yarn_attn_factor")  # fmt: skip
-# Keys that change the computation, with the value that is supported; keys that do not.
+# Keys that change the computation, with the value that is supported; keys that are read by name,
+# or do not matter.
 _FIXED: dict[str, Any] = {
     "expert_used_count": 0, "nextn_predict_layers": 0, "attention.causal": True, "pooling_type": 0,
     "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.temperature_scale": 0.0,
     "rope.scaling.yarn_log_multiplier": 0.0, "rope.scaling.yarn_ext_factor": 1.0,
 }  # fmt: skip
 _INERT = ("vocab_size", "tensor_data_layout", "expert_count", "attention.value_length",
-          "rope.scale_linear", "rope.scaling.finetuned")  # fmt: skip
+          "rope.scale_linear", "rope.scaling.finetuned", "use_parallel_residual")  # fmt: skip
 # The constants that rope factors in circulation were made with (Llama 3.1 and 3.2).
 _LLAMA3 = {
     "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -92,8 +93,9 @@ def _config(file: GGUFFile) -> ModelConfig:
     config |= {} if arch.more is None else arch.more(sizes)
     for key, theirs in arch.keys.items():
         key = f"{name}.{key}"
-        value = file.boolean if theirs.startswith("use_") else file.number
-        config |= {theirs: value(key)} if key in file else {}
+        config |= {theirs: file.number(key)} if key in file else {}
+    if name == "stablelm":  # its key says True also where config.json said nothing
+        config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
     eps = "rms_epsilon" if FAMILIES[kind].eps == "rms_norm_eps" else "epsilon"
     config[FAMILIES[kind].eps] = file.number(f"{name}.attention.layer_norm_{eps}")
     config |= _rope(file, name, kind, sizes)
@@ -240,8 +242,8 @@ def _rope(file: GGUFFile, name: str, kind: str, sizes: dict[str, Any]) -> dict[s
 
 def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int) -> dict[str, Any]:
     prefix = f"{name}.rope.scaling"
-    kind = file.string(f"{prefix}.type", "none")
     factor = file.number(f"{prefix}.factor", 1.0)
+    kind = file.string(f"{prefix}.type", "none" if factor == 1.0 else "linear")
     if kind == "none" and file.number(f"{name}.rope.scale_linear", 1.0) != 1.0:
         kind, factor = "linear", file.number(f"{name}.rope.scale_linear")
     trained = file.integer(f"{prefix}.original_context_length", context)
