@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import shutil
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,25 +125,6 @@ def run(
             "disk": {"predicted": need.disk, "measured": found["disk_bytes"]},
         },
     }  # fmt: skip
-
-
-def command(args: Any, policy: Policy | None, base: Policy, kv_dtype: str | None) -> dict[str, Any]:
-    """``run`` with the command line's words."""
-    sizes = {}
-    for tier in ("device", "host", "disk"):
-        size = getattr(args, f"{tier}_gb")
-        sizes[f"{tier}_bytes"] = None if size is None else int(size * 1e9)
-    return run(
-        args.model, policy=policy, base=base, dtype=args.dtype, scheme=args.quantize,
-        kv_dtype=kv_dtype, rows=args.batch, prompt_tokens=args.prompt_tokens,
-        new_tokens=args.new_tokens,
-        random=args.random, timeline=args.timeline, recalibrate=args.recalibrate, progress=_tell,
-        **sizes,
-    )  # fmt: skip
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def measure(
