@@ -94,8 +94,8 @@ def run(
     expected = predict(cfg, policy, costs, task, settings)
     need = need_of(cfg, policy, task, settings)
     progress(f"measuring: {policy}")
-    given = None if policy.compress_weight else scheme
-    lm = load(source, dtype, given, policy=policy, random=random)
+    rounding = None if policy.compress_weight else scheme
+    lm = load(source, dtype, rounding, policy=policy, random=random)
     assert isinstance(lm, OffloadedModel)
     found, events = measure(lm, task, settings)
     if timeline is not None:
@@ -175,8 +175,8 @@ def sees_programs(lm: OffloadedModel) -> bool:
     return "peak_bytes_in_use" in (lm.store.device.memory_stats() or {})
 
 
-def _limits(*given: int | None) -> tuple[int | None, int | None, int | None]:
-    device, host, disk = given
+def _limits(*sizes: int | None) -> tuple[int | None, int | None, int | None]:
+    device, host, disk = sizes
     stats = jax.devices()[0].memory_stats() or {}
     folder = hub.cache_dir()
     folder.mkdir(parents=True, exist_ok=True)

@@ -155,22 +155,23 @@ def policy_option(sub: Parser) -> None:
 
 def policy(args: argparse.Namespace) -> Policy | None:
     """--policy, with what other options say of it."""
-    given = getattr(args, "policy", None)
-    if given is None:
+    chosen = getattr(args, "policy", None)
+    if chosen is None:
         return None
     if getattr(args, "mesh", None) is not None:
         raise JaxLlamaError("--policy and --mesh exclude each other: one device offloads")
     from jaxllama.offload.model import kv_dtype_of
 
-    given = also(given, args)
-    kv_dtype_of(given, kv_dtype(args), None)
-    return given
+    chosen = also(chosen, args)
+    kv_dtype_of(chosen, kv_dtype(args), None)
+    return chosen
 
 
-def also(given: Policy, args: argparse.Namespace) -> Policy:
+def also(policy: Policy, args: argparse.Namespace) -> Policy:
+    """``policy`` with what the cache's options say."""
     if not hasattr(args, "chunk"):  # a command without a cache
-        return given
-    return given.also(attn_sparsity=args.attn_sparsity, prefill_batch_size=args.chunk)
+        return policy
+    return policy.also(attn_sparsity=args.attn_sparsity, prefill_batch_size=args.chunk)
 
 
 # The cache

@@ -114,8 +114,8 @@ def speed(experiment: Experiment, settings: SpeedSettings, seed: int, room: Path
         new_tokens=settings.new_tokens, runs=settings.runs, context=settings.context,
         kv_dtype=kv_dtype(settings.kv_dtype), chunk=settings.chunk,
     )  # fmt: skip
-    given = set(dataclasses.asdict(settings)) | set(_PROCESS)
-    kept = {key: entry for key, entry in report.items() if key not in given}
+    asked = set(dataclasses.asdict(settings)) | set(_PROCESS)
+    kept = {key: entry for key, entry in report.items() if key not in asked}
     return {
         **kept,
         "weight_megabytes": tree_bytes(lm.params) / 1e6,
