@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args(argv)
     if args.steps < _TRACED or args.runs < 1:
-        raise JaxLlamaError(f"parallel_bench: --steps from {_TRACED} on, --runs from 1 on")
+        raise JaxLlamaError(f"bench.parallel: --steps from {_TRACED} on, --runs from 1 on")
     profiled_graphs()
     first: dict[int, dict[str, Any]] = {}
     for mesh in args.mesh:

@@ -67,7 +67,7 @@ def run(
     """See the module docstring.
 
     policy: what to measure; solved for by default, and base is then what is not searched
-    (``solver.solve``).  The limits default to what the device, the system and the disk have to
+    (``planner.solve``).  The limits default to what the device, the system and the disk have to
     give.  recalibrate: measure the machine even if that was done before.
     """
     enable_compilation_cache()

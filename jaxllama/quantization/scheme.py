@@ -20,11 +20,12 @@ the group's largest magnitude).
 A recipe is a scheme and, after commas, exceptions ``PATTERN=SCHEME``, of which the last that
 matches counts.  A pattern is a name on the weight's path (``down``, ``mlp``, ``layer_3``) or, with
 ``/``, the whole path (``layer_*/mlp/down``); ``*`` and ``?`` are wildcards.  The matmuls of the
-layers and an untied head follow the recipe; an embedding only where it is named (``embed=w8a16``). 
+layers and an untied head follow the recipe; an embedding only where it is named (``embed=w8a16``).
 A tied model's head, which is the embedding, becomes a copy of its own beside it: as ``head=SCHEME``
 says, and in w8a16 where the recipe's own scheme is weight-only; ``head=none`` makes no copy, and an
 embedding that is quantized itself needs none.  Norms, biases and the small gate projections of GLA
-stay as they are.  What rounding costs is measured, not assumed: see the README's table. """
+stay as they are.  What rounding costs is measured, not assumed: see the README's table.
+"""
 
 from __future__ import annotations
 
