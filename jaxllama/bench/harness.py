@@ -124,7 +124,7 @@ class DecodeProgram:
 
     @property
     def kernels_per_step(self) -> int:
-        return count_loop_kernels(self.compiled.as_text())
+        return count_loop_kernels(self.compiled.as_text() or "")
 
     @property
     def nbytes(self) -> int | None:

@@ -55,7 +55,7 @@ def decode_program(cfg: ModelConfig, params: Any) -> dict[str, Any]:
     tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
     compiled = generation.decode_step.lower(cfg, params, tokens, cache).compile()
     stats = compiled.memory_analysis()
-    results = stored_results(compiled.as_text())
+    results = stored_results(compiled.as_text() or "")
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
     codes = {leaf.q.size for leaf in leaves if isinstance(leaf, QTensor)}
     floats = [row for row in results if row["type"] in ("f16", "bf16", "f32", "f64")]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -76,7 +77,7 @@ def converse(
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # some Pythons are built without
             import readline  # noqa: F401 - input() edits lines and has a history where it is
-    elif hasattr(sys.stdin, "reconfigure"):
+    elif isinstance(sys.stdin, io.TextIOWrapper):
         # A byte that is no text is then its line's fault, whatever PYTHONIOENCODING says.
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:

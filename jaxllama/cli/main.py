@@ -14,6 +14,7 @@ one runs, not before: ``--help`` answers at once.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import warnings
@@ -53,7 +54,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; see the module docstring."""
-    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a character it lacks, as on stderr
     try:
         with warnings.catch_warnings():
