@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from pallas_kernels.attention.op import decode_attention_reference
 from pallas_kernels.attention.rope_cache import quantize_kv
 from pallas_kernels.gla.reference import gla_recurrent
 from pallas_kernels.matmul.op import quantized_matmul_reference
+from tests.helpers.compiling import environment
 
 VERSION = tuple(int(v) for v in jax.__version__.split(".")[:3] if v.isdigit())
 newest = pytest.mark.skipif(VERSION < (0, 11, 2), reason="Mosaic kernels need jax >= 0.11.2")
@@ -326,15 +326,14 @@ def test_the_backward_of_a_weight_is_one_product_on_a_gpu() -> None:
     assert dw == "tensor<4096x28672xbf16>, tensor<4096x4096xbf16>"
 
 
-# --- on several devices: this file run as a program, with eight --------------------------------
+# --- on several devices: this file run as a program, with two ----------------------------------
 
 
 def test_several_devices() -> None:
     """shard_map (with and without its check of what varies), and jit of sharded operands."""
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.kernels.test_op_transformations"],
-        env=environment, capture_output=True, text=True,
+        env=environment(2), capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
     assert json.loads(run.stdout) == list(CASES)
