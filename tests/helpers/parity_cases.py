@@ -150,10 +150,10 @@ CASES: dict[str, ModelConfig] = {
         truncate=False,
     ),  # fmt: skip
     "rope-yarn-amplitude": _rope("yarn", 4.0, original_max_position=16, attention_factor=1.3),
-    "llama-gelu": _BASE.replace(activation="gelu"),
     "embedding-scale": _BASE.replace(embedding_scale=True),
     "ministral": _BASE.replace(sliding_window=5, window_layers=(0, 2), n_layers=3, layer_types=()),
     "qwen2-alternating": _BASE.replace(qkv_bias=True, sliding_window=5, window_layers=(0,)),
+    "llama-gelu": _BASE.replace(activation="gelu"),
 } | {f"{kind}{f'-{case}' if case else ''}": _family(kind, case, **options)
      for kind, case, options in FAMILY_CASES}  # fmt: skip
 

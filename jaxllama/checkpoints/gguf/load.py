@@ -3,10 +3,10 @@
 ``read_config(path)`` reads metadata only.  ``load_params(path, cfg, dtype)`` reads one tensor at a
 time from the mapped file, a few hundred rows at once, straight into the fused arrays of our tree,
 so the peak is the tree plus a few MB.  Every type that ``gguf`` can dequantize is read.
-``keep_quantized`` leaves quantized matrices as QTensors (``gguf.codes``): the same words and scales
+``keep_quantized`` leaves quantized matrices as QTensors (``codes``): the same words and scales
 by groups of 16, 32 or 256, and ``dequantize`` gives the float32 bits that ``gguf`` does.
 
-Which tensors there are, and what is folded into them, says ``gguf.architectures`` with the table
+Which tensors there are, and what is folded into them, says ``architectures`` with the table
 of parameters that all checkpoints share.
 
 Source: the GGUF specification and llama.cpp's conversion rules; dequantization is
