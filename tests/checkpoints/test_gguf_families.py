@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import random
 import struct
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Type
 from tokenizers import Regex, pre_tokenizers
 
 import jaxllama as jl
@@ -29,6 +31,7 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.gguf_cases import ARCHITECTURES as WRITTEN
 from tests.helpers.gguf_cases import write_gguf
 from tests.helpers.parity_cases import CASES, tokens_of
@@ -93,6 +96,18 @@ def test_a_file_is_the_model_of_its_directory(name: str, tmp_path: Path) -> None
         cfg = cfg.replace(rope=dataclasses.replace(cfg.rope, attention_factor=None))
     assert cfg.replace(name=name, bos_token_id=want_cfg.bos_token_id) == want_cfg
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("name", ["granite", "glm", "cohere2"])
+def test_kept_codes_take_multipliers_and_the_order_of_rows(name: str, tmp_path: Path) -> None:
+    path, _ = written(name, tmp_path, kind=Type.Q4_1)
+    cfg = read_config(path)
+    dense = load_params(path, cfg, np.float32)
+    kept = load_params(path, cfg, np.float32, keep_quantized=True)
+    assert isinstance(kept["layer_0"]["mixer"]["qkv"]["weight"], QTensor)
+    is_leaf = lambda leaf: isinstance(leaf, QTensor)  # noqa: E731
+    floats = jax.tree.map(lambda w: dequantize(w) if is_leaf(w) else w, kept, is_leaf=is_leaf)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6), floats, dense)
 
 
 @pytest.mark.slow

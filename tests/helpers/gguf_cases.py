@@ -13,6 +13,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
 
 ARCHITECTURES = {
@@ -54,9 +55,9 @@ _ROPE = {
 }  # fmt: skip
 
 
-def write_gguf(path: Path, directory: Path, **changes: Any) -> None:
-    """The model of a Hugging Face directory as one file; changes: of its metadata, None leaves a
-    key out."""
+def write_gguf(path: Path, directory: Path, kind: Type | None = None, **changes: Any) -> None:
+    """The model of a Hugging Face directory as one file; kind: of matrices whose rows are whole
+    blocks; changes: of its metadata, None leaves a key out."""
     config = json.loads((directory / "config.json").read_text())
     arch = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, arch)
@@ -69,7 +70,11 @@ def write_gguf(path: Path, directory: Path, **changes: Any) -> None:
         add(key, value)
     tensors = load_file(directory / "model.safetensors")
     for name, value in tensors.items():
-        writer.add_tensor(*_tensor(name, value, config))
+        name, value = _tensor(name, value, config)
+        if kind is None or value.ndim == 1 or value.shape[1] % gguf.GGML_QUANT_SIZES[kind][0]:
+            writer.add_tensor(name, value)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
     rope = config.get("rope_scaling") or {}
     for which in ("long", "short"):
         if f"{which}_factor" in rope:

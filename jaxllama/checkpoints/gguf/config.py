@@ -248,7 +248,9 @@ def _scaling(file: GGUFFile, name: str, theta: float, turning: int, context: int
         kind, factor = "linear", file.number(f"{name}.rope.scale_linear")
     trained = file.integer(f"{prefix}.original_context_length", context)
     tables = [f"rope_factors_{which}.weight" for which in ("long", "short")]
-    if any(table in file.tensors for table in tables) and kind in ("none", "longrope"):
+    if any(table in file.tensors for table in tables):
+        if kind not in ("none", "longrope") or "rope_freqs.weight" in file.tensors:
+            raise file.error(f"tensor {tables[0]!r}", f"beside {kind!r} scaling or rope_freqs")
         long, short = (_factors(file, table, turning).tolist() for table in tables)
         found: dict[str, Any] = {
             "rope_type": "longrope", "original_max_position_embeddings": trained,
