@@ -19,8 +19,9 @@ _MISSING: Any = object()
 # generation_config.json.  So do keys that begin with "_".
 _INERT = frozenset(
     """
-    attention_dropout attn_implementation dtype finetuning_task id2label initializer_range
-    is_decoder is_llama_config label2id name_or_path num_labels output_attentions
+    attention_dropout embd_pdrop resid_pdrop residual_dropout hidden_dropout attn_implementation
+    dtype finetuning_task id2label initializer_range is_decoder is_llama_config label2id
+    name_or_path num_labels output_attentions
     output_hidden_states pad_token_id prefix pretraining_tp problem_type return_dict sep_token_id
     task_specific_params tokenizer_class torch_dtype torchscript transformers.js_config
     transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache

@@ -177,6 +177,7 @@ FAMILIES: dict[str, Family] = {
                 "rope_type": "llama3",
             },
         },
+        same=_MLP_BIAS,
         window=lambda i, read: bool(i % 4),
     ),
     "smollm3": Family(
@@ -210,7 +211,6 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288,
             "bos_token_id": 0, "attention_bias": True,
         },
-        keys=("residual_dropout",),
         same=(_QKV_BIAS, ("attention_out_bias", "o_bias", False), *_MLP_BIAS),
     ),
     "ernie4_5": Family(
@@ -295,7 +295,6 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 32, "max_position_embeddings": 4096, "layer_norm_eps": 1e-5,
             "partial_rotary_factor": 0.25, "bos_token_id": 0, "eos_token_id": 0,
         },
-        keys=("hidden_dropout",),
         same=(
             ("use_qkv_bias", "qkv_bias", False), ("use_parallel_residual", "parallel_block", False),
         ),
