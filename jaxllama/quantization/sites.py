@@ -57,7 +57,7 @@ class Site:
         """The largest of ``x[K]`` among the input channels that share a scale."""
         return jax.ops.segment_max(x, jnp.asarray(self.channel), self.n_channels)
 
-    def spread(self, s: jax.Array) -> jax.Array:
+    def of_inputs(self, s: jax.Array) -> jax.Array:
         """Scales of the source's channels as scales of the input channels ``[K]``."""
         return s[self.channel]
 
@@ -126,7 +126,7 @@ def fold(cfg: ModelConfig, kind: str, layer: Layer, scales: Mapping[str, jax.Arr
             continue
         s = scales[site.name].astype(jnp.float32)
         for reader in site.readers:
-            layer = _times(layer, reader, "weight", site.spread(s)[None, :])
+            layer = _times(layer, reader, "weight", site.of_inputs(s)[None, :])
         inverse = 1.0 / s
         if site.rows is None:
             for leaf in get(layer, site.source):  # LayerNorm's bias too

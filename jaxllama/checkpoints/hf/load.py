@@ -6,7 +6,7 @@ the peak is the tree plus a few MB.  The arrays are numpy, 64-byte aligned, whic
 takes over on the CPU without a copy.
 
 Which tensors make up which parameter is one table (``model.params``); what config.json means is in
-``hf_config``; the container is in ``safetensors_file``; the way back is ``hf_save``; weights that
+``config``; the container is in ``safetensors``; the way back is ``save``; weights that
 are packed words go through ``packed``.  Left out: PyTorch .bin files.
 """
 

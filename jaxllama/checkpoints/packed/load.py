@@ -4,11 +4,11 @@
     save(directory, cfg, params, ...)       a directory in one of FORMATS
 
 ``hf.load`` calls ``plan`` with config.json; its ``quantization_config`` says the method, which is
-one file here: AutoAWQ (``packed_awq``), GPTQ (``packed_gptq``), compressed-tensors
-(``packed_compressed``), FP8 (``packed_fp8``) and our own (``packed_native``).  Whether a Linear is
-quantized is told by its tensors (compressed-tensors: by the config).  Our fused parameters (qkv,
-gate_up) are the members' rows, one after the other; members that are stored differently (other
-groups, bits, column orders, or one of them in floats) become ``RowBlocks``.
+one file here: AutoAWQ (``awq``), GPTQ (``gptq``), compressed-tensors (``compressed``), FP8
+(``fp8``) and our own (``native``).  Whether a Linear is quantized is told by its tensors
+(compressed-tensors: by the config).  Our fused parameters (qkv, gate_up) are the members' rows, one
+after the other; members that are stored differently (other groups, bits, column orders, or one of
+them in floats) become ``RowBlocks``.
 
 Every file is checked, by name, shape and type, before anything is allocated.  Left out: training
 the quantization (``jaxllama.quantization``), GGUF (``checkpoints.gguf.load``).
@@ -177,7 +177,7 @@ def save(
 ) -> Path:
     """Write ``params`` with its QTensors bit for bit, as config.json and safetensors.
 
-    format: "native" holds anything; the others what their programs know (``packed_save``).
+    format: "native" holds anything; the others what their programs know (``save``).
     The directory must not exist or be empty; it appears complete or, on any failure, not at all.
     Raises JaxLlamaError naming the parameter that the format cannot hold, and why.
     """
