@@ -171,9 +171,9 @@ def talk(run, monkeypatch, lines: str, *words: str) -> tuple[int, str, str]:
 def test_conversation_is_the_template_over_all_turns(run, model, monkeypatch):
     lm = jl.load(model)
     asked = [{"role": "system", "content": "be"}, chat.user("one")]
-    [first] = lm.generate([chat.ids_of(lm, asked)], 8)
+    [first] = lm.generate([lm.encode_chat(asked)], 8)
     asked += [{"role": "assistant", "content": first.text}, chat.user("two")]
-    [second] = lm.generate([chat.ids_of(lm, asked)], 8)
+    [second] = lm.generate([lm.encode_chat(asked)], 8)
     status, out, err = talk(run, monkeypatch, "one\n\ntwo\n", "--system", "be")
     assert (status, out, err) == (0, f"{first.text}\n{second.text}\n", "")
 

@@ -105,7 +105,11 @@ def test_outside_of_its_domain_an_option_is_refused_by_name(
           "0.1"], "attn_sparsity = 0.5, and beside it 0.1"),
         (["plan", "--policy", "0 100 0 100 0 100", "--host-gb", "3"], "--host-gb"),
         (["eval", "--text", "-", "--window", "8", "--stride", "8"], "--stride = 8"),
-        (["chat", "--seed", "3"], "--seed needs --temperature"),
+        (["generate", "hi", "--seed", "3"], "--seed needs --temperature"),
+        (["chat", "--temperature", "0", "--seed", "3"], "--seed needs --temperature"),
+        (["generate", "hi", "--split", "none"], "--split needs --file"),
+        (["generate", "hi", "--random", "--revision", "v1"], "random weights have none"),
+        (["doctor", "--random"], "--random needs --model"),
     ],
 )  # fmt: skip
 def test_options_that_contradict_each_other_are_refused_by_name(words, says, monkeypatch, capsys):
