@@ -133,8 +133,11 @@ def _request(line: str, where: str) -> Prompt:
     for key, value in request.items():
         if key not in ("prompt", "messages"):
             raise JaxLlamaError(f"{where}: {key!r} is not prompt or messages")
-        is_right = isinstance(value, str if key == "prompt" else list) and value
-        if not is_right or not all(isinstance(m, str | dict) for m in value):
+        is_text = isinstance(value, str)
+        is_list = isinstance(value, list) and all(
+            isinstance(m, dict) and "role" in m for m in value
+        )
+        if not value or not (is_text if key == "prompt" else is_list):
             kind = "text" if key == "prompt" else 'a list of {"role": ..., "content": ...}'
             raise JaxLlamaError(f"{where}: {key}: expected {kind}")
     return request.get("prompt") or request["messages"]
