@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 HELP = "Talk to a model: /reset begins anew, /exit ends."
 
 Message = dict[str, str]
+MESSAGES = 'a list of {"role": ..., "content": ...}'
 
 
 def options(sub: Parser) -> None:
@@ -57,6 +58,10 @@ def run(args: argparse.Namespace) -> None:
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
+
+
+def is_message(value: Any) -> bool:
+    return isinstance(value, dict) and "role" in value
 
 
 def converse(

@@ -23,7 +23,7 @@ HELP = "Continue one or many prompts."
 def options(sub: Parser) -> None:
     sub.add_argument("prompts", nargs="*", metavar="PROMPT")
     sub.add_argument("--file", type=text_input, metavar="TXT",
-                     help="prompts, one per line; - is the standard input")  # fmt: skip
+                     help="prompts, one per line or by --split; - is the standard input")  # fmt: skip
     sub.add_argument("--split", choices=("lines", "jsonl", "none"),
                      help="of --file: a prompt a line; a JSON object a line, {\"prompt\": TEXT} or "
                           "{\"messages\": [...]}, and so with --json the answers; none: the file "
@@ -133,11 +133,8 @@ def _request(line: str, where: str) -> Prompt:
     for key, value in request.items():
         if key not in ("prompt", "messages"):
             raise JaxLlamaError(f"{where}: {key!r} is not prompt or messages")
-        is_text = isinstance(value, str)
-        is_list = isinstance(value, list) and all(
-            isinstance(m, dict) and "role" in m for m in value
-        )
-        if not value or not (is_text if key == "prompt" else is_list):
-            kind = "text" if key == "prompt" else 'a list of {"role": ..., "content": ...}'
-            raise JaxLlamaError(f"{where}: {key}: expected {kind}")
+        kind, what = (str, "text") if key == "prompt" else (list, chat.MESSAGES)
+        is_right = isinstance(value, kind) and len(value) > 0
+        if not is_right or (kind is list and not all(map(chat.is_message, value))):
+            raise JaxLlamaError(f"{where}: {key}: expected {what}")
     return request.get("prompt") or request["messages"]
