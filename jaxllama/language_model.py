@@ -215,11 +215,12 @@ class LanguageModel:
         """``generate`` as an iterator: arguments are checked now, the work is done as it goes."""
         rows = self.encode(prompts)
         max_new_tokens = whole("max_new_tokens", max_new_tokens)
-        if chunk is not None and whole("chunk", chunk) < 1:
+        chunk = None if chunk is None else whole("chunk", chunk)
+        if chunk is not None and chunk < 1:
             raise JaxLlamaError(f"chunk = {chunk}: must be at least 1")
         stops = _stops(stop)
         self._check(rows, max_new_tokens, stops)
-        kv_dtype, chunk = self._cache_options(kv_dtype, None if chunk is None else int(chunk))
+        kv_dtype, chunk = self._cache_options(kv_dtype, chunk)
         options = _Options(max_new_tokens, stops, kv_dtype, chunk, watched)
         return self._batches(rows, _per_row(sampling, seed, len(rows)), options)
 

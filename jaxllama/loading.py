@@ -95,10 +95,10 @@ def load(
         )
     else:
         path = hub.resolve(source, revision, progress=progress)
+        sampling = None if path.suffix == ".gguf" else hf.read_sampling(path)
         cfg, params, tokenizer = _from_checkpoint(
             source, path, dtype, progress, place, grid, quantize
         )
-        sampling = None if path.suffix == ".gguf" else hf.read_sampling(path)
     if tokenizer is not None:
         tokenizer.check_vocab(cfg.vocab_size)
     if place is not None:

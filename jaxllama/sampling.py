@@ -102,17 +102,13 @@ class Sampling:
             or self.presence_penalty != 0.0
         )
 
-    @property
-    def said(self) -> dict[str, Any]:
-        """What is not greedy decoding's default, by name."""
-        fields = dataclasses.fields(self)
-        values = {field.name: getattr(self, field.name) for field in fields}
-        return {f.name: values[f.name] for f in fields if values[f.name] != f.default}
-
     def __str__(self) -> str:
         """For people: "temperature 0.6, top_p 0.9", or "greedy"."""
-        greedy = ["greedy"] if self.temperature == 0 else []
-        return ", ".join(greedy + [f"{name} {value}" for name, value in self.said.items()])
+        said = ["greedy"] if self.temperature == 0 else []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            said += [f"{field.name} {value}"] if value != field.default else []
+        return ", ".join(said)
 
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty",

@@ -45,13 +45,13 @@ def rounding(text: str) -> str:
 def source_options(sub: Parser, default: str | None = MODEL) -> Any:
     """Which weights; returns the group."""
     group = sub.add_argument_group("model")
-    shown = "" if default is None else " (default %(default)s)"
+    shown = ", to be loaded too" if default is None else " (default %(default)s)"
     group.add_argument("--model", "--preset", type=filled, default=default, metavar="NAME",
                        help="preset, directory, .gguf or hub id" + shown)  # fmt: skip
     group.add_argument("--random", action="store_true",
                        help="random weights of the preset's shape: nothing is fetched")  # fmt: skip
     group.add_argument("--revision", type=filled, metavar="NAME",
-                       help="branch, tag or commit of a hub id")  # fmt: skip
+                       help="branch, tag or commit of --model, a hub id")  # fmt: skip
     return group
 
 

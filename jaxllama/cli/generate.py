@@ -23,7 +23,7 @@ HELP = "Continue one or many prompts."
 def options(sub: Parser) -> None:
     sub.add_argument("prompts", nargs="*", metavar="PROMPT")
     sub.add_argument("--file", type=text_input, metavar="TXT",
-                     help="prompts, one per line or by --split; - is the standard input")  # fmt: skip
+                     help="prompts, one per line; - is the standard input")  # fmt: skip
     sub.add_argument("--split", choices=("lines", "jsonl", "none"),
                      help="of --file: a prompt a line; a JSON object a line, {\"prompt\": TEXT} or "
                           "{\"messages\": [...]}, and so with --json the answers; none: the file "

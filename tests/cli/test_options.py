@@ -90,6 +90,16 @@ def test_outside_of_its_domain_an_option_is_refused_by_name(
     assert (action.option_strings or [bad])[0] in err
 
 
+def test_whoever_takes_a_model_takes_random_weights_and_revisions_of_it():
+    takers = []
+    for words, parser in commands(cli.parser()):
+        flags = {flag for action in parser._actions for flag in action.option_strings}
+        if "--model" in flags and words != ("bench", "serve"):  # there it is a name on a server
+            takers.append(words[0])
+            assert flags >= {"--random", "--revision"}, words
+    assert {"generate", "chat", "serve", "quantize", "convert", "eval", "doctor"} <= {*takers}
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
