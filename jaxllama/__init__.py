@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.quantization.quantize import quantize_params as quantize_params
     from jaxllama.sampling import Sampling as Sampling
     from jaxllama.serving.engine.engine import Engine as Engine
+    from jaxllama.serving.engine.request import Request as Request
     from jaxllama.text.tokenizer import Tokenizer as Tokenizer
 
 _HOME = {
@@ -48,6 +49,7 @@ _HOME = {
     "logits": "generation",
     "Sampling": "sampling",
     "Engine": "serving.engine.engine",
+    "Request": "serving.engine.request",
     "Policy": "offload.policy",
     "JaxLlamaError": "errors",
 }

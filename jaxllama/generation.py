@@ -30,6 +30,7 @@ from jaxllama.model import decoder
 from jaxllama.model.cache import Cache
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
+from pallas_kernels.brief import short_repr
 
 Params = dict[str, Any]
 # Tokens, of all rows together, that a GPU's prefill takes through the model at once: enough for its
@@ -189,6 +190,8 @@ class GenerateState:
     step: jax.Array
     cache: Cache
     history: History | None
+
+    __repr__ = short_repr
 
 
 def generate(

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+import re
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -19,20 +22,28 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama import generation
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.packed import load as packed
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.cache import init_cache
+from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of
-from jaxllama.parallel.shardings import fetch
-from jaxllama.sampling import Sampling, SamplingParams
+from jaxllama.parallel.shardings import fetch, gather_params
+from jaxllama.sampling import Sampling, SamplingParams, whole
 from jaxllama.text.tokenizer import StopStrings, TextStream, Tokenizer
+from pallas_kernels.brief import brief, size_text
+from pallas_kernels.qtensor import QTensor, RowBlocks
 
 # Tokens between two looks at the text when only stop strings are watched.
 STOP_SLICE = 8
 # Rows of the one program that decodes every batch of a deterministic model.
 DETERMINISTIC_ROWS = 32
+_SCREEN = 20  # lines of parameters that ``repr`` shows
 
 OnText = Callable[[int, str], None]
+# (row, new text) as it comes, and the results at the end.
+Steps = Generator[tuple[int, str], None, list["Generation"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +61,8 @@ class Generation:
 class LanguageModel:
     """A model ready to run; ``tokenizer`` is None when the checkpoint has none.
 
+    sampling: the model's own, of its generation_config.json, which ``chat`` and the server take
+    where nobody names another; None where the checkpoint says nothing.
     deterministic: a row's logits are the same bits whatever the batch and its place in it.  Sums
     are taken in an order that the compiler chooses by shape, so shapes are what this fixes: prompts
     are prefilled one by one and decoded in programs of exactly 32 rows, each with rows that need
@@ -60,6 +73,7 @@ class LanguageModel:
     params: generation.Params
     tokenizer: Tokenizer | None
     deterministic: bool = False
+    sampling: Sampling | None = None
 
     def __post_init__(self) -> None:
         # What else asks about the head (saving, byte counts, offloading) sees an untied model.
@@ -74,6 +88,9 @@ class LanguageModel:
     def mesh(self) -> Mesh | None:
         """The mesh that the parameters are on, None for one device."""
         return mesh_of(self.params)
+
+    def __repr__(self) -> str:
+        return _described(self)
 
     def generate(
         self,
@@ -100,29 +117,124 @@ class LanguageModel:
         Raises JaxLlamaError for an empty prompt, ids outside the vocabulary, text without a
         tokenizer, or a prompt that does not fit the context.
         """
+        steps = self._steps(
+            prompts, max_new_tokens, sampling, seed, stop, kv_dtype, chunk, on_text is not None
+        )
+        while True:
+            try:
+                row, text = next(steps)
+            except StopIteration as end:
+                return end.value
+            if on_text is not None:
+                on_text(row, text)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_new_tokens: int = 512,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        *,
+        kv_dtype: DTypeLike | None = None,
+        chunk: int | None = None,
+        on_text: OnText | None = None,
+    ) -> Generation:
+        """The model's answer to ``messages`` ({"role": ..., "content": ...}), by its chat template.
+
+        max_new_tokens: fewer where the context ends before.
+        sampling: the model's own by default (``self.sampling``), or greedy where it has none.
+        The rest as for ``generate``.  Raises JaxLlamaError without a tokenizer or a template, or
+        for a conversation that fills the context.
+        """
+        ids = self.encode_chat(messages)
+        room = self.config.max_position - len(ids)
+        if room < 1:
+            raise JaxLlamaError(
+                f"the conversation has {len(ids)} tokens and the context {self.config.max_position}"
+            )
+        new = min(whole("max_new_tokens", max_new_tokens), room)
+        [out] = self.generate(
+            [ids], new, sampling or self.sampling, seed, stop, kv_dtype=kv_dtype, chunk=chunk,
+            on_text=on_text,
+        )  # fmt: skip
+        return out
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        *,
+        kv_dtype: DTypeLike | None = None,
+        chunk: int | None = None,
+    ) -> Iterator[str]:
+        """The text of ``generate`` for one prompt (text, or token ids), in pieces of complete
+        characters, as it is decoded.
+
+        Nothing runs between two pieces, so an iterator that is left, or closed, leaves nothing
+        behind.  Raises JaxLlamaError at the call.
+        """
+        if self.tokenizer is None:
+            raise JaxLlamaError(f"{self.config.name} has no tokenizer: there is no text to stream")
+        steps = self._steps([prompt], max_new_tokens, sampling, seed, stop, kv_dtype, chunk, True)
+        return (text for _, text in steps)
+
+    def save(self, directory: str | Path, *, progress: bool = False) -> Path:
+        """Write a Hugging Face directory: config.json, generation_config.json (with ``sampling``),
+        safetensors, and the tokenizer's files.  Weights keep their dtype; transformers loads
+        floats, quantized ones are written bit for bit in our own format, which ``load`` reads.
+
+        The directory must not exist or be empty; it appears complete or, on any failure, not at
+        all.  progress: a bar on stderr.  Raises JaxLlamaError naming the path, or an option of the
+        config that no class of transformers has.
+        """
+        params, mesh = self.params, self.mesh
+        if mesh is not None:
+            params = gather_params(self.config, params, mesh.shape[MODEL_AXIS])
+        is_packed = any(isinstance(leaf, QTensor | RowBlocks) for leaf in _weights(params))
+        with tempfile.TemporaryDirectory() as scratch:
+            files = [] if self.tokenizer is None else self.tokenizer.save(scratch)
+            return (packed.save if is_packed else hf.save)(
+                directory, self.config, params, files, sampling=self.sampling, progress=progress
+            )
+
+    def _steps(
+        self,
+        prompts: Any,
+        max_new_tokens: Any,
+        sampling: Any,
+        seed: Any,
+        stop: Any,
+        kv_dtype: DTypeLike | None,
+        chunk: Any,
+        watched: bool,
+    ) -> Steps:
+        """``generate`` as an iterator: arguments are checked now, the work is done as it goes."""
         rows = self.encode(prompts)
-        batch = len(rows)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        max_new_tokens = whole("max_new_tokens", max_new_tokens)
+        chunk = None if chunk is None else whole("chunk", chunk)
         if chunk is not None and chunk < 1:
             raise JaxLlamaError(f"chunk = {chunk}: must be at least 1")
+        stops = _stops(stop)
         self._check(rows, max_new_tokens, stops)
-        per_row = _per_row(sampling, seed, batch)
-        options = _Options(
-            max_new_tokens, stops, self.dtype if kv_dtype is None else kv_dtype, chunk
-        )
-        results: list[Generation] = [None] * batch  # type: ignore[list-item]
-        for members in self._groups(rows, max_new_tokens):
+        kv_dtype, chunk = self._cache_options(kv_dtype, chunk)
+        options = _Options(max_new_tokens, stops, kv_dtype, chunk, watched)
+        return self._batches(rows, _per_row(sampling, seed, len(rows)), options)
 
-            def tell(row: int, text: str, members: list[int] = members) -> None:
-                assert on_text is not None
-                on_text(members[row], text)
+    def _cache_options(
+        self, kv_dtype: DTypeLike | None, chunk: int | None
+    ) -> tuple[DTypeLike, int | None]:
+        """The cache's dtype and the chunk, where the user named none; offloading has its own."""
+        return self.dtype if kv_dtype is None else kv_dtype, chunk
 
-            outs = self._run(
-                [rows[index] for index in members],
-                [per_row[index] for index in members],
-                options,
-                tell if on_text else None,
-            )
+    def _batches(self, rows: list[list[int]], sampling: list[Sampling], options: _Options) -> Steps:
+        """Batch by batch."""
+        results: list[Generation] = [None] * len(rows)  # type: ignore[list-item]
+        for members in self._groups(rows, options.max_new_tokens):
+            outs = yield from self._run(members, rows, sampling, options)
             for index, out in zip(members, outs, strict=True):
                 results[index] = out
         return results
@@ -143,12 +255,13 @@ class LanguageModel:
 
     def _run(
         self,
+        members: list[int],
         rows: list[list[int]],
         sampling: list[Sampling],
         options: _Options,
-        on_text: OnText | None,
-    ) -> list[Generation]:
-        """One batch through prefill and the decode loop."""
+    ) -> Steps:
+        """One batch, the rows ``members``, through prefill and the decode loop."""
+        rows, sampling = [rows[i] for i in members], [sampling[i] for i in members]
         max_new_tokens, stops = options.max_new_tokens, options.stops
         readers = [_Reader(self.tokenizer, self.config.eos_token_ids, stops) for _ in rows]
         if self.deterministic:
@@ -159,15 +272,15 @@ class LanguageModel:
         tokens, lengths = pad_rows(rows, width)
         stop_ids = jnp.asarray(self.config.eos_token_ids, jnp.int32)
         state = self._start(tokens, lengths, capacity, room, params, stop_ids, options)
-        slice_size = 1 if on_text else STOP_SLICE if stops else max_new_tokens
+        slice_size = 1 if options.watched else STOP_SLICE if stops else max_new_tokens
         until = min(slice_size, max_new_tokens)
         while True:
             state = self._advance(state, params, stop_ids, until)
             new_tokens, logprobs, counts = fetch((state.tokens, state.logprobs, state.counts))
             for row, reader in enumerate(readers):
                 text = reader.read(new_tokens[row, : counts[row]])
-                if text and on_text:
-                    on_text(row, text)
+                if text and options.watched:
+                    yield members[row], text
             if until >= max_new_tokens or all(reader.finished for reader in readers):
                 break
             until = min(until + slice_size, max_new_tokens)
@@ -178,8 +291,8 @@ class LanguageModel:
         results = []
         for row, reader in enumerate(readers):
             tail = reader.close()
-            if tail and on_text:
-                on_text(row, tail)
+            if tail and options.watched:
+                yield members[row], tail
             results.append(reader.result(logprobs[row]))
         return results
 
@@ -254,7 +367,12 @@ class LanguageModel:
 
     def encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
         """Token ids of each prompt; ids pass through."""
-        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        try:
+            given = [prompts] if isinstance(prompts, str) else list(prompts)
+        except TypeError:
+            raise JaxLlamaError(
+                f"prompts = {_short(prompts)}: expected text, or a list of texts or token ids"
+            ) from None
         if not given:
             raise JaxLlamaError("no prompts: the list is empty")
         rows = []
@@ -271,6 +389,19 @@ class LanguageModel:
             else:
                 rows.append(_ids(index, prompt))
         return rows
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of the prompt for ``messages``, in which the chat template writes the special
+        tokens.  Raises JaxLlamaError without a tokenizer or a template, or when it refuses them."""
+        if self.tokenizer is None:
+            raise JaxLlamaError(f"{self.config.name} has no tokenizer, so it cannot chat")
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        if not is_list or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise JaxLlamaError(
+                f'messages = {_short(messages)}: expected a list of {{"role": ..., "content": ...}}'
+            )
+        prompt = self.tokenizer.apply_chat_template(messages)
+        return self.tokenizer.encode(prompt, add_special=False)
 
     def _check(self, rows: list[list[int]], max_new_tokens: int, stops: tuple[str, ...]) -> None:
         if max_new_tokens < 1:
@@ -303,6 +434,7 @@ class _Options:
     stops: tuple[str, ...]
     kv_dtype: DTypeLike
     chunk: int | None
+    watched: bool  # somebody reads the text as it comes
 
 
 class _Reader:
@@ -392,6 +524,44 @@ def _ids(index: int, prompt: Any) -> list[int]:
         raise JaxLlamaError(
             f"prompt {index} is {_short(prompt)}: expected text or a list of token ids"
         ) from None
+
+
+def _stops(stop: Any) -> tuple[str, ...]:
+    try:
+        given = (stop,) if isinstance(stop, str) else tuple(stop)
+    except TypeError:
+        given = (stop,)
+    if not all(isinstance(text, str) for text in given):
+        raise JaxLlamaError(f"stop = {_short(stop)}: expected text, or a list of texts")
+    return given
+
+
+def _weights(params: generation.Params) -> list[Any]:
+    """Every parameter, a quantized one being one."""
+    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks))
+
+
+def _described(lm: LanguageModel) -> str:
+    """What ``repr`` says: facts, then a line for every kind of parameter."""
+    kinds: dict[tuple[str, str], int] = {}
+    leaves = jax.tree_util.tree_leaves_with_path(
+        lm.params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks)
+    )
+    for path, leaf in leaves:
+        name = ".".join(str(getattr(entry, "key", entry)) for entry in path)
+        kind = re.sub(r"layer_\d+", "layer_*", name), brief(leaf)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    facts = [
+        lm.config.name, f"{lm.config.n_layers} layers", f"vocabulary {lm.config.vocab_size}",
+        f"context {lm.config.max_position}", size_text(lm.params),
+        "no tokenizer" if lm.tokenizer is None else None,
+        None if lm.sampling is None else f"sampling: {lm.sampling}",
+    ]  # fmt: skip
+    lines = [f"  {count} x {name} {text}" if count > 1 else f"  {name} {text}"
+             for (name, text), count in kinds.items()]  # fmt: skip
+    if len(lines) > _SCREEN:
+        lines[_SCREEN:] = [f"  and {len(lines) - _SCREEN} more kinds of parameters"]
+    return "\n".join([f"{type(lm).__name__}({', '.join(filter(None, facts))})", *lines])
 
 
 def _short(value: Any) -> str:

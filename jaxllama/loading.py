@@ -1,6 +1,6 @@
 """``load``: a LanguageModel from wherever its weights are.
 
-    load(source, dtype, quantize, policy=..., mesh=..., deterministic=...) -> LanguageModel
+    load(source, dtype, quantize, policy=..., mesh=..., deterministic=..., revision=...)
 
 source: a preset's name (fetched once, see ``checkpoints.hub``), a directory of Hugging Face's or
 flash-linear-attention's files, a .gguf file, or a hub id.  Weights are read, cast and placed one at
@@ -11,6 +11,7 @@ policy says (``offload``).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import warnings
 from collections.abc import Mapping
@@ -48,6 +49,7 @@ def load(
     mesh: str | Mapping[str, int] | Mesh | None = None,
     deterministic: bool = False,
     random: bool = False,
+    revision: str | None = None,
     progress: bool = False,
 ) -> LanguageModel:
     """A LanguageModel from a preset name, a directory, a .gguf file or a hub id.
@@ -61,6 +63,7 @@ def load(
     random: random weights of the preset's shape and a byte tokenizer, for benchmarks and tests.
         The GLA and hybrid presets have no published weights that we can fetch, so they always
         come that way, with a WeightWarning.
+    revision: branch, tag or commit of a hub id, which may also say it: "org/name@revision".
     progress: a bar on stderr.
     Raises JaxLlamaError naming what was tried.
     """
@@ -73,6 +76,8 @@ def load(
             stacklevel=2,
         )
         random = True
+    if random and revision is not None:
+        raise JaxLlamaError(f"revision = {revision!r}: random weights have none")
     if quantize is not None:
         parse(quantize)
     place = None
@@ -81,6 +86,7 @@ def load(
     grid = None if mesh is None else make_mesh(mesh)
     if grid is not None and policy is not None:
         raise JaxLlamaError("policy and mesh exclude each other: one device offloads")
+    sampling = None
     if random:
         cfg, tokenizer = load_config(source), Tokenizer.byte_level()
         scheme = quantize if place is None else place.scheme
@@ -88,28 +94,32 @@ def load(
             cfg, jax.random.key(0), dtype, scheme, place, grid, progress=progress
         )
     else:
-        cfg, params, tokenizer = _from_checkpoint(source, dtype, progress, place, grid, quantize)
+        path = hub.resolve(source, revision, progress=progress)
+        sampling = None if path.suffix == ".gguf" else hf.read_sampling(path)
+        cfg, params, tokenizer = _from_checkpoint(
+            source, path, dtype, progress, place, grid, quantize
+        )
     if tokenizer is not None:
         tokenizer.check_vocab(cfg.vocab_size)
     if place is not None:
-        return place.model(cfg, params, tokenizer)
+        return dataclasses.replace(place.model(cfg, params, tokenizer), sampling=sampling)
     if quantize is not None and not random:
         whole = cfg if grid is None else None  # its programs run on one device
         params = quantize_params(params, quantize, cfg=whole, progress=progress)
     if grid is not None:
         cfg, params = settle(cfg, params, grid)
-    return LanguageModel(cfg, params, tokenizer, deterministic)
+    return LanguageModel(cfg, params, tokenizer, deterministic, sampling)
 
 
 def _from_checkpoint(
     source: str | Path,
+    path: Path,
     dtype: jnp.dtype,
     progress: bool,
     place: Placement | None = None,
     grid: Mesh | None = None,
     scheme: str | None = None,
 ) -> tuple[ModelConfig, generation.Params, Tokenizer | None]:
-    path = hub.resolve(source, progress=progress)
     if path.suffix == ".gguf":
         cfg = gguf.read_config(path)
         params = gguf.load_params(path, cfg, dtype, progress=progress)
@@ -144,11 +154,13 @@ def float_dtype(dtype: DTypeLike) -> jnp.dtype:
     raise JaxLlamaError(f"dtype {dtype!r} is not float32, bfloat16 or float16")
 
 
-def read_config(source: str | Path, random: bool = False) -> ModelConfig:
+def read_config(
+    source: str | Path, random: bool = False, revision: str | None = None
+) -> ModelConfig:
     """The config that ``load`` would give the model, without its weights."""
     if random or str(source) in preset_names():
         return load_config(source)
-    path = hub.resolve(source)
+    path = hub.resolve(source, revision)
     return gguf.read_config(path) if path.suffix == ".gguf" else hf.read_config(path)
 
 

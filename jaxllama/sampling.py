@@ -45,6 +45,7 @@ from jax import lax
 
 from jaxllama.cutoff import cutoff
 from jaxllama.errors import JaxLlamaError
+from pallas_kernels.brief import short_repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +82,17 @@ class Sampling:
         _check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
         _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        if _integer("top_k", self.top_k) < 0:
+        if whole("top_k", self.top_k) < 0:
             raise JaxLlamaError(f"top_k = {self.top_k!r}: must be 0 (off) or more")
-        if self.seed is not None and not -(2**63) <= _integer("seed", self.seed) < 2**64:
+        if self.seed is not None and not -(2**63) <= whole("seed", self.seed) < 2**64:
             raise JaxLlamaError(f"seed = {self.seed!r}: must fit 64 bits")
         # A tuple, so that the dataclass stays hashable.
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+        for name in _NUMBERS:  # numpy's scalars: they print long and are no JSON
+            object.__setattr__(self, name, float(getattr(self, name)))
+        object.__setattr__(self, "top_k", operator.index(self.top_k))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", operator.index(self.seed))
 
     @property
     def has_penalties(self) -> bool:
@@ -95,6 +101,18 @@ class Sampling:
             or self.frequency_penalty != 0.0
             or self.presence_penalty != 0.0
         )
+
+    def __str__(self) -> str:
+        """For people: "temperature 0.6, top_p 0.9", or "greedy"."""
+        said = ["greedy"] if self.temperature == 0 else []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            said += [f"{field.name} {value}"] if value != field.default else []
+        return ", ".join(said)
+
+
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
+            "presence_penalty")  # fmt: skip
 
 
 def _check(key: str, value: Any, low: float, high: float, above: bool = False) -> None:
@@ -105,7 +123,8 @@ def _check(key: str, value: Any, low: float, high: float, above: bool = False) -
         raise JaxLlamaError(f"{key} = {value!r}: must be a number {start} {low:g} to {high:g}")
 
 
-def _integer(key: str, value: Any) -> int:
+def whole(key: str, value: Any) -> int:
+    """An int of any kind of whole number.  Raises JaxLlamaError naming the key."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -122,7 +141,7 @@ def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...] | None:
     except (TypeError, ValueError):
         raise JaxLlamaError(f"logit_bias = {bias!r}: must map token ids to numbers") from None
     for token, value in pairs.items():
-        if _integer("logit_bias: token id", token) < 0:
+        if whole("logit_bias: token id", token) < 0:
             raise JaxLlamaError(f"logit_bias: token id = {token!r}: must not be negative")
         if not isinstance(value, numbers.Real) or math.isnan(value) or value == math.inf:
             raise JaxLlamaError(f"logit_bias[{token}] = {value!r}: must be a number or -inf")
@@ -151,6 +170,8 @@ class SamplingParams:
     bias_ids: jax.Array | None
     bias_values: jax.Array | None
     features: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    __repr__ = short_repr
 
     @classmethod
     def stack(
@@ -211,7 +232,7 @@ def _key_data(seed: int | jax.Array) -> np.ndarray:
         if data.shape != (2,):  # another generator's key: draw a threefry key from it
             data = jax.random.bits(seed, (2,), jnp.uint32)
         return np.asarray(data)
-    bits = _integer("seed", seed) % 2**64
+    bits = whole("seed", seed) % 2**64
     return np.array([bits >> 32, bits & 0xFFFFFFFF], np.uint32)
 
 
@@ -239,6 +260,8 @@ class History:
 
     prompt: jax.Array
     counts: jax.Array
+
+    __repr__ = short_repr
 
     @classmethod
     def of_prompt(cls, tokens: jax.Array, lengths: jax.Array, vocab_size: int) -> History:

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.brief import short_repr
 from pallas_kernels.operands import FLOATS, check, check_parts
 from pallas_kernels.rounding import WORDS, grid, words
 
@@ -48,6 +49,8 @@ class QTensor:
     activations: str | None = dataclasses.field(default=None, metadata={"static": True})
     columns: jax.Array | None = None
     input_scale: jax.Array | None = None
+
+    __repr__ = short_repr
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -89,6 +92,8 @@ class RowBlocks:
     """
 
     blocks: tuple[jax.Array | QTensor, ...]
+
+    __repr__ = short_repr
 
     @property
     def shape(self) -> tuple[int, ...]:

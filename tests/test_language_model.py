@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import weakref
 
 import jax
 import numpy as np
@@ -13,7 +15,9 @@ from jaxllama import loading
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.generation import init_params
 from jaxllama.language_model import LanguageModel, _bucket
-from jaxllama.sampling import Sampling
+from jaxllama.parallel.mesh import make_mesh
+from jaxllama.parallel.shardings import shard_params
+from jaxllama.sampling import History, Sampling
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import FAMILIES, LLAMA, params_of
 
@@ -135,6 +139,16 @@ def test_logits_are_the_full_forward(lm):
         (lambda lm: lm.generate(["a"], sampling=[Sampling()] * 2), "sampling: 2 entries for 1"),
         (lambda lm: lm.generate(["a"], kv_dtype="int32"), "cache dtype 'int32'"),
         (lambda lm: lm.generate(["a"], kv_dtype="bf16"), "cache dtype 'bf16'"),
+        (lambda lm: lm.generate(5), "prompts = 5: expected text, or a list of texts or token ids"),
+        (lambda lm: lm.generate("a", max_new_tokens=2.0), "max_new_tokens = 2.0: must be a whole"),
+        (lambda lm: lm.generate("a", chunk="8"), "chunk = '8': must be a whole number"),
+        (lambda lm: lm.generate("a", stop=5), "stop = 5: expected text, or a list of texts"),
+        (lambda lm: lm.generate("a", stop=["b", 5]), r"stop = \['b', 5\]: expected text"),
+        (lambda lm: lm.stream(""), "prompt 0 is empty"),
+        (lambda lm: lm.stream(["a", "b"]), r"prompt 0 is \['a', 'b'\]: expected text"),
+        (lambda lm: lm.chat("hi"), "messages = 'hi': expected a list of"),
+        (lambda lm: lm.chat([{"content": "hi"}]), r"messages = \[{'content': 'hi'}\]: expected"),
+        (lambda lm: lm.chat([{"role": "user", "content": "hi"}]), "no chat template"),
         (lambda lm: lm.generate("a", seed=1.5), "seed = 1.5: expected a whole number"),
         (lambda lm: lm.generate("a", sampling={"temperature": 1}), "sampling = {'temperature': 1}"),
         (lambda lm: lm.generate([[1.5]]), r"prompt 0 is \[1.5\]: expected text or a list of"),
@@ -150,6 +164,112 @@ def test_bad_input_is_one_line_that_names_it(lm, call, message):
     with pytest.raises(JaxLlamaError, match=message) as caught:
         call(lm)
     assert "\n" not in str(caught.value)
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def talker(lm: LanguageModel, **changes) -> LanguageModel:
+    tokenizer = Tokenizer(Tokenizer.byte_level()._backend, "test", chat_template=TEMPLATE)
+    return dataclasses.replace(lm, tokenizer=tokenizer, **changes)
+
+
+def test_chat_continues_the_template_with_the_models_own_sampling(lm, monkeypatch):
+    own = Sampling(temperature=0.9)
+    heard = []
+    out = talker(lm, sampling=own).chat(MESSAGES, 12, seed=3, on_text=lambda *x: heard.append(x))
+    assert out == lm.generate("<u>hello", 12, own, seed=3)[0]
+    assert "".join(text for _, text in heard) == out.text and {row for row, _ in heard} == {0}
+    [greedy] = lm.generate("<u>hello", 12)
+    assert talker(lm).chat(MESSAGES, 12) == greedy, "no sampling of its own"
+    assert talker(lm, sampling=own).chat(MESSAGES, 12, Sampling()) == greedy
+    assert talker(lm, sampling=own).generate("<u>hello", 12) == [greedy], "never of itself"
+    with pytest.raises(JaxLlamaError, match="has 203 tokens and the context 200"):
+        talker(lm).chat([{"role": "user", "content": "x" * 200}])
+    monkeypatch.setattr(LanguageModel, "generate", lambda _, rows, new, *rest, **options: [new])
+    assert talker(lm).chat([{"role": "user", "content": "x" * 190}]) == 200 - 193, "what is left"
+
+
+def test_a_stream_gives_the_text_and_stops_when_it_is_left(lm, monkeypatch):
+    sampling, steps = Sampling(temperature=1.5), []
+    [out] = lm.generate("hello", 12, sampling, seed=4)
+    assert "".join(lm.stream("hello", 12, sampling, seed=4)) == out.text
+    advance = LanguageModel._advance
+    monkeypatch.setattr(
+        LanguageModel, "_advance", lambda *args: steps.append(args[-1]) or advance(*args)
+    )
+    pieces = lm.stream(list(b"hello"), 12, sampling, seed=4)
+    assert not steps, "nothing runs before it is asked for"
+    assert out.text.startswith(next(pieces)) and len(steps) < 12
+    begun = len(steps)
+    held = weakref.ref(pieces)
+    pieces.close()
+    assert list(pieces) == [] and len(steps) == begun
+    del pieces
+    assert held() is None
+    with pytest.raises(JaxLlamaError, match="no tokenizer"):
+        dataclasses.replace(lm, tokenizer=None).stream([1])
+
+
+def test_numpy_scalars_are_numbers(lm):
+    plain = lm.generate("ab", 6, Sampling(temperature=0.5), seed=3)
+    sampling = Sampling(temperature=np.float32(0.5), top_k=np.int32(0))
+    assert lm.generate("ab", np.int64(6), sampling, np.int64(3)) == plain
+    assert lm.generate(np.asarray([list(b"ab")]), 6, sampling, [np.uint8(3)]) == plain
+    assert json.loads(json.dumps(dataclasses.asdict(sampling)))["top_k"] == 0
+    request = jl.Request("x", np.arange(3), np.int64(5), dataclasses.replace(sampling, seed=3))
+    assert json.loads(json.dumps(request.to_json()))["max_new_tokens"] == 5
+
+
+@pytest.mark.parametrize("family", ["gqa", "hybrid"])
+@pytest.mark.parametrize("scheme", [None, "w8a16"])
+def test_what_prints_is_dtypes_shapes_and_bytes_on_one_screen(family, scheme):
+    cfg = FAMILIES[family].replace(n_layers=12, layer_types=FAMILIES[family].layer_types * 6)
+    shapes = jax.eval_shape(lambda: params_of(cfg))
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    lm = LanguageModel(cfg, params, None)
+    if scheme is not None:
+        lm = dataclasses.replace(lm, params=jl.quantize_params(lm.params, scheme))
+    cache = jl.init_cache(cfg, 2, 64, jax.numpy.float32 if scheme is None else "int8")
+    for value, says in ((lm, f"{cfg.name}, 12 layers"), (cache, "lengths=int32[2]")):
+        text = repr(value)
+        assert says in text and len(text) < 24 * 80 and text.count("\n") < 24
+        assert "array" not in text.lower() and "0., " not in text
+    weight = lm.params["layer_1"]["mlp"]["down"]["weight"]
+    assert scheme is None or repr(weight).startswith(
+        "QTensor(q=int8[32, 48], scale=float32[32, 1], "
+    )
+    assert "float32[2, 8]" in repr(jax.eval_shape(lambda: History(*[np.zeros((2, 8), "f")] * 2)))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "hybrid", "w8a16", "mesh"])
+def test_saved_models_come_back_to_the_bit(kind, tmp_path):
+    cfg = FAMILIES["hybrid" if kind == "hybrid" else "gqa"].replace(vocab_size=260)
+    # Of numpy: compiling an initializer would be most of the test.
+    dtype = "bfloat16" if kind == "bfloat16" else "float32"
+    shapes = jax.eval_shape(lambda: params_of(cfg, dtype=jax.numpy.dtype(dtype)))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), shapes)
+    lm = talker(
+        LanguageModel(cfg, params, None, sampling=Sampling(temperature=0.6, top_p=0.9, min_p=0.1))
+    )
+    if kind == "w8a16":
+        lm = dataclasses.replace(lm, params=jl.quantize_params(lm.params, kind))
+    if kind == "mesh":
+        mesh = make_mesh("model=1")
+        on_mesh = shard_params(cfg, params, mesh)[1]
+        assert dataclasses.replace(lm, params=on_mesh).save(tmp_path / "m") == tmp_path / "m"
+    else:
+        assert lm.save(tmp_path / "m", progress=True) == tmp_path / "m"
+    back = jl.load(tmp_path / "m", lm.dtype)
+    assert jax.tree.structure(back.params) == jax.tree.structure(lm.params)
+    for ours, theirs in zip(jax.tree.leaves(lm.params), jax.tree.leaves(back.params), strict=True):
+        assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
+    assert back.sampling == lm.sampling and back.config.eos_token_ids == lm.config.eos_token_ids
+    assert back.encode_chat(MESSAGES) == lm.encode_chat(MESSAGES)
+    with pytest.raises(JaxLlamaError, match="m: already exists; nothing is overwritten"):
+        lm.save(tmp_path / "m")
 
 
 def test_presets_without_weights_say_so():

@@ -43,8 +43,9 @@ _D = 4096  # the width of the typical calls
 _ROWS, _PROMPT, _CONTEXT = 16, 512, 1024  # of a model's own calls
 
 
-def examine(model: str | None = None) -> dict[str, Any]:
+def examine(model: str | None = None, **source: Any) -> dict[str, Any]:
     """Versions, devices, caches, ops and, with ``model``, its dtypes and bytes (it is loaded).
+    source: further arguments of ``load``.
 
     Raises JaxLlamaError for a model that does not load.
     """
@@ -65,7 +66,7 @@ def examine(model: str | None = None) -> dict[str, Any]:
         + [_prefill_attention(512, 32, 128, default_dtype())],
     }
     if model is not None:
-        report["model"] = _model(model)
+        report["model"] = _model(model, source)
     return report
 
 
@@ -176,8 +177,8 @@ def _prefill_attention(tokens: int, heads: int, head_dim: int, dtype: Any) -> di
     return {"call": f"prefill, {tokens} tokens"} | dataclasses.asdict(choice)
 
 
-def _model(name: str) -> dict[str, Any]:
-    lm = load(name, progress=True)
+def _model(name: str, source: dict[str, Any]) -> dict[str, Any]:
+    lm = load(name, progress=True, **source)
     by_dtype: dict[str, int] = {}
     leaves = jax.tree.leaves(lm.params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
     for leaf in leaves:

@@ -60,6 +60,7 @@ def run(
     host_bytes: int | None = None,
     disk_bytes: int | None = None,
     random: bool = False,
+    revision: str | None = None,
     timeline: Path | None = None,
     recalibrate: bool = False,
     progress: Progress = lambda _: None,
@@ -75,7 +76,7 @@ def run(
     base = policy or base or Policy()
     task = Task(rows, prompt_tokens, new_tokens)
     task = dataclasses.replace(task, chunk=base.prefill_batch_size or task.chunk)
-    cfg = read_config(source, random).replace(attn_sparsity=base.attn_sparsity)
+    cfg = read_config(source, random, revision).replace(attn_sparsity=base.attn_sparsity)
     if task.capacity > cfg.max_position:
         raise JaxLlamaError(
             f"plan: {prompt_tokens} + {new_tokens} tokens exceed the context of {cfg.max_position}"
@@ -95,7 +96,7 @@ def run(
     need = need_of(cfg, policy, task, settings)
     progress(f"measuring: {policy}")
     rounding = None if policy.compress_weight else scheme
-    lm = load(source, dtype, rounding, policy=policy, random=random)
+    lm = load(source, dtype, rounding, policy=policy, random=random, revision=revision)
     assert isinstance(lm, OffloadedModel)
     found, events = measure(lm, task, settings)
     if timeline is not None:

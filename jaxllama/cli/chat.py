@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 HELP = "Talk to a model: /reset begins anew, /exit ends."
 
 Message = dict[str, str]
+MESSAGES = 'a list of {"role": ..., "content": ...}'
 
 
 def options(sub: Parser) -> None:
@@ -40,27 +41,28 @@ def options(sub: Parser) -> None:
     common.model_options(sub)
     common.policy_option(sub)
     common.cache_options(sub)
-    common.sampling_options(sub, max_new_tokens=512)
+    common.sampling_options(
+        sub, 512, "What is not given is the model's own (generation_config.json), else greedy."
+    )
 
 
 def run(args: argparse.Namespace) -> None:
-    sampling = common.sampling(args)
+    if args.temperature is not None:  # else it depends on the model what goes with it
+        common.sampling(args)
     kwargs = {"kv_dtype": common.kv_dtype(args), **common.chunk(args)}
-    converse(common.load(args), sampling, args.max_new_tokens, args.system, kwargs)
+    lm = common.load(args)
+    sampling = common.sampling(args, lm.sampling)
+    if lm.sampling is not None:
+        _note(f"sampling: {sampling} (the model's own, but for what is given)")
+    converse(lm, sampling, args.max_new_tokens, args.system, kwargs)
 
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def ids_of(lm: LanguageModel, messages: list[Message]) -> list[int]:
-    """The prompt for ``messages`` as token ids; the template writes the special tokens.
-
-    Raises JaxLlamaError without a tokenizer or a template.
-    """
-    if lm.tokenizer is None:
-        raise JaxLlamaError(f"{lm.config.name} has no tokenizer, so it cannot chat")
-    return lm.tokenizer.encode(lm.tokenizer.apply_chat_template(messages), add_special=False)
+def is_message(value: Any) -> bool:
+    return isinstance(value, dict) and "role" in value
 
 
 def converse(
@@ -70,9 +72,9 @@ def converse(
     system: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Read, answer, repeat.  ``options`` go to ``LanguageModel.generate``."""
+    """Read, answer, repeat.  ``options`` go to ``LanguageModel.chat``."""
     opening = [] if system is None else [{"role": "system", "content": system}]
-    ids_of(lm, [*opening, user("?")])  # a model that cannot chat says so at once
+    lm.encode_chat([*opening, user("?")])  # a model that cannot chat says so at once
     messages = list(opening)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # some Pythons are built without
@@ -108,18 +110,17 @@ def _answer(
     max_new_tokens: int,
     options: Mapping[str, Any],
 ) -> str:
-    ids = ids_of(lm, messages)
-    room = lm.config.max_position - len(ids)
-    if room < 1:
+    size = len(lm.encode_chat(messages))
+    if size >= lm.config.max_position:
         raise JaxLlamaError(
-            f"the conversation has {len(ids)} tokens and the context {lm.config.max_position}: "
+            f"the conversation has {size} tokens and the context {lm.config.max_position}: "
             "/reset begins anew"
         )
     told: list[str] = []
     with working("answering") as sign:
         show = shown(sign, told)
         try:
-            lm.generate([ids], min(max_new_tokens, room), sampling, on_text=show, **options)
+            lm.chat(messages, max_new_tokens, sampling, on_text=show, **options)
         except KeyboardInterrupt:
             sign.close()
             _note(" (interrupted)")

@@ -42,11 +42,31 @@ def rounding(text: str) -> str:
     return text
 
 
-def model_options(sub: Parser) -> None:
+def source_options(sub: Parser, default: str | None = MODEL) -> Any:
+    """Which weights; returns the group."""
     group = sub.add_argument_group("model")
-    group.add_argument("--model", "--preset", type=filled, default=MODEL, metavar="NAME",
-                       help="preset, directory, .gguf or hub id (default %(default)s)")  # fmt: skip
+    shown = ", to be loaded too" if default is None else " (default %(default)s)"
+    group.add_argument("--model", "--preset", type=filled, default=default, metavar="NAME",
+                       help="preset, directory, .gguf or hub id" + shown)  # fmt: skip
+    group.add_argument("--random", action="store_true",
+                       help="random weights of the preset's shape: nothing is fetched")  # fmt: skip
+    group.add_argument("--revision", type=filled, metavar="NAME",
+                       help="branch, tag or commit of --model, a hub id")  # fmt: skip
+    return group
+
+
+def source(args: argparse.Namespace) -> dict[str, Any]:
+    """The same for ``loading.load``."""
+    return {"random": args.random, "revision": args.revision}
+
+
+def dtype_option(group: Any) -> None:
     group.add_argument("--dtype", choices=DTYPES, help="of weights and activations")
+
+
+def model_options(sub: Parser) -> None:
+    group = source_options(sub)
+    dtype_option(group)
     group.add_argument(
         "--quantize", type=rounding, metavar="SCHEME",
         help="w8a16, w4a16 (w4a16-sym: no zero points), w8a8 or fp8 once loaded, or a mix: "
@@ -54,12 +74,7 @@ def model_options(sub: Parser) -> None:
     )  # fmt: skip
 
 
-def random_option(sub: Parser) -> None:
-    sub.add_argument("--random", action="store_true",
-                     help="random weights of the preset's shape: nothing is fetched")  # fmt: skip
-
-
-def load(args: argparse.Namespace, random: bool = False) -> LanguageModel:
+def load(args: argparse.Namespace) -> LanguageModel:
     import dataclasses
 
     from jaxllama.loading import load
@@ -67,8 +82,8 @@ def load(args: argparse.Namespace, random: bool = False) -> LanguageModel:
     placed, sparsity = policy(args), getattr(args, "attn_sparsity", None)
     join(args)
     lm = load(
-        args.model, args.dtype, args.quantize, policy=placed, mesh=mesh(args), random=random,
-        progress=True,
+        args.model, args.dtype, args.quantize, policy=placed, mesh=mesh(args), progress=True,
+        **source(args),
     )  # fmt: skip
     if "attention" not in lm.config.layer_types:
         for flag in ("kv_dtype", "attn_sparsity"):
@@ -201,23 +216,24 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
     return pair(text, Number(least=0), Number(float, most=sys.float_info.max), "ID=NUMBER")
 
 
-def sampling_options(sub: Parser, max_new_tokens: int) -> None:
-    group = sub.add_argument_group("sampling")
+def sampling_options(sub: Parser, max_new_tokens: int, default: str) -> None:
+    """default: what holds where an option is not given, in words."""
+    group = sub.add_argument_group("sampling", default)
     group.add_argument("--max-new-tokens", type=COUNT, default=max_new_tokens, metavar="N",
                        help="(default %(default)s)")  # fmt: skip
-    group.add_argument("--temperature", type=Number(float, 0, 100), default=0.0, metavar="T",
-                       help="0, the default, is greedy")  # fmt: skip
-    group.add_argument("--top-k", type=Number(least=0), default=0, metavar="K",
+    group.add_argument("--temperature", type=Number(float, 0, 100), metavar="T",
+                       help="0 is greedy")  # fmt: skip
+    group.add_argument("--top-k", type=Number(least=0), metavar="K",
                        help="draw from the K most likely tokens; 0 is off")  # fmt: skip
-    group.add_argument("--top-p", type=SHARE, default=1.0, metavar="P",
+    group.add_argument("--top-p", type=SHARE, metavar="P",
                        help="draw from the smallest set of this probability")  # fmt: skip
-    group.add_argument("--min-p", type=Number(float, 0, 1), default=0.0, metavar="P",
+    group.add_argument("--min-p", type=Number(float, 0, 1), metavar="P",
                        help="drop tokens below this share of the best one")  # fmt: skip
-    group.add_argument("--repetition-penalty", type=Number(float, 0, 100, above=True), default=1.0,
-                       metavar="X", help="for tokens of prompt and output; 1 is off")  # fmt: skip
-    group.add_argument("--frequency-penalty", type=Number(float, -2, 2), default=0.0, metavar="X",
+    group.add_argument("--repetition-penalty", type=Number(float, 0, 100, above=True), metavar="X",
+                       help="for tokens of prompt and output; 1 is off")  # fmt: skip
+    group.add_argument("--frequency-penalty", type=Number(float, -2, 2), metavar="X",
                        help="for every occurrence in the output")  # fmt: skip
-    group.add_argument("--presence-penalty", type=Number(float, -2, 2), default=0.0, metavar="X",
+    group.add_argument("--presence-penalty", type=Number(float, -2, 2), metavar="X",
                        help="for tokens of the output")  # fmt: skip
     group.add_argument("--logit-bias", action="append", type=parse_logit_bias, default=[],
                        metavar="ID=X",
@@ -225,23 +241,24 @@ def sampling_options(sub: Parser, max_new_tokens: int) -> None:
     group.add_argument("--seed", type=SEED, metavar="N", help="of the draws (default 0)")
 
 
-def sampling(args: argparse.Namespace) -> Sampling:
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
+             "presence_penalty")  # fmt: skip
+
+
+def sampling(args: argparse.Namespace, own: Sampling | None = None) -> Sampling:
+    """What the options say; where they are silent, ``own``, or greedy."""
+    import dataclasses
+
     from jaxllama.sampling import Sampling
 
-    chosen = Sampling(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        frequency_penalty=args.frequency_penalty,
-        presence_penalty=args.presence_penalty,
-        logit_bias=dict(args.logit_bias),
-        seed=args.seed or 0,
+    named = {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+    chosen = dataclasses.replace(
+        own or Sampling(), **named, logit_bias=dict(args.logit_bias), seed=args.seed or 0
     )
     if chosen.temperature == 0:
-        for flag, used in (("--top-k", args.top_k != 0), ("--top-p", args.top_p != 1),
-                           ("--min-p", args.min_p != 0),
+        for flag, used in (("--top-k", named.get("top_k", 0) != 0),
+                           ("--top-p", named.get("top_p", 1) != 1),
+                           ("--min-p", named.get("min_p", 0) != 0),
                            ("--seed", args.seed is not None)):  # fmt: skip
             if used:
                 raise JaxLlamaError(f"{flag} needs --temperature above 0, which is greedy")

@@ -5,22 +5,23 @@ from __future__ import annotations
 import argparse
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import Parser, filled
+from jaxllama.cli.domains import Parser
+from jaxllama.errors import JaxLlamaError
 from jaxllama.progress import working
 
-HELP = "Versions, devices, and which implementation each op uses."
+HELP = "Versions, devices, and which implementation each op uses, a --model's bytes."
 
 
 def options(sub: Parser) -> None:
-    sub.add_argument(
-        "--model", type=filled, metavar="NAME", help="also load this one: dtypes and bytes"
-    )
+    common.source_options(sub, default=None)
     common.json_option(sub)
 
 
 def run(args: argparse.Namespace) -> None:
     from jaxllama.bench import doctor
 
+    if args.model is None and (args.random or args.revision):
+        raise JaxLlamaError(f"{'--random' if args.random else '--revision'} needs --model")
     with working("examining"):
-        report = doctor.examine(args.model)
+        report = doctor.examine(args.model, **common.source(args))
     common.show(args, report, doctor.table)

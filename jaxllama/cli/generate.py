@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from typing import TYPE_CHECKING
 
 from jaxllama.cli import chat, common
 from jaxllama.cli.domains import Parser, filled, text_input
 from jaxllama.errors import JaxLlamaError
 from jaxllama.progress import working
+
+if TYPE_CHECKING:
+    from jaxllama.language_model import LanguageModel
+
+Prompt = str | list[chat.Message]
 
 HELP = "Continue one or many prompts."
 
@@ -17,6 +24,11 @@ def options(sub: Parser) -> None:
     sub.add_argument("prompts", nargs="*", metavar="PROMPT")
     sub.add_argument("--file", type=text_input, metavar="TXT",
                      help="prompts, one per line; - is the standard input")  # fmt: skip
+    sub.add_argument("--split", choices=("lines", "jsonl", "none"),
+                     help="of --file: a prompt a line; a JSON object a line, {\"prompt\": TEXT} or "
+                          "{\"messages\": [...]}, and so with --json the answers; none: the file "
+                          "is one prompt, without its last newline (default: lines, of .jsonl "
+                          "files jsonl)")  # fmt: skip
     sub.add_argument("--stream", action="store_true", help="print text as it is decoded")
     sub.add_argument("--chat", action="store_true",
                      help="each prompt is a user's message, in the model's template")  # fmt: skip
@@ -27,7 +39,7 @@ def options(sub: Parser) -> None:
     common.model_options(sub)
     common.policy_option(sub)
     common.cache_options(sub)
-    common.sampling_options(sub, max_new_tokens=64)
+    common.sampling_options(sub, 64, "Greedy, unless --temperature says otherwise.")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -38,19 +50,26 @@ def run(args: argparse.Namespace) -> None:
         raise JaxLlamaError(f"--stream shows one prompt, and there are {len(prompts)}")
     sampling = common.sampling(args)
     lm = common.load(args)
-    rows = [chat.ids_of(lm, [chat.user(prompt)]) for prompt in prompts] if args.chat else prompts
+    own = lm.sampling
+    if own is not None and own.temperature > 0 and args.temperature is None:
+        print(f"sampling: greedy; chat and serve take the model's own: {own}", file=sys.stderr)
+    rows = [_row(lm, prompt, args.chat) for prompt in prompts]
     with working("generating") as sign:
         outs = lm.generate(
             rows, args.max_new_tokens, sampling, stop=args.stop, kv_dtype=common.kv_dtype(args),
             on_text=chat.shown(sign) if args.stream else None, **common.chunk(args),
         )  # fmt: skip
     if args.json:
-        rows = [
-            {"prompt": prompt, "text": out.text, "tokens": out.tokens, "logprobs": out.logprobs,
-             "finish_reason": out.finish_reason}
+        answers = [
+            {"prompt" if isinstance(prompt, str) else "messages": prompt, "text": out.text,
+             "tokens": out.tokens, "logprobs": out.logprobs, "finish_reason": out.finish_reason}
             for prompt, out in zip(prompts, outs, strict=True)
         ]  # fmt: skip
-        common.print_json({"model": args.model, "generations": rows})
+        if _split(args) == "jsonl":
+            for answer in answers:
+                common.print_json(answer)
+        else:
+            common.print_json({"model": args.model, "generations": answers})
     elif args.stream:
         print()
     else:
@@ -60,14 +79,39 @@ def run(args: argparse.Namespace) -> None:
             print(out.text)
 
 
-def _prompts(args: argparse.Namespace) -> list[str]:
+def _row(lm: LanguageModel, prompt: Prompt, as_chat: bool) -> str | list[int]:
+    """A prompt as ``LanguageModel.generate`` takes it."""
+    if isinstance(prompt, str) and not as_chat:
+        return prompt
+    return lm.encode_chat([chat.user(prompt)] if isinstance(prompt, str) else prompt)
+
+
+def _split(args: argparse.Namespace) -> str | None:
+    """How --file is split; None without one."""
     if args.file is None:
+        return None
+    return args.split or ("jsonl" if args.file.suffix == ".jsonl" else "lines")
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    prompts: list[Prompt]
+    if args.file is None:
+        if args.split is not None:
+            raise JaxLlamaError("--split needs --file, which it splits")
         prompts = args.prompts
     elif args.prompts:
         raise JaxLlamaError("prompts and --file exclude each other")
     else:
-        lines = common.read_text(args.file).replace("\r\n", "\n").split("\n")
-        prompts = [line for line in lines if line.strip()]
+        text = common.read_text(args.file).replace("\r\n", "\n")
+        lines = [text.removesuffix("\n")] if _split(args) == "none" else text.split("\n")
+        if _split(args) == "jsonl":
+            prompts = [
+                _request(line, f"{args.file}: line {number}")
+                for number, line in enumerate(lines, start=1)
+                if line.strip()
+            ]
+        else:
+            prompts = [line for line in lines if line.strip()]
         if not prompts:
             raise JaxLlamaError(f"{args.file}: no prompts in it")
     if not prompts:
@@ -76,3 +120,21 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         if not prompt:
             raise JaxLlamaError(f"prompt {index} is empty")
     return prompts
+
+
+def _request(line: str, where: str) -> Prompt:
+    """The prompt of one line of JSON.  Raises JaxLlamaError with ``where`` it is."""
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise JaxLlamaError(f"{where}: not JSON: {error}") from None
+    if not isinstance(request, dict) or len(request.keys() & {"prompt", "messages"}) != 1:
+        raise JaxLlamaError(f'{where}: expected an object with "prompt" or "messages"')
+    for key, value in request.items():
+        if key not in ("prompt", "messages"):
+            raise JaxLlamaError(f"{where}: {key!r} is not prompt or messages")
+        kind, what = (str, "text") if key == "prompt" else (list, chat.MESSAGES)
+        is_right = isinstance(value, kind) and len(value) > 0
+        if not is_right or (kind is list and not all(map(chat.is_message, value))):
+            raise JaxLlamaError(f"{where}: {key}: expected {what}")
+    return request.get("prompt") or request["messages"]

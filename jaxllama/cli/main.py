@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 from jaxllama.cli import (
     bench,
     chat,
+    completion,
+    convert,
     doctor,
     experiment,
     generate,
@@ -43,12 +45,14 @@ COMMANDS = {
     "serve": serve,
     "bench": bench,
     "quantize": quantize,
+    "convert": convert,
     "eval": evaluate,
     "experiment": experiment,
     "tokenize": tokenize,
     "train": train,
     "plan": plan,
     "doctor": doctor,
+    "completion": completion,
 }
 
 

@@ -14,7 +14,6 @@ HELP = "Solve for the offloading policy, and measure what it predicts."
 
 
 def options(sub: Parser) -> None:
-    common.random_option(sub)
     sub.add_argument(
         "--batch", type=COUNT, default=8, metavar="N", help="rows (default %(default)s)"
     )
@@ -56,8 +55,7 @@ def run(args: argparse.Namespace) -> None:
         report = plan.run(
             args.model, policy=policy, base=base, dtype=args.dtype, scheme=args.quantize,
             kv_dtype=common.kv_dtype(args), rows=args.batch, prompt_tokens=args.prompt_tokens,
-            new_tokens=args.new_tokens, random=args.random, timeline=args.timeline,
-            recalibrate=args.recalibrate, progress=lambda text: print(text, file=sys.stderr),
-            **sizes,
+            new_tokens=args.new_tokens, timeline=args.timeline, recalibrate=args.recalibrate,
+            progress=lambda text: print(text, file=sys.stderr), **common.source(args), **sizes,
         )  # fmt: skip
     common.show(args, report, plan.table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import Number, OutFile, Parser, filled, new_folder, refusing, text_input
+from jaxllama.cli.domains import Number, OutFile, Parser, new_folder, refusing, text_input
 
 METHODS = ("rtn", "awq", "gptq", "smoothquant")
 FORMATS = ("native", "awq", "gptq", "compressed-tensors")
@@ -40,10 +40,7 @@ def options(sub: Parser) -> None:
                      metavar="FILE",
                      help="every weight's errors, .json or .png; may be given again")  # fmt: skip
     common.json_option(sub)
-    group = sub.add_argument_group("model")
-    group.add_argument("--model", type=filled, default=common.MODEL, metavar="NAME",
-                       help="preset, directory, .gguf or hub id (default %(default)s)")  # fmt: skip
-    group.add_argument("--dtype", choices=common.DTYPES, help="of weights and activations")
+    common.dtype_option(common.source_options(sub))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -55,7 +52,8 @@ def run(args: argparse.Namespace) -> None:
         args.out, args.scheme, args.method, args.format, text, args.samples, args.window,
         tuple(args.report),
     )  # fmt: skip
-    checkpoint.check(read_config(args.model), request, args.dtype or default_dtype())
-    lm = load(args.model, args.dtype, progress=True)
+    cfg = read_config(args.model, **common.source(args))
+    checkpoint.check(cfg, request, args.dtype or default_dtype())
+    lm = load(args.model, args.dtype, progress=True, **common.source(args))
     report = checkpoint.quantize_checkpoint(lm, request, progress=True)
     common.show(args, {"model": args.model, **report}, checkpoint.table)

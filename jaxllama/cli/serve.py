@@ -31,7 +31,6 @@ def options(sub: Parser) -> None:
                      help="of requests and answers; a killed server's are finished")  # fmt: skip
     # Refused in words of its own.
     sub.add_argument("--policy", type=common.parse_policy, help=argparse.SUPPRESS)
-    common.random_option(sub)
     common.mesh_option(sub)
     common.model_options(sub)
     common.cache_options(sub)
@@ -48,4 +47,4 @@ def run(args: argparse.Namespace) -> None:
         args.model, args.host, args.port, tuple(args.api_key), args.max_body, args.drain_timeout,
         args.state, engine,
     )  # fmt: skip
-    serve(options, lambda: common.load(args, random=args.random))
+    serve(options, lambda: common.load(args))

@@ -12,6 +12,10 @@ sampling = [jl.Sampling(), jl.Sampling(temperature=0.8, top_p=0.95)]  # greedy, 
 for out in lm.generate(prompts, max_new_tokens=8, sampling=sampling, seed=[0, 7]):
     print(repr(out.text), out.finish_reason, f"first logprob {out.logprobs[0]:.2f}")
 
-# Text as it is decoded, and an end of its own.
-[out] = lm.generate(["1, 2, 3,"], 40, stop=["8"], on_text=lambda row, text: print(text, end=""))
-print(f"\n{out.finish_reason} after {len(out.tokens)} tokens")
+# Text as it is decoded, and an end of its own.  Leaving the loop early ends the work.
+for piece in lm.stream("1, 2, 3,", 40, stop=["8"]):
+    print(piece, end="", flush=True)
+print()
+
+# And: lm.chat([{"role": "user", "content": "Hi"}]) answers by the model's chat template,
+# lm.save("dir") writes a Hugging Face directory.

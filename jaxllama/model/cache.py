@@ -25,6 +25,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import row_axis
 from pallas_kernels.attention.rope_cache import quantize_kv, store
+from pallas_kernels.brief import short_repr
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
 QUANTIZED_CACHE = ("int8", "int4", "float8_e4m3fn")
@@ -39,6 +40,8 @@ class KVCache:
     k: jax.Array | QTensor
     v: jax.Array | QTensor
 
+    __repr__ = short_repr
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +52,16 @@ class GLAState:
     state: jax.Array
     conv: tuple[jax.Array, ...] | None = None
 
+    __repr__ = short_repr
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
     layers: tuple[KVCache | GLAState, ...]
     lengths: jax.Array
+
+    __repr__ = short_repr
 
     @property
     def batch(self) -> int:

@@ -19,6 +19,7 @@ Left out: a mesh, ``deterministic``, tokens of a grammar.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import Generation, LanguageModel
+from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
@@ -71,7 +72,7 @@ class BlockState:
     run: Run
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class OffloadedModel(LanguageModel):
     """params: a tree of arrays and Stored; see the module docstring."""
 
@@ -79,12 +80,9 @@ class OffloadedModel(LanguageModel):
     store: Store | None = None
     recorder: Any = NO_RECORD
 
-    def generate(self, prompts: Any, *arguments: Any, **options: Any) -> list[Generation]:
-        """As LanguageModel.generate; kv_dtype and chunk default to what the policy says, and an
-        other value than the policy's is a JaxLlamaError."""
-        options["kv_dtype"] = kv_dtype_of(self.policy, options.get("kv_dtype"), self.dtype)
-        options["chunk"] = chunk_of(self.policy, options.get("chunk"))
-        return super().generate(prompts, *arguments, **options)
+    def save(self, directory: str | Path, *, progress: bool = False) -> Path:
+        """Always a JaxLlamaError: its weights are in pieces."""
+        raise JaxLlamaError("policy: an offloaded model is not saved: load it without one")
 
     def logits(self, tokens: Any, lengths: Any) -> jax.Array:
         """Teacher-forced float32 logits ``[B, T, V]``; weights are loaded once for all rows."""
@@ -138,6 +136,10 @@ class OffloadedModel(LanguageModel):
         return programs.embed(self.config, self.dtype, weights, tokens)
 
     # LanguageModel's hooks
+
+    def _cache_options(self, kv_dtype: Any, chunk: int | None) -> tuple[Any, int]:
+        """By default what the policy says; an other value than the policy's is a JaxLlamaError."""
+        return kv_dtype_of(self.policy, kv_dtype, self.dtype), chunk_of(self.policy, chunk)
 
     def _groups(self, rows: list[list[int]], max_new_tokens: int) -> list[list[int]]:
         size, count = self.policy.block_size, len(rows)

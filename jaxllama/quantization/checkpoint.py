@@ -196,7 +196,10 @@ def quantize_checkpoint(
     _check_scales(params)
     with tempfile.TemporaryDirectory() as scratch, _pointing_to(work):
         files = [] if lm.tokenizer is None else lm.tokenizer.save(scratch)
-        packed.save(request.out, lm.config, params, files, format=request.format)
+        packed.save(
+            request.out, lm.config, params, files, format=request.format, sampling=lm.sampling,
+            progress=progress,
+        )  # fmt: skip
     if work is not None:
         shutil.rmtree(work.folder, ignore_errors=True)
     head = params.get("head") if "head" not in lm.params else None

@@ -160,18 +160,24 @@ class Tokenizer:
 
     def save(self, directory: str | Path) -> list[Path]:
         """Write tokenizer.json, tokenizer_config.json and, if there is a template,
-        chat_template.jinja into an existing directory; returns the files."""
+        chat_template.jinja into an existing directory; returns the files.  Several templates go
+        into tokenizer_config.json."""
         directory = Path(directory)
-        config = {
+        config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             **self.special_tokens,
         }
+        is_plain = not self._templates.keys() - {"default"}
+        if not is_plain:
+            config["chat_template"] = [
+                {"name": name, "template": text} for name, text in self._templates.items()
+            ]
         contents = {
             "tokenizer.json": self._backend.to_str(pretty=True),
             "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
         }
-        if self.chat_template is not None:
+        if is_plain and self.chat_template is not None:
             contents["chat_template.jinja"] = self.chat_template
         try:
             for name, content in contents.items():

@@ -32,6 +32,7 @@ from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig, RopeConfig, load_config
 from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.sampling import Sampling
 from tests.helpers.seeded import hf_tensors, seeded_params
 
 TINY = ModelConfig(
@@ -689,6 +690,47 @@ def test_save_in_bfloat16_keeps_the_bits(tmp_path, params) -> None:
     _, got = hf.load(hf.save(tmp_path / "m", TINY, low), dtype=ml_dtypes.bfloat16)
     assert_trees_equal(got, low)
     assert json.loads((tmp_path / "m" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("said", "want"),
+    [
+        ({}, None),
+        ({"eos_token_id": 2, "top_k": None}, None),
+        ({"do_sample": False, "temperature": 9.0}, Sampling()),
+        ({"temperature": 0.6, "repetition_penalty": 1.1}, Sampling(repetition_penalty=1.1)),
+        ({"do_sample": True}, Sampling(1.0)),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, Sampling(0.6, top_p=0.9)),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_k": 20, "min_p": 0.05,
+             "repetition_penalty": 1.05},
+            Sampling(0.7, 20, 1.0, 0.05, 1.05),
+        ),
+        ({"do_sample": True, "temperature": "hot"}, "temperature = 'hot': expected a finite"),
+        ({"do_sample": True, "top_k": -1}, "top_k = -1: expected an integer"),
+        ({"do_sample": True, "top_p": 2}, "top_p = 2.0: must be a number above 0 to 1"),
+        ({"do_sample": "yes"}, "do_sample = 'yes': expected true or false"),
+    ],
+)  # fmt: skip
+def test_generation_config_s_sampling(tmp_path, params, said, want) -> None:
+    path = tmp_path / "generation_config.json"
+    assert hf.read_sampling(tmp_path) is None
+    path.write_text(json.dumps(said))
+    if isinstance(want, str):
+        with pytest.raises(JaxLlamaError, match=f"^{re.escape(f'{path}: {want}')}"):
+            hf.read_sampling(tmp_path)
+        return
+    assert hf.read_sampling(tmp_path) == want
+    saved = hf.save(tmp_path / "saved", TINY, params, sampling=want)
+    assert hf.read_sampling(saved) == want
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.GenerationConfig.from_pretrained(saved)
+    theirs.validate(strict=True)
+    if want is not None:
+        assert theirs.do_sample == (want.temperature > 0)
+        for key in ("temperature", "top_k", "top_p", "min_p") if want.temperature else ():
+            assert getattr(theirs, key) == getattr(want, key)
+        assert theirs.repetition_penalty == want.repetition_penalty
 
 
 def test_save_overwrites_nothing(tmp_path, folder, params) -> None:

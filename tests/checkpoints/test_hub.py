@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import jaxllama as jl
 from jaxllama import config
 from jaxllama.checkpoints import hub
 from jaxllama.errors import JaxLlamaError
@@ -350,6 +351,31 @@ def test_hub_offline(tmp_path: Path) -> None:
     assert "not in the hub's local cache" in message and "\n" not in message
     snapshot = hub_cache(tmp_path / "cached", ["config.json", "model.safetensors"])
     assert offline_resolve(tmp_path / "cached") == str(snapshot)
+
+
+def test_revisions_are_of_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    snapshot = hub_cache(tmp_path, ["config.json", "model.safetensors"])
+    asked = []
+
+    def download(repo: str, revision: str | None, **_: Any) -> str:
+        asked.append((repo, revision))
+        if revision == "gone":
+            raise ConnectionError("no such revision")
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for name, revision in (("org/name", None), ("org/name", "v1"), ("org/name@v1", None)):
+        assert hub.resolve(name, revision) == snapshot
+    assert asked == [("org/name", None), ("org/name", "v1"), ("org/name", "v1")]
+    with pytest.raises(JaxLlamaError, match="org/name@gone: cannot be had from the hub"):
+        hub.resolve("org/name", "gone")
+    for name, says in ((tmp_path, "only a hub id has"), ("smollm2-135m", "only a hub id has"),
+                       ("org/name@v1", "it has one already")):  # fmt: skip
+        with pytest.raises(JaxLlamaError, match=f"revision = 'v2': {name}: {says}"):
+            hub.resolve(name, "v2")
+    with pytest.raises(JaxLlamaError, match="revision = 'v2': random weights have none"):
+        jl.load("llama-3.1-8b", random=True, revision="v2")
 
 
 def test_hub_falls_back_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

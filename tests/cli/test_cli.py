@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -127,6 +128,91 @@ def test_many_prompts_from_words_file_and_stdin(run, tmp_path, monkeypatch):
     assert out == "\n".join(headed)
 
 
+def test_a_file_s_lines_may_be_requests_and_the_answers_lines(run, tmp_path):
+    few = ["--max-new-tokens", "5"]
+    messages = [{"role": "user", "content": "hi"}]
+    path = tmp_path / "requests.jsonl"
+    path.write_text(f'{{"prompt": "one"}}\n\n{{"messages": {json.dumps(messages)}}}\n')
+    want = generate(run, "one", "<u>hi\n<a>", *few)["generations"]
+    status, out, err = run("generate", "--file", str(path), "--json", *few)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert (status, err) == (0, "") and [row["tokens"] for row in rows] == [
+        row["tokens"] for row in want
+    ]
+    assert rows[0]["prompt"] == "one" and rows[1]["messages"] == messages
+    _, out, _ = run("generate", "--file", str(path), *few)
+    assert out.endswith(f"=== {json.dumps(messages)}\n{rows[1]['text']}\n")
+
+
+def test_a_file_may_be_one_prompt(run, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("two\n lines \n")
+    got = generate(run, "--file", str(path), "--split", "none", "--max-new-tokens", "5")
+    assert [row["prompt"] for row in got["generations"]] == ["two\n lines "]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"prompt": "a"}\n{', "line 2: not JSON"),
+        ("[1]", "line 1: expected an object with"),
+        ('{"prompt": "a", "messages": []}', 'expected an object with "prompt" or "messages"'),
+        ('{"prompt": ""}', "line 1: prompt: expected text"),
+        ('{"prompt": [1]}', "line 1: prompt: expected text"),
+        ('{"messages": "hi"}', "line 1: messages: expected a list"),
+        ('{"messages": [{"content": "hi"}]}', "line 1: messages: expected a list"),
+        ('{"prompt": "a", "top_k": 3}', "line 1: 'top_k' is not prompt or messages"),
+        ("\n", "no prompts in it"),
+    ],
+)
+def test_bad_requests_are_named_by_their_line(run, tmp_path, text, says):
+    path = tmp_path / "x"
+    path.write_text(text)
+    assert_error(run("generate", "--file", str(path), "--split", "jsonl"), says)
+
+
+def test_a_models_own_sampling_is_chats_and_said(run, model, monkeypatch, tmp_path):
+    own = Path(shutil.copytree(model, tmp_path / "own"))
+    said = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+    (own / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, **said}))
+    seen = []
+    monkeypatch.setattr(chat, "converse", lambda lm, sampling, *_: seen.append(sampling))
+    status, _, err = run("chat", "--top-k", "9", "--seed", "4", model=str(own))
+    assert status == 0 and seen[-1] == jl.Sampling(0.7, 9, 0.9, seed=4)
+    assert err.startswith("sampling: temperature 0.7, top_k 9, top_p 0.9") and err.count("\n") == 1
+    assert run("chat", "--temperature", "0", model=str(own))[0] == 0
+    assert seen[-1].temperature == 0
+    assert_error(run("chat", "--seed", "4"), "--seed needs --temperature")
+    answer = [jl.Generation("", [], [], "stop")]
+    monkeypatch.setattr(
+        jl.LanguageModel, "generate", lambda _, rows, new, how, **__: seen.append(how) or answer
+    )
+    _, _, err = run("generate", "hi", model=str(own))
+    assert seen[-1] == jl.Sampling(seed=0)
+    assert err == (
+        "sampling: greedy; chat and serve take the model's own: temperature 0.7, top_p 0.9\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "finds"),
+    [
+        (["jaxllama", "conv"], "convert"),
+        (["jaxllama", "generate", "--split", ""], "jsonl"),
+        (["jaxllama", "quantize", "--meth"], "--method"),
+    ],
+)
+def test_completion_completes(words, finds, capsys):
+    assert main(["completion", "zsh"]) == 0 and "#compdef jaxllama" in capsys.readouterr().out
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out + (
+        f"\nCOMP_WORDS=({' '.join(map(repr, words))}) COMP_CWORD={len(words) - 1}\n"
+        '_shtab_jaxllama\nprintf "%s\\n" "${COMPREPLY[@]}"\n'
+    )
+    out = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert finds in out.stdout.split(), out.stderr
+
+
 def test_chat_prompts_go_through_the_template(run, model):
     few = ["--max-new-tokens", "5"]
     [got] = generate(run, "hi", "--chat", *few)["generations"]
@@ -171,9 +257,9 @@ def talk(run, monkeypatch, lines: str, *words: str) -> tuple[int, str, str]:
 def test_conversation_is_the_template_over_all_turns(run, model, monkeypatch):
     lm = jl.load(model)
     asked = [{"role": "system", "content": "be"}, chat.user("one")]
-    [first] = lm.generate([chat.ids_of(lm, asked)], 8)
+    [first] = lm.generate([lm.encode_chat(asked)], 8)
     asked += [{"role": "assistant", "content": first.text}, chat.user("two")]
-    [second] = lm.generate([chat.ids_of(lm, asked)], 8)
+    [second] = lm.generate([lm.encode_chat(asked)], 8)
     status, out, err = talk(run, monkeypatch, "one\n\ntwo\n", "--system", "be")
     assert (status, out, err) == (0, f"{first.text}\n{second.text}\n", "")
 

@@ -90,6 +90,16 @@ def test_outside_of_its_domain_an_option_is_refused_by_name(
     assert (action.option_strings or [bad])[0] in err
 
 
+def test_whoever_takes_a_model_takes_random_weights_and_revisions_of_it():
+    takers = []
+    for words, parser in commands(cli.parser()):
+        flags = {flag for action in parser._actions for flag in action.option_strings}
+        if "--model" in flags and words != ("bench", "serve"):  # there it is a name on a server
+            takers.append(words[0])
+            assert flags >= {"--random", "--revision"}, words
+    assert {"generate", "chat", "serve", "quantize", "convert", "eval", "doctor"} <= {*takers}
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -105,7 +115,11 @@ def test_outside_of_its_domain_an_option_is_refused_by_name(
           "0.1"], "attn_sparsity = 0.5, and beside it 0.1"),
         (["plan", "--policy", "0 100 0 100 0 100", "--host-gb", "3"], "--host-gb"),
         (["eval", "--text", "-", "--window", "8", "--stride", "8"], "--stride = 8"),
-        (["chat", "--seed", "3"], "--seed needs --temperature"),
+        (["generate", "hi", "--seed", "3"], "--seed needs --temperature"),
+        (["chat", "--temperature", "0", "--seed", "3"], "--seed needs --temperature"),
+        (["generate", "hi", "--split", "none"], "--split needs --file"),
+        (["generate", "hi", "--random", "--revision", "v1"], "random weights have none"),
+        (["doctor", "--random"], "--random needs --model"),
     ],
 )  # fmt: skip
 def test_options_that_contradict_each_other_are_refused_by_name(words, says, monkeypatch, capsys):

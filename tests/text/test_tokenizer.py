@@ -555,6 +555,17 @@ def test_from_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert Tokenizer.from_file(folder).apply_chat_template([]) == "from the file"
 
 
+def test_named_templates_are_saved(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    templates = {"default": "plain", "tool_use": "tools"}
+    named = Tokenizer(tokenizer._backend, "test", chat_template=templates)
+    named.save(tmp_path)
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
+    saved = Tokenizer.from_file(tmp_path)
+    for tools, says in ((None, "plain"), ([{"type": "function"}], "tools")):
+        assert saved.apply_chat_template([], tools=tools) == says
+        assert theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False) == says
+
+
 def test_from_file_equals_transformers(tmp_path: Path) -> None:
     """A Llama-like tokenizer.json: normalizer, byte fallback, template post-processing."""
     transformers = pytest.importorskip("transformers")

@@ -22,6 +22,7 @@ from jaxllama.checkpoints.hf.families import ACTIVATIONS, ALIKE, FAMILIES, Famil
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.sampling import Sampling
 
 _ARCHITECTURES = {
     name: kind for kind, family in FAMILIES.items() for name in family.architectures
@@ -212,10 +213,42 @@ def _check_way_back(cfg: ModelConfig, config: dict[str, Any], kind: str) -> None
             )
 
 
-def generation_config(cfg: ModelConfig) -> dict[str, Any]:
-    """``generation_config.json``: where transformers looks for the tokens that end a text."""
+def generation_config(cfg: ModelConfig, sampling: Sampling | None = None) -> dict[str, Any]:
+    """``generation_config.json``: where transformers looks for the tokens that end a text, and for
+    the model's own sampling."""
     ids = {"bos_token_id": cfg.bos_token_id, "eos_token_id": _id_or_ids(cfg.eos_token_ids)}
-    return {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
+    ids = {key: value for key, value in ids.items() if value is not None}
+    if sampling is None:
+        return {"_from_model_config": True, **ids}
+    keys: dict[str, Any] = {"do_sample": sampling.temperature > 0}
+    if sampling.temperature > 0:
+        keys |= {key: getattr(sampling, key) for key in ("temperature", "top_k", "top_p", "min_p")}
+    return {**ids, **keys, "repetition_penalty": sampling.repetition_penalty}
+
+
+_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def sampling_of(generation: Mapping[str, Any]) -> Sampling | None:
+    """What a parsed ``generation_config.json`` says of sampling; None where it says nothing.
+
+    Without ``do_sample`` it is greedy, as in transformers.  A step that is left out is not taken
+    (transformers keeps the 50 likeliest tokens where ``top_k`` is).  Raises JaxLlamaError naming
+    the key.
+    """
+    read = JsonReader(generation)
+    if all(generation.get(key) is None for key in _SAMPLING):
+        return None
+    penalty = read.number("repetition_penalty", 1.0)
+    if not read.flag("do_sample", False):
+        return Sampling(repetition_penalty=penalty)
+    return Sampling(
+        temperature=read.number("temperature", 1.0),
+        top_k=read.natural("top_k", 0),
+        top_p=read.number("top_p", 1.0),
+        min_p=read.number("min_p", 0.0),
+        repetition_penalty=penalty,
+    )
 
 
 # Not facts of the weights: a name, options of this run, and the ids that a fine-tune changes.

@@ -29,9 +29,10 @@ from jaxllama.checkpoints.hf.config import (
     check_preset,
     config_from_hf,
     config_to_hf,
+    sampling_of,
     text_config,
 )
-from jaxllama.checkpoints.hf.save import INDEX, WEIGHTS, save
+from jaxllama.checkpoints.hf.save import GENERATION, INDEX, WEIGHTS, save
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.safetensors import SafetensorsFile, TensorInfo, parse_json
 from jaxllama.config import ModelConfig
@@ -39,6 +40,7 @@ from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.model import params as tensors
 from jaxllama.model.params import Param, Source, param_table
 from jaxllama.progress import working
+from jaxllama.sampling import Sampling
 
 __all__ = ["check_preset", "config_from_hf", "config_to_hf", "load", "read_config", "save"]
 
@@ -74,8 +76,17 @@ def is_packed(directory: str | Path) -> bool:
     return any(config.get(key) is not None for key in packed.KEYS)
 
 
+def read_sampling(directory: str | Path) -> Sampling | None:
+    """What a directory's generation_config.json says of sampling; None where it says nothing."""
+    path = Path(directory) / GENERATION
+    try:
+        return sampling_of(_read_json(path)) if path.is_file() else None
+    except JaxLlamaError as error:
+        raise JaxLlamaError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
+
+
 def _to_config(directory: Path, config: dict[str, Any], name: str | None = None) -> ModelConfig:
-    generation_path = directory / "generation_config.json"
+    generation_path = directory / GENERATION
     generation = _read_json(generation_path) if generation_path.is_file() else None
     try:
         return config_from_hf(config, name or directory.resolve().name, generation)

@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,11 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import params as tensors
 from jaxllama.model.params import Param, param_table
+from jaxllama.progress import working
+from jaxllama.sampling import Sampling
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -51,10 +54,12 @@ def save(
     params: dict[str, Any],
     tokenizer_files: Iterable[str | Path] | None = None,
     *,
+    sampling: Sampling | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool = False,
 ) -> Path:
-    """Write an HF directory: config.json, generation_config.json, safetensors, and copies of
-    ``tokenizer_files``.  Weights keep their dtype.
+    """Write an HF directory: config.json, generation_config.json (with ``sampling``), safetensors,
+    and copies of ``tokenizer_files``.  Weights keep their dtype.  progress: a bar on stderr.
 
     The directory must not exist or be empty; it appears complete or, on any failure, not at all.
     Raises JaxLlamaError naming the path, the option HF has no word for, or the quantized weight.
@@ -62,23 +67,23 @@ def save(
     units = [_unit(spec, value) for spec, value in _leaves(cfg, params)]
     dtype = np.dtype(params["embed"]["weight"].dtype)
     config = config_to_hf(cfg, dtype.name)
-    return write_directory(directory, cfg, config, units, tokenizer_files, max_shard_bytes)
+    documents = {"config.json": config, GENERATION: generation_config(cfg, sampling)}
+    return write_directory(directory, documents, units, tokenizer_files, max_shard_bytes, progress)
 
 
 def write_directory(
     directory: str | Path,
-    cfg: ModelConfig,
-    config: dict[str, Any],
+    documents: Mapping[str, dict[str, Any]],
     units: Sequence[Unit],
     tokenizer_files: Iterable[str | Path] | None,
     max_shard_bytes: int,
+    progress: bool,
 ) -> Path:
-    """``directory`` with config.json, generation_config.json, the units and the tokenizer's files;
-    complete or, on any failure, not at all."""
+    """``directory`` with the JSON documents, the units and the tokenizer's files; complete or, on
+    any failure, not at all."""
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise JaxLlamaError(f"{directory}: already exists; nothing is overwritten")
-    documents = {"config.json": config, "generation_config.json": generation_config(cfg)}
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
@@ -87,7 +92,9 @@ def write_directory(
     try:
         for name, document in documents.items():
             _write_json(scratch / name, document)
-        _write_shards(scratch, units, max_shard_bytes)
+        total = sum(unit.nbytes for unit in units)
+        with working(f"writing {directory.name}", total, progress) as advance:
+            _write_shards(scratch, units, max_shard_bytes, advance)
         for path in tokenizer_files or ():
             shutil.copyfile(path, scratch / Path(path).name)
         scratch.chmod(0o755)
@@ -155,7 +162,9 @@ def _unit(spec: Param, value: Any) -> Unit:
     return Unit(tuple((source.name, source.shape, dtype) for source in spec.sources), values)
 
 
-def _write_shards(folder: Path, units: Sequence[Unit], max_shard_bytes: int) -> None:
+def _write_shards(
+    folder: Path, units: Sequence[Unit], max_shard_bytes: int, advance: Callable[[int], None]
+) -> None:
     """One file, or several and an index; units stay whole, in their order."""
     shards: list[list[Unit]] = [[]]
     size = 0
@@ -171,12 +180,18 @@ def _write_shards(folder: Path, units: Sequence[Unit], max_shard_bytes: int) -> 
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         entries = [entry for unit in shard for entry in unit.entries]
-        data = (array for unit in shard for array in unit.values())
-        safetensors_file.write(folder / name, entries, data)
+        safetensors_file.write(folder / name, entries, _values(shard, advance))
         weight_map |= {entry[0]: name for entry in entries}
     if len(shards) > 1:
         total = sum(unit.nbytes for unit in units)
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _values(shard: Iterable[Unit], advance: Callable[[int], None]) -> Iterator[np.ndarray]:
+    for unit in shard:
+        for array in unit.values():
+            yield array
+            advance(array.nbytes)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import params as tensors
 from jaxllama.model.params import Param, Source
+from jaxllama.sampling import Sampling
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -173,11 +174,14 @@ def save(
     tokenizer_files: Iterable[str | Path] | None = None,
     *,
     format: str = "native",
+    sampling: Sampling | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool = False,
 ) -> Path:
     """Write ``params`` with its QTensors bit for bit, as config.json and safetensors.
 
     format: "native" holds anything; the others what their programs know (``save``).
+    sampling: for generation_config.json.  progress: a bar on stderr.
     The directory must not exist or be empty; it appears complete or, on any failure, not at all.
     Raises JaxLlamaError naming the parameter that the format cannot hold, and why.
     """
@@ -185,4 +189,6 @@ def save(
 
     if format not in FORMATS:
         raise JaxLlamaError(f"format {format!r} is not one of {', '.join(FORMATS)}")
-    return packed_save.save(directory, cfg, params, tokenizer_files, format, max_shard_bytes)
+    return packed_save.save(
+        directory, cfg, params, tokenizer_files, format, sampling, max_shard_bytes, progress
+    )

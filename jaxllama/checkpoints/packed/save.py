@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 from jaxllama.checkpoints.folding import unfold
-from jaxllama.checkpoints.hf.config import config_to_hf
-from jaxllama.checkpoints.hf.save import Unit, check_paths, flatten, write_directory
+from jaxllama.checkpoints.hf.config import config_to_hf, generation_config
+from jaxllama.checkpoints.hf.save import GENERATION, Unit, check_paths, flatten, write_directory
 from jaxllama.checkpoints.packed import awq as packed_awq
 from jaxllama.checkpoints.packed import compressed_save as packed_compressed_save
 from jaxllama.checkpoints.packed import gptq as packed_gptq
@@ -34,6 +34,7 @@ from jaxllama.checkpoints.packed.codes import FP8, INT4, INT8, check_scale
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.params import Param, Source, param_table
+from jaxllama.sampling import Sampling
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
 if TYPE_CHECKING:
@@ -90,14 +91,17 @@ def save(
     params: dict[str, Any],
     tokenizer_files: Iterable[str | Path] | None,
     format: str,
+    sampling: Sampling | None,
     max_shard_bytes: int,
+    progress: bool,
 ) -> Path:
     """See ``packed.save``."""
     cfg = cfg.with_head_of(params)
     options, units = _units(cfg, params, format)
     dtype = np.dtype(params["norm"]["weight"].dtype).name
     config = {**config_to_hf(cfg, dtype), "quantization_config": options}
-    return write_directory(directory, cfg, config, units, tokenizer_files, max_shard_bytes)
+    documents = {"config.json": config, GENERATION: generation_config(cfg, sampling)}
+    return write_directory(directory, documents, units, tokenizer_files, max_shard_bytes, progress)
 
 
 def check(cfg: ModelConfig, params: dict[str, Any], format: str) -> None:

@@ -2,8 +2,9 @@
 
     Prompts(lm, name, max_len)     completion(body, id), chat(body, id) -> Call; row, chat_ids
 
-Contract.  Defaults are OpenAI's: temperature 1, 16 tokens for completions, the rest of the context
-for chat.  A body without a seed draws one, and ``Call.seed`` tells it, so that the same answer can
+Contract.  Sampling that a body does not name is the model's own (its generation_config.json);
+other defaults are OpenAI's: temperature 1, 16 tokens for completions, the rest of the context for
+chat.  A body without a seed draws one, and ``Call.seed`` tells it, so that the same answer can
 be made again; choice i has seed + i.  Raises ApiError, or JaxLlamaError for what the tokenizer or
 the template refuses.
 
@@ -163,6 +164,14 @@ class Prompts:
             message = f"n: {n_prompts} prompts x {n} choices are more than {self.max_choices}"
             raise ApiError(400, message, param="n", code="too_many_choices")
 
+    def _sampling(self, body: Generation, seed: int) -> Sampling:
+        named = {name: value for name in _NAMED if (value := getattr(body, name)) is not None}
+        if "top_k" in named:
+            named["top_k"] = max(named["top_k"], 0)  # vLLM's word for off is -1
+        bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
+        own = self.lm.sampling or Sampling(temperature=1.0)
+        return dataclasses.replace(own, **named, logit_bias=bias, seed=seed)
+
     def _call(
         self,
         body: Generation,
@@ -193,7 +202,7 @@ class Prompts:
                     id=f"{call_id}/{index}",
                     prompt=tuple(row),
                     max_new_tokens=max_tokens,
-                    sampling=_sampling(body, seed + index % n),
+                    sampling=self._sampling(body, seed + index % n),
                     stop=stop,
                     logprobs=logprobs,
                     priority=body.priority or 0,
@@ -213,6 +222,10 @@ class Prompts:
             tokenizer=self.lm.tokenizer,
             eos=frozenset(self.lm.config.eos_token_ids),
         )
+
+
+_NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+          "presence_penalty")  # fmt: skip
 
 
 def as_list(
@@ -236,20 +249,6 @@ def _check_features(body: Chat) -> None:
 
 def _unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code="unsupported")
-
-
-def _sampling(body: Generation, seed: int) -> Sampling:
-    return Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=max(body.top_k or 0, 0),
-        top_p=1.0 if body.top_p is None else body.top_p,
-        min_p=body.min_p or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        logit_bias={int(key): value for key, value in (body.logit_bias or {}).items()},
-        seed=seed,
-    )
 
 
 def _grammar(form: ResponseFormat | None) -> Grammar | None:

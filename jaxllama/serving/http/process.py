@@ -7,7 +7,7 @@ when everything is compiled.  SIGTERM drains: no new connections, what is in fli
 what has not ended after ``drain_timeout`` seconds gets 503 (and, with a state folder, is done at
 the next start).  When the engine fails, all clients are told and the process ends with status 1,
 for a supervisor to start again.  The one line on stdout says where the server listens; logs are
-JSON on stderr.
+JSON on stderr, the model's own sampling, where it has one, among the first.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 from jaxllama import progress
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
+from jaxllama.sampling import Sampling
 
 try:
     import uvicorn
@@ -90,7 +91,8 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         # uvicorn raises the signal again when it is done; drained is no failure.
         signal.signal(signal.SIGTERM, lambda *_: None)
         url = _url(options.host, listener.getsockname()[1])
-        _Server(config, engine, options.drain_timeout, f"{settings.name} on {url}").run([listener])
+        banner = f"{settings.name} on {url}"
+        _Server(config, engine, options.drain_timeout, banner, lm.sampling).run([listener])
         if engine.failure is not None:
             raise SystemExit(f"error: {engine.failure}")
 
@@ -112,14 +114,19 @@ def _logged_progress() -> Iterator[None]:
 
 class _Server(uvicorn.Server):
     def __init__(
-        self, config: uvicorn.Config, engine: Engine, drain_timeout: int, banner: str
-    ) -> None:
+        self, config: uvicorn.Config, engine: Engine, drain_timeout: int, banner: str,
+        sampling: Sampling | None,
+    ) -> None:  # fmt: skip
         super().__init__(config)
+        self._sampling = sampling
         self._engine, self._drain_timeout, self._banner = engine, drain_timeout, banner
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         print(f"jaxllama serves {self._banner}", flush=True)
+        if self._sampling is not None:
+            said = {"default": str(self._sampling), "from": "generation_config.json"}
+            logging.getLogger("jaxllama.serving").info("sampling", extra={"fields": said})
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or self._engine.failure is not None

@@ -33,10 +33,12 @@ from jaxllama.bench.load_generator import Lengths, Load
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward
+from jaxllama.sampling import Sampling
 from jaxllama.serving.engine.request import Event
 from jaxllama.serving.http import bodies as request_bodies
 from jaxllama.serving.http import server
-from jaxllama.serving.http.bodies import ApiError, Completion, parse
+from jaxllama.serving.http.bodies import ApiError, Chat, Completion, parse
+from jaxllama.serving.http.calls import Prompts
 from jaxllama.serving.http.dispatcher import Dispatcher
 from jaxllama.serving.http.embeddings import Embedder
 from jaxllama.serving.http.metrics import Metrics
@@ -204,6 +206,21 @@ def test_what_is_asked_reaches_the_engine(http, engine):
     assert plain.sampling.seed is not None and plain.logprobs is None
     http.post("/v1/chat/completions", json={**CHAT, "max_tokens": None})
     assert engine.requests[-1].max_new_tokens == MAX_LEN - 20, "the rest of the context"
+
+
+def test_sampling_that_a_body_does_not_name_is_the_models_own(lm):
+    own = Sampling(0.6, top_k=20, top_p=0.9, repetition_penalty=1.1)
+    prompts = Prompts(dataclasses.replace(lm, sampling=own), NAME, MAX_LEN, 8)
+
+    def asked(**fields) -> Sampling:
+        body = Completion(**{**COMPLETION, **fields})
+        return prompts.completion(body, "x").requests[0].sampling
+
+    assert asked() == dataclasses.replace(own, seed=1)
+    assert asked(temperature=0, top_k=-1) == Sampling(0, 0, 0.9, 0, 1.1, seed=1)
+    assert asked(top_p=None, top_k=5) == Sampling(0.6, 5, 0.9, 0, 1.1, seed=1)
+    greedy = dataclasses.replace(prompts, lm=dataclasses.replace(lm, sampling=Sampling()))
+    assert greedy.chat(Chat(**CHAT), "x").requests[0].sampling == Sampling(seed=1)
 
 
 def test_tools_and_parts_reach_the_template(http, engine):

@@ -1,0 +1,52 @@
+"""Arrays in a few words, for ``repr``: dtypes, shapes and bytes, and no values.
+
+    brief(value) -> "float32[64, 128]"       size_text(tree) -> "32.8 kB"
+
+A class of arrays says ``__repr__ = short_repr``; it then prints as its name with its fields.  What
+may stand in for an array inside a pytree (a tracer, a shape, a partition, anything) prints as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax
+
+
+def brief(value: Any) -> str:
+    """An array as dtype and shape, alike neighbours of a tuple counted, anything else as its own
+    ``repr``."""
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        runs = [(text, len(list(run))) for text, run in itertools.groupby(map(brief, value))]
+        return f"({', '.join(text if n == 1 else f'{n} x {text}' for text, n in runs)})"
+    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+    if not is_array or type(value).__repr__ is short_repr:
+        return repr(value)
+    return f"{value.dtype.name}[{', '.join(map(str, value.shape))}]"
+
+
+def short_repr(self: Any) -> str:
+    """A dataclass of arrays: its fields but those that are None, and all their bytes."""
+    fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+    parts = [f"{name}={brief(value)}" for name, value in fields if value is not None]
+    return f"{type(self).__name__}({', '.join(filter(None, (*parts, size_text(self))))})"
+
+
+def size_text(tree: Any) -> str:
+    """Bytes of a tree on an accelerator, where int4 is packed two to a byte; "" where a leaf is no
+    array."""
+    leaves = jax.tree.leaves(tree)
+    if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
+        return ""
+    size = sum(
+        math.prod(leaf.shape) * (1 if leaf.dtype.name == "int4" else 2 * leaf.dtype.itemsize) / 2
+        for leaf in leaves
+    )
+    unit, scale = next(
+        (entry for entry in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= entry[1]),
+        ("bytes", 1),
+    )
+    return f"{size / scale:.4g} {unit}"
