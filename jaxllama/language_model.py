@@ -18,6 +18,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -94,7 +95,7 @@ class LanguageModel:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str | Sequence[int]],
         max_new_tokens: int = 64,
         sampling: Sampling | Sequence[Sampling] | None = None,
         seed: int | Sequence[int] = 0,
@@ -345,7 +346,7 @@ class LanguageModel:
 
     def _batch(self, tokens: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
         """``logits``'s arguments as int32 arrays; of traced ones only the shapes are looked at."""
-        given = [x if isinstance(x, jax.core.Tracer) else np.asarray(x) for x in (tokens, lengths)]
+        given = [x if isinstance(x, Tracer) else np.asarray(x) for x in (tokens, lengths)]
         tokens, lengths = given
         for name, x in (("tokens", tokens), ("lengths", lengths)):
             if not np.issubdtype(x.dtype, np.integer):
@@ -354,7 +355,7 @@ class LanguageModel:
             raise JaxLlamaError(
                 f"tokens{list(tokens.shape)}, lengths{list(lengths.shape)}: expected [B, T] and [B]"
             )
-        if not any(isinstance(x, jax.core.Tracer) for x in given):
+        if not any(isinstance(x, Tracer) for x in given):
             if np.any((lengths < 0) | (lengths > tokens.shape[1])):
                 raise JaxLlamaError(f"lengths: must be from 0 to {tokens.shape[1]}")
             valid = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
@@ -365,7 +366,7 @@ class LanguageModel:
                 )
         return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
-    def encode(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    def encode(self, prompts: str | Sequence[str | Sequence[int]]) -> list[list[int]]:
         """Token ids of each prompt; ids pass through."""
         try:
             given = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -578,7 +579,8 @@ def _per_row(
     if not isinstance(sampling, Sequence) or not all(isinstance(s, Sampling) for s in sampling):
         raise JaxLlamaError(f"sampling = {_short(sampling)}: expected a Sampling, or one a row")
     try:
-        seeds = [seed] * batch if hasattr(seed, "__index__") else list(seed)
+        one: Any = seed
+        seeds = [one] * batch if hasattr(one, "__index__") else list(one)
     except TypeError:
         raise JaxLlamaError(f"seed = {seed!r}: expected a whole number, or one a row") from None
     for name, given in (("sampling", len(sampling)), ("seed", len(seeds))):

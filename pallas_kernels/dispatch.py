@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jax.core import Tracer
 
 Implementation = Literal["xla", "mosaic"]
 # From the first version on, and below the second.
@@ -64,7 +65,7 @@ def device_of(operands: Any) -> Any:
         return recorder.device
     mesh = None
     for x in jax.tree.leaves(operands):
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(x, Tracer):
             mesh = _device_of_mesh(jax.typeof(x).sharding.mesh)
         elif isinstance(x, jax.Array):
             if x.committed:
@@ -76,7 +77,7 @@ def device_of(operands: Any) -> Any:
     mesh = _device_of_mesh(jax.sharding.get_abstract_mesh())
     if mesh is not None:
         return mesh
-    default = jax.config.jax_default_device
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(default, str):
         return jax.devices(default)[0]
     return jax.devices()[0] if default is None else default
@@ -192,13 +193,14 @@ def explain(op: str | Callable[..., Any], *operands: Any, **options: Any) -> str
     >>> print(explain("rms_norm", x, weight, 1e-5))
     rms_norm bfloat16[1,4096] bfloat16[4096]: mosaic, rowwise_mosaic, Plan(threads=256, ...)
     """
+    function: Any = op
     if isinstance(op, str):
         package = importlib.import_module("pallas_kernels")
         if op not in package.__all__ or not callable(getattr(package, op)):
             raise ValueError(f"explain: {op!r} is no op of pallas_kernels")
-        op = getattr(package, op)
-    made = choices(op, *operands, **options)
-    return "\n".join(map(str, made)) or f"{op.__name__}: xla (it has no kernel)"
+        function = getattr(package, op)
+    made = choices(function, *operands, **options)
+    return "\n".join(map(str, made)) or f"{function.__name__}: xla (it has no kernel)"
 
 
 def choices(function: Callable[..., Any], *operands: Any, **options: Any) -> list[Choice]:
@@ -209,9 +211,9 @@ def choices(function: Callable[..., Any], *operands: Any, **options: Any) -> lis
               for x in leaves]  # fmt: skip
 
     def call(arrays: list[jax.Array]) -> Any:
-        arrays = iter(arrays)
+        taken = iter(arrays)
         pairs = zip(leaves, traced, strict=True)
-        args, options = jax.tree.unflatten(tree, [next(arrays) if t else x for x, t in pairs])
+        args, options = jax.tree.unflatten(tree, [next(taken) if t else x for x, t in pairs])
         return function(*args, **options)
 
     arrays = [x for x, is_traced in zip(leaves, traced, strict=True) if is_traced]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,13 +146,15 @@ def _zeros(like: QTensor) -> QTensor:
 def cache_specs(cache: Cache, rows: str | None) -> Cache:
     """How a cache is split on a mesh: its rows over the axis ``rows``, heads over the model's."""
 
-    def one(layer: KVCache | GLAState) -> KVCache | GLAState:
-        if isinstance(layer, KVCache):
-            return jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), layer)
-        conv = None if layer.conv is None else (P(rows, None, MODEL_AXIS),) * len(layer.conv)
-        return GLAState(P(rows, MODEL_AXIS), conv)
+    tokens, state, row = P(rows, None, MODEL_AXIS), P(rows, MODEL_AXIS), P(rows)
 
-    return Cache(tuple(one(layer) for layer in cache.layers), P(rows))
+    def one(layer: Any) -> Any:
+        if isinstance(layer, KVCache):
+            return jax.tree.map(lambda _: tokens, layer)
+        conv = jax.tree.map(lambda _: tokens, layer.conv)
+        return dataclasses.replace(layer, state=state, conv=conv)
+
+    return dataclasses.replace(cache, layers=tuple(map(one, cache.layers)), lengths=row)
 
 
 def cache_shardings(cache: Cache, mesh: Mesh | AbstractMesh) -> Cache:
