@@ -22,6 +22,7 @@ from jaxllama import generation
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.cache import init_cache
+from jaxllama.model.lora import for_rows
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.parallel.shardings import fetch
 from jaxllama.sampling import Sampling, SamplingParams
@@ -54,12 +55,14 @@ class LanguageModel:
     are taken in an order that the compiler chooses by shape, so shapes are what this fixes: prompts
     are prefilled one by one and decoded in programs of exactly 32 rows, each with rows that need
     the same room.
+    adapters: names of the LoRA adapters that lie in params (``model.lora``), in their order.
     """
 
     config: ModelConfig
     params: generation.Params
     tokenizer: Tokenizer | None
     deterministic: bool = False
+    adapters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # What else asks about the head (saving, byte counts, offloading) sees an untied model.
@@ -86,6 +89,7 @@ class LanguageModel:
         kv_dtype: DTypeLike | None = None,
         chunk: int | None = None,
         on_text: OnText | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Generation]:
         """Continue every prompt (text, or token ids) by up to ``max_new_tokens``.
 
@@ -97,6 +101,7 @@ class LanguageModel:
         chunk: tokens of a prompt that go through the model at once; by default as many as
             ``generation.prefill_chunk`` says.
         on_text: called as (row, new text) while decoding, on complete characters only.
+        adapter: one of ``adapters``, or one a row; None is the model itself.
         Raises JaxLlamaError for an empty prompt, ids outside the vocabulary, text without a
         tokenizer, or a prompt that does not fit the context.
         """
@@ -107,6 +112,7 @@ class LanguageModel:
             raise JaxLlamaError(f"chunk = {chunk}: must be at least 1")
         self._check(rows, max_new_tokens, stops)
         per_row = _per_row(sampling, seed, batch)
+        numbers = self._numbers(adapter, batch)
         options = _Options(
             max_new_tokens, stops, self.dtype if kv_dtype is None else kv_dtype, chunk
         )
@@ -117,7 +123,7 @@ class LanguageModel:
                 assert on_text is not None
                 on_text(members[row], text)
 
-            outs = self._run(
+            outs = self._for_rows([numbers[index] for index in members])._run(
                 [rows[index] for index in members],
                 [per_row[index] for index in members],
                 options,
@@ -126,6 +132,32 @@ class LanguageModel:
             for index, out in zip(members, outs, strict=True):
                 results[index] = out
         return results
+
+    def _numbers(self, adapter: str | Sequence[str | None] | None, batch: int) -> list[int]:
+        """Each row's adapter as ``model.lora`` counts them."""
+        per_row = [adapter] * batch if adapter is None or isinstance(adapter, str) else adapter
+        if len(per_row) != batch:
+            raise JaxLlamaError(f"adapter: {len(per_row)} entries for {batch} prompts")
+        return [self.adapter_number(name) for name in per_row]
+
+    def adapter_number(self, name: str | None) -> int:
+        """Of an adapter from 1 on, 0 for None.  JaxLlamaError for one that is not here."""
+        if name is None:
+            return 0
+        if name not in self.adapters:
+            there = ", ".join(map(repr, self.adapters)) or "none"
+            raise JaxLlamaError(f"adapter = {_short(name)}: {self.config.name} has {there}")
+        return self.adapters.index(name) + 1
+
+    def _for_rows(self, numbers: list[int]) -> LanguageModel:
+        """The model of a batch whose rows have these adapters; where none has one that is the base
+        model's program, unless a row's bits must not depend on its neighbours."""
+        if not self.adapters or not (self.deterministic or any(numbers)):
+            return self
+        if self.deterministic:
+            numbers = numbers + [0] * (DETERMINISTIC_ROWS - len(numbers))
+        params = for_rows(self.params, jnp.asarray(numbers, jnp.int32))
+        return dataclasses.replace(self, params=params)
 
     def _groups(self, rows: list[list[int]], max_new_tokens: int) -> list[list[int]]:
         """Indices of the rows that run together: all of them, or those whose programs have the same
