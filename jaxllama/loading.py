@@ -186,9 +186,7 @@ def float_dtype(dtype: DTypeLike) -> jnp.dtype:
     raise JaxLlamaError(f"dtype {dtype!r} is not float32, bfloat16 or float16")
 
 
-def read_config(
-    source: str | Path, random: bool = False, progress: bool = False
-) -> ModelConfig:
+def read_config(source: str | Path, random: bool = False, progress: bool = False) -> ModelConfig:
     """The config that ``load`` would give the model, without its weights."""
     if random or str(source) in preset_names():
         return load_config(source)

@@ -41,12 +41,11 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, *_NONE, "gaussian", "eva", "orthogonal"),
-    "fan_in_fan_out": (False, None),
+    **dict.fromkeys(("fan_in_fan_out", "use_dora", "lora_bias", "use_qalora"), (False, None)),
     **dict.fromkeys(
         """
-        use_dora lora_bias use_qalora use_bdlora modules_to_save layer_replication
-        target_parameters trainable_token_indices alora_invocation_tokens arrow_config kasa_config
-        velora_config monteclora_config
+        modules_to_save layer_replication target_parameters trainable_token_indices
+        alora_invocation_tokens arrow_config kasa_config velora_config monteclora_config use_bdlora
         """.split(),
         _NONE,
     ),

@@ -104,10 +104,11 @@ def _load(args: argparse.Namespace, random: bool = False) -> LanguageModel:
     from jaxllama.loading import load
 
     policy, sparsity = _policy(args), getattr(args, "attn_sparsity", None)
+    adapters = _adapters(args)
     _join(args)
     lm = load(
         args.model, args.dtype, args.quantize, policy=policy, mesh=_mesh(args), random=random,
-        progress=True,
+        progress=True, **adapters,
     )  # fmt: skip
     if "attention" not in lm.config.layer_types:
         for flag in ("kv_dtype", "attn_sparsity"):
@@ -117,6 +118,21 @@ def _load(args: argparse.Namespace, random: bool = False) -> LanguageModel:
     if sparsity is not None:
         lm = dataclasses.replace(lm, config=lm.config.replace(attn_sparsity=sparsity))
     return lm
+
+
+def _adapters(args: argparse.Namespace) -> dict[str, Any]:
+    """--adapter and --merge, as ``load`` takes them."""
+    given = getattr(args, "adapter", [])
+    if not given:
+        if getattr(args, "merge", False):
+            raise JaxLlamaError("--merge needs --adapter: what is put into the weights")
+        return {}
+    names = [name for name, _ in given]
+    if len(set(names)) < len(names):
+        raise JaxLlamaError(f"--adapter: a name is given twice: {', '.join(names)}")
+    if len(given) > 1 and (args.merge or args.run is not _serve):
+        raise JaxLlamaError(f"--adapter: one here, and {len(given)} are given: {', '.join(names)}")
+    return {"adapters": dict(given), "merge": args.merge}
 
 
 def _policy(args: argparse.Namespace) -> Policy | None:
@@ -195,7 +211,7 @@ def _generate(args: argparse.Namespace) -> None:
     with working("generating") as sign:
         outs = lm.generate(
             rows, args.max_new_tokens, sampling, stop=args.stop, kv_dtype=_kv_dtype(args),
-            on_text=chat.shown(sign) if args.stream else None, **_chunk(args),
+            on_text=chat.shown(sign) if args.stream else None, adapter=_only(lm), **_chunk(args),
         )  # fmt: skip
     if args.json:
         rows = [
@@ -231,6 +247,11 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
+def _only(lm: LanguageModel) -> str | None:
+    """The adapter beside the weights, if there is one."""
+    return next(iter(lm.adapters), None)
+
+
 def _chunk(args: argparse.Namespace) -> dict[str, int]:
     return {} if args.chunk is None else {"chunk": args.chunk}
 
@@ -253,8 +274,9 @@ def _chat(args: argparse.Namespace) -> None:
     from jaxllama.cli import chat
 
     sampling = _sampling(args)
-    options = {"kv_dtype": _kv_dtype(args), **_chunk(args)}
-    chat.converse(_load(args), sampling, args.max_new_tokens, args.system, options)
+    lm = _load(args)
+    options = {"kv_dtype": _kv_dtype(args), "adapter": _only(lm), **_chunk(args)}
+    chat.converse(lm, sampling, args.max_new_tokens, args.system, options)
 
 
 def _serve(args: argparse.Namespace) -> None:

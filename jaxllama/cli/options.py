@@ -189,6 +189,13 @@ def logit_bias(text: str) -> tuple[int, float]:
     return _pair(text, Number(least=0), Number(float, most=sys.float_info.max), "ID=NUMBER")
 
 
+def adapter(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
+    if not (name and equals and Path(folder).is_dir()):
+        raise _Bad(f"= {text}: expected NAME=DIR, a folder that is there")
+    return name, folder
+
+
 def goodput(text: str) -> tuple[str, float]:
     from jaxllama.bench.load_generator import LIMITS
 
@@ -303,6 +310,7 @@ def _generate(sub: Parser) -> None:
     _hosts(sub)
     _json(sub)
     _model(sub)
+    _adapter(sub, "")
     _policy(sub)
     _cache(sub)
     _sampling(sub, max_new_tokens=64)
@@ -312,6 +320,7 @@ def _chat(sub: Parser) -> None:
     sub.add_argument("--system", metavar="TEXT", help="the system message")
     _mesh(sub)
     _model(sub)
+    _adapter(sub, "")
     _policy(sub)
     _cache(sub)
     _sampling(sub, max_new_tokens=512)
@@ -390,6 +399,7 @@ def _serve(sub: Parser) -> None:
     _random(sub)
     _mesh(sub)
     _model(sub)
+    _adapter(sub, '; clients choose it as "model:NAME"; may be repeated')
     _cache(sub)
 
 
@@ -513,6 +523,12 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "plan": ("Solve for the offloading policy, and measure what it predicts.", _plan),
     "doctor": ("Versions, devices, and which implementation each op uses.", _doctor),
 }
+
+
+def _adapter(sub: Parser, text: str) -> None:
+    sub.add_argument("--adapter", action="append", type=adapter, default=[], metavar="NAME=DIR",
+                     help=f"a LoRA adapter as PEFT writes it{text}")  # fmt: skip
+    sub.add_argument("--merge", action="store_true", help="put it into the weights for good")
 
 
 def _json(sub: Parser) -> None:

@@ -14,8 +14,8 @@ own kernel, the next norm does, or the product behind that norm.  A sum over dev
 float32 and rounded where it is added.
 
 Parameters are the dictionaries of the parameter tree, {"weight": ..., "bias": ...}.  A weight is an
-array, a QTensor or RowBlocks, ``[out, in]`` as checkpoints store it; no caller looks which.  A layer
-whose rows have LoRA adapters ("lora", ``model.lora``) reads floats and does one step after the other.
+array, a QTensor or RowBlocks, ``[out, in]`` as checkpoints store it; no caller looks which.  Where
+rows have LoRA adapters ("lora", ``model.lora``) it reads floats, and does one step after the other.
 Activations keep the dtype they come in; every sum is accumulated in float32.
 """
 

@@ -108,3 +108,9 @@ def chosen(params: Mapping[str, Any]) -> Mapping[str, Any]:
         return {name: walk(part) for name, part in node.items()} if isinstance(node, dict) else node
 
     return params if rows is None else walk(dict(params))
+
+
+def factors(params: Mapping[str, Any]) -> list[Lora]:
+    """Every ``Lora`` of a tree."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Lora))
+    return [leaf for leaf in leaves if isinstance(leaf, Lora)]

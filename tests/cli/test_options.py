@@ -21,6 +21,7 @@ BAD = {
     cli_options.length: "9:2",
     cli_options.url: "ftp://x",
     cli_options.logit_bias: "5=nan",
+    cli_options.adapter: "it=/nowhere",
     cli_options.goodput: "ttft=0",
     cli_options.filled: "",
     cli_options.api_key: "a b ",
@@ -105,6 +106,10 @@ def test_outside_of_its_domain_an_option_is_refused_by_name(
         (["plan", "--policy", "0 100 0 100 0 100", "--host-gb", "3"], "--host-gb"),
         (["eval", "--text", "-", "--window", "8", "--stride", "8"], "--stride = 8"),
         (["chat", "--seed", "3"], "--seed needs --temperature"),
+        (["generate", "hi", "--merge"], "--merge needs --adapter"),
+        (["chat", "--adapter", "a=/tmp", "--adapter", "b=/tmp"], "--adapter: one here, and 2 are"),
+        (["serve", "--adapter", "a=/tmp", "--adapter", "a=/"], "--adapter: a name is given twice"),
+        (["generate", "hi", "--adapter", "a=/tmp", "--mesh", "model=1"], "only one, merged"),
     ],
 )  # fmt: skip
 def test_options_that_contradict_each_other_are_refused_by_name(words, says, monkeypatch, capsys):

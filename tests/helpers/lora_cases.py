@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxllama.checkpoints.peft import Factors
 from jaxllama.config import ModelConfig
 from jaxllama.model.params import param_table
 
@@ -37,6 +38,16 @@ def tensors(cfg: ModelConfig, seed: int, rank: int = 4, only: str = ".") -> dict
             found[f"{name}_A.weight"] = a.astype(np.float32)
             found[f"{name}_B.weight"] = b.astype(np.float32)
     return found
+
+
+def factors(cfg: ModelConfig, seed: int, rank: int = 4, only: str = ".") -> Factors:
+    """What is read of such files with alpha / r = 2, of a family that folds nothing."""
+    raw = tensors(cfg, seed, rank, only)
+    names = [name for name in raw if name.endswith("lora_A.weight")]
+    return {
+        f"{name[len('base_model.model.') : -len('.lora_A.weight')]}.weight":
+        (raw[name], 2 * raw[name.replace("lora_A", "lora_B")]) for name in names
+    }  # fmt: skip
 
 
 def write(path: Path, factors: dict[str, np.ndarray], **config: Any) -> Path:

@@ -142,9 +142,7 @@ def load(
                 for key in rooms:
                     room = room.setdefault(key, {})
                 if path not in leaves and stream is not None:
-                    read = functools.partial(
-                        _read_part, files, spec, added or {}, advance=advance
-                    )
+                    read = functools.partial(_read_part, files, spec, added or {}, advance=advance)
                     room[leaf] = stream(path, spec.shape, read)
                     continue
                 if path in leaves:

@@ -39,10 +39,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.lora import factors
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.serving.engine.admission import Admission
 from jaxllama.serving.engine.grammar import Matcher
@@ -81,7 +83,7 @@ class Engine:
         self.failure: str | None = None
         options = {"deterministic": lm.deterministic, **options}
         self.options = EngineOptions(**options).resolve(cfg, lm.dtype)
-        self.runner = Runner(cfg, lm.params, self.options)
+        self.runner = Runner(cfg, lm.params, self.options, lm.adapters)
         self.scheduler = Scheduler(
             max_slots=self.options.max_slots,
             cache_tokens=self.options.cache_tokens,
@@ -455,7 +457,12 @@ class Engine:
 
 
 def _fingerprint(lm: LanguageModel) -> str:
-    """Of the configuration and of the final norm's weights, which no two models share."""
+    """Of the configuration and of the final norm's weights, which no two models share, and of the
+    adapters."""
     digest = hashlib.sha256(repr(lm.config).encode())
     digest.update(np.asarray(lm.params["norm"]["weight"]).tobytes())
+    if lm.adapters:
+        digest.update(repr(lm.adapters).encode())
+        for leaf in jax.tree.leaves(factors(lm.params)):
+            digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()
