@@ -68,12 +68,7 @@ def read(directory: str | Path, cfg: ModelConfig) -> Factors:
     that PEFT would ignore."""
     directory = Path(directory)
     config = _read_config(directory)
-    sources = {
-        source.name.removesuffix(".weight"): source
-        for (*_, product, leaf), param in param_table(cfg).items()
-        if product in _PRODUCTS and leaf == "weight"
-        for source in param.sources
-    }
+    sources = products(cfg)
     with SafetensorsFile(directory / WEIGHTS) as file:
         found: dict[str, dict[str, np.ndarray]] = {}
         for name, info in file.tensors.items():
@@ -96,6 +91,16 @@ def read(directory: str | Path, cfg: ModelConfig) -> Factors:
             sources[module].name: _factors(file, config, module, sources[module], pair)
             for module, pair in found.items()
         }
+
+
+def products(cfg: ModelConfig) -> dict[str, Source]:
+    """What can have an adapter: the weights of a checkpoint's layers, by their modules' names."""
+    return {
+        source.name.removesuffix(".weight"): source
+        for (*_, product, leaf), param in param_table(cfg).items()
+        if product in _PRODUCTS and leaf == "weight"
+        for source in param.sources
+    }
 
 
 def _factors(

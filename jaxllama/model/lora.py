@@ -1,7 +1,7 @@
 """LoRA adapters beside a model's weights (arXiv 2106.09685): ``y = w x + b_i (a_i x)``, i by row.
 
-    params = attach(cfg, params, adapters)      once: the adapters' factors into the tree
-    params = for_rows(params, rows)             rows int32 [B]: each row's adapter from 1 on, 0: none
+    params = attach(cfg, params, adapters)     once: the adapters' factors into the tree
+    params = for_rows(params, rows)            rows int32 [B]: each row's adapter from 1 on, 0: none
 
 ``for_rows`` makes every function of the tree that takes B rows (prefill, decode_step, the engine's)
 one with adapters.  Without it the tree is the base model's and compiles to the same programs.
@@ -9,16 +9,13 @@ one with adapters.  Without it the tree is the base model's and compiles to the 
 One mechanism for any rows and any number of tokens: x meets the first factors of all n adapters in
 one product, what is not a row's own becomes zero, and the rest meets their second factors in
 another.  So no factor is gathered, each is read once a step however many rows use it, and a row
-without an adapter gets exactly zero added.  Sums are float32, to which the base product's is
-added before the one cast; between the two products stands one more, to the activations' dtype.  The
-input is the norm's output in floats, also where the weight wants it quantized.
+without an adapter gets exactly zero added.  Sums are float32, the base product's with them, before
+the one cast; what passes between the two products is in the activations' dtype.  Their input is the
+norm's output in floats, also where the weight wants it quantized.
 
-Cost of a step of m rows, for each product [out, in]: ``n r (in + out)`` values to read and twice m
-times that to compute.  For Llama-3.1-8B, n = 8, r = 16 in bfloat16 that is 671 MB and, at 64 rows,
-43 GFLOP: 0.14 to 0.17 ms at an H200's 3.9 to 4.8 TB/s, 4% of a W8A8 step of 4.07 ms.  Its norms and
-SwiGLUs no longer quantize in passing and every product has two more behind it: 11 kernels a layer
-more at about 1 us inside the loop's graph, 0.35 ms, 9%.  Not measured; see ``model/README.md``.
-It grows with n: for hundreds of adapters, factors gathered by row would be cheaper.  Left out: meshes.
+A step of m rows reads ``n R (in + out)`` values for each product and computes 2 m times as much: it
+grows with n, and for hundreds of adapters factors gathered by row would be cheaper.  What that is
+for an 8B model: ``model/README.md``.  Left out: meshes and offloading (merged adapters go there).
 """
 
 from __future__ import annotations

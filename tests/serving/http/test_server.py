@@ -334,7 +334,7 @@ def test_models_health_page_and_their_headers(http):
 
 
 def test_an_adapter_is_a_model_of_its_own(lm, engine):
-    """ "base:name" in every body; the answers say so, and embeddings, which have none, refuse it."""
+    """Bodies name it as "base:name", and answers too; embeddings have none and refuse it."""
     lm, name = dataclasses.replace(lm, adapters=("one", "a:b")), f"{NAME}:a:b"
     with serving(lm, engine) as url, client(url) as http:
         ids = [model["id"] for model in http.get("/v1/models").json()["data"]]
