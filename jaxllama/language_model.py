@@ -136,6 +136,8 @@ class LanguageModel:
     def _numbers(self, adapter: str | Sequence[str | None] | None, batch: int) -> list[int]:
         """Each row's adapter as ``model.lora`` counts them."""
         per_row = [adapter] * batch if adapter is None or isinstance(adapter, str) else adapter
+        if not isinstance(per_row, Sequence):
+            raise JaxLlamaError(f"adapter = {_short(adapter)}: expected a name, or one a row")
         if len(per_row) != batch:
             raise JaxLlamaError(f"adapter: {len(per_row)} entries for {batch} prompts")
         return [self.adapter_number(name) for name in per_row]

@@ -339,6 +339,7 @@ def test_a_tree_without_rows_is_the_base_model_s_program():
 @pytest.mark.parametrize(
     ("adapter", "says"),
     [("three", "adapter = 'three': tiny has 'one', 'two'"), (["one"], "adapter: 1 entries for 2"),
+     (3, "adapter = 3: expected a name, or one a row"),
      ([3, None], "adapter = 3: tiny has")],
 )  # fmt: skip
 def test_an_adapter_that_is_not_there_is_named(adapter, says):
