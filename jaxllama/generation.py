@@ -28,6 +28,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache
+from jaxllama.model.lora import ROWS, for_rows
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
 from pallas_kernels.brief import short_repr
@@ -239,15 +240,17 @@ def _prefill_alone(
 ) -> tuple[jax.Array, Cache]:
     """``prefill``, one row after the other; rows of length 0 cost nothing."""
 
-    def one(row: tuple[jax.Array, jax.Array, Cache]) -> tuple[jax.Array, Cache]:
-        tokens, length, cache = jax.tree.map(lambda leaf: leaf[None], row)
-        scores, cache = prefill(cfg, params, tokens, length, cache, chunk=chunk)
+    def one(row: tuple[Any, ...]) -> tuple[jax.Array, Cache]:
+        tokens, length, cache, adapter = jax.tree.map(lambda leaf: leaf[None], row)
+        own = params if adapter is None else for_rows(params, adapter)
+        scores, cache = prefill(cfg, own, tokens, length, cache, chunk=chunk)
         return scores[0], jax.tree.map(lambda leaf: leaf[0], cache)
 
-    def none(row: tuple[jax.Array, jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+    def none(row: tuple[Any, ...]) -> tuple[jax.Array, Cache]:
         return jnp.zeros((cfg.vocab_size,), jnp.float32), row[2]
 
-    return lax.map(lambda row: lax.cond(row[1] > 0, one, none, row), (tokens, lengths, cache))
+    rows = tokens, lengths, cache, params.get(ROWS)
+    return lax.map(lambda row: lax.cond(row[1] > 0, one, none, row), rows)
 
 
 @functools.partial(

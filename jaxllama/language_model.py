@@ -28,6 +28,7 @@ from jaxllama.checkpoints.packed import load as packed
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.cache import init_cache
+from jaxllama.model.lora import for_rows
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.parallel.shardings import fetch, gather_params
@@ -68,6 +69,7 @@ class LanguageModel:
     are taken in an order that the compiler chooses by shape, so shapes are what this fixes: prompts
     are prefilled one by one and decoded in programs of exactly 32 rows, each with rows that need
     the same room.
+    adapters: names of the LoRA adapters that lie in params (``model.lora``), in their order.
     """
 
     config: ModelConfig
@@ -75,6 +77,7 @@ class LanguageModel:
     tokenizer: Tokenizer | None
     deterministic: bool = False
     sampling: Sampling | None = None
+    adapters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # What else asks about the head (saving, byte counts, offloading) sees an untied model.
@@ -104,6 +107,7 @@ class LanguageModel:
         kv_dtype: DTypeLike | None = None,
         chunk: int | None = None,
         on_text: OnText | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Generation]:
         """Continue every prompt (text, or token ids) by up to ``max_new_tokens``.
 
@@ -115,12 +119,14 @@ class LanguageModel:
         chunk: tokens of a prompt that go through the model at once; by default as many as
             ``generation.prefill_chunk`` says.
         on_text: called as (row, new text) while decoding, on complete characters only.
+        adapter: one of ``adapters``, or one a row; None is the model itself.
         Raises JaxLlamaError for an empty prompt, ids outside the vocabulary, text without a
         tokenizer, or a prompt that does not fit the context.
         """
         steps = self._steps(
-            prompts, max_new_tokens, sampling, seed, stop, kv_dtype, chunk, on_text is not None
-        )
+            prompts, max_new_tokens, sampling, seed, stop, kv_dtype, chunk, on_text is not None,
+            adapter,
+        )  # fmt: skip
         while True:
             try:
                 row, text = next(steps)
@@ -140,6 +146,7 @@ class LanguageModel:
         kv_dtype: DTypeLike | None = None,
         chunk: int | None = None,
         on_text: OnText | None = None,
+        adapter: str | None = None,
     ) -> Generation:
         """The model's answer to ``messages`` ({"role": ..., "content": ...}), by its chat template.
 
@@ -157,7 +164,7 @@ class LanguageModel:
         new = min(whole("max_new_tokens", max_new_tokens), room)
         [out] = self.generate(
             [ids], new, sampling or self.sampling, seed, stop, kv_dtype=kv_dtype, chunk=chunk,
-            on_text=on_text,
+            on_text=on_text, adapter=adapter,
         )  # fmt: skip
         return out
 
@@ -171,6 +178,7 @@ class LanguageModel:
         *,
         kv_dtype: DTypeLike | None = None,
         chunk: int | None = None,
+        adapter: str | None = None,
     ) -> Iterator[str]:
         """The text of ``generate`` for one prompt (text, or token ids), in pieces of complete
         characters, as it is decoded.
@@ -180,7 +188,9 @@ class LanguageModel:
         """
         if self.tokenizer is None:
             raise JaxLlamaError(f"{self.config.name} has no tokenizer: there is no text to stream")
-        steps = self._steps([prompt], max_new_tokens, sampling, seed, stop, kv_dtype, chunk, True)
+        steps = self._steps(
+            [prompt], max_new_tokens, sampling, seed, stop, kv_dtype, chunk, True, adapter
+        )
         return (text for _, text in steps)
 
     def save(self, directory: str | Path, *, progress: bool = False) -> Path:
@@ -193,6 +203,8 @@ class LanguageModel:
         config that no class of transformers has.
         """
         params, mesh = self.params, self.mesh
+        if self.adapters:
+            raise JaxLlamaError("adapters lie beside the weights: load(..., merge=True) joins them")
         if mesh is not None:
             params = gather_params(self.config, params, mesh.shape[MODEL_AXIS])
         is_packed = any(isinstance(leaf, QTensor | RowBlocks) for leaf in _weights(params))
@@ -212,6 +224,7 @@ class LanguageModel:
         kv_dtype: DTypeLike | None,
         chunk: Any,
         watched: bool,
+        adapter: str | Sequence[str | None] | None,
     ) -> Steps:
         """``generate`` as an iterator: arguments are checked now, the work is done as it goes."""
         rows = self.encode(prompts)
@@ -222,8 +235,10 @@ class LanguageModel:
         stops = _stops(stop)
         self._check(rows, max_new_tokens, stops)
         kv_dtype, chunk = self._cache_options(kv_dtype, chunk)
+        numbers = self._numbers(adapter, len(rows))
         options = _Options(max_new_tokens, stops, kv_dtype, chunk, watched)
-        return self._batches(rows, _per_row(sampling, seed, len(rows)), options)
+        per_row = _per_row(sampling, seed, len(rows))
+        return self._batches(rows, per_row, numbers, options)
 
     def _cache_options(
         self, kv_dtype: DTypeLike | None, chunk: int | None
@@ -231,14 +246,49 @@ class LanguageModel:
         """The cache's dtype and the chunk, where the user named none; offloading has its own."""
         return self.dtype if kv_dtype is None else kv_dtype, chunk
 
-    def _batches(self, rows: list[list[int]], sampling: list[Sampling], options: _Options) -> Steps:
+    def _batches(
+        self,
+        rows: list[list[int]],
+        sampling: list[Sampling],
+        adapters: list[int],
+        options: _Options,
+    ) -> Steps:
         """Batch by batch."""
         results: list[Generation] = [None] * len(rows)  # type: ignore[list-item]
         for members in self._groups(rows, options.max_new_tokens):
-            outs = yield from self._run(members, rows, sampling, options)
+            model = self._for_rows([adapters[index] for index in members])
+            outs = yield from model._run(members, rows, sampling, options)
             for index, out in zip(members, outs, strict=True):
                 results[index] = out
         return results
+
+    def _numbers(self, adapter: str | Sequence[str | None] | None, batch: int) -> list[int]:
+        """Each row's adapter as ``model.lora`` counts them."""
+        per_row = [adapter] * batch if adapter is None or isinstance(adapter, str) else adapter
+        if not isinstance(per_row, Sequence):
+            raise JaxLlamaError(f"adapter = {_short(adapter)}: expected a name, or one a row")
+        if len(per_row) != batch:
+            raise JaxLlamaError(f"adapter: {len(per_row)} entries for {batch} prompts")
+        return [self.adapter_number(name) for name in per_row]
+
+    def adapter_number(self, name: str | None) -> int:
+        """Of an adapter from 1 on, 0 for None.  JaxLlamaError for one that is not here."""
+        if name is None:
+            return 0
+        if name not in self.adapters:
+            there = ", ".join(map(repr, self.adapters)) or "none"
+            raise JaxLlamaError(f"adapter = {_short(name)}: {self.config.name} has {there}")
+        return self.adapters.index(name) + 1
+
+    def _for_rows(self, numbers: list[int]) -> LanguageModel:
+        """The model of a batch whose rows have these adapters; where none has one that is the base
+        model's program, unless a row's bits must not depend on its neighbours."""
+        if not self.adapters or not (self.deterministic or any(numbers)):
+            return self
+        if self.deterministic:
+            numbers = numbers + [0] * (DETERMINISTIC_ROWS - len(numbers))
+        params = for_rows(self.params, jnp.asarray(numbers, jnp.int32))
+        return dataclasses.replace(self, params=params)
 
     def _groups(self, rows: list[list[int]], max_new_tokens: int) -> list[list[int]]:
         """Indices of the rows that run together: all of them, or those whose programs have the same

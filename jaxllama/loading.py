@@ -1,6 +1,6 @@
 """``load``: a LanguageModel from wherever its weights are.
 
-    load(source, dtype, quantize, policy=..., mesh=..., deterministic=..., revision=...)
+    load(source, dtype, quantize, policy=..., mesh=..., revision=..., adapters=...) -> LanguageModel
 
 source: a preset's name (fetched once, see ``checkpoints.hub``), a directory of Hugging Face's or
 flash-linear-attention's files, a .gguf file, or a hub id.  Weights are read, cast and placed one at
@@ -24,12 +24,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxllama import generation
-from jaxllama.checkpoints import hub
+from jaxllama.checkpoints import hub, peft
 from jaxllama.checkpoints.gguf import load as gguf
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig, load_config, preset_names
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.language_model import LanguageModel
+from jaxllama.model import lora
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.policy import Policy
 from jaxllama.parallel.mesh import make_mesh
@@ -51,6 +52,8 @@ def load(
     random: bool = False,
     revision: str | None = None,
     progress: bool = False,
+    adapters: Mapping[str, str | Path] | None = None,
+    merge: bool = False,
 ) -> LanguageModel:
     """A LanguageModel from a preset name, a directory, a .gguf file or a hub id.
 
@@ -65,8 +68,14 @@ def load(
         come that way, with a WeightWarning.
     revision: branch, tag or commit of a hub id, which may also say it: "org/name@revision".
     progress: a bar on stderr.
+    adapters: LoRA adapters by name, PEFT's directories, for ``generate(adapter=)`` and requests;
+        beside weights of any scheme, on one device (``model.lora``).
+    merge: the one adapter goes into the weights instead, in float32 and before quantization; then
+        it costs nothing and goes with policy and mesh.
     Raises JaxLlamaError naming what was tried.
     """
+    adapters = dict(adapters or {})
+    _check_adapters(adapters, merge, policy is not None, mesh is not None)
     enable_compilation_cache()
     dtype = float_dtype(default_dtype() if dtype is None else dtype)
     if not random and str(source) in preset_names() and "gla" in load_config(source).layer_types:
@@ -87,6 +96,12 @@ def load(
     if grid is not None and policy is not None:
         raise JaxLlamaError("policy and mesh exclude each other: one device offloads")
     sampling = None
+    if random and merge:
+        raise JaxLlamaError("merge goes into a checkpoint's weights, and these are random")
+    factors = []
+    if adapters:
+        found = read_config(source, random, revision, progress)
+        factors = [peft.read(path, found) for path in adapters.values()]
     if random:
         cfg, tokenizer = load_config(source), Tokenizer.byte_level()
         scheme = quantize if place is None else place.scheme
@@ -97,7 +112,7 @@ def load(
         path = hub.resolve(source, revision, progress=progress)
         sampling = None if path.suffix == ".gguf" else hf.read_sampling(path)
         cfg, params, tokenizer = _from_checkpoint(
-            source, path, dtype, progress, place, grid, quantize
+            source, path, dtype, progress, place, grid, quantize, factors[0] if merge else None
         )
     if tokenizer is not None:
         tokenizer.check_vocab(cfg.vocab_size)
@@ -108,7 +123,23 @@ def load(
         params = quantize_params(params, quantize, cfg=whole, progress=progress)
     if grid is not None:
         cfg, params = settle(cfg, params, grid)
-    return LanguageModel(cfg, params, tokenizer, deterministic, sampling)
+    if not adapters or merge:
+        return LanguageModel(cfg, params, tokenizer, deterministic, sampling)
+    params = lora.attach(cfg, params, factors)
+    return LanguageModel(cfg, params, tokenizer, deterministic, sampling, tuple(adapters))
+
+
+def _check_adapters(
+    adapters: dict[str, str | Path], merge: bool, offloads: bool, on_mesh: bool
+) -> None:
+    for name in adapters:
+        if not isinstance(name, str) or not name:
+            raise JaxLlamaError(f"adapters: the name {name!r} is not a text")
+    if merge and len(adapters) != 1:
+        raise JaxLlamaError(f"merge takes one adapter, and there are {len(adapters)}")
+    for key, given in (("policy", offloads), ("mesh", on_mesh)):
+        if given and adapters and not merge:
+            raise JaxLlamaError(f"adapters beside a {key}: only one, merged into the weights")
 
 
 def _from_checkpoint(
@@ -119,8 +150,15 @@ def _from_checkpoint(
     place: Placement | None = None,
     grid: Mesh | None = None,
     scheme: str | None = None,
+    added: peft.Factors | None = None,
 ) -> tuple[ModelConfig, generation.Params, Tokenizer | None]:
-    if path.suffix == ".gguf":
+    is_gguf = path.suffix == ".gguf"
+    if added is not None and (is_gguf or hf.is_packed(path)):
+        raise JaxLlamaError(
+            f"{source}: merge goes into the floats of a Hugging Face directory, and this has none: "
+            "leave merge out, and the adapter stands beside the weights"
+        )
+    if is_gguf:
         cfg = gguf.read_config(path)
         params = gguf.load_params(path, cfg, dtype, progress=progress)
         params = params if place is None else place.tree(params)
@@ -135,7 +173,9 @@ def _from_checkpoint(
         put, stream = place, None
         if grid is not None:
             put, stream = placing(hf.read_config(path), grid, dtype)
-        cfg, params = hf.load(path, dtype=dtype, progress=progress, place=put, stream=stream)
+        cfg, params = hf.load(
+            path, dtype=dtype, progress=progress, place=put, stream=stream, added=added
+        )
         has_tokenizer = (path / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_file(path / "tokenizer.json") if has_tokenizer else None
     if str(source) in preset_names():
@@ -155,12 +195,12 @@ def float_dtype(dtype: DTypeLike) -> jnp.dtype:
 
 
 def read_config(
-    source: str | Path, random: bool = False, revision: str | None = None
+    source: str | Path, random: bool = False, revision: str | None = None, progress: bool = False
 ) -> ModelConfig:
     """The config that ``load`` would give the model, without its weights."""
     if random or str(source) in preset_names():
         return load_config(source)
-    path = hub.resolve(source, revision)
+    path = hub.resolve(source, revision, progress=progress)
     return gguf.read_config(path) if path.suffix == ".gguf" else hf.read_config(path)
 
 

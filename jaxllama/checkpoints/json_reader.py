@@ -51,7 +51,12 @@ class JsonReader:
         return JaxLlamaError(f"{self.prefix}{key} = {value}: {why}")
 
     def check_keys(
-        self, name: str, kind: str, known: Collection[str], fixed: Mapping[str, tuple[Any, ...]]
+        self,
+        name: str,
+        kind: str,
+        known: Collection[str],
+        fixed: Mapping[str, tuple[Any, ...]],
+        file: str = "config.json",
     ) -> None:
         """No key is passed over in silence.
 
@@ -72,13 +77,13 @@ class JsonReader:
             shown = ", ".join(repr(key[:60]) for key in unknown[:12])
             more = f" and {len(unknown) - 12} more" if len(unknown) > 12 else ""
             warnings.warn(
-                f"{name}: config.json: not part of a {kind} model and ignored, as by its own "
+                f"{name}: {file}: not part of a {kind} model and ignored, as by its own "
                 f"library: {shown}{more}",
                 WeightWarning,
                 stacklevel=2,
             )
 
-    def get(self, key: str, default: Any) -> Any:
+    def get(self, key: str, default: Any = _MISSING) -> Any:
         value = self.config.get(key)
         if value is not None:
             return value

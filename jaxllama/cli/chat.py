@@ -39,6 +39,7 @@ def options(sub: Parser) -> None:
     sub.add_argument("--system", metavar="TEXT", help="the system message")
     common.mesh_option(sub)
     common.model_options(sub)
+    common.adapter_options(sub)
     common.policy_option(sub)
     common.cache_options(sub)
     common.sampling_options(
@@ -49,8 +50,9 @@ def options(sub: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.temperature is not None:  # else it depends on the model what goes with it
         common.sampling(args)
-    kwargs = {"kv_dtype": common.kv_dtype(args), **common.chunk(args)}
     lm = common.load(args)
+    kwargs = {"kv_dtype": common.kv_dtype(args), "adapter": common.only_adapter(lm),
+              **common.chunk(args)}  # fmt: skip
     sampling = common.sampling(args, lm.sampling)
     if lm.sampling is not None:
         _note(f"sampling: {sampling} (the model's own, but for what is given)")

@@ -74,16 +74,53 @@ def model_options(sub: Parser) -> None:
     )  # fmt: skip
 
 
+@refusing
+def parse_adapter(text: str) -> tuple[str, str]:
+    name, equals, folder = text.partition("=")
+    if not (name and equals and Path(folder).is_dir()):
+        raise JaxLlamaError(f"{text}: expected NAME=DIR, a folder that is there")
+    return name, folder
+
+
+def adapter_options(sub: Parser, text: str = "") -> None:
+    sub.add_argument("--adapter", action="append", type=parse_adapter, default=[],
+                     metavar="NAME=DIR",
+                     help=f"a LoRA adapter as PEFT writes it{text}")  # fmt: skip
+    sub.add_argument("--merge", action="store_true", help="put it into the weights for good")
+    sub.set_defaults(many_adapters=bool(text))
+
+
+def only_adapter(lm: LanguageModel) -> str | None:
+    """The adapter beside the weights, if there is one."""
+    return next(iter(lm.adapters), None)
+
+
+def adapters(args: argparse.Namespace) -> dict[str, Any]:
+    """--adapter and --merge, as ``loading.load`` takes them."""
+    found = getattr(args, "adapter", [])
+    if not found:
+        if getattr(args, "merge", False):
+            raise JaxLlamaError("--merge needs --adapter: what is put into the weights")
+        return {}
+    names = [name for name, _ in found]
+    if len(set(names)) < len(names):
+        raise JaxLlamaError(f"--adapter: a name is given twice: {', '.join(names)}")
+    if len(found) > 1 and (args.merge or not args.many_adapters):
+        raise JaxLlamaError(f"--adapter: one here, and {len(found)} are given: {', '.join(names)}")
+    return {"adapters": dict(found), "merge": args.merge}
+
+
 def load(args: argparse.Namespace) -> LanguageModel:
     import dataclasses
 
     from jaxllama.loading import load
 
     placed, sparsity = policy(args), getattr(args, "attn_sparsity", None)
+    added = adapters(args)
     join(args)
     lm = load(
         args.model, args.dtype, args.quantize, policy=placed, mesh=mesh(args), progress=True,
-        **source(args),
+        **source(args), **added,
     )  # fmt: skip
     if "attention" not in lm.config.layer_types:
         for flag in ("kv_dtype", "attn_sparsity"):

@@ -37,6 +37,7 @@ def options(sub: Parser) -> None:
     common.hosts_options(sub)
     common.json_option(sub)
     common.model_options(sub)
+    common.adapter_options(sub)
     common.policy_option(sub)
     common.cache_options(sub)
     common.sampling_options(sub, 64, "Greedy, unless --temperature says otherwise.")
@@ -57,7 +58,8 @@ def run(args: argparse.Namespace) -> None:
     with working("generating") as sign:
         outs = lm.generate(
             rows, args.max_new_tokens, sampling, stop=args.stop, kv_dtype=common.kv_dtype(args),
-            on_text=chat.shown(sign) if args.stream else None, **common.chunk(args),
+            on_text=chat.shown(sign) if args.stream else None, adapter=common.only_adapter(lm),
+            **common.chunk(args),
         )  # fmt: skip
     if args.json:
         answers = [

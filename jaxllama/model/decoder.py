@@ -36,6 +36,7 @@ from jaxllama.model import attention, gla, linear
 from jaxllama.model.attention import At
 from jaxllama.model.cache import Cache, GLAState, KVCache, cache_specs
 from jaxllama.model.linear import Params, Stream
+from jaxllama.model.lora import chosen
 from jaxllama.model.params import Param, check, nested, param_table
 from jaxllama.model.rope import Ropes, rope_tables
 from jaxllama.model.sharded import over_mesh
@@ -206,6 +207,7 @@ def forward(
             out=lambda rows: (P(rows), None if cache is None else cache_specs(cache, rows)),
         )  # fmt: skip
     check(cfg, params)
+    params = chosen(params)
     start = jnp.zeros_like(lengths) if cache is None else cache.lengths
     if cache is not None and cache.capacity is not None:
         lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - start, 0))

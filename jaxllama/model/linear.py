@@ -14,7 +14,8 @@ own kernel, the next norm does, or the product behind that norm.  A sum over dev
 float32 and rounded where it is added.
 
 Parameters are the dictionaries of the parameter tree, {"weight": ..., "bias": ...}.  A weight is an
-array, a QTensor or RowBlocks, ``[out, in]`` as checkpoints store it; no caller looks which.
+array, a QTensor or RowBlocks, ``[out, in]`` as checkpoints store it; no caller looks which.  Where
+rows have LoRA adapters ("lora", ``model.lora``) it reads floats, and does one step after the other.
 Activations keep the dtype they come in; every sum is accumulated in float32.
 """
 
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
+from jaxllama.model.lora import Lora
 from jaxllama.parallel.collectives import is_split, lookup_rows, row_parallel_matmul
 from pallas_kernels.matmul.blocks import Columns, blocks_matmul
 from pallas_kernels.matmul.blocks import fusible as all_fusible
@@ -83,7 +85,7 @@ def norm_linear(
     weight, bias = linear["weight"], linear.get("bias")
     codes, dtype = input_codes(linear), stream.x.dtype
     inner = _is_inner(into, cfg)
-    if scale is None or cfg.norm != "rms":
+    if scale is None or cfg.norm != "rms" or _lora(linear) is not None:
         normed, stream = norm(stream, scale, cfg, codes)
         return product(normed, linear, dtype, cfg, into=into), stream
     gamma = scale["weight"], cfg.norm_eps
@@ -108,7 +110,8 @@ def norm_linear(
 def _norm_linears(
     stream: Stream, scale: Params | None, linears: Sequence[Params], cfg: ModelConfig
 ) -> tuple[list[Columns], Stream]:
-    if scale is not None and cfg.norm == "rms":
+    adapted = any(_lora(linear) is not None for linear in linears)
+    if scale is not None and cfg.norm == "rms" and not adapted:
         stream, gamma = _rounded(stream), (scale["weight"], cfg.norm_eps)
         weights = tuple(linear["weight"] for linear in linears)
         if stream.pending is None and all_fusible(stream.x, weights, norm=gamma):
@@ -129,6 +132,9 @@ def linear_add(
     weight, bias, dtype = linear["weight"], linear.get("bias"), stream.x.dtype
     if stream.pending is not None:  # the other sublayer's of a parallel block
         stream = Stream(stream.total)
+    if _lora(linear) is not None:
+        y = product(x, linear, dtype, cfg)
+        return Stream(stream.x, y if scale is None else norm(Stream(y), scale, cfg)[0])
     if scale is not None:
         add = row_parallel_matmul if is_split() else _matmul
         y = add(x, weight, bias, dtype).astype(dtype)
@@ -207,7 +213,11 @@ def linear(x: jax.Array | QTensor, params: Params, dtype: DTypeLike | None = Non
     dtype: of the result, x's by default; to be given where x is quantized already, which only a
     weight with ``activations`` takes.
     """
-    return _matmul(x, params["weight"], params.get("bias"), dtype)
+    lora = _lora(params)
+    if lora is None:
+        return _matmul(x, params["weight"], params.get("bias"), dtype)
+    y = _matmul(x, params["weight"], params.get("bias"), jnp.float32) + lora.product(x)
+    return y.astype(x.dtype if dtype is None else dtype)
 
 
 def product(
@@ -219,7 +229,12 @@ def product(
     into: Params | None = None,
 ) -> jax.Array | QTensor:
     """``linear``, and with ``into`` what ``norm_linear`` does with it."""
-    y = _matmul(x, params["weight"], params.get("bias"), dtype, gated=_is_inner(into, cfg))
+    inner = _is_inner(into, cfg)
+    if _lora(params) is None:
+        y = _matmul(x, params["weight"], params.get("bias"), dtype, gated=inner)
+    else:
+        y = linear(x, params, dtype)
+        y = swiglu(y) if inner else y
     return _gated(y, into, cfg)
 
 
@@ -271,9 +286,17 @@ def _gated(y: jax.Array, into: Params | None, cfg: ModelConfig) -> jax.Array | Q
     return out if codes is None else quantize_tokens(out, codes)
 
 
+def _lora(linear: Params) -> Lora | None:
+    """The layer's adapters, where the rows have some."""
+    lora = linear.get("lora")
+    return None if lora is None or lora.rows is None else lora
+
+
 def input_codes(linear: Params) -> str | None:
     """The dtype to which the layer wants its input quantized token by token, so that whoever
     computes that input can do it in the same pass; None for floats."""
+    if _lora(linear) is not None:  # which read floats
+        return None
     weight = linear["weight"]
     blocks = weight.blocks if isinstance(weight, RowBlocks) else (weight,)
     wanted = {

@@ -13,6 +13,7 @@ import pytest
 
 import jaxllama as jl
 from jaxllama import generation
+from jaxllama.bench import adapters as adapters_bench
 from jaxllama.bench import decode as bench
 from jaxllama.bench.harness import (
     bytes_per_step,
@@ -22,6 +23,7 @@ from jaxllama.bench.harness import (
 )
 from jaxllama.bench.hlo import count_loop_kernels
 from jaxllama.cli.main import main
+from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import init_cache
 from jaxllama.quantization import random_params
 from jaxllama.quantization.quantize import quantize_params
@@ -226,3 +228,16 @@ def test_bench_of_random_quantized_weights_with_a_trace(preset, tmp_path, capsys
 def test_bench_refuses(preset, capsys, words, named):
     assert main(["bench", "--random", "--preset", preset, "--prompt-tokens", "8", *words]) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_adapters_are_measured_beside_the_base_model():
+    cfg = LLAMA.replace(n_layers=1, layer_types=())
+    report = adapters_bench.run(
+        LanguageModel(cfg, params_of(cfg), None), adapters=2, rank=3, batch=2, prompt_tokens=8,
+        new_tokens=4, runs=1,
+    )  # fmt: skip
+    assert report["ratio"] == report["step_seconds"] / report["base_step_seconds"] > 0
+    # qkv with three ranks side by side, o, gate and up with two, down
+    values = 9 * (32 + 64) + 3 * (32 + 32) + 6 * (32 + 96) + 3 * (48 + 32)
+    assert report["adapter_bytes"] == 2 * 4 * values

@@ -21,6 +21,7 @@ BAD = {
     bench.length: "9:2",
     bench.url: "ftp://x",
     common.parse_logit_bias: "5=nan",
+    common.parse_adapter: "it=/nowhere",
     bench.goodput: "ttft=0",
     domains.filled: "",
     domains.api_key: "a b ",
@@ -120,6 +121,10 @@ def test_whoever_takes_a_model_takes_random_weights_and_revisions_of_it():
         (["generate", "hi", "--split", "none"], "--split needs --file"),
         (["generate", "hi", "--random", "--revision", "v1"], "random weights have none"),
         (["doctor", "--random"], "--random needs --model"),
+        (["generate", "hi", "--merge"], "--merge needs --adapter"),
+        (["chat", "--adapter", "a=/tmp", "--adapter", "b=/tmp"], "--adapter: one here, and 2 are"),
+        (["serve", "--adapter", "a=/tmp", "--adapter", "a=/"], "--adapter: a name is given twice"),
+        (["generate", "hi", "--adapter", "a=/tmp", "--mesh", "model=1"], "only one, merged"),
     ],
 )  # fmt: skip
 def test_options_that_contradict_each_other_are_refused_by_name(words, says, monkeypatch, capsys):

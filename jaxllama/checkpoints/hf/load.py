@@ -34,6 +34,7 @@ from jaxllama.checkpoints.hf.config import (
 )
 from jaxllama.checkpoints.hf.save import GENERATION, INDEX, WEIGHTS, save
 from jaxllama.checkpoints.packed import load as packed
+from jaxllama.checkpoints.peft import Factors
 from jaxllama.checkpoints.safetensors import SafetensorsFile, TensorInfo, parse_json
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
@@ -102,6 +103,7 @@ def load(
     cfg: ModelConfig | None = None,
     place: Place | None = None,
     stream: Stream | None = None,
+    added: Factors | None = None,
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """(config, parameter tree of numpy arrays of ``dtype``) of an HF directory.
 
@@ -111,6 +113,7 @@ def load(
         (a device array, an offloaded one); the array may be dropped then.
     stream: ``stream(path, shape, read)`` does so for parameters of floats without their being read
         whole: ``read(start, out)`` fills a flat array from an element on, in ``out``'s dtype.
+    added: an adapter to merge, of ``checkpoints.peft.read``: in float32, before the cast.
     The weights of a quantized checkpoint (``quantization_config``) come as QTensors or RowBlocks of
     numpy arrays, words and scales as the file has them.
     Warns WeightWarning for NaN or infinite weights, and for a head beside a tied embedding that it
@@ -142,7 +145,7 @@ def load(
         with working(f"reading {directory.name}", total, progress) as advance:
 
             def floats(spec: Param) -> np.ndarray:
-                return _read(files, spec, dtype, advance)
+                return _read(files, spec, dtype, added or {}, advance)
 
             for path, spec in table.items():
                 *rooms, leaf = path
@@ -150,7 +153,7 @@ def load(
                 for key in rooms:
                     room = room.setdefault(key, {})
                 if path not in leaves and stream is not None:
-                    read = functools.partial(_read_part, files, spec, advance=advance)
+                    read = functools.partial(_read_part, files, spec, added or {}, advance=advance)
                     room[leaf] = stream(path, spec.shape, read)
                     continue
                 if path in leaves:
@@ -287,8 +290,10 @@ def _slice(files: Tensors, name: str, start: int, size: int) -> np.ndarray:
     return out
 
 
-def _read_folded(files: Tensors, source: Source, start: int, out: np.ndarray) -> bool:
-    """``_read_slice`` of the rows that ``source`` makes of the tensor, some whole heads at once."""
+def _read_folded(files: Tensors, source: Source, start: int, out: np.ndarray,
+                 added: tuple[np.ndarray, np.ndarray] | None) -> bool:  # fmt: skip
+    """``_read_slice`` of the rows that ``source`` makes of the tensor, some whole heads at once;
+    added: an adapter's factors."""
     n_rows, width = source.shape[0], source.size // source.shape[0]
     step = source.turned.head_dim if source.turned else max(1, _FOLDED // width)
     order, stop, finite = source.row_order(), start + out.size, True
@@ -298,6 +303,8 @@ def _read_folded(files: Tensors, source: Source, start: int, out: np.ndarray) ->
         _read_slice(files, source, row * width, rows.reshape(-1))
         rows = rows if order is None else rows[order[row : row + n] - row]
         rows = rows * np.float32(source.scale) + np.float32(source.offset)
+        if added is not None:
+            rows += added[1][row : row + n] @ added[0]
         begin, end = max(start, row * width), min(stop, (row + n) * width)
         part = out[begin - start : end - start]
         with np.errstate(over="ignore", invalid="ignore"):
@@ -313,14 +320,14 @@ def _read_slice(files: Tensors, source: Source, start: int, out: np.ndarray) -> 
     return file.read_into(dataclasses.replace(info, offset=offset), out)
 
 
-def _read(files: Tensors, spec: Param, dtype: np.dtype,
+def _read(files: Tensors, spec: Param, dtype: np.dtype, added: Factors,
           advance: Callable[[int], None]) -> np.ndarray:  # fmt: skip
     out = aligned_empty(spec.size, dtype)
-    _read_part(files, spec, 0, out, advance)
+    _read_part(files, spec, added, 0, out, advance)
     return out.reshape(spec.shape)
 
 
-def _read_part(files: Tensors, spec: Param, start: int, out: np.ndarray,
+def _read_part(files: Tensors, spec: Param, added: Factors, start: int, out: np.ndarray,
                advance: Callable[[int], None]) -> None:  # fmt: skip
     """The parameter's elements from ``start`` on into the flat ``out``."""
     at = 0
@@ -329,7 +336,9 @@ def _read_part(files: Tensors, spec: Param, start: int, out: np.ndarray,
         begin, end = max(start, at), min(start + out.size, at + source.size)
         if begin < end:
             part = out[begin - start : end - start]
-            read = _read_folded if source.is_folded else _read_slice
+            more = added.get(source.name)
+            plain = more is None and not source.is_folded
+            read = _read_slice if plain else functools.partial(_read_folded, added=more)
             if not read(files, source, begin - at, part):
                 bad = part.size - int(np.count_nonzero(np.isfinite(part)))
                 warnings.warn(

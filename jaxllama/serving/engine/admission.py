@@ -15,7 +15,7 @@ from jaxllama.serving.engine.slots import MAX_BIAS
 class Admission:
     def __init__(self, lm: LanguageModel, options: ResolvedOptions, scheduler: Scheduler) -> None:
         cfg = lm.config
-        self._cfg, self._tokenizer = cfg, lm.tokenizer
+        self._cfg, self._tokenizer, self._adapter = cfg, lm.tokenizer, lm.adapter_number
         self._max_len, self._scheduler = options.max_len, scheduler
         self._grammars = GrammarCompiler(lm.tokenizer, cfg.vocab_size, cfg.eos_token_ids)
 
@@ -35,6 +35,7 @@ class Admission:
             )
         if request.stop and self._tokenizer is None:
             raise JaxLlamaError(f"stop strings need a tokenizer, and {cfg.name} has none")
+        self._adapter(request.adapter)
         self._scheduler.check(request)
         _check_sampling(request.sampling, cfg.vocab_size)
         return None if request.grammar is None else self._grammars.matcher(request.grammar)

@@ -79,7 +79,7 @@ class Engine:
         self.failure: str | None = None
         options = {"deterministic": lm.deterministic, **options}
         self.options = EngineOptions(**options).resolve(cfg, lm.dtype)
-        self.runner = Runner(cfg, lm.params, self.options)
+        self.runner = Runner(cfg, lm.params, self.options, lm.adapters)
         self.scheduler = Scheduler(
             max_slots=self.options.max_slots,
             cache_tokens=self.options.cache_tokens,

@@ -13,10 +13,12 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.lora import factors
 from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.journal import Entry, Journal
 
@@ -58,7 +60,12 @@ def resume(folder: str | Path, lm: LanguageModel) -> tuple[Journal, dict[str, An
 
 
 def _fingerprint(lm: LanguageModel) -> str:
-    """Of the configuration and of the final norm's weights, which no two models share."""
+    """Of the configuration and of the final norm's weights, which no two models share, and of the
+    adapters."""
     digest = hashlib.sha256(repr(lm.config).encode())
     digest.update(np.asarray(lm.params["norm"]["weight"]).tobytes())
+    if lm.adapters:
+        digest.update(repr(lm.adapters).encode())
+        for leaf in jax.tree.leaves(factors(lm.params)):
+            digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()

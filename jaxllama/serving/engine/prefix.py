@@ -3,13 +3,14 @@
 ``PrefixCache`` is the index, a tree in which every node is one block of ``block`` tokens below the
 blocks before it; it says which row of the pool holds what.
 
-    nodes = match(tokens)                      the longest known prefix, acquired
-    node, is_new = extend(nodes, block)        one more block below it, acquired; None: no room
+    nodes = match(tokens, model)               the longest known prefix, acquired
+    node, is_new = extend(nodes, block, model) one more block below it, acquired; None: no room
     release(nodes)
 
 The pool is device memory, a Cache of ``rows`` rows of ``block`` tokens.  ``load_blocks`` makes the
 cache of a new row out of pool rows; ``store_blocks`` copies the blocks of prompts into the pool.
-Attention needs every block of a prefix, GLA the state at its last border; a row holds both.
+Attention needs every block of a prefix, GLA the state at its last border; a row holds both.  model:
+whose keys and values they are, an adapter's name or None: nothing is shared between two.
 
 Contract: a node with references, or with children, is never evicted; of the others the one that was
 released longest ago goes first.  Sources: SGLang's RadixAttention (arXiv 2312.07104), vLLM's hashed
@@ -18,6 +19,7 @@ blocks.  Left out: sharing inside a running row (rows are copies, so nothing is 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
@@ -43,7 +45,7 @@ class PrefixCache:
     def __init__(self, rows: int, block: int) -> None:
         self.block = block
         self.rows = rows
-        self._root = Node((), -1, None)
+        self._roots = collections.defaultdict(lambda: Node((), -1, None))
         self._free = list(range(rows))
         self._idle: dict[Node, None] = {}  # leaves without references, longest idle first
 
@@ -52,9 +54,9 @@ class PrefixCache:
         """Rows of the pool that hold a block."""
         return self.rows - len(self._free)
 
-    def match(self, tokens: Sequence[int]) -> list[Node]:
+    def match(self, tokens: Sequence[int], model: str | None = None) -> list[Node]:
         """The nodes of the longest known prefix of ``tokens``, acquired."""
-        node, nodes = self._root, []
+        node, nodes = self._roots[model], []
         for begin in range(0, len(tokens) - self.block + 1, self.block):
             child = node.children.get(tuple(tokens[begin : begin + self.block]))
             if child is None:
@@ -64,10 +66,12 @@ class PrefixCache:
             nodes.append(node)
         return nodes
 
-    def extend(self, nodes: Sequence[Node], tokens: Sequence[int]) -> tuple[Node, bool] | None:
+    def extend(
+        self, nodes: Sequence[Node], tokens: Sequence[int], model: str | None = None
+    ) -> tuple[Node, bool] | None:
         """The block ``tokens`` below the acquired ``nodes``, acquired, and whether it is new (its
         row of the pool is then to be written); None when every row is in use."""
-        parent, key = nodes[-1] if nodes else self._root, tuple(tokens)
+        parent, key = nodes[-1] if nodes else self._roots[model], tuple(tokens)
         child = parent.children.get(key)
         if child is not None:
             self._acquire(child)
@@ -98,7 +102,7 @@ class PrefixCache:
         self._offer(node.parent)
 
     def _offer(self, node: Node) -> None:
-        if node is not self._root and not node.references and not node.children:
+        if node.parent is not None and not node.references and not node.children:
             self._idle[node] = None
 
 

@@ -63,6 +63,7 @@ class Request:
     priority: larger goes first, and may push out smaller.
     deadline: seconds from submission after which the request ends with reason "deadline".
     ignore_eos: go on past the model's stop tokens (for benchmarks).
+    adapter: one of the model's, as for ``LanguageModel.generate``.
     """
 
     id: str
@@ -75,6 +76,7 @@ class Request:
     deadline: float | None = None
     grammar: Grammar | None = None
     ignore_eos: bool = False
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
@@ -123,6 +125,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "priority": (int,),
     "deadline": (int, float, _NONE),
     "grammar": (Grammar, _NONE),
+    "adapter": (str, _NONE),
 }
 
 

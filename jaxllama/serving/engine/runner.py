@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
 from jaxllama.model.cache import Cache, init_cache
+from jaxllama.model.lora import for_rows
 from jaxllama.parallel.mesh import mesh_of, row_axis
 from jaxllama.serving.engine import slots as device
 from jaxllama.serving.engine.options import ResolvedOptions
@@ -54,8 +55,14 @@ class Written(NamedTuple):
 
 
 class Runner:
-    def __init__(self, cfg: ModelConfig, params: device.Params, options: ResolvedOptions) -> None:
-        self.cfg, self.params, self.options = cfg, params, options
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        params: device.Params,
+        options: ResolvedOptions,
+        adapters: tuple[str, ...] = (),
+    ) -> None:
+        self.cfg, self.params, self.options, self.adapters = cfg, params, options, adapters
         self.mesh = mesh_of(params)
         self._decode_program = device.decode
         if self.mesh is None:
@@ -92,11 +99,25 @@ class Runner:
         place = NamedSharding(self.mesh, P() if axis is None else P(axis))
         return dataclasses.replace(cache, lengths=jax.device_put(cache.lengths, place))
 
+    def _with(self, rows: int, sequences: Mapping[int, Sequence]) -> device.Params:
+        """The parameters for a call of so many rows, of which these are somebody's.  With adapters
+        each row has its own, or none, in one program."""
+        if not self.adapters:
+            return self.params
+        numbers = np.zeros(rows, np.int32)
+        for row, sequence in sequences.items():
+            if sequence.request.adapter is not None:
+                numbers[row] = 1 + self.adapters.index(sequence.request.adapter)
+        return for_rows(self.params, numbers)
+
     # Prompts
 
     def lookup(self, sequence: Sequence) -> int:
         """Begin a sequence with what the prefix cache has of it; returns how many tokens."""
-        nodes = self.prefix.match(sequence.tokens[: self._shared(sequence)]) if self.pool else []
+        nodes = []
+        if self.pool:
+            tokens = sequence.tokens[: self._shared(sequence)]
+            nodes = self.prefix.match(tokens, sequence.request.adapter)
         self.lanes[sequence] = Lane(nodes)
         return len(nodes) * self.prefix.block
 
@@ -147,10 +168,10 @@ class Runner:
 
     def _fill_new(self, fills: list[Fill], width: int) -> None:
         """Whole prompts of up to one chunk, several at once, into their slots."""
-        tokens, lengths, totals = _pad(fills, self.options.rows(width), width)
-        cache = device.fill_new(
-            self.cfg, self.params, self.options.kv_dtype, tokens, lengths, totals
-        )
+        rows = self.options.rows(width)
+        inputs = _pad(fills, rows, width)
+        params = self._with(rows, {row: fill.sequence for row, fill in enumerate(fills)})
+        cache = device.fill_new(self.cfg, params, self.options.kv_dtype, *inputs)
         self._remember(fills, cache, width)
         self._insert(cache, [fill.sequence for fill in fills])
 
@@ -161,7 +182,8 @@ class Runner:
             lane.cache = self._load(lane.nodes)
         for fill in fills:
             inputs = _pad([fill], 1, self._width(fill))
-            lane.cache = device.fill(self.cfg, self.params, lane.cache, *inputs)
+            params = self._with(1, {0: sequence})
+            lane.cache = device.fill(self.cfg, params, lane.cache, *inputs)
             self._remember([fill], lane.cache, self.options.prefill_chunk)
         return lane.cache
 
@@ -190,7 +212,9 @@ class Runner:
             tokens, is_new = fill.sequence.tokens, False
             end = min(fill.end, self._shared(fill.sequence))
             for index, begin in enumerate(range(fill.begin, end - block + 1, block)):
-                found = self.prefix.extend(lane.nodes, tokens[begin : begin + block])
+                found = self.prefix.extend(
+                    lane.nodes, tokens[begin : begin + block], fill.sequence.request.adapter
+                )
                 if found is None:
                     break
                 node, is_new = found
@@ -278,12 +302,13 @@ class Runner:
         orders = device.make_orders(
             keep, steps=steps, level=level, wants_top=wants_top, wanted=wanted
         )
-        return self._thread.submit(self._decode, orders, allowed)
+        params = self._with(self.slots.size, running)
+        return self._thread.submit(self._decode, params, orders, allowed)
 
-    def _decode(self, orders: np.ndarray, masks: jax.Array) -> list[Written]:
+    def _decode(self, params: device.Params, orders: np.ndarray, masks: jax.Array) -> list[Written]:
         width, wants_top = self.options.steps_per_call, orders[2]
         self.slots, rows, top = self._decode_program(
-            self.cfg, self.params, self.slots, orders, masks, self._stop_ids, width=width
+            self.cfg, params, self.slots, orders, masks, self._stop_ids, width=width
         )
         rows, top = jax.device_get((rows, top if wants_top else ()))
         numbers = rows[:, : 1 + width], rows[:, 1 + width :].view(np.float32)
@@ -312,9 +337,10 @@ class Runner:
         lane = self.empty(1, options.capacity)
         caches = []
         for width in options.widths:
-            empty = _pad([], options.rows(width), width)
-            caches.append(device.fill_new(self.cfg, self.params, options.kv_dtype, *empty))
-            lane = device.fill(self.cfg, self.params, lane, *_pad([], 1, width))
+            rows = options.rows(width)
+            empty, params = _pad([], rows, width), self._with(rows, {})
+            caches.append(device.fill_new(self.cfg, params, options.kv_dtype, *empty))
+            lane = device.fill(self.cfg, self._with(1, {}), lane, *_pad([], 1, width))
         if self.pool is not None:
             self._warm_up_pool(
                 [*zip(caches, options.widths, strict=True), (lane, options.prefill_chunk)]
@@ -326,23 +352,25 @@ class Runner:
                 device.resize(self.slots, np.full(smaller, -1, np.int32))
             for cache in caches:
                 self.slots = device.insert(self.slots, cache, self._pack({}, cache.batch))
-            self._thread.submit(self._decode, _idle(size), self._no_masks[size]).result()
+            idle = self._with(size, {}), _idle(size), self._no_masks[size]
+            self._thread.submit(self._decode, *idle).result()
         self.slots = kept
 
     def _lower(self) -> Iterator[Any]:
         """The larger programs, for compilers that work side by side: jit finds what they made."""
-        options, cfg, params, kv_dtype = self.options, self.cfg, self.params, self.options.kv_dtype
+        options, cfg, kv_dtype = self.options, self.cfg, self.options.kv_dtype
         lane = jax.eval_shape(partial(init_cache, cfg, 1, options.capacity, kv_dtype))
         caches = [lane]
         for width in options.widths:
             rows = options.rows(width)
-            yield device.fill_new.lower(cfg, params, kv_dtype, *_pad([], rows, width))
-            yield device.fill.lower(cfg, params, lane, *_pad([], 1, width))
+            new = _pad([], rows, width)
+            yield device.fill_new.lower(cfg, self._with(rows, {}), kv_dtype, *new)
+            yield device.fill.lower(cfg, self._with(1, {}), lane, *_pad([], 1, width))
             caches.append(jax.eval_shape(partial(init_cache, cfg, rows, width, kv_dtype)))
         for size in options.sizes:
             slots = jax.eval_shape(device.resize, self.slots, np.zeros(size, np.int32))
             yield self._decode_program.lower(
-                cfg, params, slots, _idle(size), self._no_masks[size], self._stop_ids,
+                cfg, self._with(size, {}), slots, _idle(size), self._no_masks[size], self._stop_ids,
                 width=options.steps_per_call,
             )  # fmt: skip
             for cache in caches:

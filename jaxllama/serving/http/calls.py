@@ -67,17 +67,27 @@ class Prompts:
     max_len: int
     max_choices: int
 
-    def check_model(self, model: str | None) -> None:
-        if model is not None and model != self.name:
+    @property
+    def models(self) -> dict[str, str | None]:
+        """What a body may call the model, and the adapter that it means: "name:adapter"."""
+        return {self.name: None, **{f"{self.name}:{name}": name for name in self.lm.adapters}}
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that ``model`` means; None where the body leaves it out, and for the model
+        itself."""
+        model = self.name if model is None else model
+        if model not in self.models:
+            there = ", ".join(map(repr, self.models))
             raise ApiError(
                 404,
-                f"the model {model!r} does not exist here: this server has {self.name!r}",
+                f"the model {model!r} does not exist here: this server has {there}",
                 param="model",
                 code="model_not_found",
             )
+        return self.models[model]
 
     def completion(self, body: Completion, call_id: str) -> Call:
-        self.check_model(body.model)
+        self.adapter_of(body.model)
         if body.suffix:
             raise _unsupported("suffix", "text cannot be filled in before a suffix")
         if body.best_of not in (None, body.n or 1):
@@ -98,7 +108,7 @@ class Prompts:
         )
 
     def chat(self, body: Chat, call_id: str) -> Call:
-        self.check_model(body.model)
+        self.adapter_of(body.model)
         _check_features(body)
         self._check_choices(1, body.n or 1)
         if body.top_logprobs is not None and not body.logprobs:
@@ -209,12 +219,13 @@ class Prompts:
                     deadline=body.deadline,
                     grammar=grammar,
                     ignore_eos=bool(body.ignore_eos),
+                    adapter=self.adapter_of(body.model),
                 )
             )
         return Call(
             id=call_id,
             created=int(time.time()),
-            model=self.name,
+            model=body.model,
             requests=tuple(requests),
             choices=n,
             echoes=tuple(echoes),

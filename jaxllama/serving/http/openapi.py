@@ -59,7 +59,10 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
             }
         }
     get = {
-        "/v1/models": ("The models of this server: one", _json(schema["ModelList"])),
+        "/v1/models": (
+            "The model of this server, and each of its adapters",
+            _json(schema["ModelList"]),
+        ),
         "/health": ("Whether the server is up", _json(schema["Health"])),
         "/metrics": ("Prometheus metrics", {"text/plain": {"schema": {"type": "string"}}}),
     }

@@ -314,7 +314,9 @@ class _Server:
 
     def _embedding_rows(self, data: bytearray) -> tuple[Embedding, list[list[int]]]:
         body = parse(Embedding, data, EMBEDDING_TOKENS, self._settings.max_len)
-        self._prompts.check_model(body.model)
+        if self._prompts.adapter_of(body.model) is not None:
+            message = "model: embeddings are the base model's, not an adapter's"
+            raise ApiError(400, message, param="model", code="unsupported")
         width = self._lm.config.d_model
         if body.dimensions not in (None, width):
             message = f"dimensions: this model's embeddings have {width}"
@@ -335,7 +337,7 @@ class _Server:
     def _tokenize(self, data: bytearray) -> Response:
         limit = self._settings.max_len
         body = parse(Tokenize, data, limit, limit)
-        self._prompts.check_model(body.model)
+        self._prompts.adapter_of(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt or messages", param="prompt")
         if body.messages is not None:
@@ -351,13 +353,13 @@ class _Server:
 
     def _detokenize(self, data: bytearray) -> Response:
         body = parse(Detokenize, data, MAX_IDS, MAX_IDS)
-        self._prompts.check_model(body.model)
+        self._prompts.adapter_of(body.model)
         return respond(Text(self._prompts.tokenizer().decode(body.tokens, skip_special=False)))
 
-    def _model(self) -> ModelObject:
+    def _model(self, name: str) -> ModelObject:
         tokenizer = self._lm.tokenizer
         return ModelObject(
-            id=self._settings.name,
+            id=name,
             object="model",
             created=self._created,
             owned_by="jaxllama",
@@ -367,11 +369,12 @@ class _Server:
         )
 
     async def models(self, _: HttpRequest) -> Response:
-        return respond(ModelList("list", [self._model()]))
+        return respond(ModelList("list", [self._model(name) for name in self._prompts.models]))
 
     async def model(self, http: HttpRequest) -> Response:
-        self._prompts.check_model(http.path_params["model"])
-        return respond(self._model())
+        name = http.path_params["model"]
+        self._prompts.adapter_of(name)
+        return respond(self._model(name))
 
     async def health(self, _: HttpRequest) -> Response:
         if self._engine.failure is not None:

@@ -350,6 +350,24 @@ def test_models_health_page_and_their_headers(http):
     assert len(strange) == 32
 
 
+def test_an_adapter_is_a_model_of_its_own(lm, engine):
+    """Bodies name it as "base:name", and answers too; embeddings have none and refuse it."""
+    lm, name = dataclasses.replace(lm, adapters=("one", "a:b")), f"{NAME}:a:b"
+    with serving(lm, engine) as url, client(url) as http:
+        ids = [model["id"] for model in http.get("/v1/models").json()["data"]]
+        assert ids == [NAME, f"{NAME}:one", name]
+        assert http.get(f"/v1/models/{name}").json()["id"] == name
+        for path, body in (("completions", COMPLETION), ("chat/completions", CHAT)):
+            assert http.post(f"/v1/{path}", json={**body, "model": name}).json()["model"] == name
+            assert engine.requests[-1].adapter == "a:b"
+            assert http.post(f"/v1/{path}", json=body).json()["model"] == NAME
+            assert engine.requests[-1].adapter is None
+        wrong = error_of(http.post("/v1/completions", json={**COMPLETION, "model": f"{NAME}:two"}))
+        assert wrong["message"].endswith(f"has {NAME!r}, {NAME + ':one'!r}, {name!r}")
+        refused = http.post("/v1/embeddings", json={"model": name, "input": "a"})
+        assert refused.status_code == 400 and error_of(refused)["param"] == "model"
+
+
 def test_metrics_count_what_happened(http, engine):
     def value(name, **labels):
         page = http.get("/metrics").text

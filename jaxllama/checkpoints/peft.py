@@ -1,0 +1,168 @@
+"""PEFT's directories of LoRA adapters: adapter_config.json and adapter_model.safetensors.
+
+    read(directory, cfg) -> {a checkpoint's tensor: (a[r, in], b[out, r])}
+
+To the rows of a parameter ``b @ a`` is added, both float32: b has the adapter's scale (alpha / r,
+or alpha / sqrt(r) where it is rank-stabilised), and the family's multiplier and order of rows
+(``model.params.Source``).  Which adapters a model can have the table of parameters says: those of
+the products of its layers.  Left out, with an error that names the key or tensor: everything that
+is not two factors (DoRA, biases, modules_to_save, embeddings, LoHa and its like), initializations
+that change the base model too, and PyTorch's .bin files.
+
+Source: the files of ``peft``; scales and patterns as in its ``tuners/lora``.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllama.checkpoints.folding import fold
+from jaxllama.checkpoints.json_reader import JsonReader
+from jaxllama.checkpoints.safetensors import FLOATS, SafetensorsFile, parse_json
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model.params import Source, param_table
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+Factors = dict[str, tuple[np.ndarray, np.ndarray]]
+
+_MAX_CONFIG = 1 << 22  # bytes; patterns of every layer of the largest models are 100 KB
+_MAX_RANK = 1 << 16
+_PRODUCTS = ("qkv", "o", "gate_up", "down", "q", "k", "v", "g")  # that take adapters
+# The decoder's name inside a multimodal model; there it is "model".
+_TEXT_PARTS = ("model.language_model.", "language_model.model.")
+_NONE: tuple[Any, ...] = (None, False, [], {})
+# Keys that change what an adapter computes, with the values that are supported.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, *_NONE, "gaussian", "eva", "orthogonal"),
+    **dict.fromkeys(("fan_in_fan_out", "use_dora", "lora_bias", "use_qalora"), (False, None)),
+    **dict.fromkeys(
+        """
+        modules_to_save layer_replication target_parameters trainable_token_indices
+        alora_invocation_tokens arrow_config kasa_config velora_config monteclora_config use_bdlora
+        """.split(),
+        _NONE,
+    ),
+}
+# Read here, or of no effect on what was learned: which modules it has an adapter's tensors say.
+_KNOWN = frozenset(
+    """
+    r lora_alpha use_rslora rank_pattern alpha_pattern
+    task_type auto_mapping peft_version base_model_name_or_path revision inference_mode
+    target_modules exclude_modules lora_dropout layers_to_transform layers_pattern megatron_config
+    megatron_core loftq_config eva_config corda_config lora_ga_config qalora_group_size
+    runtime_config ensure_weight_tying
+    """.split()
+)
+
+
+def read(directory: str | Path, cfg: ModelConfig) -> Factors:
+    """See the module docstring.  Raises JaxLlamaError naming the file and the key or tensor that is
+    missing, unexpected, of the wrong shape or type, or not supported; warns WeightWarning for keys
+    that PEFT would ignore."""
+    directory = Path(directory)
+    config = _read_config(directory)
+    sources = products(cfg)
+    with SafetensorsFile(directory / WEIGHTS) as file:
+        found: dict[str, dict[str, np.ndarray]] = {}
+        for name, info in file.tensors.items():
+            match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
+            if match is None:
+                raise file.error(f"tensor {name[:120]!r}: only lora_A and lora_B are supported")
+            module = match[1]
+            for part in _TEXT_PARTS:
+                module = "model." + module[len(part) :] if module.startswith(part) else module
+            if module not in sources:
+                raise file.error(
+                    f"tensor {name[:120]!r}: {cfg.name} has no such product in its layers"
+                )
+            if info.dtype not in FLOATS or len(info.shape) != 2:
+                raise file.error(f"tensor {name!r}: {info.dtype}{list(info.shape)} is no factor")
+            found.setdefault(module, {})[match[2]] = file.read(name).astype(np.float32)
+        if not found:
+            raise file.error("there are no tensors in it")
+        return {
+            sources[module].name: _factors(file, config, module, sources[module], pair)
+            for module, pair in found.items()
+        }
+
+
+def products(cfg: ModelConfig) -> dict[str, Source]:
+    """What can have an adapter: the weights of a checkpoint's layers, by their modules' names."""
+    return {
+        source.name.removesuffix(".weight"): source
+        for (*_, product, leaf), param in param_table(cfg).items()
+        if product in _PRODUCTS and leaf == "weight"
+        for source in param.sources
+    }
+
+
+def _factors(
+    file: SafetensorsFile,
+    config: JsonReader,
+    module: str,
+    source: Source,
+    pair: dict[str, np.ndarray],
+) -> tuple[np.ndarray, np.ndarray]:
+    if len(pair) < 2:
+        raise file.error(f"{module}: lora_{'B' if 'A' in pair else 'A'} is missing")
+    rank, scale = _scale(config, module)
+    (out, width), (a, b) = source.shape, (pair["A"], pair["B"])
+    if a.shape != (rank, width) or b.shape != (out, rank):
+        raise file.error(
+            f"{module}: lora_A {list(a.shape)} and lora_B {list(b.shape)}, but r = {rank} and the "
+            f"model want {[rank, width]} and {[out, rank]}"
+        )
+    with np.errstate(over="ignore", invalid="ignore"):
+        b = fold(source, b * np.float32(scale))
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise file.error(f"{module}: numbers that are NaN or infinite")
+    return a, b
+
+
+def _read_config(directory: Path) -> JsonReader:
+    path = directory / CONFIG
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(_MAX_CONFIG + 1)
+    except OSError as error:
+        raise JaxLlamaError(f"{path}: {error.strerror or error}") from None
+    if len(raw) > _MAX_CONFIG:
+        raise JaxLlamaError(f"{path}: more than {_MAX_CONFIG} bytes are no adapter's config")
+    reader = JsonReader(parse_json(raw, str(path)), f"{path}: ")
+    reader.get("peft_type")
+    reader.check_keys(str(directory), "LoRA", _KNOWN, _FIXED, file=CONFIG)
+    _scale(reader, "")  # its keys are numbers, whichever modules there are
+    return reader
+
+
+def _scale(config: JsonReader, module: str) -> tuple[int, float]:
+    """(rank, what b is multiplied with) of a module."""
+    ranks, rank = _pattern(config, "rank_pattern", module)
+    alphas, alpha = _pattern(config, "alpha_pattern", module)
+    n = ranks.size(rank, 8, limit=_MAX_RANK)
+    divisor = n**0.5 if config.flag("use_rslora", False) else n
+    return n, alphas.number(alpha, 8.0) / divisor
+
+
+def _pattern(config: JsonReader, key: str, module: str) -> tuple[JsonReader, str]:
+    """Where a module's own value is: (the object, its key), that of all by default.  The first
+    pattern that fits, as in PEFT: of the name, or of its end from a dot on."""
+    patterns = config.get(key, {})
+    if not isinstance(patterns, dict):
+        raise config.error(key, "expected an object of module to number")
+    inner = JsonReader(patterns, f"{config.prefix}{key}.")
+    for pattern in patterns:
+        try:
+            fits = re.match(rf"(.*\.)?({pattern})$", module)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise inner.error(pattern[:80], f"no regular expression: {error}") from None
+        if fits:
+            return inner, pattern
+    return config, "r" if key == "rank_pattern" else "lora_alpha"
