@@ -64,6 +64,7 @@ class Runner:
     ) -> None:
         self.cfg, self.params, self.options, self.adapters = cfg, params, options, adapters
         self.mesh = mesh_of(params)
+        self._decoding = params  # those of the newest decode call
         self._decode_program = device.decode
         if self.mesh is None:
             self._decode_program = compiler_options.compiled_for(
@@ -302,13 +303,13 @@ class Runner:
         orders = device.make_orders(
             keep, steps=steps, level=level, wants_top=wants_top, wanted=wanted
         )
-        params = self._with(self.slots.size, running)
-        return self._thread.submit(self._decode, params, orders, allowed)
+        self._decoding = self._with(self.slots.size, running)
+        return self._thread.submit(self._decode, orders, allowed)
 
-    def _decode(self, params: device.Params, orders: np.ndarray, masks: jax.Array) -> list[Written]:
+    def _decode(self, orders: np.ndarray, masks: jax.Array) -> list[Written]:
         width, wants_top = self.options.steps_per_call, orders[2]
         self.slots, rows, top = self._decode_program(
-            self.cfg, params, self.slots, orders, masks, self._stop_ids, width=width
+            self.cfg, self._decoding, self.slots, orders, masks, self._stop_ids, width=width
         )
         rows, top = jax.device_get((rows, top if wants_top else ()))
         numbers = rows[:, : 1 + width], rows[:, 1 + width :].view(np.float32)
@@ -352,8 +353,8 @@ class Runner:
                 device.resize(self.slots, np.full(smaller, -1, np.int32))
             for cache in caches:
                 self.slots = device.insert(self.slots, cache, self._pack({}, cache.batch))
-            idle = self._with(size, {}), _idle(size), self._no_masks[size]
-            self._thread.submit(self._decode, *idle).result()
+            self._decoding = self._with(size, {})
+            self._thread.submit(self._decode, _idle(size), self._no_masks[size]).result()
         self.slots = kept
 
     def _lower(self) -> Iterator[Any]:
