@@ -20,7 +20,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
@@ -28,6 +28,24 @@ Implementation = Literal["xla", "mosaic"]
 # From the first version on, and below the second.
 TESTED_JAX = (0, 11, 2), (0, 13, 0)
 _SPAN = " <= jax < ".join(".".join(map(str, version)) for version in TESTED_JAX)
+
+
+class Plan(Protocol):
+    """How a kernel computes one call: what a planner comes to and its launcher is given.  Hashable;
+    its ``str`` is what ``explain`` prints."""
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a planner has no plan for a call.  plan: it has one, and the text says what was measured
+    to be faster; a caller who names "mosaic" gets it all the same."""
+
+    text: str
+    plan: Plan | None = None
 
 
 def untested_jax() -> str | None:
@@ -131,6 +149,67 @@ def choose(
     if implementation == "mosaic" and reason is not None:
         raise NotImplementedError(f"{op}: no Mosaic kernel for this call: {reason}")
     return implementation
+
+
+def choose_plan(
+    op: str,
+    implementation: Implementation | None,
+    find: Callable[[], Plan | Reason],
+    *operands: Any,
+    has_xla: bool = True,
+) -> Plan | None:
+    """The plan of ``op``'s kernel for a call, or None where its XLA form is to be taken.
+
+    find: asked once, and only where a kernel may run: it may import the kernels, a third of a
+        second and jax's private modules, that XLA does without.
+    has_xla: whether there is a form to fall back on.
+    Raises NotImplementedError naming the fact where "mosaic" was named and there is no plan.
+    """
+    found: Plan | Reason
+    if implementation not in ("xla", "mosaic", None):
+        raise ValueError(f"{op}: implementation {implementation!r} is not 'xla', 'mosaic' or None")
+    if implementation == "xla":
+        found = Reason("it was asked for")
+    elif has_xla and is_empty(*operands):
+        found, implementation = Reason("an operand of size 0"), None
+    elif implementation is None and (reason := hopper_reason(*operands)):
+        found = Reason(reason)
+    else:
+        found = find()
+    named, plan = implementation == "mosaic", None
+    if not isinstance(found, Reason):
+        plan, reason = found, None
+    else:
+        plan, reason = found.plan if named else None, found.text
+    if (recorder := _recorder.get()) is not None:
+        choice = Choice(op, _described(operands), "mosaic" if named or plan else "xla", reason)
+        if plan is not None:
+            choice.kernel, choice.plan = plan.kernel, str(plan)
+        recorder.choices.append(choice)
+    if plan is None and named:
+        raise NotImplementedError(f"{op}: no Mosaic kernel for this call: {reason}")
+    if plan is not None and jax.__version_info__ < TESTED_JAX[0]:
+        raise NotImplementedError(f"{plan.kernel}: {untested_jax()}")
+    return plan
+
+
+def has_plan(find: Callable[[], Plan | Reason], *operands: Any) -> bool:
+    """Would ``choose_plan`` with None come to a kernel?"""
+    if is_empty(*operands) or hopper_reason(*operands) is not None:
+        return False
+    return not isinstance(find(), Reason)
+
+
+def first_plan(call: Any, *planners: Callable[[Any], Plan | Reason]) -> Plan | Reason:
+    """What the first planner that has a plan says of the call, be it that another way is faster;
+    where none has one, why."""
+    reasons = []
+    for planner in planners:
+        found = planner(call)
+        if not isinstance(found, Reason) or found.plan is not None:
+            return found
+        reasons.append(found.text)
+    return Reason("; ".join(filter(None, reasons)))
 
 
 def is_empty(*operands: Any) -> bool:
