@@ -176,11 +176,9 @@ def choose_plan(
         found = Reason(reason)
     else:
         found = find()
-    named, plan = implementation == "mosaic", None
-    if not isinstance(found, Reason):
-        plan, reason = found, None
-    else:
-        plan, reason = found.plan if named else None, found.text
+    named = implementation == "mosaic"
+    reason = found.text if isinstance(found, Reason) else None
+    plan = named_plan(found) if named or reason is None else None
     if (recorder := _recorder.get()) is not None:
         choice = Choice(op, _described(operands), "mosaic" if named or plan else "xla", reason)
         if plan is not None:
@@ -200,13 +198,18 @@ def has_plan(find: Callable[[], Plan | Reason], *operands: Any) -> bool:
     return not isinstance(find(), Reason)
 
 
+def named_plan(found: Plan | Reason) -> Plan | None:
+    """What a caller who names "mosaic" gets."""
+    return found.plan if isinstance(found, Reason) else found
+
+
 def first_plan(call: Any, *planners: Callable[[Any], Plan | Reason]) -> Plan | Reason:
     """What the first planner that has a plan says of the call, be it that another way is faster;
     where none has one, why."""
     reasons = []
     for planner in planners:
         found = planner(call)
-        if not isinstance(found, Reason) or found.plan is not None:
+        if named_plan(found) is not None:
             return found
         reasons.append(found.text)
     return Reason("; ".join(filter(None, reasons)))

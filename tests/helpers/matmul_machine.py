@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import fused_parts
-from pallas_kernels.matmul.few_rows import copies, sums
+from pallas_kernels.matmul.few_rows import copies, sums, widen
 from pallas_kernels.matmul.few_rows import kernel as decode
-from pallas_kernels.matmul.few_rows import scheme as schemes
 from pallas_kernels.matmul.few_rows import staged_x as staging
 from pallas_kernels.matmul.few_rows import tile as tiles
-from pallas_kernels.matmul.few_rows.plan import make_plan
+from pallas_kernels.matmul.few_rows.plan import divide_tiles
 from pallas_kernels.matmul.few_rows.scheme import KIND, Scheme
 
 _DTYPE = {"bf16": jnp.bfloat16, "f16": jnp.float16}
@@ -283,9 +282,9 @@ def run_decode(
 ):
     """``decode.matmul`` of x and w; ``changes`` to its plan (clusters, per, batch, depth)."""
     (m, k), n = x.shape, w.shape[0]
-    plan = make_plan(m, w, bias=bias is not None, residual=residual is not None, pairs=pairs)
+    plan = divide_tiles(m, w, bias=bias is not None, residual=residual is not None, pairs=pairs)
     plan = dataclasses.replace(plan, **changes)
-    scheme = Scheme(w, KIND[x.dtype.name])
+    scheme = Scheme.of(w, KIND[x.dtype.name])
 
     n_out = n // 2 if pairs else n
     out = np.full((m, n_out), np.nan, jnp.dtype(out_dtype))
@@ -311,7 +310,7 @@ def run_decode(
 
 def install(monkeypatch, machine: Machine) -> None:
     """The kernel's modules emit into the machine."""
-    for module in (decode, copies, staging, tiles, sums, schemes, fused_parts):
+    for module in (decode, copies, staging, tiles, sums, widen, fused_parts):
         for name, fake in (("p", machine), ("a", machine), ("arith", ARITH)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, fake)

@@ -7,9 +7,7 @@ Each group has blocks of its own, which run the program of its form.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic as p
 from pallas_kernels.matmul.few_rows import kernel as decode
-from pallas_kernels.matmul.few_rows.plan import CLUSTERS, WARPS, Plan, make_plan
+from pallas_kernels.matmul.few_rows.plan import WARPS, BlocksPlan, Group
 from pallas_kernels.matmul.few_rows.scheme import KIND, Scheme
-from pallas_kernels.qtensor import QTensor, stacked
+from pallas_kernels.qtensor import QTensor
 
 
 class Kernel(decode.Kernel):
@@ -56,44 +54,7 @@ class Kernel(decode.Kernel):
         return arith.addi(at, shift)
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Weights of one form, and the blocks that they have."""
-
-    plan: Plan
-    scheme: Scheme
-    rows: tuple[int, ...]
-    begin: int
-
-    @property
-    def firsts(self) -> list[int]:
-        return [end // 16 for end in itertools.accumulate(self.rows[:-1])]
-
-    def program(self, k: int, operands, others, scratch, kinds) -> Kernel:
-        weights = {"begin": self.begin, "firsts": self.firsts, "others": others}
-        n = sum(self.rows)
-        return Kernel(self.plan, self.scheme, n, k, operands, scratch, **weights, **kinds)
-
-
-def divide(m: int, groups, kind: str) -> list[Group]:
-    """The groups' plans.  The largest leaves SMs to the others where that costs it no time."""
-    stacks = [stacked(group) for group in groups]
-    plans = [make_plan(m, w) for w in stacks]
-    if len(groups) > 1:
-        main = max(range(len(groups)), key=lambda i: stacks[i].shape[0])
-        tiles = stacks[main].shape[0] // 16
-        others = sum(plan.clusters for i, plan in enumerate(plans) if i != main)
-        fewest = -(-tiles // plans[main].per)
-        clusters = max(fewest, min(plans[main].clusters, CLUSTERS[1] - others))
-        plans[main] = dataclasses.replace(plans[main], clusters=clusters)
-    begins = [0, *itertools.accumulate(plan.clusters for plan in plans)]
-    return [
-        Group(plan, Scheme(w, kind), tuple(x.shape[0] for x in group), begin)
-        for group, w, plan, begin in zip(groups, stacks, plans, begins, strict=False)
-    ]
-
-
-@functools.partial(jax.jit, static_argnames=("out_dtype", "eps"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "eps", "plan"))
 def matmul(
     x: jax.Array,
     groups: tuple[tuple[jax.Array | QTensor, ...], ...],
@@ -101,10 +62,10 @@ def matmul(
     *,
     eps: float,
     out_dtype,
+    plan: BlocksPlan,
 ) -> tuple[jax.Array, ...]:
     """x [M, K] bf16, groups of weights [N_i, K] of one form, gamma [K] -> [M, sum N_i] of each."""
     m, k = x.shape
-    divided = divide(m, groups, KIND[x.dtype.name])
     kinds = {"out": KIND[out_dtype.name], "gamma": KIND[gamma.dtype.name], "eps": eps}
     parts = [[decode.parts_of(w) for w in group] for group in groups]
     given, tree = jax.tree.flatten((x, gamma, parts))
@@ -113,24 +74,27 @@ def matmul(
         del ctx
         x_ref, gamma_ref, parts = jax.tree.unflatten(tree, refs[: len(given)])
         outs, scratch = refs[len(given) :][: len(groups)], refs[len(given) + len(groups) :]
-        for group, (first, *others), out in zip(divided, parts, outs, strict=True):
+        for group, weights, (first, *others), out in zip(
+            plan.groups, groups, parts, outs, strict=True
+        ):
             operands = decode.Operands(x_ref, *first, None, gamma_ref, None, out)
-            run = functools.partial(_run, group, k, operands, others, scratch, kinds)
+            scheme = Scheme.of(weights[0], KIND[x.dtype.name])
+            run = functools.partial(_run, group, scheme, k, operands, others, scratch, kinds)
             if len(groups) == 1:
                 run()
             else:
                 block = p.add(p.register("ctaid.x"), -group.begin)
-                p.when(p.less(block, group.plan.clusters), run)
+                p.when(p.less(block, group.tiles.clusters), run)
 
     def quantized_matmul_blocks(*refs):
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
 
-    split = divided[0].plan.split
-    sizes = [group.plan.scratch_sizes(normed=True) for group in divided]
+    split = plan.groups[0].tiles.split
+    sizes = [group.tiles.scratch_sizes(normed=True) for group in plan.groups]
     kernel = plgpu.kernel(
         quantized_matmul_blocks,
-        out_type=tuple(jax.ShapeDtypeStruct((m, sum(g.rows)), out_dtype) for g in divided),
-        grid=(sum(group.plan.clusters for group in divided),),
+        out_type=tuple(jax.ShapeDtypeStruct((m, sum(g.rows)), out_dtype) for g in plan.groups),
+        grid=(sum(group.tiles.clusters for group in plan.groups),),
         grid_names=("tiles",),
         cluster=(split,) if split > 1 else (),
         cluster_names=("run",) if split > 1 else (),
@@ -146,5 +110,7 @@ def matmul(
     return kernel(*given)
 
 
-def _run(group: Group, *given) -> None:
-    group.program(*given).run()
+def _run(group: Group, scheme: Scheme, k: int, operands, others, scratch, kinds) -> None:
+    weights = {"begin": group.begin, "firsts": group.firsts, "others": others}
+    n = sum(group.rows)
+    Kernel(group.tiles, scheme, n, k, operands, scratch, **weights, **kinds).run()

@@ -118,19 +118,14 @@ from pallas_kernels.matmul.few_rows.copies import Copies
 from pallas_kernels.matmul.few_rows.plan import (
     SLOT,
     THREADS,
-    TOKENS,
     WARPS,
-    Plan,
-    make_plan,
+    TilePlan,
 )
-from pallas_kernels.matmul.few_rows.plan import unsupported as unsupported
 from pallas_kernels.matmul.few_rows.scheme import KIND, Scheme
 from pallas_kernels.matmul.few_rows.staged_x import StagedX
 from pallas_kernels.matmul.few_rows.sums import Sums
 from pallas_kernels.matmul.few_rows.tile import TileProduct
 from pallas_kernels.qtensor import QTensor
-
-MAX_TOKENS = TOKENS
 
 
 class Operands(NamedTuple):
@@ -154,7 +149,7 @@ class Kernel(Copies, StagedX, TileProduct, Sums):
     scratch: partial sums and x, the ring, scales and what else a tile needs, squares of x.
     """
 
-    def __init__(self, plan: Plan, scheme: Scheme, n: int, k: int, given, scratch, **kinds):
+    def __init__(self, plan: TilePlan, scheme: Scheme, n: int, k: int, given, scratch, **kinds):
         self.plan, self.scheme, self.n, self.k = plan, scheme, n, k
         self.out_kind, self.gamma_kind = kinds["out"], kinds.get("gamma")
         self.eps = kinds.get("eps")
@@ -319,16 +314,13 @@ def matmul(
     residual: jax.Array | None = None,
     swiglu: bool = False,
     pending: jax.Array | None = None,
-    plan: Plan | None = None,
+    plan: TilePlan,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """x [M, K] bf16 or f16, w [N, K] -> [M, N]; ``unsupported`` says what else is asked of them.
+    """x [M, K] bf16 or f16, w [N, K] -> [M, N]; ``plan`` says what else is asked of them.
     gamma [K], eps: of a norm of x; residual: of the result's shape and dtype.  pending [M, K] f32:
     to be added to x before the norm; the result is then a pair, with the sum."""
     (m, k), n = x.shape, w.shape[0]
-    if plan is None:
-        plan = make_plan(m, w, bias=bias is not None, residual=residual is not None, pairs=swiglu)
-    assert plan is not None
-    scheme = Scheme(w, KIND[x.dtype.name])
+    scheme = Scheme.of(w, KIND[x.dtype.name])
     bias = None if bias is None else bias.astype(jnp.float32)
     given = [x, *parts_of(w), bias, gamma, residual, pending]
     present = [v is not None for v in given]

@@ -50,7 +50,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic as p
 from pallas_kernels import ptx as a
 from pallas_kernels.fused_parts import floats, rounded_sum, silu
-from pallas_kernels.matmul.few_rows.row_plan import WARPS, Plan, make_plan
+from pallas_kernels.matmul.few_rows.plan import WARPS, RowPlan
 from pallas_kernels.matmul.few_rows.row_products import Floats, Nibbles
 from pallas_kernels.matmul.few_rows.scheme import KIND, Scheme
 from pallas_kernels.qtensor import QTensor
@@ -66,7 +66,7 @@ class Kernel:
     squares.
     """
 
-    def __init__(self, plan: Plan, scheme: Scheme, given: dict, shared, *, swiglu, kinds, eps):
+    def __init__(self, plan: RowPlan, scheme: Scheme, given: dict, shared, *, swiglu, kinds, eps):
         self.plan, self.scheme = plan, scheme
         self.swiglu, self.kinds, self.eps = swiglu, kinds, eps
         self.at = {name: None if r is None else p.address(r) for name, r in given.items()}
@@ -263,12 +263,12 @@ def matmul(
     residual: jax.Array | None = None,
     swiglu: bool = False,
     pending: jax.Array | None = None,
-    plan: Plan | None = None,
+    plan: RowPlan,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """x [1, K] bf16, w [N, K] -> [1, N]; ``unsupported`` says what else is asked of them.
+    """x [1, K] bf16, w [N, K] -> [1, N]; ``plan`` says what else is asked of them.
     gamma [K], eps: of a norm of x; residual: of the result's shape and dtype.  pending [1, K] f32:
     to be added to x before the norm; the result is then a pair, with the sum."""
-    plan, scheme = make_plan(w, swiglu) if plan is None else plan, Scheme(w, "bf16")
+    scheme = Scheme.of(w, "bf16")
     q, scale = (w.q, w.scale) if isinstance(w, QTensor) else (w, None)
     bias = None if bias is None else bias.astype(jnp.float32)
     given = {"x": x, "w": q, "scale": scale, "bias": bias, "gamma": gamma, "residual": residual}
@@ -297,8 +297,7 @@ def matmul(
         num_threads=WARPS // 4,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((plan.x_words,), jnp.float32),
-            plgpu.SMEM((WARPS,), jnp.float32),
+            plgpu.SMEM((size // 4,), jnp.float32) for size in plan.scratch_sizes(normed=True)
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True

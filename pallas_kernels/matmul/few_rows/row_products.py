@@ -11,8 +11,7 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import mosaic as p
 from pallas_kernels import ptx as a
-
-_BYTE = 8388608.0 + 128.0  # the float whose low byte is 128, in units of its last place
+from pallas_kernels.matmul.few_rows import widen
 
 
 class Floats:
@@ -40,14 +39,6 @@ class Floats:
     def nothing(self):
         return [[p.cf(0.0)] * 2 for _ in range(self.plan.rows)]
 
-    def floats(self, word):
-        """The values of a word, in the order of its bytes."""
-        if self.plan.bits == 16:
-            return [p.widen(word, "bf16"), p.widen_high(word, "bf16")]
-        flipped = arith.xori(word, p.ci(0x80808080))
-        made = [p.permute(flipped, p.ci(0x4B000000), 0x7540 + i) for i in range(4)]
-        return [arith.addf(a.from_bits(m), p.cf(-_BYTE)) for m in made]
-
     def group(self, chunks, words, sums):
         """sums[row][2] and the products of these chunks' words."""
         sums, values = [list(pair) for pair in sums], self.plan.per_load
@@ -57,7 +48,7 @@ class Floats:
             loaded = [a.load_shared(at, 4, start + 512 * i, "f32") for i in range(values // 4)]
             xs = [x for four in loaded for x in four]
             for pair in sums:
-                weights = [v for _ in range(4) for v in self.floats(next(words))]
+                weights = [v for _ in range(4) for v in widen.floats(self.plan.bits, next(words))]
                 for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
                     pair[i % 2] = p.fma(x, w, pair[i % 2])
         return sums
@@ -118,7 +109,7 @@ class Nibbles:
             scales = [next(words) for _ in range(2)]
             acc = [p.cf(0.0)] * 4
             for i in range(4):
-                low, high = (self.scheme.word_pairs(row[i], offset) for row in rows)
+                low, high = (widen.word_pairs(self.scheme, row[i], offset) for row in rows)
                 xs = a.load_shared(at, 4, 2048 * chunk + 512 * i)
                 for s in (0, 2):
                     left = [low[s], high[s], low[s + 1], high[s + 1]]

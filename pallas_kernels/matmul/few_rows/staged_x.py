@@ -15,6 +15,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels import mosaic as p
 from pallas_kernels import ptx as a
 from pallas_kernels.fused_parts import floats, rounded_sum
+from pallas_kernels.matmul.few_rows import widen
 from pallas_kernels.matmul.few_rows.plan import TOKENS, WARPS
 
 _IN_FLIGHT = 8  # loads of 16 bytes a lane holds in registers
@@ -244,5 +245,5 @@ class StagedX:
 
     def permuted(self, words):
         per = self.scheme.per_word // 2
-        groups = [self.scheme.x_pairs(words[i : i + per]) for i in range(0, len(words), per)]
+        groups = [widen.x_pairs(self.scheme, words[i : i + per]) for i in range(0, len(words), per)]
         return [pair for group in groups for pair in group]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import mosaic as p
+from pallas_kernels.matmul.few_rows import widen
 
 
 class TileProduct:
@@ -59,7 +60,7 @@ class TileProduct:
         return p.permute(half, half, 0x1010)
 
     def weights(self, word, bias, scale, zero):
-        pairs = self.scheme.word_pairs(word, bias)
+        pairs = widen.word_pairs(self.scheme, word, bias)
         if self.scheme.zero == "float":
             return [p.fma_pairs(v, scale, zero) for v in pairs]
         if self.scheme.fold:

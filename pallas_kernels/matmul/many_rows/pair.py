@@ -71,38 +71,9 @@ from pallas_kernels.matmul.many_rows.pipeline import (
     ring_slot,
     tile_of,
 )
+from pallas_kernels.matmul.many_rows.plan import BLOCK_BYTES, PairTile
 
-BLOCK_BYTES = 128  # of a row in a slot: one swizzle
 _LAYOUT = plgpu.Layout.WGMMA
-
-
-@dataclasses.dataclass(frozen=True)
-class PairTile:
-    """One block's tile and pipeline.
-
-    m, n: rows of x and of w.  m == 64 puts the two warpgroups side by side in n.
-    cluster: 2 blocks that lie below each other in m share (multicast) the weight tile.
-    width: of the planar snake, in tiles of m.
-    promote: 0, or fp8: steps of 128 after which the tensor cores' sum is added to a float32 one.
-    split: 2 (with m == 64) gives each block of a cluster half of K.  Each sends the columns of one
-        of its warpgroups to the other's shared memory and finishes those of the other.
-    """
-
-    m: int = 128
-    n: int = 256
-    stages: int = 4
-    cluster: int = 2
-    width: int = 16
-    promote: int = 0
-    split: int = 1
-
-    @property
-    def rows(self) -> int:
-        return 64 if self.m == 64 else self.m // 2
-
-    @property
-    def cols(self) -> int:
-        return self.n // 2 if self.m == 64 else self.n
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +94,7 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
     vectors_sm = (*((sx_sm, sw_sm) if has_scales else ()), b_sm)
     (x_rows, x_sm), (w_rows, w_sm), (o_rows, o_sm) = map(pipeline.views, buffers)
     wg, pair = lax.axis_index("wg"), lax.axis_index("pair")
-    n_clusters, stages = pipeline.N_SM // (tile.cluster * tile.split), tile.stages
+    n_clusters, stages = tile.sms // (tile.cluster * tile.split), tile.stages
     out_cols = tile.cols // 2 if swiglu else tile.cols  # of a warpgroup
     wide = tile.n // 2 if swiglu else tile.n
     grid = pl.cdiv(pl.cdiv(m, tile.m), tile.cluster), pl.cdiv(n, wide)
@@ -346,4 +317,4 @@ def pair_matmul(
     ]
     args = [a for a in (x, w, scale_x, scale_w, bias) if a is not None]
     out_type = jax.ShapeDtypeStruct((m, n), out_dtype)
-    return launch(name, body, args, out_type, scratch, tile.cluster, tile.split)
+    return launch(name, body, args, out_type, scratch, tile)

@@ -63,6 +63,7 @@ NOTES (H200, K=4096, N=14336, int4 in groups of 128 unless said; TFLOP/s at M = 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -83,9 +84,28 @@ from pallas_kernels.matmul.many_rows.pipeline import (
     tile_of,
     tiled,
 )
-from pallas_kernels.matmul.many_rows.plan import BLOCK_K, Scheme, WeightTile
+from pallas_kernels.matmul.many_rows.plan import BLOCK_K, WeightTile
 
 _LAYOUT = plgpu.Layout.WGMMA
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """Which vectors there are, and how many columns a group has."""
+
+    group: int
+    scale: bool  # per group, in the loop
+    zero: str | None  # per group, in the loop: "int" before the scale, "float" after it
+    row: bool  # per row, in the epilogue
+    bias: bool
+
+    @property
+    def groups_per_slot(self) -> int:
+        return max(1, BLOCK_K // self.group)
+
+    @property
+    def slots_per_group(self) -> int:
+        return max(1, self.group // BLOCK_K)
 
 
 def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
@@ -99,7 +119,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
     (x_rows, x_sm), (o_rows, o_sm) = map(pipeline.views, (x_buffer, o_buffer))
     full, empty, r_full, r_empty, sum_full, sum_empty, *peer = barriers
     wg, pair, k_part = (lax.axis_index(axis) for axis in ("wg", "pair", "part"))
-    n_clusters = pipeline.N_SM // (tile.cluster * tile.split)
+    n_clusters = tile.sms // (tile.cluster * tile.split)
     tokens, stages = tile.tokens, tile.stages
     grid = pl.cdiv(m, tokens), pl.cdiv(n, tile.rows * tile.cluster)
     box = pipeline.rows_of_box(m, tokens)
@@ -114,7 +134,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
     axes = "pair" if tile.cluster > 1 else None
     grouped = [(v, v_sm) for v, v_sm in ((scale, s_sm), (zero, z_sm)) if v is not None]
     vectors = [(v, v_sm) for v, v_sm in ((row, r_sm), (bias, b_sm)) if v is not None]
-    if scheme.stored:
+    if tile.stored:
         grouped, vectors = [], grouped + vectors
 
     def origin(t):
@@ -185,7 +205,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
             """[64, BLOCK_K]: what the groups' vectors say of each weight."""
 
             def of_group(g):
-                if scheme.stored:
+                if tile.stored:
                     v = pipeline.load_column(
                         ref.at[lax.rem(t, slots), mine, group_of(j) + g], x.dtype
                     )
@@ -235,7 +255,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
 
         def one_tile(t, _):
             m0, n0 = origin(t)
-            if scheme.stored:
+            if tile.stored:
                 plgpu.barrier_wait(r_full.at[lax.rem(t, slots)])
             ref = plgpu.ACC((64, tokens), jnp.float32)
             acc = pl.run_scoped(functools.partial(accumulate, t), ref)
@@ -248,7 +268,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
                 pl.when(t > 0)(lambda: plgpu.barrier_wait(sum_empty.at[place]))
                 sum_sm[place] = acc
                 plgpu.barrier_arrive(sum_full.at[place])
-                if scheme.stored:
+                if tile.stored:
                     plgpu.barrier_arrive(r_empty.at[lax.rem(t, slots)])
 
             @pl.when(part == 0)
@@ -292,7 +312,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
         def finish(t, m0, n0, acc):
             chunk = o_sm.shape[2]
             slot = lax.rem(t, slots)
-            if vectors and not scheme.stored:
+            if vectors and not tile.stored:
                 plgpu.barrier_wait(r_full.at[slot])
 
             def vector(ref):
@@ -326,7 +346,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "stored", "float_zero", "tile"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "float_zero", "tile"))
 def weight_matmul(
     x: jax.Array,
     w: jax.Array,
@@ -337,18 +357,17 @@ def weight_matmul(
     out_dtype,
     *,
     group: int,
-    stored: bool = False,
     float_zero: bool = False,
     tile: WeightTile,
 ) -> jax.Array:
     """x [M, K] bf16 or f16; w [N, K] int4 or int8; scale, zero [K / group, N] in x's dtype, or
-    ``stored`` [N, K / group]; row (a scale), bias [N] floats.  Returns [M, N] in out_dtype, 16 bits
-    wide."""
+    ``tile.stored`` [N, K / group]; row (a scale), bias [N] floats.  Returns [M, N] in out_dtype, 16
+    bits wide."""
     (m, k), n = x.shape, w.shape[0]
     if not tile.divides(k):
         raise ValueError(f"quantized_matmul: {tile} does not divide K = {k}")
     kind = None if zero is None else "float" if float_zero else "int"
-    scheme = Scheme(group, stored, scale is not None, kind, row is not None, bias is not None)
+    scheme = Scheme(group, scale is not None, kind, row is not None, bias is not None)
     bits = 4 if w.dtype == jnp.int4 else 8
     unused = plgpu.SMEM((32,), jnp.float32)
     across = tile.rows // 64
@@ -356,7 +375,7 @@ def weight_matmul(
     def of_groups(v):
         if v is None:
             return unused
-        if stored:
+        if tile.stored:
             groups = v.shape[1] // tile.split
             return plgpu.SMEM((tile.vector_slots(m, n), tile.rows, groups), v.dtype)
         return plgpu.SMEM((tile.stages, scheme.groups_per_slot, tile.rows), v.dtype)
@@ -370,10 +389,10 @@ def weight_matmul(
         return unused if v is None else plgpu.SMEM((tile.vector_slots(m, n), tile.rows), v.dtype)
 
     n_grouped = (scale is not None) + (zero is not None)
-    copies = 2 + n_grouped * (not stored)
-    n_vectors = (row is not None) + (bias is not None) + n_grouped * stored
+    copies = 2 + n_grouped * (not tile.stored)
+    n_vectors = (row is not None) + (bias is not None) + n_grouped * tile.stored
     # Who tells the feeder that a tile's vectors have been read.
-    readers = across * tile.parts if stored else across
+    readers = across * tile.parts if tile.stored else across
     peer = []
     if tile.split > 1:
         peer = [
@@ -406,6 +425,4 @@ def weight_matmul(
     args = [a for a in (x, w, scale, zero, row, bias) if a is not None]
     out_type = jax.ShapeDtypeStruct((m, n), out_dtype)
     name = f"quantized_matmul_w{bits}a16"
-    return launch(
-        name, body, args, out_type, scratch, tile.cluster, tile.split, across * tile.parts
-    )
+    return launch(name, body, args, out_type, scratch, tile, computing=across * tile.parts)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import quantized_matmul
+from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.op import fusible
 from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -184,12 +185,16 @@ def test_refusals():
         many = jnp.ones((17, 512), jnp.bfloat16)
         quantized_matmul(many, w, norm=(jnp.ones(512), EPS), implementation="mosaic")
     assert not fusible(x, RowBlocks((w, w)), swiglu=True)
-    no = planning.unsupported
+
+    def no(dtype, w, **fused):
+        call = Call.of(jnp.zeros((1, 512), dtype), w, dtype, **fused)
+        return planning.tile_plan(call).text
+
     half = weight("w4-g128", 96, 512, jnp.float16)
-    assert "norm's weight is float16" in no(1, jnp.float16, half, norm=jnp.float16)
-    assert "float32" in no(1, jnp.bfloat16, w, residual=jnp.float32)
-    assert "multiple of 32" in no(1, jnp.bfloat16, w[:80], swiglu=True)
-    assert "plain weights bfloat16" in no(1, jnp.float16, w)
+    assert "norm's weight is float16" in no(jnp.float16, half, gamma=jnp.ones(512, jnp.float16))
+    assert "float32" in no(jnp.bfloat16, w, residual=jnp.ones((1, 96), jnp.float32))
+    assert "multiple of 32" in no(jnp.bfloat16, w[:80], swiglu=True)
+    assert "plain weights bfloat16" in no(jnp.float16, w)
 
 
 def test_pairs_of_tiles_stay_together():
@@ -198,7 +203,7 @@ def test_pairs_of_tiles_stay_together():
     for m in (1, 8, 16):
         for n, k in ((28672, 4096), (57344, 8192), (16384, 2048), (3072, 576)):
             w = S((n, k), jnp.bfloat16)
-            plan = planning.make_plan(m, w, pairs=True)
+            plan = planning.divide_tiles(m, w, pairs=True)
             assert plan.per % 2 == plan.batch % 2 == 0
             assert plan.shared_bytes <= planning.SHARED
             assert plan.clusters * plan.per * 16 >= n > plan.clusters * (plan.per - 2) * 16
