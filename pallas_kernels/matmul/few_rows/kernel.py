@@ -34,73 +34,9 @@ symmetric or integer zeros: the group's sum is scaled in float32.  Smaller group
 zeros (bf16 only): the weight is rounded once to bf16 (``fold``).  x * gamma is rounded once to
 bf16.  Everything else is float32, added in an order that depends on K and M alone.
 
-NOTES.  K = 4096, N = 14336, group 128, H200, cold L2, CUPTI.  Floor: 29.4 MB of words + 0.9 of
-scales at 4.3 TB/s, 7.0 us; an empty kernel of this shape takes 0.6, the same ring without
-arithmetic 9.2.
-  * Where the time goes, by %clock (at 1.755 GHz), us after the block's start at M = 1 / 8 / 16: x
-    there 1.5 / 2.1 / 2.4, first tile done 2.7 / 3.3 / 3.9, then 0.95 / 0.99 / 1.03 a tile (4.3 MB:
-    what memory gives), and 0.2 / 0.7 / 1.2 for the sum over the warps.  x's 17 MB in 2.1 us are 8
-    TB/s from L2; memory waits.  Not measured: an end with 4 rows a thread (predicted 0.4 and 0.7
-    less), two passes of half the columns, the first begun with half of x (0.3 and 1.0 less).
-  * Arithmetic is not what it waits for.  x as two or three bytes a value (fixed point of a token's
-    run), int4 as bytes times 16, int8 as it is, mma of s8 with s32 sums read as floats: 120 instead
-    of 239 instructions a tile at M = 1, 197 instead of 266 at M = 16; predicted 0.5 less, found
-    10.1 (9.85), M = 8 11.3 (10.7), M = 16 14.0 (12.4), int8 16.9 (15.8) and 21.6 (18.2).  Making
-    the bytes costs 0.9 and 1.7; without, 10.4 and 12.2; and two are off by 5% of the result where
-    an x of 1e4 meets weights of 0.
-  * Fewer ring slots are faster (2 / 3 / 4 / 5: M = 1 9.9 / 10.1 / 10.7 / 10.5, M = 8 10.8 / 10.9 /
-    11.3 / 11.5, M = 16 12.3 / 12.9 / 12.6 / 13.6, int8 18.3 / - / 19.1): a ring that is full at the
-    start delays x and the first words.  Each block another token of x first: M = 8 and 16 10.8 and
-    12.6; and words before x: 11.0 and 12.8.
-  * x through shared memory by cp.async, whole lines an instruction: M = 1 / 8 / 16 from 10.3 / 11.4
-    / 14.9 to 10.1 / 10.8 / 12.4 (4096 x 4096, M = 16: 7.4 to 6.0).  Straight to registers, a load
-    touches 16 lines (8 tokens x 4 lanes, 64 bytes apart) and the L1 looks up one a cycle: 2.3 us at
-    M = 16, during which the ring stands still.  By bulk copies of 128 bytes: 11.0 / 13.1 / 15.8;
-    of 8 KB (in the form of bytes) 14.8 instead of 14.0, of 4 KB to pairs of blocks 15.2.
-  * Clusters of 2 along K, two rows of tiles a block, to halve x's 17 MB from L2 at M = 16: 14.3
-    (the sum over a cluster costs 1.6).  Starting each warp when its own x is there: no change.
-  * 4096 x 14336, clusters of 4: 32 of them 19.7, 31 21.1, 30 12.0: only 30 fit at a time.  Clusters
-    of 2 with 512 columns a warp: 11.9 to 12.8.  M = 8: 13.1 and 13.2; M = 16: 18.0, staged x 16.4.
-  * ``(w & mask) ^ flip`` written as two operations with two immediates becomes two LOP3; one
-    lop3.b32 with a register halves the logic.
-  * L2 prefetch of the kernel's own later tiles: 10.8 to 12.4.  Programmatic launch (prefetch or
-    fill before griddepcontrol.wait): XLA's command buffers record every call by itself, so nothing
-    overlaps (a layer of four products 56 us without, 65 with); without command buffers the host is
-    the limit (64.5, 60 to 64).
-  * Fused, M = 1, us without and with: norm on 6144 x 4096 5.9 and 6.5, on 28672 x 4096 17.6 and
-    17.5, with SwiGLU 17.8; residual on 4096 x 4096 4.8 and 4.5, on 4096 x 14336 11.4 and 11.7.  A
-    chain of 8B layers (W4A16, 6 us of idling in attention's place) takes 53.0 instead of 57.4 us a
-    layer; predicted 6: a kernel saved is worth its own time and 0.9 us, but four cost one launch
-    each as before.
-  * 4096 x 14336 at M <= 4 without clusters, x resident: int4 11.4 to 10.5 (M = 4: 11.3 to 11.0),
-    int8 18.3 to 18.0, plain 33.5 to 31.1; with 4 ring slots (3: 10.9, 6: 11.1).
-  * Ring slots 2 / 3 / 4: 28672 x 4096 int4 16.9 / 17.3 / 18.3, int8 30.4 / 31.5 / 31.7, plain
-    - / 60.4 / 57.1 (6: 60.0); 6144 x 4096 int4 5.8 / 5.9 / 6.3; M = 16 21.9 / 21.7 / -.
-  * Two or four neighbouring blocks of columns asked for at once, whole lines of 128 or 256 bytes:
-    no better anywhere (plain 28672 x 4096 57 to 66 and 72).
-  * L2 prefetch of the next kernels' weights (cp.async.bulk.prefetch.L2, from the kernel before or
-    from an idle one of 6 us): o after 6 us without and with: int4 11.4 and 11.2, int8 13.0 and
-    12.5, plain 16.8 and 17.1; in the chain nothing above its scatter.  Even with all of o in L2 the
-    kernel takes 3.9 (int4, cold 4.9), 4.2 (int8, 6.2), 5.4 (plain, 10.0): x, barriers and the sums
-    are what a short product costs.
-    On two GPUs, between whose products stands a sum of 4 us (8B, M = 1, ms a step, 2.89 without):
-    asked for by the product before the sum, 4 / 8 / 16 / 24 MB, 2.93 / 2.92 / 3.03 / 2.99; by a
-    kernel beside the sum, 3.30 (2.91 with the same freedom in the graph and no such kernel).  One
-    GPU, 4096 x 7168, 3.7 us of idling, 3072 x 4096: 38.4 us a pair, with 16 MB 40.5, and 42.6 with
-    a kernel that reads all of it.
-  * What is pending (a sum over devices) added here rather than by a kernel before: 8B on two GPUs,
-    ms a step, plain 3.04 to 2.89, int4 from between 1.73 and 1.89 to 1.63.
-  * o, gate_up and down, and qkv, in one kernel with barriers of the grid between the products and
-    the ring filled ahead: 34.5 us, the sum of the three (34.0); the gaps saved are 0.7 to 2 us of
-    52.6 a layer, int8 slower.  Without its barriers (and so wrong) the kernel is 2 faster.
-Microseconds at M = 1, cold L2, int4 group 128 / int8 / plain (XLA): 4096 x 4096 4.8 / 6.2 / 10.0
-(11.6), 6144 x 4096 5.8 / 8.3 / 13.9 (15.1), 28672 x 4096 16.9 / 30.4 / 57.1 (54.2), 4096 x 14336
-10.5 / 18.0 / 31.1 (29.7); floors 2.1 / 3.9 / 7.8, 3.1 / 5.9 / 11.7, 14.5 / 27.3 / 54.6, 7.3 / 13.7
-/ 27.3.  M = 16: 28672 x 4096 int4 21.9, plain 59.7 (56.5), 6144 x 4096 plain 15.0 (16.4), 4096 x
-4096 plain 10.8 (11.3).  14336 x 4096 at M = 1 / 8 / 16 (humming 15.5 / 15.6 / 17.1; int8 23.1 /
-23.4 / 24.6): int4 9.9 / 10.7 / 12.4, with zeros 10.2 / - / 12.6, int8 15.8 / 17.3 / 18.3; 4096 x
-4096 at M = 8 and 16 4.9 and 6.1.  Before the last changes, at M = 16: 6144 x 4096 7.6, 4096 x
-14336 16.7; 3584 x 18944 (``resident``) 13.8; 128256 x 4096 67.
+Floor, K = 4096, N = 14336, int4 in groups of 128 on an H200: 29.4 MB of codes + 0.9 of scales at
+4.3 TB/s, 7.0 us; measured 9.9 with one row, 10.7 with 8, 12.4 with 16.  The other shapes and what
+was tried: ``matmul/NOTES.md``; ``python -m pallas_kernels.bench.matmul quantized_matmul``.
 """
 
 from __future__ import annotations

@@ -17,25 +17,9 @@ Numerics.  Float32, in an order that depends on K alone; the norm's factor and a
 meet the sum.  x times the norm's weight stays float32; beside int4 it is rounded once to bfloat16,
 and a group's exact sum is scaled.
 
-NOTES.  H200, cold L2, CUPTI, us; [floor at 4.3 TB/s], the decode kernel's, XLA's with the same
-things around it.
-  * bfloat16: 28672 x 4096 with norm and SwiGLU 54.2 [54.6], 59.5, 59.4; 4096 x 14336 with residual
-    28.5 [27.3], 33.0, 30.7; 6144 x 4096 with norm 13.4 [11.7], 14.1, 16.3; 4096 x 4096 with
-    residual 9.8 [7.8], 10.1, 10.9; 128256 x 4096 with norm 233.8 [244], XLA 241.  Predicted from
-    XLA's own product (54.2, which has this order of reading): the same and no kernels around it.
-    Llama-3.1-8B 4.03 to 3.83 ms a step.
-  * int8: 28672 x 4096 29.0, 31.0; 4096 x 14336 15.5 to 16.2, 19.0; 6144 x 4096 8.0, 8.3; 4096 x
-    4096 6.3, 6.5; 14336 x 4096 16.0, 16.1.  One row a warp, not two, which share x: 8.3, 15.9,
-    16.5, but 4096 x 4096 6.0.
-  * int4: 28672 x 4096 16.3, 17.3; 4096 x 14336 10.2, 10.7; 6144 x 4096 6.0, 6.1; 4096 x 4096 4.9,
-    4.8; 14336 x 4096 10.0, 9.9; 128256 x 4096 64.9, 69.2; with SwiGLU 57344 x 8192 57.7, 68.3 and
-    16384 x 2048 7.5, 9.6; 8192 x 28672 34.1, 39.6; 8192 x 8192 11.2, 11.9.
-  * Loads that a lane holds, 2 / 4 / 8: int4 28672 x 4096 17.6 / 16.3 / 17.5, 14336 x 4096 10.8 /
-    10.0 / 11.1; int8 29.1 / 29.1 / 29.1; bfloat16 54.3 with 8, 54.1 with 4.
-  * 24 and 32 warps: 14336 pairs of rows take them 4.5 and 3.4 rounds and not 6.8, the last one
-    idle: int8 29.6 and 31.5, int4 17.5 and 19.3; where the rounds fit (int8 128256 x 4096) 120.6
-    instead of 122.8.
-  * x asked for before the first words, not after: 0.1 less.
+Floor: w's bytes at 4.3 TB/s.  On an H200, us [floor]: 28672 x 4096 with norm and SwiGLU bfloat16
+54.2 [54.6], int8 29.0 [27.3], int4 16.3 [14.5].  The other shapes and what was tried:
+``matmul/NOTES.md``; ``python -m pallas_kernels.bench.matmul quantized_matmul --tokens 1``.
 """
 
 from __future__ import annotations

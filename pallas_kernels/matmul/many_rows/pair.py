@@ -23,29 +23,9 @@ FP8 sums.  ``promote`` gives the tensor cores a fresh accumulator every few step
 to a float32 one in registers.  Two accumulators of 256 columns do not fit 232 registers, so fp8
 tiles have at most 192 columns.
 
-NOTES (H200, K=4096, N=14336, M=8192, bf16 output, bias; TOPS)
-    floor: 132 SMs x 8192 op/cycle x ~1.75 GHz = 1890; XLA's bare int8 dot 1493, with scales 929
-    128 x 256 tile, cluster of 2, 4 stages, snake of 16      1616-1625
-    snake of 8: same; of 32: 1533 (the wave's operands leave L2); of 4: 1575
-    no cluster: 1568; 3 stages: 1588; 256 x 128: 1560-1589; 128 x 192: 1605
-    one or no wgmma left in flight at the wait: same
-    e4m3, one sum of K=4096                1493, error 1.3e-3 (7e-2 on positive operands)
-    e4m3, promote every 128 columns        1301, 1.3e-4 (6e-4)
-    e4m3, promote every 256                1461-1489, 2.2e-4 (2.2e-3)     <- the default
-    e4m3, promote every 512 / 1024         1434 / 1428, 3.5e-4 / 5.7e-4
-    64-column partial sums instead of 192  530: the wait after each is not hidden
-M=64, microseconds (XLA in the same run)   bf16          int8 with scales
-    4096 x 4096                            12.2 (17.0)    8.2 (14.1)
-    6144 x 4096                            16.1 (19.4)   10.1 (13.3)
-    4096 x 14336                           31.8 (36.7)   18.7 (24.8)
-    28672 x 4096                           60.1 (60.2)   32.6 (32.4)
-      with SwiGLU                          59.7 (63.7)
-    128256 x 4096                         255.4 (255.3)
-    About 4.4 us of each are there whatever the size (int8 and bf16 alike).  4096 x 4096 in bf16:
-    nothing copied 7.3, no x 12.1, no wgmma 11.5, no exchange of sums 11.3; K undivided in tiles of
-    32 12.5, of 64 (64 SMs) 13.2; one arrival a warpgroup on a slot's barrier instead of 128: same.
-    A ring of 80 KB 13.8, 128 KB 12.0, 192 KB 12.4.  28672 x 4096 in tiles of 64 / 128 / 160 / 224 /
-    256: 66.5 / 60.1 / 69.6 / 60.1 / 64.5.
+Floor: 132 SMs x 8192 op/cycle x ~1.75 GHz = 1890 TOPS.  On an H200, K = 4096, N = 14336, M = 8192,
+bf16 output, bias: int8 1616 to 1625 (XLA's bare int8 dot 1493, with scales 929), e4m3 1461 to 1489;
+M = 64 18.1 us.  What was tried: ``matmul/NOTES.md``; ``python -m pallas_kernels.bench.prefill``.
 """
 
 from __future__ import annotations

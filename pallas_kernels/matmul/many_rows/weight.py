@@ -25,40 +25,9 @@ Up to 64 tokens blocks are short of work rather than of operands: ``parts`` lets
 take turns at the slots, ``split`` gives the two blocks of a cluster half of K each, and the groups'
 vectors come once a tile, as they are stored (``stored``).
 
-NOTES (H200, K=4096, N=14336, int4 in groups of 128 unless said; TFLOP/s at M = 8192 / 2048)
-    floor: XLA's bf16 product 840 / 826; humming 702 / 680 in the same run
-    one slot at a time, 5 stages               722 / 730
-      ... the next slot dequantized while wgmmas run: 623; ptxas serializes wgmma (C7513)
-    4 stages                                   753 / 760   (with 5, a 64-bit remainder by 5 a slot)
-    two slots a step                           759 / 771;  four: 501, the ring is one step long
-    snake of 16 instead of 8                   776 / 771
-    the ring's place carried in the loop, slots released one by one
-                                               785 / 786;  int8 745 -> 758
-    5 stages: same; int8 with stores of 32 tokens, to make room: 771 (timed, values not checked)
-    integer zeros 762 / 751; tokens = 128: 563, 192: 661 (a weight is dequantized more often)
-    M=64, microseconds: 28.8 with one pair of warpgroups, 25.9 with two (``parts``); scales as they
-    are stored, one copy a tile, instead of XLA's transpose of them (1.4): 23.8; 12 stages: 23.0.
-      256 rows a block, K in halves (x copied half as often): 24.2; slot by slot 25.6.  Nothing
-      copied: 23.0; nothing dequantized: 18.7; a slot dequantized while the wgmmas of the one before
-      run (without C7513): 23.1, M=2048 the same too.  So memory is not the limit: less the 4.4 us
-      of any launch, 512 wgmmas an SM take 14.3 us, about 49 cycles each, where 64 tokens should
-      take 32.  The operand is not why: m64n64k16 alone, from a register operand, takes 43 cycles
-      with one warpgroup and 32.3 with two or four (from shared memory 33 and 32; n = 112 57, n =
-      224 113).  Nor is it that all dequantize at once: warpgroups that pass a token, so that one
-      at a time issues wgmma, take 23.3 (23.2 without in the same run; 4096 x 4096 11.2 and 10.8,
-      4096 x 14336 24.8 and 23.5); one slot a step 25.3, 64 rows and four parts 27.1, two
-      warpgroups 25.0.
-      Weights to shared memory as 16-bit floats by warpgroups of their own, for one that issues
-      wgmma with tokens as the 64 rows and 224 weights as the columns, K in halves: two
-      dequantizing warpgroups 28.0, three 30.0, two taking turns at the slots 26.4; 112 weights and
-      all of K 32.2; 4096 x 4096 13.2, 4096 x 14336 36.7.  Of the 28.0: copies and barriers alone
-      16.3, with wgmma 17.2, with dequantization but no wgmma 22.5, without its arithmetic 28.3: it
-      is the traffic of shared memory, written, read by wgmma and copied in rows of 32 bytes.
-      Not timed, and not seen to run on a GPU: tokens' columns reordered in shared memory, so that
-      an int4 word needs neither shuffle nor permute (by count 180 instead of 290 instructions a
-      thread for two slots).
-      4096 x 4096: tiles of 128 rows 21.8, K in halves 14.7, 64 rows and four parts 10.9; 4096 x
-      14336: 66.6, 37.4, 23.7; 6144 x 4096 15.1; 28672 x 4096: 42.2, 256 rows 40.6.
+Floor: XLA's bf16 product, 840 TFLOP/s at K = 4096, N = 14336, M = 8192 on an H200 (humming 702 in
+the same run); int4 in groups of 128 785, int8 758; M = 64 23.0 us.  What was tried:
+``matmul/NOTES.md``; ``python -m pallas_kernels.bench.prefill``.
 """
 
 from __future__ import annotations
