@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-import jax
-
 from pallas_kernels.dispatch import device_of
 
 

@@ -53,7 +53,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gla import ptx as p
+from pallas_kernels import ptx as p
 from pallas_kernels.gla.gates_registers import (
     ACCUMULATORS,
     TILE,
@@ -100,16 +100,16 @@ def _slice_call(scale: float, first: bool, last: bool, ragged: bool):
         del ctx
         rest = list(rest)
         limit = rest.pop(0).registers.flat[0] if ragged else None
-        lane = Lane(p.address(slot))
+        lane = Lane(p.shared_address(slot))
         if first:
             acc = {name: zero_acc() for name in ACCUMULATORS}
         else:
             words = [llvm.extractelement(x, p.ci(0)) for x in rest.pop(0).registers.flat]
             acc = {name: words[4 * i : 4 * i + 4] for i, name in enumerate(ACCUMULATORS)}
-        gate_slice(lane, acc, p.address(table), p.global_address(decay), limit, scale)
+        gate_slice(lane, acc, p.shared_address(table), p.address(decay), limit, scale)
         if last:
             mgpu.utils.warpgroup_barrier()  # every warp has read y: A may overwrite it
-            merge(lane, acc, p.add(p.address(slot), 2 * TILE), scale)
+            merge(lane, acc, p.add(p.shared_address(slot), 2 * TILE), scale)
         kind = ir.VectorType.get((1,), p.f32())
         registers = np.empty((_N_ACC,), dtype=object)
         for i, x in enumerate(x for name in ACCUMULATORS for x in acc[name]):

@@ -55,7 +55,7 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, scf
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic as p
+from pallas_kernels import ptx as p
 from pallas_kernels.rows.one_row import Rows
 from pallas_kernels.rows.plan import KIND, QMAX, Op, Plan
 
@@ -117,7 +117,7 @@ def _ring_rows(ctx, *refs, op: Op, plan: Plan, n_rows: int) -> None:
         after = p.add(row, plan.ring * plan.blocks)
         rows.row(row, rows.load_shared(slot), weight, turn, lambda: copy(after, slot, barrier))
         moved = p.add(index, 1)
-        wrap = arith.cmpi(arith.CmpIPredicate.eq, moved, p.ci(plan.ring))
+        wrap = p.equal(moved, plan.ring)
         scf.yield_(
             [
                 p.add(row, plan.blocks),
