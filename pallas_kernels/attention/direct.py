@@ -38,9 +38,7 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
@@ -49,6 +47,7 @@ from pallas_kernels.attention.gather import Gather, write_heads
 from pallas_kernels.attention.source import Source
 from pallas_kernels.attention.tile import NEG_INF, TILE
 from pallas_kernels.fused_parts import floats
+from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
 
 CLUSTER = 8  # the largest that any Hopper GPU takes
@@ -218,35 +217,21 @@ def attend(
     words = Words(k.dtype, h, k.scale.shape[-1] if isinstance(k, QTensor) else 1, kind)
     plan = make_plan(batch, capacity, n_kv, n // n_kv, words, **given)
 
-    def emit(ctx, *refs):
-        del ctx
+    def body(*refs):
         _Kernel(
             refs, plan=plan, words=words, shape=(batch, capacity, n_kv, n, h), window=window,
             scale=scale, kind=kind,
         ).run()  # fmt: skip
 
-    def decode_attention_direct(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
+    def run(cache):
+        return launch(
+            body, (q, *(tables or ()), lengths, *jax.tree.leaves(cache)),
+            jax.ShapeDtypeStruct((batch, n, h), q.dtype), name="decode_attention_direct",
+            grid=batch * n_kv, cluster=plan.cluster, warpgroups=plan.warps // 4,
+            scratch=plan.gather(n // n_kv, words).floats, registers=True,
+        )  # fmt: skip
 
-    kernel = plgpu.kernel(
-        decode_attention_direct,
-        out_type=jax.ShapeDtypeStruct((batch, n, h), q.dtype),
-        grid=(batch * n_kv,),
-        grid_names=("heads",),
-        cluster=(plan.cluster,) if plan.cluster > 1 else (),
-        cluster_names=("tokens",) if plan.cluster > 1 else (),
-        num_threads=plan.warps // 4,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((size,), jnp.float32) for size in plan.gather(n // n_kv, words).floats
-        ],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )
-    leaves, tree = jax.tree.flatten((k, v))
     if not tables:
-        return kernel(q, lengths, *leaves)
-    in_place = [jax.new_ref(leaf) for leaf in leaves]
-    out = kernel(q, *tables, lengths, *in_place)
-    return out, *jax.tree.unflatten(tree, [jax.freeze(ref) for ref in in_place])
+        return run((k, v))
+    out, cache = in_place(run, (k, v))
+    return out, *cache

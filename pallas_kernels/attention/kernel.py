@@ -63,7 +63,6 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile as mma_tile
@@ -80,11 +79,11 @@ from pallas_kernels.attention.plan import (
 )
 from pallas_kernels.attention.ring import Ring, Scales, Tokens, ring_bytes, scale_bytes
 from pallas_kernels.attention.tile import HEADS, NEG_INF, TILE
+from pallas_kernels.launch import launch
 from pallas_kernels.qtensor import QTensor
 
 
-def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
-    del ctx
+def _attend(*refs, plan, words, shape, window, scale, kind):
     batch, capacity, n_kv, n, h = shape
     refs = list(refs)
 
@@ -308,10 +307,6 @@ def decode_attention(
         _attend, plan=plan, words=words, shape=shape, window=window, scale=scale,
         kind=kind,
     )  # fmt: skip
-
-    def decode_attention_kernel(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(attend)(*refs)
-
     out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
     if not plan.cluster:
         splits = -(-capacity // plan.chunk)
@@ -319,24 +314,12 @@ def decode_attention(
             jax.ShapeDtypeStruct((batch, splits, n, h), jnp.float32),
             jax.ShapeDtypeStruct((batch, splits, n, 2), jnp.float32),
         )
-    clustered = plan.cluster > 1
-    result = plgpu.kernel(
-        decode_attention_kernel,
-        out_type=out_type,
-        # In clusters, where there are any.
-        grid=(batch * blocks_of(plan, capacity, n_kv, n // n_kv) // max(plan.cluster, 1),),
-        grid_names=("units",),
-        cluster=(plan.cluster,) if clustered else (),
-        cluster_names=("tokens",) if clustered else (),
-        num_threads=plan.warps // 4,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((size // 4,), jnp.float32) for size in shared_bytes(plan, n // n_kv, words)
-        ],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )(q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths)
+    result = launch(
+        attend, (q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths), out_type,
+        name="decode_attention_kernel", cluster=plan.cluster, warpgroups=plan.warps // 4,
+        grid=batch * blocks_of(plan, capacity, n_kv, n // n_kv) // max(plan.cluster, 1),
+        scratch=[size // 4 for size in shared_bytes(plan, n // n_kv, words)], registers=True,
+    )  # fmt: skip
     if plan.cluster:
         return result
     return merge_chunks(*result, lengths, capacity=capacity, chunk=plan.chunk, window=window,

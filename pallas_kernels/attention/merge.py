@@ -14,11 +14,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import KIND, hadamard_of_lanes
 from pallas_kernels.fused_parts import packed
+from pallas_kernels.launch import launch
 
 NEG_INF = float("-inf")
 
@@ -36,28 +36,16 @@ def merge_chunks(
         kind=KIND[jnp.dtype(out_dtype).name], warps=warps,
         unspread=unspread,
     )  # fmt: skip
-
-    def decode_attention_merge(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(merge)(*refs)
-
-    return plgpu.kernel(
-        decode_attention_merge,
-        out_type=jax.ShapeDtypeStruct((batch, n, h), out_dtype),
-        grid=(batch * n,),
-        grid_names=("heads",),
-        num_threads=warps // 4,
-        thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((warps * 32 * (2 + h // 32),), jnp.float32)],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )(parts, stats, lengths)
+    return launch(
+        merge, (parts, stats, lengths), jax.ShapeDtypeStruct((batch, n, h), out_dtype),
+        name="decode_attention_merge", grid=batch * n, warpgroups=warps // 4,
+        scratch=[warps * 32 * (2 + h // 32)], registers=True,
+    )  # fmt: skip
 
 
-def _merge(ctx, part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, shape, window, kind,
+def _merge(part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, shape, window, kind,
            warps, unspread):  # fmt: skip
     """One block per (row, query head): sum the splits' parts, each faded to the common maximum."""
-    del ctx
     batch, capacity, n, h = shape
     splits = -(-capacity // chunk)
     thread, block = p.register("tid.x"), p.register("ctaid.x")

@@ -21,11 +21,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.fused_parts import floats, packed
+from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import WORDS
 
@@ -33,8 +33,7 @@ WARPS = 4
 _KIND = {"bfloat16": "bf16", "float16": "f16"}
 
 
-def _write(ctx, *refs, shape, dtype, groups, kind):
-    del ctx
+def _write(*refs, shape, dtype, groups, kind):
     batch, n, n_kv, h, capacity = shape
     quantized = dtype in WORDS
     qkv_ref, cos_ref, sin_ref, slots_ref, out_ref = refs[0], refs[1], refs[2], refs[3], refs[-1]
@@ -204,20 +203,12 @@ def rope_and_write(
         groups=groups, kind=_KIND[qkv.dtype.name],
     )  # fmt: skip
 
-    def rope_and_cache_write(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(body)(*refs)
+    def run(cache):
+        return launch(
+            body, (qkv, cos, sin, slots, *jax.tree.leaves(cache)),
+            jax.ShapeDtypeStruct((batch, n, h), qkv.dtype), name="rope_and_cache_write",
+            grid=-(-batch * heads // WARPS), registers=True,
+        )  # fmt: skip
 
-    kernel = plgpu.kernel(
-        rope_and_cache_write,
-        out_type=jax.ShapeDtypeStruct((batch, n, h), qkv.dtype),
-        grid=(-(-batch * heads // WARPS),),
-        grid_names=("heads",),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )
-    leaves, tree = jax.tree.flatten((k, v))
-    in_place = [jax.new_ref(leaf) for leaf in leaves]
-    q = kernel(qkv, cos, sin, slots, *in_place)
-    k, v = jax.tree.unflatten(tree, [jax.freeze(ref) for ref in in_place])
-    return q, k, v
+    q, cache = in_place(run, (k, v))
+    return q, *cache

@@ -34,6 +34,7 @@ from pallas_kernels.gla.channels import (
 )
 from pallas_kernels.gla.gates import CHUNK, ROWS
 from pallas_kernels.gla.gates_registers import TILE
+from pallas_kernels.launch import launch
 
 PRODUCT_WARPGROUPS, PRODUCT_SLOTS = 3, 3
 
@@ -155,7 +156,7 @@ def _products_body(
     n_blocks: int,
     scale: float,
 ):
-    wg = lax.axis_index("worker")
+    wg = lax.axis_index("warpgroup")
     worker = lax.axis_index("block") * PRODUCT_WARPGROUPS + wg
     stride = n_blocks * PRODUCT_WARPGROUPS
     n_items = (n_work - worker + stride - 1) // stride
@@ -196,11 +197,6 @@ def _products_body(
     plgpu.wait_smem_to_gmem(0)
 
 
-PARAMS = plgpu.CompilerParams(
-    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-)
-
-
 def chunk_products(d_out, v, scale: float):
     """G and its level-masked diagonal blocks, bf16 [B, H, NC, 2, 64, 64]; dA's diagonal, f32."""
     b, t, h, dv = v.shape
@@ -208,7 +204,7 @@ def chunk_products(d_out, v, scale: float):
     n_work = nc * h * b
     wgs = PRODUCT_WARPGROUPS
     n_blocks = min(132, -(-n_work // wgs))
-    kernel = plgpu.kernel(
+    return launch(
         functools.partial(
             _products_body,
             n_heads=h,
@@ -218,21 +214,18 @@ def chunk_products(d_out, v, scale: float):
             n_blocks=n_blocks,
             scale=scale,
         ),
-        out_type=(
+        (d_out, v),
+        (
             jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK, CHUNK), jnp.bfloat16),
             jax.ShapeDtypeStruct((b, h, nc, CHUNK), jnp.float32),
         ),
-        kernel_name="gla_chunk_products",
-        grid=(n_blocks,),
-        grid_names=("block",),
-        num_threads=wgs,
-        thread_name="worker",
-        scratch_types=[
+        name="gla_chunk_products",
+        grid=n_blocks,
+        warpgroups=wgs,
+        scratch=[
             plgpu.SMEM((wgs, PRODUCT_SLOTS, 2, CHUNK, 64), jnp.bfloat16, transforms=ROWS),
             plgpu.SMEM((wgs, 2, CHUNK, CHUNK), jnp.bfloat16, transforms=ROWS),
             plgpu.SMEM((wgs, CHUNK), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=(wgs, PRODUCT_SLOTS)),
         ],
-        compiler_params=PARAMS,
     )
-    return kernel(d_out, v)

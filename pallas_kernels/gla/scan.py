@@ -40,6 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gla.channels import thread_in_warpgroup
 from pallas_kernels.gla.gates import BF16_TILE, CHUNK, ROWS, piece_width
+from pallas_kernels.launch import launch
 
 STAGES = 2
 VALUE_BLOCK = 128  # value channels of a block: two warpgroups of 64
@@ -169,7 +170,7 @@ def _scan_body(
     j, b = lax.axis_index("values"), lax.axis_index("row")
     head = lax.axis_index("head") // segments
     segment = lax.axis_index("head") % segments
-    wg = lax.axis_index("wg")
+    wg = lax.axis_index("warpgroup")
     per = -(-n_chunks // segments)
     first, last = segment * per, jnp.minimum((segment + 1) * per, n_chunks)
     stop = last
@@ -355,15 +356,14 @@ def scan(
     width = min(dk, 128)
     parts = dk // width
     copies = (parts + pieces if want_out else 0) + parts + 2 + 1
-    kernel = plgpu.kernel(
+    results = launch(
         body,
-        out_type=tuple(out_type),
-        kernel_name="gla_scan" + ("_reverse" if reverse else ""),
-        grid=(blocks, h * segments, b),
-        grid_names=("values", "head", "row"),
-        num_threads=3,
-        thread_name="wg",
-        scratch_types=[
+        (qg, kg, attention, decay, v, lengths, start),
+        tuple(out_type),
+        name="gla_scan" + ("_reverse" if reverse else ""),
+        grid={"values": blocks, "head": h * segments, "row": b},
+        warpgroups=3,
+        scratch=[
             tiles(STAGES, parts, CHUNK, width) if want_out else unused,
             tiles(STAGES, parts, CHUNK, width),
             tiles(STAGES, pieces, CHUNK, CHUNK) if want_out else unused,
@@ -374,16 +374,8 @@ def scan(
             plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         ],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
     )
-    args = [qg, kg, attention, decay, v]
-    if lengths is not None:
-        args.append(lengths)
-    if start is not None:
-        args.append(start)
-    results = list(kernel(*args))
+    results = list(results)
     out = results.pop(0) if want_out else None
     borders = results.pop(0) if want_borders else None
     return out, borders, results.pop(0)

@@ -45,12 +45,11 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, silu
+from pallas_kernels.launch import in_place, launch
 from pallas_kernels.ptx import LOG2E
 
 BATCH = 16  # loads of 16 bytes that a lane has in flight
@@ -299,41 +298,26 @@ def _call(shape: Shape, given: Operands) -> tuple[jax.Array, jax.Array]:
     """(out [B, H, Dv], state) of operands that are arrays."""
     normed = given.norm is not None
     batch = given.state.shape[0]
-    in_place = jax.new_ref(given.state)
-    operands = given._replace(state=in_place, out=None)
-    present = [x is not None for x in operands]
+    present = [x is not None for x in given]
 
-    def emit(ctx, *refs):
-        del ctx
+    def body(*refs):
         refs = iter(refs)
         inputs = Operands(*(next(refs) if there else None for there in present))
         _Step(shape, inputs._replace(out=next(refs)), list(refs)).run()
 
-    def gla_step(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
+    cluster = shape.blocks if normed else 1
+    scratch = [4 * shape.dk, shape.warps * shape.columns]
 
-    clustered = normed and shape.blocks > 1
-    heads = batch * shape.heads
-    kernel = plgpu.kernel(
-        gla_step,
-        out_type=jax.ShapeDtypeStruct((batch, shape.heads, shape.dv), given.v.dtype),
-        grid=(heads if clustered else heads * shape.blocks,),
-        grid_names=("heads",),
-        cluster=(shape.blocks,) if clustered else (),
-        cluster_names=("values",) if clustered else (),
-        num_threads=shape.warps // 4,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((4 * shape.dk,), jnp.float32),
-            plgpu.SMEM((shape.warps * shape.columns,), jnp.float32),
-            *([plgpu.SMEM((4 + 2 * shape.blocks,), jnp.float32)] if clustered else []),
-        ],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )
-    out = kernel(*(x for x in operands if x is not None))
-    return out, jax.freeze(in_place)
+    def run(state):
+        return launch(
+            body, given._replace(state=state),
+            jax.ShapeDtypeStruct((batch, shape.heads, shape.dv), given.v.dtype), name="gla_step",
+            grid=batch * shape.heads * shape.blocks // cluster, cluster=cluster,
+            warpgroups=shape.warps // 4, registers=True,
+            scratch=scratch + [4 + 2 * shape.blocks] * (cluster > 1),
+        )  # fmt: skip
+
+    return in_place(run, given.state)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "divided"))

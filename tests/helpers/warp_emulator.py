@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import fused_parts, mosaic, transform
+from pallas_kernels import fused_parts, launch, mosaic, transform
 
 _HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 U32 = np.uint32
@@ -280,9 +280,9 @@ def _directly(op, choice, static, *operands):
 @contextlib.contextmanager
 def emulated(*modules):
     """Within, the kernels of ``modules`` compute here, on concrete arrays."""
-    modules = *modules, fused_parts
+    modules = *modules, fused_parts, launch
 
-    def kernel(body, *, out_type, grid, scratch_types, num_threads=1, cluster=(), **_):
+    def kernel(body, *, out_type, grid, scratch_types, num_threads=None, cluster=(), **_):
         outs = out_type if isinstance(out_type, tuple) else (out_type,)
 
         def run(*operands):
@@ -295,7 +295,7 @@ def emulated(*modules):
             apart = starts[-1] - starts[shared]
             blocks = math.prod(cluster)
             size = starts[shared] + blocks * apart
-            block = Block(128 * num_threads, size, blocks, apart)
+            block = Block(128 * (num_threads or 1), size, blocks, apart)
             for start, x in zip(starts, data, strict=False):
                 block.memory[start : start + len(x)] = x
             with contextlib.ExitStack() as patches, np.errstate(all="ignore"):
@@ -304,7 +304,8 @@ def emulated(*modules):
                     mine = {name: x for name, x in names.items() if hasattr(module, name)}
                     if getattr(module, "p", None) is mosaic:
                         mine["p"] = names["older"]
-                    patches.enter_context(mock.patch.multiple(module, **mine))
+                    if mine:
+                        patches.enter_context(mock.patch.multiple(module, **mine))
                 for i in range(grid[0]):
                     block.special["clusterid.x"] = block.c(i)
                     block.special["ctaid.x"] = block.c(i) * U32(blocks) + block.rank
