@@ -16,8 +16,8 @@ import functools
 import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
+from pallas_kernels.fused_parts import floats, packed
 
 KIND = {"bfloat16": "bf16", "float16": "f16"}
 _BITS = {"bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "float8_e4m3fn": 8}
@@ -57,11 +57,11 @@ class Words:
             # Sign, exponent and fraction are moved into place; the exponents' biases differ.
             shift, factor = {"bf16": (4, 0x7B807B80), "f16": (1, 0x5C005C00)}[kind]
             out = []
-            for high in (arith.shli(word, p.ci(8)), word):
-                sign = arith.andi(high, p.ci(0x80008000))
+            for high in (p.shift_left(word, 8), word):
+                sign = p.masked(high, 0x80008000)
                 mask = (0x7F00 >> shift) * 0x00010001
-                moved = a.select_bits(p.shift_right(high, shift), mask, sign)
-                out.append(a.mul_pairs(moved, p.ci(factor), kind))
+                moved = p.select_bits(p.shift_right(high, shift), mask, sign)
+                out.append(p.mul_pairs(moved, p.ci(factor), kind))
             return out
         if self.bits == 4:
             return [
@@ -91,8 +91,8 @@ class Words:
         x, y, z, w = words
         sixteenth = p.ci(0x2C002C00)
         return [
-            p.permute(x, z, 0x5410), a.mul_pairs(p.permute(x, z, 0x7632), sixteenth, "f16"),
-            p.permute(y, w, 0x5410), a.mul_pairs(p.permute(y, w, 0x7632), sixteenth, "f16"),
+            p.permute(x, z, 0x5410), p.mul_pairs(p.permute(x, z, 0x7632), sixteenth, "f16"),
+            p.permute(y, w, 0x5410), p.mul_pairs(p.permute(y, w, 0x7632), sixteenth, "f16"),
         ]  # fmt: skip
 
     def value_pairs(self, first, second):
@@ -104,22 +104,20 @@ class Words:
 def as_float16(raw, factor, kind):
     """Query words as float16, scaled by the power of two that brings the largest of the warp's to
     2^14, and the factor of the scores that undoes it."""
-    floats = [[f(w, kind) for w in words for f in (p.widen, p.widen_high)] for words in raw]
-    best = functools.reduce(a.maximum, [a.absolute(x) for words in floats for x in words])
+    chunks = [floats(words, kind) for words in raw]
+    best = functools.reduce(p.maximum, [p.absolute(x) for values in chunks for x in values])
     for lanes in (1, 2, 4, 8, 16):
-        best = a.maximum(best, a.shuffle_xor(best, lanes))
-    exponent = a.larger(p.shift_right(a.bits(best), 23), p.ci(15))
+        best = p.maximum(best, p.shuffle_xor(best, lanes))
+    exponent = p.larger(p.shift_right(p.bits(best), 23), p.ci(15))
 
     def power(word):
-        return a.from_bits(arith.shli(word, p.ci(23)))
+        return p.from_bits(p.shift_left(word, 23))
 
     up = power(arith.subi(p.ci(127 + 127 + 14), exponent))
-    floats = [[arith.mulf(x, up) for x in words] for words in floats]
-    pairs = [
-        [a.pack(x, y, "f16") for x, y in zip(words[::2], words[1::2], strict=True)]
-        for words in floats
-    ]
-    return pairs, arith.mulf(factor, power(p.add(exponent, -14)))
+    chunks = [[arith.mulf(x, up) for x in values] for values in chunks]
+    return [packed(values, "f16") for values in chunks], arith.mulf(
+        factor, power(p.add(exponent, -14))
+    )
 
 
 def query_sums_of(query, words):
@@ -139,9 +137,9 @@ def hadamard_of_lanes(values, lane, lanes: int):
     a bit of a feature's number has to be one of the lane's number or of the place in ``values``."""
     size = lanes * len(values)
     for bit in range(lanes.bit_length() - 1):
-        upper = arith.andi(p.shift_right(lane, bit), p.ci(1))
+        upper = p.masked(p.shift_right(lane, bit), 1)
         sign = arith.select(p.less(upper, 1), p.cf(1.0), p.cf(-1.0))
-        values = [p.fma(x, sign, a.shuffle_xor(x, 1 << bit)) for x in values]
+        values = [p.fma(x, sign, p.shuffle_xor(x, 1 << bit)) for x in values]
     step = 1
     while step < len(values):
         values = [

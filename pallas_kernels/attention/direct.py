@@ -38,17 +38,16 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
 from pallas_kernels.attention.codes import KIND, Words
 from pallas_kernels.attention.gather import Gather, write_heads
 from pallas_kernels.attention.source import Source
 from pallas_kernels.attention.tile import NEG_INF, TILE
+from pallas_kernels.fused_parts import floats
+from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
 
 CLUSTER = 8  # the largest that any Hopper GPU takes
@@ -88,8 +87,8 @@ class _Kernel:
         self.kind, self.shape = kind, shape
         *self.inputs, self.out, parts, shares, barriers = refs
         thread = p.register("tid.x")
-        self.warp, self.lane = p.shift_right(thread, 5), arith.andi(thread, p.ci(31))
-        self.g, self.quad = p.shift_right(self.lane, 2), arith.andi(self.lane, p.ci(3))
+        self.warp, self.lane = p.shift_right(thread, 5), p.masked(thread, 31)
+        self.g, self.quad = p.shift_right(self.lane, 2), p.masked(self.lane, 3)
         block, self.rank = p.register("ctaid.x"), p.ci(0)
         if plan.cluster > 1:
             block, self.rank = p.register("clusterid.x"), p.register("cluster_ctarank")
@@ -106,8 +105,8 @@ class _Kernel:
         )
         self.source, self.end, self.begin, first = source, source.end, p.ci(0), p.ci(0)
         if self.window is not None:
-            self.begin = a.larger(p.add(self.end, -self.window), p.ci(0))
-            first = arith.andi(self.begin, p.ci(-TILE))
+            self.begin = p.larger(p.add(self.end, -self.window), p.ci(0))
+            first = p.masked(self.begin, -TILE)
         place = p.add(p.mul(self.warp, self.plan.cluster), self.rank)
         token0 = p.add(first, p.mul(place, TILE))
         query, keys, values = source.first(token0)
@@ -130,9 +129,8 @@ class _Kernel:
 
     def floats(self, loaded):
         if self.words.scale_size == 4:
-            return [a.from_bits(w) for w in loaded]
-        halves = [f(w, "f16") for w in loaded for f in (p.widen, p.widen_high)]
-        return halves[: self.words.groups]
+            return [p.from_bits(w) for w in loaded]
+        return floats(loaded, "f16")[: self.words.groups]
 
     def attend(self, token0, keys, values):
         """(maximum, sum) of two heads, sums with zero points, outputs of all the warp's tiles."""
@@ -148,7 +146,7 @@ class _Kernel:
             state, keys, values = jax.tree.unflatten(tree, carry)
             return jax.tree.leaves(self.step(token0, state, keys, values, p.add(token0, apart)))
 
-        done = a.loop(token0, self.end, p.ci(apart), flat, body)
+        done = p.loop(token0, self.end, apart, flat, body)
         return jax.tree.unflatten(tree, done)[0]
 
     def step(self, token0, state, keys, values, following):
@@ -157,9 +155,9 @@ class _Kernel:
         scores = self.queries.scores(keys[0], self.adjusted(keys[1], False))
         for i in range(4):
             token = p.add(token0, self.g, 8 * (i // 2))
-            seen = a.below(token, self.end)
+            seen = p.below(token, self.end)
             if self.window is not None:
-                seen = arith.andi(seen, a.at_most(self.begin, token))
+                seen = arith.andi(seen, p.at_most(self.begin, token))
             scores[i] = arith.select(seen, scores[i], p.cf(NEG_INF))
         keys = self.reload(following, keys, self.source.next_keys)
         new_top, fade = tile.maxima([scores], top)
@@ -180,9 +178,9 @@ class _Kernel:
         if token0 is None:
             return held
         flat, tree = jax.tree.flatten(held)
-        there = a.below(token0, self.end)
+        there = p.below(token0, self.end)
         return jax.tree.unflatten(
-            tree, a.choose(there, lambda: jax.tree.leaves(load(token0)), flat)
+            tree, p.choose(there, lambda: jax.tree.leaves(load(token0)), flat)
         )
 
     def write_part(self, top, total, zeros, out) -> None:
@@ -194,10 +192,10 @@ class _Kernel:
             def write(c=c, whole=whole, parts=parts, head=head):
                 at, stats = self.gathering.part(self.warp, head)
                 at = p.add(at, p.mul(self.g, 4 * run))
-                p.when(p.less(self.g, 1), lambda: a.store_shared(stats, [top[c], whole]))
+                p.when(p.less(self.g, 1), lambda: p.store_shared(stats, [top[c], whole]))
                 for first, values in tile.head_outputs(out, parts, c, self.words):
                     for i in range(0, run, 4):
-                        a.store_shared(at, values[i : i + 4], 4 * (first + i))
+                        p.store_shared(at, values[i : i + 4], 4 * (first + i))
 
             p.when(p.less(head, self.group), write)
 
@@ -219,35 +217,21 @@ def attend(
     words = Words(k.dtype, h, k.scale.shape[-1] if isinstance(k, QTensor) else 1, kind)
     plan = make_plan(batch, capacity, n_kv, n // n_kv, words, **given)
 
-    def emit(ctx, *refs):
-        del ctx
+    def body(*refs):
         _Kernel(
             refs, plan=plan, words=words, shape=(batch, capacity, n_kv, n, h), window=window,
             scale=scale, kind=kind,
         ).run()  # fmt: skip
 
-    def decode_attention_direct(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
+    def run(cache):
+        return launch(
+            body, (q, *(tables or ()), lengths, *jax.tree.leaves(cache)),
+            jax.ShapeDtypeStruct((batch, n, h), q.dtype), name="decode_attention_direct",
+            grid=batch * n_kv, cluster=plan.cluster, warpgroups=plan.warps // 4,
+            scratch=plan.gather(n // n_kv, words).floats, registers=True,
+        )  # fmt: skip
 
-    kernel = plgpu.kernel(
-        decode_attention_direct,
-        out_type=jax.ShapeDtypeStruct((batch, n, h), q.dtype),
-        grid=(batch * n_kv,),
-        grid_names=("heads",),
-        cluster=(plan.cluster,) if plan.cluster > 1 else (),
-        cluster_names=("tokens",) if plan.cluster > 1 else (),
-        num_threads=plan.warps // 4,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((size,), jnp.float32) for size in plan.gather(n // n_kv, words).floats
-        ],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )
-    leaves, tree = jax.tree.flatten((k, v))
     if not tables:
-        return kernel(q, lengths, *leaves)
-    in_place = [jax.new_ref(leaf) for leaf in leaves]
-    out = kernel(q, *tables, lengths, *in_place)
-    return out, *jax.tree.unflatten(tree, [jax.freeze(ref) for ref in in_place])
+        return run((k, v))
+    out, cache = in_place(run, (k, v))
+    return out, *cache

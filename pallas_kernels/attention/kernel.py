@@ -63,10 +63,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile as mma_tile
 from pallas_kernels.attention.codes import KIND, Words
 from pallas_kernels.attention.gather import write_heads
@@ -81,11 +79,11 @@ from pallas_kernels.attention.plan import (
 )
 from pallas_kernels.attention.ring import Ring, Scales, Tokens, ring_bytes, scale_bytes
 from pallas_kernels.attention.tile import HEADS, NEG_INF, TILE
+from pallas_kernels.launch import launch
 from pallas_kernels.qtensor import QTensor
 
 
-def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
-    del ctx
+def _attend(*refs, plan, words, shape, window, scale, kind):
     batch, capacity, n_kv, n, h = shape
     refs = list(refs)
 
@@ -103,14 +101,14 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
     blocks = blocks_of(plan, capacity, n_kv, group)
 
     thread, block = p.register("tid.x"), p.register("ctaid.x")
-    warp, lane = p.shift_right(thread, 5), arith.andi(thread, p.ci(31))
-    g, quad = p.shift_right(lane, 2), arith.andi(lane, p.ci(3))
+    warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
+    g, quad = p.shift_right(lane, 2), p.masked(lane, 3)
     row, in_row = arith.divui(block, p.ci(blocks)), arith.remui(block, p.ci(blocks))
     team, member = arith.divui(warp, p.ci(members)), arith.remui(warp, p.ci(members))
     sub, own = arith.remui(member, p.ci(subs)), arith.divui(member, p.ci(subs))
     busy = p.less(team, teams)
-    (length,) = a.load_words(p.offset(p.address(lengths_ref), row, 4), 1, cache=".nc")
-    length = a.larger(a.smaller(length, p.ci(capacity)), p.ci(0))
+    (length,) = p.load_global(p.offset(p.address(lengths_ref), row, 4), 1)
+    length = p.larger(p.smaller(length, p.ci(capacity)), p.ci(0))
     step_tokens = plan.tiles * TILE
     if plan.cluster:
         rank = p.register("cluster_ctarank") if plan.cluster > 1 else p.ci(0)
@@ -126,12 +124,12 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
         first_head = p.mul(arith.remui(unit, p.ci(n_kv // heads)), heads)
         split = arith.divui(unit, p.ci(n_kv // heads))
         begin = p.mul(split, plan.chunk)
-        end = a.smaller(p.add(begin, plan.chunk), length)
+        end = p.smaller(p.add(begin, plan.chunk), length)
         busy = arith.andi(busy, p.less(unit, units_of(plan, capacity, n_kv)))
         late, apart = p.ci(0), step_tokens
     head = p.add(first_head, own)  # own: kv head within the team
     if window is not None:
-        begin = a.larger(begin, p.add(length, -window))
+        begin = p.larger(begin, p.add(length, -window))
     begin = p.add(begin, late)
 
     order = Ring.order(g)
@@ -165,7 +163,7 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
                     ring.fill(token0, p.ci(i), False)
                     ring.fill(token0, p.ci(i), True)
 
-                p.when(a.below(token0, end), both) if i else both()
+                p.when(p.below(token0, end), both) if i else both()
 
         def sources(refs_):
             size = words.groups * words.scale_size
@@ -185,7 +183,7 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
                             sources=[sources(k_refs), sources(v_refs)])  # fmt: skip
             coming = scales.load(begin)
         # Heads past the group are copies.
-        query_head = p.add(p.mul(sub, HEADS), a.smaller(g, p.add(p.mul(sub, -HEADS), group - 1)))
+        query_head = p.add(p.mul(sub, HEADS), p.smaller(g, p.add(p.mul(sub, -HEADS), group - 1)))
         query_head = p.add(p.mul(row, n), p.mul(head, group), query_head)
         at = p.offset(p.address(q_ref), query_head, 2 * h)
         at = p.offset(at, p.mul(quad, 2 * mma_tile.features_of(words)))
@@ -214,7 +212,7 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
                 products = queries.scores(rows, numbers_of(u, False))
                 for i in range(4):
                     token = p.add(token0, k_token, 2 * u + i // 2)
-                    products[i] = arith.select(a.below(token, end), products[i], p.cf(NEG_INF))
+                    products[i] = arith.select(p.below(token, end), products[i], p.cf(NEG_INF))
                 scores.append(products)
             new_top, fade = mma_tile.maxima(scores, top)
             weights = mma_tile.weights_of(scores, new_top)
@@ -236,7 +234,7 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
                 ring.refill(token0, slot, parity, False)
             else:
                 before, emptied = p.add(token0, -apart), ring.neighbour(slot, parity, -1)
-                p.when(a.at_most(begin, before), lambda: ring.refill(before, *emptied, True))
+                p.when(p.at_most(begin, before), lambda: ring.refill(before, *emptied, True))
             ring.wait(slot, parity, True)
             for u in range(plan.tiles):
                 values = tokens.values(slot, u)
@@ -250,7 +248,7 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
             return [*following, *new_top, *total, *zeros, *out]
 
         start = [p.ci(0)] * 2 + [p.cf(NEG_INF)] * 2 + [zero] * (2 + sums + h // 4)
-        carry = a.loop(begin, end, p.ci(apart), start, step)
+        carry = p.loop(begin, end, apart, start, step)
         top, total, zeros, out = carry[2:4], carry[4:6], carry[6 : 6 + sums], carry[6 + sums :]
         run = mma_tile.run_of(words)
         for c in range(2):
@@ -262,28 +260,28 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
                 if plan.cluster:
                     at, stats = gathering.part(team, p.add(p.mul(own, group), mine_head))
                     at = p.add(at, p.mul(g, 4 * run))
-                    p.when(p.less(g, 1), lambda: a.store_shared(stats, [top[c], whole]))
+                    p.when(p.less(g, 1), lambda: p.store_shared(stats, [top[c], whole]))
                     for first, values in outputs:
                         for i in range(0, run, 4):
-                            a.store_shared(at, values[i : i + 4], 4 * (first + i))
+                            p.store_shared(at, values[i : i + 4], 4 * (first + i))
                     return
                 line = p.mul(p.add(p.mul(row, -(-capacity // plan.chunk)), split), n)
                 line = p.add(line, p.mul(head, group), mine_head)
                 base = p.offset(p.offset(p.address(out_ref), line, 4 * h), g, 4 * run)
                 stats = p.offset(p.address(stats_refs[0]), line, 8)
-                p.when(p.less(g, 1), lambda: a.store_words(stats, [top[c], whole]))
+                p.when(p.less(g, 1), lambda: p.store_global(stats, [top[c], whole]))
                 for first, values in outputs:
                     for i in range(0, run, 4):
-                        a.store_words(base, values[i : i + 4], 4 * (first + i))
+                        p.store_global(base, values[i : i + 4], 4 * (first + i))
 
             p.when(p.less(mine_head, group), write)
 
-    some = arith.andi(busy, a.below(begin, end))
+    some = arith.andi(busy, p.below(begin, end))
     p.when(some, body)
     if plan.cluster:
         first = p.mul(own, group)
         mine = [p.add(first, i) for i in range(group)]
-        p.when(arith.andi(busy, a.no(some)), lambda: gathering.empty(team, mine))
+        p.when(arith.andi(busy, p.no(some)), lambda: gathering.empty(team, mine))
         first = p.add(p.mul(row, n), p.mul(first_head, group))
         gathering.finish(p.less(p.ci(0), length), write_heads(out_ref, first, lane, kind, h))
 
@@ -309,10 +307,6 @@ def decode_attention(
         _attend, plan=plan, words=words, shape=shape, window=window, scale=scale,
         kind=kind,
     )  # fmt: skip
-
-    def decode_attention_kernel(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(attend)(*refs)
-
     out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
     if not plan.cluster:
         splits = -(-capacity // plan.chunk)
@@ -320,24 +314,12 @@ def decode_attention(
             jax.ShapeDtypeStruct((batch, splits, n, h), jnp.float32),
             jax.ShapeDtypeStruct((batch, splits, n, 2), jnp.float32),
         )
-    clustered = plan.cluster > 1
-    result = plgpu.kernel(
-        decode_attention_kernel,
-        out_type=out_type,
-        # In clusters, where there are any.
-        grid=(batch * blocks_of(plan, capacity, n_kv, n // n_kv) // max(plan.cluster, 1),),
-        grid_names=("units",),
-        cluster=(plan.cluster,) if clustered else (),
-        cluster_names=("tokens",) if clustered else (),
-        num_threads=plan.warps // 4,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((size // 4,), jnp.float32) for size in shared_bytes(plan, n // n_kv, words)
-        ],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )(q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths)
+    result = launch(
+        attend, (q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths), out_type,
+        name="decode_attention_kernel", cluster=plan.cluster, warpgroups=plan.warps // 4,
+        grid=batch * blocks_of(plan, capacity, n_kv, n // n_kv) // max(plan.cluster, 1),
+        scratch=[size // 4 for size in shared_bytes(plan, n // n_kv, words)], registers=True,
+    )  # fmt: skip
     if plan.cluster:
         return result
     return merge_chunks(*result, lengths, capacity=capacity, chunk=plan.chunk, window=window,

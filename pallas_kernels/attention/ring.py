@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import Words
+from pallas_kernels.fused_parts import floats
 
 RUNS = 8
 PAD = 32  # bytes between two runs in shared memory
@@ -59,14 +59,14 @@ class Ring:
         """The run of an mma's row: neighbours, and every second row, lie in different banks."""
         even = p.shift_right(row, 1)
         odd = p.add(arith.xori(even, p.ci(2)), 4)
-        return arith.select(p.less(arith.andi(row, p.ci(1)), 1), even, odd)
+        return arith.select(p.less(p.masked(row, 1), 1), even, odd)
 
     def initialise(self, teams: int, first) -> None:
         """All barriers of all teams, by one thread; first: the address of the first."""
         for i in range(2 * self.depth * teams):
-            a.barrier_init(p.add(first, 16 * i), RUNS)
-            a.barrier_init(p.add(first, 16 * i + 8), self.members)
-        a.barriers_ready()
+            p.barrier_init(p.add(first, 16 * i), RUNS)
+            p.barrier_init(p.add(first, 16 * i + 8), self.members)
+        p.barriers_ready()
 
     def barrier(self, slot, values: bool, empty: bool):
         at = (16 * self.depth if values else 0) + 8 * empty
@@ -78,36 +78,36 @@ class Ring:
         mine = p.less(self.lane, RUNS)
         if self.members > 1:
             turn = arith.remui(self.lane, p.ci(self.members))
-            mine = arith.andi(mine, arith.cmpi(arith.CmpIPredicate.eq, turn, self.member))
+            mine = arith.andi(mine, p.equal(turn, self.member))
 
         def run():
             to = p.add(self.ring, p.mul(slot, self.slot_bytes), p.mul(self.lane, self.stride),
                        self.depth * self.slot_bytes if values else 0)  # fmt: skip
             first = p.add(token0, p.mul(self.lane, self.per_run))
             size = self.per_run * self.token_bytes
-            a.barrier_expect(full, size)
+            p.barrier_expect(full, size)
 
             def tokens():
                 def one(i, _):
-                    token = a.smaller(p.add(first, i), self.last)
-                    source = a.offset_rows(self.bases[values], token, self.from_bytes)
+                    token = p.smaller(p.add(first, i), self.last)
+                    source = p.offset_rows(self.bases[values], token, self.from_bytes)
                     at = p.add(to, p.mul(i, self.token_bytes))
-                    a.copy_bulk(at, source, self.token_bytes, full)
+                    p.copy_bulk(at, source, self.token_bytes, full)
                     return []
 
-                a.loop(p.ci(0), p.ci(self.per_run), p.ci(1), [], one)
+                p.loop(0, self.per_run, 1, [], one)
 
             if self.heads < self.n_kv:
                 tokens()
                 return
-            whole = a.below(p.add(first, self.per_run - 2), self.last)
+            whole = p.below(p.add(first, self.per_run - 2), self.last)
 
             def together():
-                source = a.offset_rows(self.bases[values], first, self.from_bytes)
-                a.copy_bulk(to, source, size, full)
+                source = p.offset_rows(self.bases[values], first, self.from_bytes)
+                p.copy_bulk(to, source, size, full)
 
             p.when(whole, together)
-            p.when(a.at_most(self.last, p.add(first, self.per_run - 2)), tokens)
+            p.when(p.at_most(self.last, p.add(first, self.per_run - 2)), tokens)
 
         p.when(mine, run)
 
@@ -116,30 +116,30 @@ class Ring:
         if self.depth == 1:
             return slot, arith.xori(parity, p.ci(1))
         edge, over = (self.depth - 1, 0) if step > 0 else (0, self.depth - 1)
-        wraps = arith.cmpi(arith.CmpIPredicate.eq, slot, p.ci(edge))
+        wraps = p.equal(slot, edge)
         return (
             arith.select(wraps, p.ci(over), p.add(slot, step)),
             arith.select(wraps, arith.xori(parity, p.ci(1)), parity),
         )
 
     def wait(self, slot, parity, values: bool) -> None:
-        a.barrier_wait(self.barrier(slot, values, False), parity)
+        p.barrier_wait(self.barrier(slot, values, False), parity)
 
     def release(self, slot, values: bool) -> None:
         """This warp has read the slot."""
-        a.warp_barrier()
+        p.warp_barrier()
         empty = self.barrier(slot, values, True)
-        p.when(p.less(self.lane, 1), lambda: a.barrier_arrive(empty))
+        p.when(p.less(self.lane, 1), lambda: p.barrier_arrive(empty))
 
     def refill(self, token0, slot, parity, values: bool) -> None:
         """The step that follows ``depth`` steps after the one at ``token0``, into its slot."""
         token = p.add(token0, self.depth * self.apart)
 
         def go():
-            a.barrier_wait(self.barrier(slot, values, True), parity)
+            p.barrier_wait(self.barrier(slot, values, True), parity)
             self.fill(token, slot, values)
 
-        p.when(a.at_most(token, self.last), go)
+        p.when(p.at_most(token, self.last), go)
 
 
 class Tokens:
@@ -164,7 +164,7 @@ class Tokens:
             [
                 w
                 for j in range(words.k_chunks)
-                for w in a.load_shared(
+                for w in p.load_shared(
                     at, words.k_chunk // 4,
                     (2 * tile + half) * self.token_bytes + j * 4 * words.k_chunk,
                 )
@@ -179,7 +179,7 @@ class Tokens:
             [
                 w
                 for j in range(words.v_chunks)
-                for w in a.load_shared(
+                for w in p.load_shared(
                     p.add(self.v_at[t % 2], at), words.v_chunk // 4,
                     (2 * tile + t // 2) * self.token_bytes + j * 8 * words.v_chunk,
                 )
@@ -209,9 +209,9 @@ class Scales:
         for first in range(0, self.per_step, 32):
             token = p.add(self.lane, first)
             if self.per_step < 32:  # the upper lanes repeat the lower
-                token = arith.andi(token, p.ci(self.per_step - 1))
+                token = p.masked(token, self.per_step - 1)
             shift = self.per_run.bit_length() - 1
-            place = p.add(p.mul(arith.andi(token, p.ci(self.per_run - 1)), RUNS),
+            place = p.add(p.mul(p.masked(token, self.per_run - 1), RUNS),
                           p.shift_right(token, shift))  # fmt: skip
             yield token, p.add(self.at, p.mul(place, self.token_bytes))
 
@@ -220,16 +220,16 @@ class Scales:
         loaded = []
         size = self.words.groups * self.words.scale_size
         for token, _ in self._rounds():
-            token = a.smaller(p.add(token0, token), self.last)
+            token = p.smaller(p.add(token0, token), self.last)
             for source in (source for pair in self.sources for source in pair):
-                at = a.offset_rows(source, token, self.from_bytes)
-                loaded += [a.load_half(at)] if size == 2 else a.load_words(at, size // 4)
+                at = p.offset_rows(source, token, self.from_bytes)
+                loaded += [p.load_half(at)] if size == 2 else p.load_global(at, size // 4, cache="")
         return loaded
 
     def store(self, loaded: Sequence) -> None:
         """After every lane has read what was there."""
         words, rest = self.words, list(loaded)
-        a.warp_barrier()
+        p.warp_barrier()
         for _, to in self._rounds():
             for values in (False, True):
                 parts = [self._floats(rest) for _ in self.sources[values]]
@@ -237,17 +237,17 @@ class Scales:
                 pairs = [self.adjust(s, z, values) for s, z in zip(scale, zero, strict=True)]
                 kept = [x for column in zip(*pairs, strict=True) for x in column]
                 for i in range(0, len(kept), 4):
-                    a.store_shared(to, kept[i : i + 4], 4 * i + self.half * values)
-        a.warp_barrier()
+                    p.store_shared(to, kept[i : i + 4], 4 * i + self.half * values)
+        p.warp_barrier()
 
     def _floats(self, rest: list) -> list:
         """One leaf of one token, a float per group, taken off the loaded words."""
         groups = self.words.groups
         if self.words.scale_size == 4:
-            return [a.from_bits(rest.pop(0)) for _ in range(groups)]
+            return [p.from_bits(rest.pop(0)) for _ in range(groups)]
         count = max(1, groups // 2)
         words = [rest.pop(0) for _ in range(count)]
-        return [f(w, "f16") for w in words for f in (p.widen, p.widen_high)][:groups]
+        return floats(words, "f16")[:groups]
 
     def read(self, run, i: int, values: bool) -> list:
         """[scale, zero][group] (without zero points, [scale]) of token i of a run."""
@@ -256,5 +256,5 @@ class Scales:
         groups, kept = self.words.groups, []
         for first in range(0, self.words.staged, 4):
             count = min(4, self.words.staged - first)
-            kept += a.load_shared(at, count, offset + 4 * first, "f32")
+            kept += p.load_shared(at, count, offset + 4 * first, "f32")
         return [kept[j : j + groups] for j in range(0, len(kept), groups)]

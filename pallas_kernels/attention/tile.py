@@ -16,8 +16,7 @@ import math
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import Words, as_float16, query_sums_of
 
 LOG2E = math.log2(math.e)
@@ -33,7 +32,7 @@ def load_heads(base, words: Words, kind: str = ".nc") -> list[list]:
         [
             w
             for i in range(features // 8)
-            for w in a.load_words(base, 4, 8 * features * j + 16 * i, cache=kind)
+            for w in p.load_global(base, 4, 8 * features * j + 16 * i, cache=kind)
         ]
         for j in range(words.k_chunks)
     ]
@@ -109,17 +108,17 @@ def maxima(scores, top) -> tuple[list, list]:
     sums up to ``top`` fade by."""
     new, fade = [], []
     for c in range(2):
-        best = functools.reduce(a.maximum, [s[i] for s in scores for i in (c, c + 2)])
+        best = functools.reduce(p.maximum, [s[i] for s in scores for i in (c, c + 2)])
         for lanes in (4, 8, 16):
-            best = a.maximum(best, a.shuffle_xor(best, lanes))
-        best = a.maximum(best, top[c])
+            best = p.maximum(best, p.shuffle_xor(best, lanes))
+        best = p.maximum(best, top[c])
         new.append(best)
-        fade.append(a.exp2(arith.subf(top[c], best)))
+        fade.append(p.exp2(arith.subf(top[c], best)))
     return new, fade
 
 
 def weights_of(scores, top) -> list:
-    return [[a.exp2(arith.subf(s[i], top[i % 2])) for i in range(4)] for s in scores]
+    return [[p.exp2(arith.subf(s[i], top[i % 2])) for i in range(4)] for s in scores]
 
 
 def right_operand(weights, numbers, zeros: list, words: Words) -> list:
@@ -134,8 +133,8 @@ def right_operand(weights, numbers, zeros: list, words: Words) -> list:
                 zeros[at] = p.fma(x, numbers[i // 2][1][of], zeros[at])
         if words.quantized:
             w = [arith.mulf(x, numbers[i // 2][0][of]) for i, x in enumerate(w)]
-        halves = [a.pack(w[2 * i], w[2 * i + 1], words.v_kind) for i in range(2)]
-        right.append([a.transpose_8x8(x) for x in halves])
+        halves = [p.pack(w[2 * i], w[2 * i + 1], words.v_kind) for i in range(2)]
+        right.append([p.transpose_8x8(x) for x in halves])
     return right
 
 
@@ -157,7 +156,7 @@ def add_values(out: list, tokens, right, words: Words) -> None:
 def over_tokens(x):
     """The sum over the lanes that share a quad's place."""
     for lanes in (4, 8, 16):
-        x = arith.addf(x, a.shuffle_xor(x, lanes))
+        x = arith.addf(x, p.shuffle_xor(x, lanes))
     return x
 
 

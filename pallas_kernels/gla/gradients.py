@@ -65,7 +65,8 @@ from pallas_kernels.gla.gradients_registers import (
     levels_call,
     states_call,
 )
-from pallas_kernels.gla.products import PARAMS, chunk_products, products_call, symmetric_call
+from pallas_kernels.gla.products import chunk_products, products_call, symmetric_call
+from pallas_kernels.launch import launch
 
 WARPGROUPS = 2
 
@@ -92,7 +93,7 @@ def _gradients_body(
         pair_in, diagonal_in, *rest = rest
     dq, dk, dg, *scratch = rest
     (words_all, gates_all), (stages_all, gate_out_all), pairs_all, diagonals, bar_q, bar_s = scratch
-    wg = lax.axis_index("worker")
+    wg = lax.axis_index("warpgroup")
     words, gate_words, stages, gate_out = (
         x.at[wg] for x in (words_all, gates_all, stages_all, gate_out_all)
     )
@@ -241,19 +242,19 @@ def chunk_gradients(q, k, log_decay, v, d_out, before, after, scale: float):
     def rows(*shape, dtype=jnp.bfloat16):
         return plgpu.SMEM((wgs, *shape), dtype, transforms=ROWS)
 
-    kernel = plgpu.kernel(
+    products = chunk_products(d_out, v, scale) if streamed else ()
+    return launch(
         body,
-        out_type=(
+        (q, k, log_decay, v, d_out, before, after, *products),
+        (
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct(k.shape, k.dtype),
             jax.ShapeDtypeStruct(log_decay.shape, jnp.float32),
         ),
-        kernel_name="gla_chunk_gradients",
-        grid=(n_blocks,),
-        grid_names=("block",),
-        num_threads=wgs,
-        thread_name="worker",
-        scratch_types=[
+        name="gla_chunk_gradients",
+        grid=n_blocks,
+        warpgroups=wgs,
+        scratch=[
             plgpu.RefUnion(rows(4, CHUNK, SLICE), rows(4, CHUNK, 32, dtype=jnp.float32)),
             plgpu.RefUnion(rows(2, 4, CHUNK, 64), rows(2, 4, CHUNK, 32, dtype=jnp.float32)),
             rows(2, CHUNK, CHUNK),
@@ -261,7 +262,4 @@ def chunk_gradients(q, k, log_decay, v, d_out, before, after, scale: float):
             plgpu.Barrier(num_arrivals=7 if streamed else 4, num_barriers=wgs),
             plgpu.Barrier(num_arrivals=4, num_barriers=(wgs, 2)),
         ],
-        compiler_params=PARAMS,
     )
-    products = chunk_products(d_out, v, scale) if streamed else ()
-    return kernel(q, k, log_decay, v, d_out, before, after, *products)

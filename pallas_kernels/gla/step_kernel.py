@@ -45,14 +45,12 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, silu
-from pallas_kernels.mosaic import LOG2E
+from pallas_kernels.launch import in_place, launch
+from pallas_kernels.ptx import LOG2E
 
 BATCH = 16  # loads of 16 bytes that a lane has in flight
 
@@ -107,7 +105,7 @@ class _Step:
         self.table, self.sums, *exchange = (p.shared_address(ref) for ref in scratch)
         self.thread = p.register("tid.x")
         self.warp = p.shift_right(self.thread, 5)
-        self.lane = arith.andi(self.thread, p.ci(31))
+        self.lane = p.masked(self.thread, 31)
         self.normed = given.norm is not None
         if self.normed and shape.blocks > 1:
             head, self.block = p.register("clusterid.x"), p.register("cluster_ctarank")
@@ -120,7 +118,7 @@ class _Step:
         self.row, self.head = (f(head, p.ci(shape.heads)) for f in (arith.divui, arith.remui))
         self.kv_head = arith.divui(self.head, p.ci(shape.heads // shape.kv_heads))
         self.lanes = shape.columns // 4  # to a row of the state
-        self.part = p.mul(arith.andi(self.lane, p.ci(self.lanes - 1)), 4)
+        self.part = p.mul(p.masked(self.lane, self.lanes - 1), 4)
         self.column = p.add(p.mul(self.block, shape.columns), self.part)
 
     def stream(self, index: int, column):
@@ -130,7 +128,7 @@ class _Step:
 
     def load_pairs(self, at, n: int):
         """2 n bfloat16 of device memory as floats."""
-        return floats(a.load_words(at, n, cache=".nc"))
+        return floats(p.load_global(at, n))
 
     def run(self) -> None:
         shape, normed = self.shape, self.normed
@@ -143,11 +141,11 @@ class _Step:
         state = p.offset(self.given.state, self.whole_head, 4 * shape.dk * shape.dv)
         state = p.offset(state, p.add(p.mul(first, shape.dv), self.column), 4)
         batch, step = min(BATCH, rows), 4 * shape.dv * at_once
-        pending = [a.load_words(state, 4, step * r, "f32") for r in range(batch)]
+        pending = [p.load_global(state, 4, step * r, "f32", cache="") for r in range(batch)]
 
         self.moves = None
         if self.given.lengths is not None:
-            (length,) = a.load_words(p.offset(self.given.lengths, self.row, 4), 1, cache=".nc")
+            (length,) = p.load_global(p.offset(self.given.lengths, self.row, 4), 1)
             self.moves = p.less(p.ci(0), length)
         self.fill_table()
         v = self.load_pairs(self.stream(2, p.add(p.mul(self.kv_head, shape.dv), self.column)), 2)
@@ -166,29 +164,29 @@ class _Step:
         for start in range(0, rows, batch):
             current = pending
             following = range(start + batch, min(start + 2 * batch, rows))
-            pending = [a.load_words(state, 4, step * r, "f32") for r in following]
+            pending = [p.load_global(state, 4, step * r, "f32", cache="") for r in following]
             for i, old in enumerate(current):
-                decay, k, q, _ = a.load_shared(entries, 4, 16 * at_once * (start + i), "f32")
+                decay, k, q, _ = p.load_shared(entries, 4, 16 * at_once * (start + i), "f32")
                 new = [p.fma(decay, s, arith.mulf(k, x)) for s, x in zip(old, v, strict=True)]
                 out = [p.fma(q, s, o) for s, o in zip(new, out, strict=True)]
-                a.store_words(state, new, step * (start + i))
+                p.store_global(state, new, step * (start + i))
         if at_once > 1:
-            out = [arith.addf(x, a.shuffle_xor(x, 16)) for x in out]
+            out = [arith.addf(x, p.shuffle_xor(x, 16)) for x in out]
         mine = p.add(self.sums, p.mul(self.part, 4))
-        a.store_shared(p.add(mine, p.mul(self.warp, 4 * shape.columns)), out)
+        p.store_shared(p.add(mine, p.mul(self.warp, 4 * shape.columns)), out)
         p.barrier()
         if normed and shape.blocks > 1:
-            a.cluster_wait()
+            p.cluster_wait()
 
         def finish():
-            total = a.load_shared(mine, 4, 0, "f32")
+            total = p.load_shared(mine, 4, 0, "f32")
             for w in range(1, shape.warps):
-                part = a.load_shared(mine, 4, 4 * shape.columns * w, "f32")
+                part = p.load_shared(mine, 4, 4 * shape.columns * w, "f32")
                 total = [arith.addf(x, y) for x, y in zip(total, part, strict=True)]
             y = self.finished(total, weight, gate) if normed else total
             at = p.offset(self.given.out, self.whole_head, 2 * shape.dv)
-            pairs = [a.pack(*y[i : i + 2], "bf16") for i in (0, 2)]
-            a.store_words(p.offset(at, self.column, 2), pairs)
+            pairs = [p.pack(*y[i : i + 2], "bf16") for i in (0, 2)]
+            p.store_global(p.offset(at, self.column, 2), pairs)
 
         p.when(p.less(self.warp, 1), finish)
 
@@ -203,14 +201,14 @@ class _Step:
         def entry(d):
             key = p.add(p.mul(self.kv_head, shape.dk), d)
             q_at = self.stream(0, p.add(p.mul(self.head, shape.dk), d))
-            q = p.widen(a.load_half(q_at), "bf16")
-            k = p.widen(a.load_half(self.stream(1, key)), "bf16")
-            decay = a.exp2(self.given_decay(d) if low is None else self.low_rank_decay(low, key))
+            q = p.widen(p.load_half(q_at), "bf16")
+            k = p.widen(p.load_half(self.stream(1, key)), "bf16")
+            decay = p.exp2(self.given_decay(d) if low is None else self.low_rank_decay(low, key))
             if self.moves is not None:
                 k = arith.select(self.moves, k, p.cf(0.0))
                 decay = arith.select(self.moves, decay, p.cf(1.0))
             words = [decay, k, arith.mulf(q, p.cf(shape.scale)), p.cf(0.0)]
-            a.store_shared(p.add(self.table, p.mul(d, 16)), words)
+            p.store_shared(p.add(self.table, p.mul(d, 16)), words)
 
         threads = 32 * shape.warps
         for base in range(0, shape.dk, threads):
@@ -223,35 +221,35 @@ class _Step:
     def given_decay(self, d):
         """Binary logarithm."""
         at = p.offset(self.given.log_decay, self.whole_head, 4 * self.shape.dk)
-        (g,) = a.load_words(p.offset(at, d, 4), 1, 0, "f32", ".nc")
+        (g,) = p.load_global(p.offset(at, d, 4), 1, 0, "f32")
         return arith.mulf(g, p.cf(LOG2E))
 
     def low_rank_decay(self, low, key):
         """Binary logarithm."""
         shape = self.shape
         row = p.offset(self.given.decay_weight, key, 2 * shape.rank)
-        x = p.widen(a.load_half(p.offset(self.given.decay_bias, key, 2)), "bf16")
+        x = p.widen(p.load_half(p.offset(self.given.decay_bias, key, 2)), "bf16")
         for c in range(0, shape.rank, 8):
             for w, y in zip(self.load_pairs(p.offset(row, p.ci(c), 2), 4), low[c:], strict=False):
                 x = p.fma(w, y, x)
         x = arith.mulf(x, p.cf(LOG2E))
-        away = a.exp2(arith.mulf(a.absolute(x), p.cf(-1.0)))
-        x = arith.subf(a.minimum(x, p.cf(0.0)), a.log2(arith.addf(away, p.cf(1.0))))
+        away = p.exp2(arith.mulf(p.absolute(x), p.cf(-1.0)))
+        x = arith.subf(p.minimum(x, p.cf(0.0)), p.log2(arith.addf(away, p.cf(1.0))))
         x = arith.mulf(x, p.cf(1.0 / shape.normalizer))
         if shape.clamp_min is not None:
-            x = a.maximum(x, p.cf(shape.clamp_min * LOG2E))
+            x = p.maximum(x, p.cf(shape.clamp_min * LOG2E))
         return x
 
     def begin_exchange(self) -> None:
         """Nobody sends before all blocks of the cluster have begun, which ``cluster_wait`` is."""
 
         def initialise():
-            a.barrier_init(self.barrier, 1)
-            a.barriers_ready()
-            a.barrier_expect(self.barrier, 8 * self.shape.blocks)
+            p.barrier_init(self.barrier, 1)
+            p.barriers_ready()
+            p.barrier_expect(self.barrier, 8 * self.shape.blocks)
 
         p.when(p.less(self.thread, 1), initialise)
-        a.cluster_arrive()
+        p.cluster_arrive()
 
     def finished(self, o, weight, gate):
         """Norm and gate of the lane's columns, by warp 0."""
@@ -260,7 +258,7 @@ class _Step:
             squares = p.fma(x, x, squares)
         for distance in (16, 8, 4, 2, 1):
             if distance < self.lanes:
-                squares = arith.addf(squares, a.shuffle_xor(squares, distance))
+                squares = arith.addf(squares, p.shuffle_xor(squares, distance))
         if self.shape.blocks > 1:
             squares = self.over_blocks(squares)
         factor = p.rsqrt(p.fma(squares, p.cf(1.0 / self.shape.dv), p.cf(self.shape.eps)))
@@ -271,15 +269,15 @@ class _Step:
 
     def over_blocks(self, squares):
         def send():
-            to = a.peer_address(p.add(self.shares, p.mul(self.block, 8)), self.lane)
-            barrier = a.peer_address(self.barrier, self.lane)
-            a.send_peer(to, [squares, p.cf(0.0)], barrier)
+            to = p.peer_address(p.add(self.shares, p.mul(self.block, 8)), self.lane)
+            barrier = p.peer_address(self.barrier, self.lane)
+            p.send_peer(to, [squares, p.cf(0.0)], barrier)
 
         p.when(p.less(self.lane, self.shape.blocks), send)
-        a.barrier_wait(self.barrier, p.ci(0))
-        total = p.load_shared(self.shares)
+        p.barrier_wait(self.barrier, p.ci(0))
+        total = p.load_float(self.shares)
         for i in range(1, self.shape.blocks):
-            total = arith.addf(total, p.load_shared(self.shares, 8 * i))
+            total = arith.addf(total, p.load_float(self.shares, 8 * i))
         return total
 
 
@@ -300,41 +298,26 @@ def _call(shape: Shape, given: Operands) -> tuple[jax.Array, jax.Array]:
     """(out [B, H, Dv], state) of operands that are arrays."""
     normed = given.norm is not None
     batch = given.state.shape[0]
-    in_place = jax.new_ref(given.state)
-    operands = given._replace(state=in_place, out=None)
-    present = [x is not None for x in operands]
+    present = [x is not None for x in given]
 
-    def emit(ctx, *refs):
-        del ctx
+    def body(*refs):
         refs = iter(refs)
         inputs = Operands(*(next(refs) if there else None for there in present))
         _Step(shape, inputs._replace(out=next(refs)), list(refs)).run()
 
-    def gla_step(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
+    cluster = shape.blocks if normed else 1
+    scratch = [4 * shape.dk, shape.warps * shape.columns]
 
-    clustered = normed and shape.blocks > 1
-    heads = batch * shape.heads
-    kernel = plgpu.kernel(
-        gla_step,
-        out_type=jax.ShapeDtypeStruct((batch, shape.heads, shape.dv), given.v.dtype),
-        grid=(heads if clustered else heads * shape.blocks,),
-        grid_names=("heads",),
-        cluster=(shape.blocks,) if clustered else (),
-        cluster_names=("values",) if clustered else (),
-        num_threads=shape.warps // 4,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((4 * shape.dk,), jnp.float32),
-            plgpu.SMEM((shape.warps * shape.columns,), jnp.float32),
-            *([plgpu.SMEM((4 + 2 * shape.blocks,), jnp.float32)] if clustered else []),
-        ],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )
-    out = kernel(*(x for x in operands if x is not None))
-    return out, jax.freeze(in_place)
+    def run(state):
+        return launch(
+            body, given._replace(state=state),
+            jax.ShapeDtypeStruct((batch, shape.heads, shape.dv), given.v.dtype), name="gla_step",
+            grid=batch * shape.heads * shape.blocks // cluster, cluster=cluster,
+            warpgroups=shape.warps // 4, registers=True,
+            scratch=scratch + [4 + 2 * shape.blocks] * (cluster > 1),
+        )  # fmt: skip
+
+    return in_place(run, given.state)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "divided"))

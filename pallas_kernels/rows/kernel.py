@@ -55,13 +55,13 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, scf
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic as p
+from pallas_kernels import ptx as p
+from pallas_kernels.launch import launch
 from pallas_kernels.rows.one_row import Rows
 from pallas_kernels.rows.plan import KIND, QMAX, Op, Plan
 
 
-def _one_row(ctx, *refs, op: Op, plan: Plan) -> None:
-    del ctx
+def _one_row(*refs, op: Op, plan: Plan) -> None:
     row = p.register("clusterid.x" if plan.split > 1 else "ctaid.x")
     rows = Rows(refs, op, plan)
     # x goes first: it comes from device memory, the weight mostly from L2.
@@ -71,8 +71,7 @@ def _one_row(ctx, *refs, op: Op, plan: Plan) -> None:
         p.ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
 
 
-def _ring_rows(ctx, *refs, op: Op, plan: Plan, n_rows: int) -> None:
-    del ctx
+def _ring_rows(*refs, op: Op, plan: Plan, n_rows: int) -> None:
     rows = Rows(refs, op, plan)
     block, is_first = p.register("ctaid.x"), p.less(rows.thread, 1)
     full = p.add(rows.partial, 16 * (plan.threads // 32))  # one barrier per slot
@@ -117,7 +116,7 @@ def _ring_rows(ctx, *refs, op: Op, plan: Plan, n_rows: int) -> None:
         after = p.add(row, plan.ring * plan.blocks)
         rows.row(row, rows.load_shared(slot), weight, turn, lambda: copy(after, slot, barrier))
         moved = p.add(index, 1)
-        wrap = arith.cmpi(arith.CmpIPredicate.eq, moved, p.ci(plan.ring))
+        wrap = p.equal(moved, plan.ring)
         scf.yield_(
             [
                 p.add(row, plan.blocks),
@@ -139,7 +138,6 @@ def run(
     """x ``[rows, width]``, of a gate ``[rows, 2 * width]`` -> [out ``[rows, width]``, scale
     ``[rows, 1]`` if out is quantized, sum ``[rows, width]`` if there is a residual]."""
     rows = x.shape[0]
-    inputs = [a for a in (x, residual, weight) if a is not None]
     dtype = {kind: name for name, kind in KIND.items()}[op.out]
     outs = [jax.ShapeDtypeStruct((rows, op.width), jnp.dtype(dtype))]
     if op.out in QMAX:
@@ -147,32 +145,15 @@ def run(
     if op.residual:
         outs.append(jax.ShapeDtypeStruct((rows, op.width), x.dtype))
     scratch = [plgpu.SMEM((2 * (plan.threads // 32) + plan.ring, 2), jnp.float32)]
+    body = functools.partial(_one_row, op=op, plan=plan)
     if plan.ring:
         # A thread past the end of the last row reads up to a chunk per thread more.
         words = plan.ring * x.shape[1] * (1 + op.residual) + 8 * plan.threads
         scratch.append(plgpu.SMEM((words,), x.dtype))
         body = functools.partial(_ring_rows, op=op, plan=plan, n_rows=rows)
-    else:
-        body = functools.partial(_one_row, op=op, plan=plan)
-
-    residual_too = "residual_" if op.residual else ""
-    name = f"{residual_too}{op.form}_to_{op.out}"
-
-    def kernel(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(body)(*refs)
-
-    return plgpu.kernel(
-        kernel,
-        out_type=outs,
-        kernel_name=name,
-        grid=(min(plan.blocks, rows) if plan.ring else rows,),
-        grid_names=("block",),
-        cluster=(plan.split,) if plan.split > 1 else (),
-        cluster_names=("part",) if plan.split > 1 else (),
-        num_threads=plan.threads // 128,
-        thread_name="warpgroup",
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )(*inputs)
+    return launch(
+        body, (x, residual, weight), outs,
+        name=f"{'residual_' * op.residual}{op.form}_to_{op.out}",
+        grid=min(plan.blocks, rows) if plan.ring else rows, cluster=plan.split,
+        warpgroups=plan.threads // 128, scratch=scratch, registers=True,
+    )  # fmt: skip
