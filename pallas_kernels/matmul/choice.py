@@ -32,11 +32,10 @@ def run(static: tuple[Call, Plan], x, w, bias=None, gamma=None, residual=None, p
     """The kernel of a plan.  x: [M, K], as are the others' leading axes one."""
     call, plan = static
     if isinstance(plan, few_rows.RowPlan | few_rows.TilePlan):
-        from pallas_kernels.matmul.few_rows import kernel, row_kernel
+        from pallas_kernels.matmul.few_rows import kernel
 
         given = {"bias": bias, "gamma": gamma, "residual": residual, "pending": pending}
         fixed = {"out_dtype": call.out, "eps": call.eps, "swiglu": call.swiglu}
-        kernel = row_kernel if isinstance(plan, few_rows.RowPlan) else kernel
         return kernel.matmul(x, w, **given, **fixed, plan=plan)
     from pallas_kernels.matmul.many_rows import kernel
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
 from pallas_kernels.matmul.few_rows.scheme import Scheme
-from pallas_kernels.mosaic import Value
+from pallas_kernels.ptx import Value
 
 _BYTE = 8388608.0 + 128.0  # the float whose low byte is 128, in units of its last place
 
@@ -55,4 +54,4 @@ def floats(bits: int, word: Value) -> list[Value]:
         return [p.widen(word, "bf16"), p.widen_high(word, "bf16")]
     flipped = arith.xori(word, p.ci(0x80808080))
     made = [p.permute(flipped, p.ci(0x4B000000), 0x7540 + i) for i in range(4)]
-    return [arith.addf(a.from_bits(m), p.cf(-_BYTE)) for m in made]
+    return [arith.addf(p.from_bits(m), p.cf(-_BYTE)) for m in made]
