@@ -66,13 +66,13 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile as mma_tile
-from pallas_kernels.attention.codes import KIND, Words
+from pallas_kernels.attention.codes import KIND, Codes
 from pallas_kernels.attention.gather import write_heads
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.plan import (
+    Plan,
     blocks_of,
     gather_of,
-    make_plan,
     shared_bytes,
     team_of,
     units_of,
@@ -83,14 +83,14 @@ from pallas_kernels.launch import launch
 from pallas_kernels.qtensor import QTensor
 
 
-def _attend(*refs, plan, words, shape, window, scale, kind):
+def _attend(*refs, plan, codes, shape, window, scale, kind):
     batch, capacity, n_kv, n, h = shape
     refs = list(refs)
 
     def take(count):
         return [refs.pop(0) for _ in range(count)]
 
-    arrays = 1 + words.quantized + words.zeros  # words, scales, zero points
+    arrays = 1 + codes.quantized + codes.zeros  # codes, scales, zero points
     (q_ref,) = take(1)
     k_refs, v_refs, (lengths_ref,) = take(arrays), take(arrays), take(1)
     (out_ref,), stats_refs = take(1), take(0 if plan.cluster else 1)
@@ -112,7 +112,7 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
     step_tokens = plan.tiles * TILE
     if plan.cluster:
         rank = p.register("cluster_ctarank") if plan.cluster > 1 else p.ci(0)
-        gathering = gather_of(plan, group, words).on(*gather_refs, thread, rank)
+        gathering = gather_of(plan, group, codes).on(*gather_refs, thread, rank)
         gathering.start()
         first_head = p.mul(arith.divui(in_row, p.ci(plan.cluster)), heads)
         # All teams of the row take steps in turn.
@@ -136,19 +136,19 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
     barriers = p.shared_address(barrier_ref)
     last = p.add(end, -1)
     ring = Ring(
-        plan, words, heads=heads, n_kv=n_kv, members=members, member=member, lane=lane,
-        ring=p.add(p.shared_address(ring_ref), p.mul(team, ring_bytes(plan, heads, words))),
+        plan, codes, heads=heads, n_kv=n_kv, members=members, member=member, lane=lane,
+        ring=p.add(p.shared_address(ring_ref), p.mul(team, ring_bytes(plan, heads, codes))),
         barriers=p.add(barriers, p.mul(team, 2 * plan.depth * 16)),
         bases=[
             p.offset(
-                p.offset(p.address(refs_[0]), row, capacity * n_kv * words.row_bytes),
-                first_head, words.row_bytes,
+                p.offset(p.address(refs_[0]), row, capacity * n_kv * codes.row_bytes),
+                first_head, codes.row_bytes,
             )
             for refs_ in (k_refs, v_refs)
         ],
         last=last, apart=apart,
     )  # fmt: skip
-    tokens = Tokens(ring, words, own, g, quad)
+    tokens = Tokens(ring, codes, own, g, quad)
     k_token = p.mul(order, ring.per_run)
 
     p.when(p.less(thread, 1), lambda: ring.initialise(teams, barriers))
@@ -166,7 +166,7 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
                 p.when(p.below(token0, end), both) if i else both()
 
         def sources(refs_):
-            size = words.groups * words.scale_size
+            size = codes.groups * codes.scale_size
             return [
                 p.offset(p.offset(p.address(ref), row, capacity * n_kv * size), head, size)
                 for ref in refs_[1:]
@@ -177,32 +177,32 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
 
         start_ring()
         scales = None
-        if words.quantized:
-            at = p.add(p.shared_address(scale_ref), p.mul(warp, scale_bytes(plan, words)))
-            scales = Scales(plan, words, n_kv=n_kv, lane=lane, at=at, last=last, adjust=adjust,
+        if codes.quantized:
+            at = p.add(p.shared_address(scale_ref), p.mul(warp, scale_bytes(plan, codes)))
+            scales = Scales(plan, codes, n_kv=n_kv, lane=lane, at=at, last=last, adjust=adjust,
                             sources=[sources(k_refs), sources(v_refs)])  # fmt: skip
             coming = scales.load(begin)
         # Heads past the group are copies.
         query_head = p.add(p.mul(sub, HEADS), p.smaller(g, p.add(p.mul(sub, -HEADS), group - 1)))
         query_head = p.add(p.mul(row, n), p.mul(head, group), query_head)
         at = p.offset(p.address(q_ref), query_head, 2 * h)
-        at = p.offset(at, p.mul(quad, 2 * mma_tile.features_of(words)))
-        queries = mma_tile.Queries(mma_tile.load_heads(at, words), words, scale, kind)
-        if words.quantized:
+        at = p.offset(at, p.mul(quad, 2 * mma_tile.features_of(codes)))
+        queries = mma_tile.Queries(mma_tile.load_heads(at, codes), codes, scale, kind)
+        if codes.quantized:
             scales.store(coming)
 
         def numbers_of(u, values):
-            if not words.quantized:
+            if not codes.quantized:
                 return None
             return [scales.read(order, 2 * u + half, values) for half in range(2)]
 
         zero = p.cf(0.0)
-        sums = 2 * words.groups if words.zeros else 0  # of weights times zero points
+        sums = 2 * codes.groups if codes.zeros else 0  # of weights times zero points
 
         def step(token0, carry):
             slot, parity = carry[:2]
             top, total, zeros, out = carry[2:4], carry[4:6], carry[6 : 6 + sums], carry[6 + sums :]
-            coming = scales.load(p.add(token0, apart)) if words.quantized else None
+            coming = scales.load(p.add(token0, apart)) if codes.quantized else None
             ring.wait(slot, parity, False)
             scores = []
             for u in range(plan.tiles):
@@ -227,7 +227,7 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
             out = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(out)]
             zeros = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(zeros)]
             right = [
-                mma_tile.right_operand(w, numbers_of(u, True), zeros, words)
+                mma_tile.right_operand(w, numbers_of(u, True), zeros, codes)
                 for u, w in enumerate(weights)
             ]
             if plan.depth == 1:
@@ -240,9 +240,9 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
                 values = tokens.values(slot, u)
                 if u == plan.tiles - 1:
                     ring.release(slot, True)
-                mma_tile.add_values(out, values, right[u], words)
+                mma_tile.add_values(out, values, right[u], codes)
             ring.refill(token0, slot, parity, plan.depth == 1)
-            if words.quantized:
+            if codes.quantized:
                 scales.store(coming)
             following = ring.neighbour(slot, parity, 1)
             return [*following, *new_top, *total, *zeros, *out]
@@ -250,13 +250,13 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
         start = [p.ci(0)] * 2 + [p.cf(NEG_INF)] * 2 + [zero] * (2 + sums + h // 4)
         carry = p.loop(begin, end, apart, start, step)
         top, total, zeros, out = carry[2:4], carry[4:6], carry[6 : 6 + sums], carry[6 + sums :]
-        run = mma_tile.run_of(words)
+        run = mma_tile.run_of(codes)
         for c in range(2):
             whole, *parts = [mma_tile.over_tokens(x) for x in (total[c], *zeros[c::2])]
             mine_head = p.add(p.mul(sub, HEADS), p.mul(quad, 2), c)
 
             def write(c=c, whole=whole, parts=parts, mine_head=mine_head):
-                outputs = mma_tile.head_outputs(out, parts, c, words)
+                outputs = mma_tile.head_outputs(out, parts, c, codes)
                 if plan.cluster:
                     at, stats = gathering.part(team, p.add(p.mul(own, group), mine_head))
                     at = p.add(at, p.mul(g, 4 * run))
@@ -286,26 +286,19 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
         gathering.finish(p.less(p.ci(0), length), write_heads(out_ref, first, lane, kind, h))
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "window", "scale", "chunk", "tiles", "depth", "warps", "heads", "cluster",
-    ),
-)  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("window", "scale", "plan"))
 def decode_attention(
     q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, lengths: jax.Array, *,
-    window: int | None, scale: float, **given,
+    window: int | None, scale: float, plan: Plan,
 ) -> jax.Array:  # fmt: skip
-    """See ``pallas_kernels.attention.op``; given: fields of the Plan, for benchmarks."""
+    """See ``pallas_kernels.attention.op``."""
     batch, n, h = q.shape
     _, capacity, n_kv, _ = k.shape
-    kind = KIND[q.dtype.name]
-    words = Words(k.dtype, h, k.scale.shape[-1] if isinstance(k, QTensor) else 1, kind)
-    plan = make_plan(batch, capacity, n_kv, n // n_kv, words, **given)
+    codes = Codes.of(q, k)
     shape = batch, capacity, n_kv, n, h
-    attend = functools.partial(
-        _attend, plan=plan, words=words, shape=shape, window=window, scale=scale,
-        kind=kind,
+    body = functools.partial(
+        _attend, plan=plan, codes=codes, shape=shape, window=window, scale=scale,
+        kind=KIND[q.dtype.name],
     )  # fmt: skip
     out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
     if not plan.cluster:
@@ -315,12 +308,12 @@ def decode_attention(
             jax.ShapeDtypeStruct((batch, splits, n, 2), jnp.float32),
         )
     result = launch(
-        attend, (q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths), out_type,
+        body, (q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths), out_type,
         name="decode_attention_kernel", cluster=plan.cluster, warpgroups=plan.warps // 4,
         grid=batch * blocks_of(plan, capacity, n_kv, n // n_kv) // max(plan.cluster, 1),
-        scratch=[size // 4 for size in shared_bytes(plan, n // n_kv, words)], registers=True,
+        scratch=[size // 4 for size in shared_bytes(plan, n // n_kv, codes)], registers=True,
     )  # fmt: skip
     if plan.cluster:
         return result
     return merge_chunks(*result, lengths, capacity=capacity, chunk=plan.chunk, window=window,
-                        unspread=words.zeros, out_dtype=q.dtype)  # fmt: skip
+                        unspread=codes.zeros, out_dtype=q.dtype)  # fmt: skip

@@ -37,7 +37,7 @@ def _write(*refs, shape, dtype, groups, kind):
     batch, n, n_kv, h, capacity = shape
     quantized = dtype in WORDS
     qkv_ref, cos_ref, sin_ref, slots_ref, out_ref = refs[0], refs[1], refs[2], refs[3], refs[-1]
-    arrays = 1 + quantized + (dtype == "int4")  # words, scales, zero points
+    arrays = 1 + quantized + (dtype == "int4")  # codes, scales, zero points
     k_refs, v_refs = refs[4 : 4 + arrays], refs[4 + arrays : 4 + 2 * arrays]
     heads, half = n + 2 * n_kv, h // 2
     runs = max(1, half // 64)  # of 64 features, two to a lane

@@ -58,12 +58,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.launch import launch
 from pallas_kernels.rows.one_row import Rows
-from pallas_kernels.rows.plan import KIND, QMAX, Op, Plan
+from pallas_kernels.rows.plan import KIND, QMAX, Plan
 
 
-def _one_row(*refs, op: Op, plan: Plan) -> None:
+def _one_row(*refs, plan: Plan) -> None:
     row = p.register("clusterid.x" if plan.split > 1 else "ctaid.x")
-    rows = Rows(refs, op, plan)
+    rows = Rows(refs, plan)
     # x goes first: it comes from device memory, the weight mostly from L2.
     words = rows.load(row)
     rows.row(row, words, rows.load_weight(), p.ci(0))
@@ -71,8 +71,9 @@ def _one_row(*refs, op: Op, plan: Plan) -> None:
         p.ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
 
 
-def _ring_rows(*refs, op: Op, plan: Plan, n_rows: int) -> None:
-    rows = Rows(refs, op, plan)
+def _ring_rows(*refs, plan: Plan, n_rows: int) -> None:
+    op = plan.op
+    rows = Rows(refs, plan)
     block, is_first = p.register("ctaid.x"), p.less(rows.thread, 1)
     full = p.add(rows.partial, 16 * (plan.threads // 32))  # one barrier per slot
     sources = [rows.x_start] + [rows.residual_start] * op.residual
@@ -127,9 +128,8 @@ def _ring_rows(*refs, op: Op, plan: Plan, n_rows: int) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("op", "plan"))
+@functools.partial(jax.jit, static_argnames="plan")
 def run(
-    op: Op,
     plan: Plan,
     x: jax.Array,
     residual: jax.Array | None = None,
@@ -137,7 +137,7 @@ def run(
 ) -> list[jax.Array]:
     """x ``[rows, width]``, of a gate ``[rows, 2 * width]`` -> [out ``[rows, width]``, scale
     ``[rows, 1]`` if out is quantized, sum ``[rows, width]`` if there is a residual]."""
-    rows = x.shape[0]
+    op, rows = plan.op, x.shape[0]
     dtype = {kind: name for name, kind in KIND.items()}[op.out]
     outs = [jax.ShapeDtypeStruct((rows, op.width), jnp.dtype(dtype))]
     if op.out in QMAX:
@@ -145,12 +145,12 @@ def run(
     if op.residual:
         outs.append(jax.ShapeDtypeStruct((rows, op.width), x.dtype))
     scratch = [plgpu.SMEM((2 * (plan.threads // 32) + plan.ring, 2), jnp.float32)]
-    body = functools.partial(_one_row, op=op, plan=plan)
+    body = functools.partial(_one_row, plan=plan)
     if plan.ring:
         # A thread past the end of the last row reads up to a chunk per thread more.
         words = plan.ring * x.shape[1] * (1 + op.residual) + 8 * plan.threads
         scratch.append(plgpu.SMEM((words,), x.dtype))
-        body = functools.partial(_ring_rows, op=op, plan=plan, n_rows=rows)
+        body = functools.partial(_ring_rows, plan=plan, n_rows=rows)
     return launch(
         body, (x, residual, weight), outs,
         name=f"{'residual_' * op.residual}{op.form}_to_{op.out}",
