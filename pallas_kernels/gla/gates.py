@@ -54,6 +54,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.device import gpu
 from pallas_kernels.gla.gates_registers import (
     ACCUMULATORS,
     TILE,
@@ -243,7 +244,7 @@ def gates(q, k, log_decay, lengths, scale: float):
     pieces, n_slices = dk // width, width // SLICE
     nc = -(-t // CHUNK)
     n_work = nc * pieces * h * b
-    n_blocks = min(132, -(-n_work // WARPGROUPS))
+    n_blocks = min(gpu().sms, -(-n_work // WARPGROUPS))
     body = functools.partial(
         _gates_body,
         n_slices=n_slices,

@@ -56,6 +56,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import gpu
 from pallas_kernels.gla.channels import zeros
 from pallas_kernels.gla.gates import CHUNK, ROWS, SLICE
 from pallas_kernels.gla.gradients_registers import (
@@ -226,7 +227,7 @@ def chunk_gradients(q, k, log_decay, v, d_out, before, after, scale: float):
     nc, n_slices = -(-t // CHUNK), dk // SLICE
     streamed = v.shape[-1] > 128
     n_work = nc * n_slices * h * b
-    n_blocks = min(132, -(-n_work // WARPGROUPS))
+    n_blocks = min(gpu().sms, -(-n_work // WARPGROUPS))
     wgs = WARPGROUPS
     body = functools.partial(
         _gradients_body,
