@@ -9,27 +9,10 @@
 A row that is over in microseconds has no use for a ring: its bytes are asked for at once, and what
 costs are the launches.  A row's result depends on nothing but the row.
 
-NOTES.  H200, 32/8 heads of 128, bfloat16, microseconds (CUPTI, cold L2), with the kernels of
-``attention.kernel`` in the same run; without RoPE, and of 1152 tokens 1056 there:
-
-                     1 x 1152   2 x 1152   1 x 2048   1 x 8192   1 x 32768
-    direct              4.3        6.3        5.8       13.0        35.8
-    chunks, merge       5.7                             13.5        36.2
-    ring in clusters    6.0        7.7        5.9       13.7
-
-* Floor at 1152: 4.3 MB, 1.0 us.  With RoPE and the cache write 4.9 in a decode step of Llama-3.1-8B
-  at context 1024, where the three kernels before took 1.3 + 3.9 + 2.0 and two launches more: in a
-  chain of layers W4A16 66.8 -> 61.0 us a layer, bfloat16 138.1 -> 132.7 (200 rounds taken in turn,
-  median of the differences 5.5 and 5.1; with the new token loaded late 3.3).
-* 2 rows in clusters of 8: 7.8; an H200 runs 14 of those at a time, and 16 are two waves.  Hence
-  ``BLOCKS``.  8 rows: 19.7, the ring 12.4.
-* 16 warps a block and 128 registers: 13.2 of 13.0 at 8192, spilling.
-* Asking for the whole capacity before the length is known: 4.31 of 4.27.
-* barrier.cluster with release for the exchange puts a MEMBAR.ALL.GPU in front of it; st.async has
-  the data itself count.
-* Asking L2 for the next weights (cp.async.bulk.prefetch.L2 of 8 to 32 MB by RoPE's blocks or by
-  these, before or after their own loads; of this cache by the product before): W4A16 0.4 us a layer
-  of 61 and within the scatter, bfloat16 0.0 to -0.5.  Not done.
+Floor at 1152 tokens: 4.3 MB, 1.0 us, beside a launch.  Result, one H200, 32/8 heads of 128,
+bfloat16: 1 x 1152 4.3 us, 2 x 1152 6.3, 1 x 32768 35.8; with RoPE and the cache write 4.9 in a
+decode step, where three kernels took 7.2.  More, and what was tried, in NOTES.md.  Command:
+``python -m pallas_kernels.bench.attention``.
 """
 
 from __future__ import annotations

@@ -21,21 +21,11 @@ value channels of a head, whose blocks are a cluster: each sends its sum of squa
            | per row: a*S + k*v, o += q*S, store | next batch ... | partial o -> smem | barrier
     warp 0: o [| squares -> peers | norm, gate] | store
 
-NOTES
+The state arrives as a mutable reference, so the kernel's input and output are one buffer.
+
 Floor: 8 bytes per state element at 4.3 TB/s, 62 us at 64 rows x 32 heads x 128 x 128; the vectors
-are 1%.  Measured 67 us (4.0 TB/s) with 4 warps and 16 rows of a warp in flight; 8 and 32 make no
-difference.  The state arrives as a mutable reference, so the kernel's input and output are one
-buffer.
-``gla.token`` of 4 heads x 256 x 512, microseconds (floor), by value channels of a block and warps:
-
-    rows            128, 4   128, 8   128, 16   64, 4   64, 8
-      1 (1.0)         5.4      5.1                4.2     3.9
-      4 (3.9)         7.1                                 6.2
-     16 (15.6)       18.9                                19.6
-     64 (62.4)       69.9     73.4      73.6
-    256 (250)       272      275
-
-One row's 4 MB are a stream through few SMs, whose number the cluster limits: 8 blocks to a head.
+are 1%.  Result: 67 us (4.0 TB/s) on one H200.  ``gla.token`` and what was tried: NOTES.md.
+Command: ``python -m pallas_kernels.bench.gla``.
 """
 
 from __future__ import annotations
