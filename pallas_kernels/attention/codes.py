@@ -1,11 +1,11 @@
-"""How the decode kernel's lanes share out a cached head, and how its words become floats.
+"""How the decode kernel's lanes share out a cached head, and how its codes become floats.
 
 A lane takes the features that lie side by side in memory, since sums over features may run in any
 order; the query's pairs and the values' token pairs are put in the same order.
 
-int4 words are not converted at all.  A word u + 8 masked out of its 32 bits is the float16 of that
+int4 codes are not converted at all.  A code u + 8 masked out of its 32 bits is the float16 of that
 many times 2^-24, a subnormal, which the mma multiplies exactly; one masked out 4 bits higher is 16
-times as much.  Who multiplies by them makes good the factors (``Words.steps``), and the 8 goes into
+times as much.  Who multiplies by them makes good the factors (``Codes.steps``), and the 8 goes into
 the zero points.
 """
 
@@ -23,7 +23,7 @@ KIND = {"bfloat16": "bf16", "float16": "f16"}
 _BITS = {"bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "float8_e4m3fn": 8}
 
 
-class Words:
+class Codes:
     """How a token's row of one kv head (``head_dim`` features) is cut up and becomes floats."""
 
     def __init__(self, dtype, head_dim: int, groups: int, q_kind: str):
@@ -31,14 +31,14 @@ class Words:
         self.name, self.bits, self.groups, self.head_dim = name, _BITS[name], groups, head_dim
         self.quantized = name not in KIND
         self.zeros = name == "int4"
-        # What the two mmas multiply in.  Words are exact in bf16, whose range holds any weight
+        # What the two mmas multiply in.  Codes are exact in bf16, whose range holds any weight
         # times any scale; int4's are float16's subnormals, and its scales float16 themselves.
         self.q_kind = "f16" if self.zeros else q_kind
         self.v_kind = "f16" if self.zeros else "bf16" if self.quantized else q_kind
-        # What the word's float i (of ``pairs``, and of a lane's values) has to be multiplied by.
+        # What the code's float i (of ``pairs``, and of a lane's values) has to be multiplied by.
         self.steps = (2.0**24, 2.0**20) if self.zeros else (1.0, 1.0)
         self.scale_size = 2 if self.zeros else 4
-        self.staged = groups * (1 + self.zeros)  # numbers of a token that come with its words
+        self.staged = groups * (1 + self.zeros)  # numbers of a token that come with its codes
         self.row_bytes = head_dim * self.bits // 8
         self.per_word = 32 // self.bits
         self.group_bytes = self.row_bytes // groups
@@ -48,6 +48,12 @@ class Words:
         self.v_chunk = min(16, self.group_bytes // 8)
         self.k_chunks = self.row_bytes // (4 * self.k_chunk)
         self.v_chunks = self.row_bytes // (8 * self.v_chunk)
+
+    @classmethod
+    def of(cls, q, k) -> Codes:
+        """Of a call's cache k; q for its dtype."""
+        groups = 1 if k.dtype == q.dtype else k.scale.shape[-1]
+        return cls(k.dtype, k.shape[-1], groups, KIND[q.dtype.name])
 
     def pairs(self, word, kind: str):
         """16-bit pairs of one word: features (i, i + per_word / 2)."""
@@ -120,15 +126,15 @@ def as_float16(raw, factor, kind):
     )
 
 
-def query_sums_of(query, words):
-    """[group][head 2 quad | 2 quad + 1]: sums of what meets the group's words."""
-    sums = [[p.cf(0.0)] * 4 for _ in range(words.groups)]
-    # Those that meet words 16 times too large are that much smaller.
+def query_sums_of(query, codes):
+    """[group][head 2 quad | 2 quad + 1]: sums of what meets the group's codes."""
+    sums = [[p.cf(0.0)] * 4 for _ in range(codes.groups)]
+    # Those that meet codes 16 times too large are that much smaller.
     ones = [p.ci(0x3C003C00)] * 2 + [p.ci(0x4C004C00)] * 2
     for j, pairs in enumerate(query):
-        of = j * 4 * words.k_chunk // words.group_bytes
+        of = j * 4 * codes.k_chunk // codes.group_bytes
         for s in range(0, len(pairs), 2):
-            sums[of] = p.mma(sums[of], ones, pairs[s : s + 2], words.q_kind)
+            sums[of] = p.mma(sums[of], ones, pairs[s : s + 2], codes.q_kind)
     return [x[:2] for x in sums]
 
 

@@ -25,35 +25,10 @@ The split depends on the batch, the capacity and the cache's dtype alone, and is
 other rows hold.  Past a row's end the last token is copied once more and its scores are -inf; teams
 with no token leave at once.
 
-NOTES.  Floor: the bytes of K, V and scales at 4.2 TB/s; cuDNN's decode shows that 4.46 can be read.
-H200, 32/8 heads of 128, microseconds of all kernels (XLA: its own), int4 with float16 scales and
-zero points; of 1152 tokens 1056 are there:
-
-                 64 rows x 8192          1 row x 131072          64 x 1152     8 x 1152
-    bfloat16   536  4.00 TB/s  95%     125  4.28 TB/s 102%      66.3           12.4
-    int8       283  3.91 TB/s  93%      78  3.54 TB/s  84%      40.1           12.9
-    int4       155  3.91 TB/s  93%      46  3.29 TB/s  78%      30.7
-    cuDNN      481 (bfloat16 only)     126
-    XLA       3085, 2912, 2854        1100, 1200, 1193
-
-Short rows, in the same run with chunks and the second kernel (another launch besides): 64 x 1152
-bfloat16 72.4, int8 42.6, 8 rows 13.7.  Runs differ by up to 8%; in a decode step 68.9 and 40.4.
-bfloat16 with teams of 4 heads and 16 warps 68.7.  int4 with 4 heads 34.8: its runs of memory are
-short already, so it keeps all heads and the second kernel.  One row of 8192 in a cluster 13.7, in
-chunks 13.2; one or two rows: ``attention.direct``.
-int4's way, 64 rows x 8192 and 1 row x 131072, by the instructions of a warp's 16 tokens x 128:
-* 262 and 71 us, 366 instructions, 32 copies a step by the leader: words to bf16 by shift, LOP3 and
-  subtraction.  193 and 56, about 280: words as float16 subnormals, the bias in the zero points,
-  copies of four tokens shared out among the warps, a lane per token for the scales.  166 and 46: a
-  slot is refilled half a step after it was read, when the others have read it too.
-* Scales used at the end of the step, where ptxas cannot put their use behind the load: 155.
-  Without fading the outputs 165 (of 166), without half of V's mmas 161.  Chunks of 2048 tokens 147:
-  a chunk's start is what is left.
-* 3 steps in the ring 181, 4 tiles a step and one in the ring 183, refills at once 175, all copies
-  by one warp 170, 8 warps a block 210.
-Elsewhere: every warp its own ring of cp.async, 64 bytes a token, 3.1 TB/s.  int8 with 1 tile and
-two steps in the ring 308, 8 warps 477.  bfloat16 with 16 warps 531, chunks of 640 or 1024 tokens
-551.
+Floor: the bytes of K, V and scales at 4.2 TB/s; cuDNN's decode shows that 4.46 can be read.
+Result, one H200, 32/8 heads of 128, 64 rows x 8192, microseconds: bfloat16 536 (95% of the floor's
+speed; cuDNN 481, XLA 3085), int8 283 (93%), int4 155 (93%); more, and what was tried, in NOTES.md.
+Command: ``python -m pallas_kernels.bench.attention``.
 """
 
 from __future__ import annotations
@@ -66,13 +41,13 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile as mma_tile
-from pallas_kernels.attention.codes import KIND, Words
+from pallas_kernels.attention.codes import KIND, Codes
 from pallas_kernels.attention.gather import write_heads
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.plan import (
+    Plan,
     blocks_of,
     gather_of,
-    make_plan,
     shared_bytes,
     team_of,
     units_of,
@@ -83,14 +58,14 @@ from pallas_kernels.launch import launch
 from pallas_kernels.qtensor import QTensor
 
 
-def _attend(*refs, plan, words, shape, window, scale, kind):
+def _attend(*refs, plan, codes, shape, window, scale, kind):
     batch, capacity, n_kv, n, h = shape
     refs = list(refs)
 
     def take(count):
         return [refs.pop(0) for _ in range(count)]
 
-    arrays = 1 + words.quantized + words.zeros  # words, scales, zero points
+    arrays = 1 + codes.quantized + codes.zeros  # codes, scales, zero points
     (q_ref,) = take(1)
     k_refs, v_refs, (lengths_ref,) = take(arrays), take(arrays), take(1)
     (out_ref,), stats_refs = take(1), take(0 if plan.cluster else 1)
@@ -112,7 +87,7 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
     step_tokens = plan.tiles * TILE
     if plan.cluster:
         rank = p.register("cluster_ctarank") if plan.cluster > 1 else p.ci(0)
-        gathering = gather_of(plan, group, words).on(*gather_refs, thread, rank)
+        gathering = gather_of(plan, group, codes).on(*gather_refs, thread, rank)
         gathering.start()
         first_head = p.mul(arith.divui(in_row, p.ci(plan.cluster)), heads)
         # All teams of the row take steps in turn.
@@ -136,19 +111,19 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
     barriers = p.shared_address(barrier_ref)
     last = p.add(end, -1)
     ring = Ring(
-        plan, words, heads=heads, n_kv=n_kv, members=members, member=member, lane=lane,
-        ring=p.add(p.shared_address(ring_ref), p.mul(team, ring_bytes(plan, heads, words))),
+        plan, codes, heads=heads, n_kv=n_kv, members=members, member=member, lane=lane,
+        ring=p.add(p.shared_address(ring_ref), p.mul(team, ring_bytes(plan, heads, codes))),
         barriers=p.add(barriers, p.mul(team, 2 * plan.depth * 16)),
         bases=[
             p.offset(
-                p.offset(p.address(refs_[0]), row, capacity * n_kv * words.row_bytes),
-                first_head, words.row_bytes,
+                p.offset(p.address(refs_[0]), row, capacity * n_kv * codes.row_bytes),
+                first_head, codes.row_bytes,
             )
             for refs_ in (k_refs, v_refs)
         ],
         last=last, apart=apart,
     )  # fmt: skip
-    tokens = Tokens(ring, words, own, g, quad)
+    tokens = Tokens(ring, codes, own, g, quad)
     k_token = p.mul(order, ring.per_run)
 
     p.when(p.less(thread, 1), lambda: ring.initialise(teams, barriers))
@@ -166,7 +141,7 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
                 p.when(p.below(token0, end), both) if i else both()
 
         def sources(refs_):
-            size = words.groups * words.scale_size
+            size = codes.groups * codes.scale_size
             return [
                 p.offset(p.offset(p.address(ref), row, capacity * n_kv * size), head, size)
                 for ref in refs_[1:]
@@ -177,32 +152,32 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
 
         start_ring()
         scales = None
-        if words.quantized:
-            at = p.add(p.shared_address(scale_ref), p.mul(warp, scale_bytes(plan, words)))
-            scales = Scales(plan, words, n_kv=n_kv, lane=lane, at=at, last=last, adjust=adjust,
+        if codes.quantized:
+            at = p.add(p.shared_address(scale_ref), p.mul(warp, scale_bytes(plan, codes)))
+            scales = Scales(plan, codes, n_kv=n_kv, lane=lane, at=at, last=last, adjust=adjust,
                             sources=[sources(k_refs), sources(v_refs)])  # fmt: skip
             coming = scales.load(begin)
         # Heads past the group are copies.
         query_head = p.add(p.mul(sub, HEADS), p.smaller(g, p.add(p.mul(sub, -HEADS), group - 1)))
         query_head = p.add(p.mul(row, n), p.mul(head, group), query_head)
         at = p.offset(p.address(q_ref), query_head, 2 * h)
-        at = p.offset(at, p.mul(quad, 2 * mma_tile.features_of(words)))
-        queries = mma_tile.Queries(mma_tile.load_heads(at, words), words, scale, kind)
-        if words.quantized:
+        at = p.offset(at, p.mul(quad, 2 * mma_tile.features_of(codes)))
+        queries = mma_tile.Queries(mma_tile.load_heads(at, codes), codes, scale, kind)
+        if codes.quantized:
             scales.store(coming)
 
         def numbers_of(u, values):
-            if not words.quantized:
+            if not codes.quantized:
                 return None
             return [scales.read(order, 2 * u + half, values) for half in range(2)]
 
         zero = p.cf(0.0)
-        sums = 2 * words.groups if words.zeros else 0  # of weights times zero points
+        sums = 2 * codes.groups if codes.zeros else 0  # of weights times zero points
 
         def step(token0, carry):
             slot, parity = carry[:2]
             top, total, zeros, out = carry[2:4], carry[4:6], carry[6 : 6 + sums], carry[6 + sums :]
-            coming = scales.load(p.add(token0, apart)) if words.quantized else None
+            coming = scales.load(p.add(token0, apart)) if codes.quantized else None
             ring.wait(slot, parity, False)
             scores = []
             for u in range(plan.tiles):
@@ -227,7 +202,7 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
             out = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(out)]
             zeros = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(zeros)]
             right = [
-                mma_tile.right_operand(w, numbers_of(u, True), zeros, words)
+                mma_tile.right_operand(w, numbers_of(u, True), zeros, codes)
                 for u, w in enumerate(weights)
             ]
             if plan.depth == 1:
@@ -240,9 +215,9 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
                 values = tokens.values(slot, u)
                 if u == plan.tiles - 1:
                     ring.release(slot, True)
-                mma_tile.add_values(out, values, right[u], words)
+                mma_tile.add_values(out, values, right[u], codes)
             ring.refill(token0, slot, parity, plan.depth == 1)
-            if words.quantized:
+            if codes.quantized:
                 scales.store(coming)
             following = ring.neighbour(slot, parity, 1)
             return [*following, *new_top, *total, *zeros, *out]
@@ -250,13 +225,13 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
         start = [p.ci(0)] * 2 + [p.cf(NEG_INF)] * 2 + [zero] * (2 + sums + h // 4)
         carry = p.loop(begin, end, apart, start, step)
         top, total, zeros, out = carry[2:4], carry[4:6], carry[6 : 6 + sums], carry[6 + sums :]
-        run = mma_tile.run_of(words)
+        run = mma_tile.run_of(codes)
         for c in range(2):
             whole, *parts = [mma_tile.over_tokens(x) for x in (total[c], *zeros[c::2])]
             mine_head = p.add(p.mul(sub, HEADS), p.mul(quad, 2), c)
 
             def write(c=c, whole=whole, parts=parts, mine_head=mine_head):
-                outputs = mma_tile.head_outputs(out, parts, c, words)
+                outputs = mma_tile.head_outputs(out, parts, c, codes)
                 if plan.cluster:
                     at, stats = gathering.part(team, p.add(p.mul(own, group), mine_head))
                     at = p.add(at, p.mul(g, 4 * run))
@@ -286,26 +261,19 @@ def _attend(*refs, plan, words, shape, window, scale, kind):
         gathering.finish(p.less(p.ci(0), length), write_heads(out_ref, first, lane, kind, h))
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "window", "scale", "chunk", "tiles", "depth", "warps", "heads", "cluster",
-    ),
-)  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("window", "scale", "plan"))
 def decode_attention(
     q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, lengths: jax.Array, *,
-    window: int | None, scale: float, **given,
+    window: int | None, scale: float, plan: Plan,
 ) -> jax.Array:  # fmt: skip
-    """See ``pallas_kernels.attention.op``; given: fields of the Plan, for benchmarks."""
+    """See ``pallas_kernels.attention.op``."""
     batch, n, h = q.shape
     _, capacity, n_kv, _ = k.shape
-    kind = KIND[q.dtype.name]
-    words = Words(k.dtype, h, k.scale.shape[-1] if isinstance(k, QTensor) else 1, kind)
-    plan = make_plan(batch, capacity, n_kv, n // n_kv, words, **given)
+    codes = Codes.of(q, k)
     shape = batch, capacity, n_kv, n, h
-    attend = functools.partial(
-        _attend, plan=plan, words=words, shape=shape, window=window, scale=scale,
-        kind=kind,
+    body = functools.partial(
+        _attend, plan=plan, codes=codes, shape=shape, window=window, scale=scale,
+        kind=KIND[q.dtype.name],
     )  # fmt: skip
     out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
     if not plan.cluster:
@@ -315,12 +283,12 @@ def decode_attention(
             jax.ShapeDtypeStruct((batch, splits, n, 2), jnp.float32),
         )
     result = launch(
-        attend, (q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths), out_type,
+        body, (q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths), out_type,
         name="decode_attention_kernel", cluster=plan.cluster, warpgroups=plan.warps // 4,
         grid=batch * blocks_of(plan, capacity, n_kv, n // n_kv) // max(plan.cluster, 1),
-        scratch=[size // 4 for size in shared_bytes(plan, n // n_kv, words)], registers=True,
+        scratch=[size // 4 for size in shared_bytes(plan, n // n_kv, codes)], registers=True,
     )  # fmt: skip
     if plan.cluster:
         return result
     return merge_chunks(*result, lengths, capacity=capacity, chunk=plan.chunk, window=window,
-                        unspread=words.zeros, out_dtype=q.dtype)  # fmt: skip
+                        unspread=codes.zeros, out_dtype=q.dtype)  # fmt: skip

@@ -8,10 +8,9 @@ shared.  A lane holds features (2 lane, 2 lane + 1) of each 64 of the first half
 partners in the second half, so every bit of a feature's number is a bit of the lane's number or of
 a register's, and a butterfly of the Walsh-Hadamard transform is a shuffle or two additions.
 
-NOTES.  Floor: a launch; 64 rows of 48 heads of 128 are 0.8 MB.  H200, that shape, one turn of a
-jitted loop over the cache, kernel against XLA's fusions and scatters, microseconds: bfloat16 12.0
-and 15.5, int8 8.8 and 16.9, int4 8.6 and 16.7 (both before int4 was rotated), float8 12.3 and
-18.8.  Neither copies the cache.
+Floor: a launch; 64 rows of 48 heads of 128 are 0.8 MB.  Result, one H200, that shape, microseconds
+(XLA): bfloat16 12.0 (15.5), int8 8.8 (16.9); NOTES.md.  Command: ``python -m
+pallas_kernels.bench.attention``.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def _write(*refs, shape, dtype, groups, kind):
     batch, n, n_kv, h, capacity = shape
     quantized = dtype in WORDS
     qkv_ref, cos_ref, sin_ref, slots_ref, out_ref = refs[0], refs[1], refs[2], refs[3], refs[-1]
-    arrays = 1 + quantized + (dtype == "int4")  # words, scales, zero points
+    arrays = 1 + quantized + (dtype == "int4")  # codes, scales, zero points
     k_refs, v_refs = refs[4 : 4 + arrays], refs[4 + arrays : 4 + 2 * arrays]
     heads, half = n + 2 * n_kv, h // 2
     runs = max(1, half // 64)  # of 64 features, two to a lane

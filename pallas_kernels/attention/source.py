@@ -13,7 +13,7 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
-from pallas_kernels.attention.codes import Words
+from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.tile import TILE
 from pallas_kernels.fused_parts import floats, packed
 
@@ -25,11 +25,11 @@ class Source:
     and values of a tile are (words of each token, its scales and zero points).
     """
 
-    def __init__(self, refs, words: Words, shape, kind: str, row, head, lane):
-        self.words, self.kind, self.row, self.head = words, kind, row, head
+    def __init__(self, refs, codes: Codes, shape, kind: str, row, head, lane):
+        self.codes, self.kind, self.row, self.head = codes, kind, row, head
         _, self.capacity, self.n_kv, self.n, self.h = shape
         self.g, self.quad = p.shift_right(lane, 2), p.masked(lane, 3)
-        arrays = 1 + words.quantized + words.zeros  # words, scales, zero points
+        arrays = 1 + codes.quantized + codes.zeros  # codes, scales, zero points
         self.k, self.v = refs[-2 * arrays : -arrays], refs[-arrays:]
         self.q, *self.tables, lengths = refs[: -2 * arrays]
         # Memory that the kernel writes is not read through the path of constants.
@@ -79,43 +79,43 @@ class Source:
         return [p.smaller(p.add(own, t % 2 + t // 2 * 8), self.last) for t in range(4)]
 
     def load_keys(self, token0):
-        words, tokens = self.words, self.key_tokens(token0)
-        at = p.mul(self.quad, words.k_chunk)
+        codes, tokens = self.codes, self.key_tokens(token0)
+        at = p.mul(self.quad, codes.k_chunk)
         return [
             [
                 w
-                for j in range(words.k_chunks)
+                for j in range(codes.k_chunks)
                 for w in p.load_global(
-                    p.offset(self.line(self.k[0], t, words.row_bytes), at),
-                    words.k_chunk // 4, j * 4 * words.k_chunk, cache=self.cache,
+                    p.offset(self.line(self.k[0], t, codes.row_bytes), at),
+                    codes.k_chunk // 4, j * 4 * codes.k_chunk, cache=self.cache,
                 )
             ]
             for t in tokens
         ], self.load_numbers(self.k, tokens)  # fmt: skip
 
     def load_values(self, token0):
-        lines = [self.line(self.v[0], t, self.words.row_bytes) for t in self.value_tokens(token0)]
+        lines = [self.line(self.v[0], t, self.codes.row_bytes) for t in self.value_tokens(token0)]
         numbers = self.load_numbers(self.v, self.key_tokens(token0))
         return [self.value_words(at, self.cache) for at in lines], numbers
 
     def value_words(self, base, cache: str) -> list:
-        words = self.words
-        base = p.offset(base, p.mul(self.g, words.v_chunk))
+        codes = self.codes
+        base = p.offset(base, p.mul(self.g, codes.v_chunk))
         return [
             w
-            for j in range(words.v_chunks)
-            for w in p.load_global(base, words.v_chunk // 4, j * 8 * words.v_chunk, cache=cache)
+            for j in range(codes.v_chunks)
+            for w in p.load_global(base, codes.v_chunk // 4, j * 8 * codes.v_chunk, cache=cache)
         ]
 
     def load_numbers(self, refs, tokens) -> list:
         """[token][scale, zero point] words."""
-        size = self.words.groups * self.words.scale_size
+        size = self.codes.groups * self.codes.scale_size
         return [
             [
                 [p.load_half(at)] if size == 2 else p.load_global(at, size // 4)
                 for at in [self.line(ref, t, size) for ref in refs[1:]]
             ]
-            for t in (tokens if self.words.quantized else ())
+            for t in (tokens if self.codes.quantized else ())
         ]
 
     # --- the projection ---
@@ -130,17 +130,17 @@ class Source:
 
     def projected(self, head) -> list:
         """A head's features that meet this lane's chunks of keys."""
-        at = p.mul(self.quad, 2 * tile.features_of(self.words))
-        return tile.load_heads(p.offset(self.head_of(head), at), self.words)
+        at = p.mul(self.quad, 2 * tile.features_of(self.codes))
+        return tile.load_heads(p.offset(self.head_of(head), at), self.codes)
 
     def load_new_key(self):
         """The new token's features, not rotated, and (cos, sin) of a head's first half of them."""
-        features = tile.features_of(self.words)
+        features = tile.features_of(self.codes)
         at = p.mul(self.quad, 4 * features)
         turns = [
             [
                 x
-                for j in range(self.words.k_chunks // 2)
+                for j in range(self.codes.k_chunks // 2)
                 for i in range(features // 4)
                 for x in p.load_global(
                     p.offset(p.offset(p.address(t), self.row, 2 * self.h), at),
@@ -175,19 +175,19 @@ class Source:
 
     def with_new_key(self, token0, keys, loaded=None):
         """loaded: by ``load_new_key``, where there are registers for it."""
-        own, chunk = p.equal(p.masked(self.slot, 7), self.g), self.words.k_chunk
+        own, chunk = p.equal(p.masked(self.slot, 7), self.g), self.codes.k_chunk
 
         def new():
             return [w for part in self.turned(*(loaded or self.load_new_key())) for w in part]
 
         at = p.offset(
-            self.line(self.k[0], self.slot, self.words.row_bytes), p.mul(self.quad, chunk)
+            self.line(self.k[0], self.slot, self.codes.row_bytes), p.mul(self.quad, chunk)
         )
         return self.with_new(token0, keys, self.key_tokens(token0), new, own, at, 4 * chunk)
 
     def with_new_value(self, token0, values, loaded=None):
-        own, chunk = p.less(self.quad, 1), self.words.v_chunk
-        at = p.offset(self.line(self.v[0], self.slot, self.words.row_bytes), p.mul(self.g, chunk))
+        own, chunk = p.less(self.quad, 1), self.codes.v_chunk
+        at = p.offset(self.line(self.v[0], self.slot, self.codes.row_bytes), p.mul(self.g, chunk))
         return self.with_new(
             token0, values, self.value_tokens(token0), lambda: loaded or self.load_new_value(),
             own, at, 8 * chunk,

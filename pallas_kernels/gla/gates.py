@@ -29,14 +29,9 @@ channels, with three slots:
     copies  : | load n+2 | store n-1 draining          | load n+3 ...
     compute : | exp2, levels 1 2 4 8 | exchange | y16 y32 qg kg | 16, 32 | last slice: A | store n
 
-NOTES
 Floor: 13 bytes per element of q at Dk = 128 (8 in, 5 out): 0.203 ms at (8, 4096, 16, 128, 128).
-    0.316 ms  three workers of one chunk-sized buffer each, levels 16 and 32 by wgmma: a chunk's
-              load, compute and store follow each other, 0.4 instructions per cycle and scheduler
-    0.246 ms  two workers, three slots of one slice: loads and stores behind the compute; one
-              barrier less; the blocks off the diagonal by mma.sync, shared evenly by the warps
-Registers: 216 a thread, nothing spilled (255 before addresses were computed where they are used).
-Accuracy: gating multiplies in bf16 pairs, two roundings an operand: A, qg and kg carry 2.5e-3.
+Result: 0.246 ms on one H200; gating multiplies in bf16 pairs, two roundings an operand: A, qg and
+kg carry 2.5e-3.  What was tried: NOTES.md.  Command: ``python -m pallas_kernels.bench.gla``.
 """
 
 from __future__ import annotations
@@ -54,6 +49,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.device import gpu
 from pallas_kernels.gla.gates_registers import (
     ACCUMULATORS,
     TILE,
@@ -243,7 +239,7 @@ def gates(q, k, log_decay, lengths, scale: float):
     pieces, n_slices = dk // width, width // SLICE
     nc = -(-t // CHUNK)
     n_work = nc * pieces * h * b
-    n_blocks = min(132, -(-n_work // WARPGROUPS))
+    n_blocks = min(gpu().sms, -(-n_work // WARPGROUPS))
     body = functools.partial(
         _gates_body,
         n_slices=n_slices,

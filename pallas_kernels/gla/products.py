@@ -23,6 +23,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.device import gpu
 from pallas_kernels.gla.channels import (
     ChannelLane,
     b_tiles,
@@ -203,7 +204,7 @@ def chunk_products(d_out, v, scale: float):
     nc = -(-t // CHUNK)
     n_work = nc * h * b
     wgs = PRODUCT_WARPGROUPS
-    n_blocks = min(132, -(-n_work // wgs))
+    n_blocks = min(gpu().sms, -(-n_work // wgs))
     return launch(
         functools.partial(
             _products_body,

@@ -13,15 +13,9 @@ loop; it is the register operand of out^T = S^T qg^T + v^T A^T, so it never visi
     feeder    : TMA c+1 | TMA c+2 | ...                      two slots, full / empty barriers
     compute i : wait | S -> bf16 | wgmma out | out -> smem -> TMA | S *= decay, wgmma S | release
 
-NOTES
-Floor: 9 bytes per element of q at Dk = Dv = 128, 0.140 ms at (8, 4096, 16, 128, 128); 0.147-0.156
-measured, memory-bound.  With the states at the chunks' borders written too (13 bytes): 0.235.
-(32, 2048, 4, 256, 512): 0.527 ms with one [64, 256] state per warpgroup, whose 64 bf16 operand
-registers came on top of 128; 0.477 as two [64, 128] halves, one half's operand at a time.  Borders
-there are stored straight from registers (their tiles do not fit): 0.82 ms, after 1.35 with 4-byte
-stores that filled half of each sector.
-Segments: 8 of them at one row of 16 heads, T = 16384: 0.042 for their own states, 0.080 for the
-outputs, 0.013 for joining the states in XLA, against 0.24 unsplit.
+Floor: 9 bytes per element of q at Dk = Dv = 128, 0.140 ms at (8, 4096, 16, 128, 128).  Result:
+0.147-0.156 on one H200, memory-bound; with the states at the chunks' borders written too (13 bytes)
+0.235.  More, and what was tried: NOTES.md.  Command: ``python -m pallas_kernels.bench.gla``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.ptx import LOG2E
-from pallas_kernels.rows.plan import BYTES, QMAX, Op, Plan
+from pallas_kernels.rows.plan import BYTES, QMAX, Plan
 
 _FLOAT_MAX = 3.4028234663852886e38
 _ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves round(v), ties to even, in the low byte
@@ -108,8 +108,8 @@ def _pack(values: Sequence[p.Value], kind: str) -> list[p.Value]:
 class Rows:
     """One thread's share of a row: every ``threads``-th chunk of 8 columns."""
 
-    def __init__(self, refs: Sequence[p.Value], op: Op, plan: Plan):
-        refs = list(refs)
+    def __init__(self, refs: Sequence[p.Value], plan: Plan):
+        refs, op = list(refs), plan.op
         self.op, self.plan = op, plan
         self.thread = p.register("tid.x")
         chunks = op.width // 8 // plan.split
