@@ -121,36 +121,6 @@ def wants_kernel(implementation: Implementation | None, *operands: Any) -> bool:
     return implementation == "mosaic"
 
 
-def choose(
-    op: str,
-    implementation: Implementation | None,
-    reason: str | None,
-    *operands: Any,
-    has_xla: bool = True,
-) -> Implementation:
-    """Resolve ``implementation`` for ``op``; ``reason`` is what its ``unsupported()`` returned.
-    has_xla: whether there is a form to fall back on.
-
-    An explicit "mosaic" is honoured on any platform (lowering for cuda, the interpreter), so only
-    the op's own reason can refuse it.
-    """
-    if implementation not in ("xla", "mosaic", None):
-        raise ValueError(f"{op}: implementation {implementation!r} is not 'xla', 'mosaic' or None")
-    if implementation == "xla":
-        reason = "it was asked for"
-    elif has_xla and is_empty(*operands):
-        reason, implementation = "an operand of size 0", "xla"
-    elif implementation is None:
-        # The device comes first: where it has no kernels the op's own reason was not asked for.
-        reason = hopper_reason(*operands) or reason
-        implementation = "mosaic" if reason is None else "xla"
-    if (recorder := _recorder.get()) is not None:
-        recorder.choices.append(Choice(op, _described(operands), implementation, reason))
-    if implementation == "mosaic" and reason is not None:
-        raise NotImplementedError(f"{op}: no Mosaic kernel for this call: {reason}")
-    return implementation
-
-
 def choose_plan(
     op: str,
     implementation: Implementation | None,
@@ -250,16 +220,6 @@ class _Recorder(NamedTuple):
 
 
 _recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar("_", default=None)
-
-
-def launching(kernel: str, plan: Callable[[], Any] = lambda: None) -> None:
-    """Said by an op on the way to its kernel.  Raises NotImplementedError where this jax is older
-    than the first that has what kernels are made of."""
-    if (recorder := _recorder.get()) is not None and recorder.choices:
-        choice = recorder.choices[-1]
-        choice.kernel, choice.plan = kernel, str(plan() or "")
-    if jax.__version_info__ < TESTED_JAX[0]:
-        raise NotImplementedError(f"{kernel}: {untested_jax()}")
 
 
 def explain(op: str | Callable[..., Any], *operands: Any, **options: Any) -> str:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.device import H200
 from pallas_kernels.qtensor import QTensor
 
 Weight = jax.ShapeDtypeStruct | QTensor
-N_SM = 132  # of an H200, which plans are for
+N_SM = H200.sms  # which the plans' tables were measured on
 
 
 @dataclasses.dataclass(frozen=True)

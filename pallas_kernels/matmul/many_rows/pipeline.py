@@ -19,7 +19,7 @@ from jax._src.lib.mlir.dialects import arith, memref, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic as p
+from pallas_kernels import ptx as p
 
 # Registers a thread of the feeder and of a compute warpgroup, by the number of the latter: their
 # sum may not pass what the launch gave (3 * 168, 5 * 96), or setmaxnreg waits for ever.

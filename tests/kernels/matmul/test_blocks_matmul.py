@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +15,10 @@ from pallas_kernels.matmul.blocks import (
     fusible,
     stacked,
 )
+from pallas_kernels.matmul.few_rows import blocks as kernel
 from pallas_kernels.matmul.few_rows.plan import BlocksPlan
-from pallas_kernels.matmul.few_rows.scheme import Scheme
 from pallas_kernels.qtensor import QTensor, RowBlocks
-from tests.helpers.matmul_machine import ARITH, Machine, install, raw
+from tests.helpers.few_rows import few_rows
 from tests.kernels.matmul.test_fused_matmul import EPS, expected, hostile, weight
 from tests.kernels.matmul.test_quantized_matmul import activations, check
 
@@ -50,33 +48,14 @@ EMULATED = [  # forms, m, K, rows
 
 @newest
 @pytest.mark.parametrize("given", EMULATED, ids=str)
-def test_the_kernel_s_code_on_numpy(given, monkeypatch):
-    from pallas_kernels.matmul.few_rows import blocks as kernel
-    from pallas_kernels.matmul.few_rows import kernel as decode
-
+def test_the_kernel_s_code_on_numpy(given):
     x, weights, norm = case(*given)
-    m, k = x.shape
-    groups = alike(weights)
-    outs, kinds = [], {"out": "bf16", "gamma": "bf16", "eps": EPS}
-    for group, own in zip(find_plan(x, weights, norm=norm).groups, groups, strict=True):
-        first, *others = (decode.parts_of(w) for w in own)
-        out = np.full((m, sum(group.rows)), np.nan, DTYPE)
-        for block in range(group.begin, group.begin + group.tiles.clusters):
-            arrays = [x, *first, None, norm[0], None, out, None, None, *itertools.chain(*others)]
-            sizes = group.tiles.scratch_sizes(normed=True)
-            machine = Machine([raw(a) for a in arrays], sizes, block, 1)
-            install(monkeypatch, machine)
-            for attribute, fake in (("p", machine), ("arith", ARITH)):
-                monkeypatch.setattr(kernel, attribute, fake)
-            refs = iter(machine.refs)
-            operands = decode.Operands(*(next(refs) for _ in decode.Operands._fields))
-            parts = [[next(refs) for _ in range(3)] for _ in others]
-            scheme = Scheme.of(own[0], "bf16")
-            kernel._run(group, scheme, k, operands, parts, list(refs), kinds)
-            out = machine.memory[7].view(out.dtype).reshape(out.shape)
-        outs.append(out)
+    plan = find_plan(x, weights, norm=norm)
+    fixed = {"eps": EPS, "out_dtype": jnp.dtype(DTYPE), "plan": plan}
+    with few_rows():
+        outs = kernel.matmul(x, alike(weights), norm[0], **fixed)
     want = [expected(x, w, norm=norm) for w in weights]
-    check(jnp.asarray(np.concatenate(outs, -1)), np.concatenate(want, -1), DTYPE)
+    check(jnp.concatenate(outs, -1), np.concatenate(want, -1), DTYPE)
 
 
 def test_blocks_are_shared_out():

@@ -13,7 +13,7 @@ from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.op import fusible
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from pallas_kernels.shapes import LLAMA_8B
-from tests.helpers.matmul_machine import run_decode
+from tests.helpers.few_rows import run_tiles
 from tests.kernels.matmul.test_quantized_matmul import activations, check, exact, weights
 
 EPS = 1e-5
@@ -85,14 +85,13 @@ EMULATED = [  # weights, m, K, fused, changes to the plan
 @pytest.mark.parametrize(
     "name,m,k,kinds,changes", EMULATED, ids=[f"{c[0]}-{c[1]}x{c[2]}-{c[3]}" for c in EMULATED]
 )
-def test_emulated(name, m, k, kinds, changes, monkeypatch):
+def test_emulated(name, m, k, kinds, changes):
     n, dtype = (96 if "s" in kinds else 80), jnp.bfloat16
     w, x = weight(name, n, k, dtype), activations((m, k), dtype)
     bias = activations((n,), jnp.float32, 2) if "b" in kinds else None
     given = extras(m, n, k, dtype, kinds, jnp.float32 if m % 2 else dtype)
     ref = expected(x, w, bias, **given)
-    given["pairs"] = given.pop("swiglu", False)
-    out = run_decode(monkeypatch, x, w, bias, dtype, **given, **changes)
+    out = run_tiles(x, w, bias, dtype, **given, **changes)
     check(jnp.asarray(out), ref, dtype)
 
 
@@ -106,15 +105,14 @@ def test_emulated(name, m, k, kinds, changes, monkeypatch):
         ("w8-row", 16, 1024, "ns", {}),
     ],
 )
-def test_what_is_pending_is_added_and_stored(name, m, k, kinds, changes, monkeypatch):
+def test_what_is_pending_is_added_and_stored(name, m, k, kinds, changes):
     """The same bits as with a sum that was rounded before."""
     n, dtype = (96 if "s" in kinds else 80), jnp.bfloat16
     w, x = weight(name, n, k, dtype), activations((m, k), dtype)
     pending = activations((m, k), jnp.float32, 9)
     total = (x.astype(jnp.float32) + pending).astype(dtype)
     given = extras(m, n, k, dtype, kinds)
-    given["pairs"] = given.pop("swiglu", False)
-    run = functools.partial(run_decode, monkeypatch, w=w, bias=None, out_dtype=dtype)
+    run = functools.partial(run_tiles, w=w, bias=None, out_dtype=dtype)
     out, stored = run(x, pending=pending, **given, **changes)
     np.testing.assert_array_equal(stored, np.asarray(total))
     np.testing.assert_array_equal(out, run(total, **given, **changes))

@@ -14,7 +14,8 @@ from pallas_kernels.matmul.few_rows import widen
 from pallas_kernels.matmul.few_rows.scheme import Scheme
 from pallas_kernels.matmul.op import product_plan, quantized_matmul_reference
 from pallas_kernels.shapes import LLAMA_8B
-from tests.helpers.matmul_machine import Machine, install, run_decode
+from tests.helpers import warp_emulator
+from tests.helpers.few_rows import run_tiles
 
 # Relative RMS and max |error| / RMS(out).  16-bit outputs: their own rounding, and that of the
 # weights where a scale is folded into them.
@@ -314,11 +315,11 @@ EMULATED = [  # weights, m, K, activations, changes to the plan
 
 
 @pytest.mark.parametrize("name", ["w4-g128-zero", "w4-g32-minimum", "w8-row"])
-def test_decode_kernel_emulated_with_float32_scales(name, monkeypatch):
+def test_decode_kernel_emulated_with_float32_scales(name):
     w = weights(name, 80, 2048, jnp.float32)
     x = activations((2, 2048), jnp.bfloat16)
     assert isinstance(planning.tile_plan(Call.of(x, w, x.dtype)), planning.TilePlan)
-    out = run_decode(monkeypatch, x, w, None, jnp.float32)
+    out = run_tiles(x, w, None, jnp.float32)
     # A folded weight is rounded to bf16; otherwise every step is float32.
     check(jnp.asarray(out), product(x, w), "bfloat16" if "g32" in name else "float32")
 
@@ -326,12 +327,12 @@ def test_decode_kernel_emulated_with_float32_scales(name, monkeypatch):
 @pytest.mark.parametrize(
     "name,m,k,dtype,changes", EMULATED, ids=[f"{c[0]}-{c[1]}x{c[2]}-{c[3]}" for c in EMULATED]
 )
-def test_decode_kernel_emulated(name, m, k, dtype, changes, monkeypatch):
+def test_decode_kernel_emulated(name, m, k, dtype, changes):
     """The kernel's own code, executed instruction by instruction on numpy."""
     w = weights(name, 80, k, dtype)
     x, bias = activations((m, k), dtype), activations((80,), jnp.float32, 2)
     assert isinstance(planning.tile_plan(Call.of(x, w, x.dtype)), planning.TilePlan)
-    out = run_decode(monkeypatch, x, w, bias, dtype, **changes)
+    out = run_tiles(x, w, bias, dtype, **changes)
     check(jnp.asarray(out), product(x, w, bias), dtype)
 
 
@@ -339,8 +340,8 @@ def test_decode_kernel_emulated(name, m, k, dtype, changes, monkeypatch):
 @pytest.mark.parametrize("words", ["int4", "int8"])
 def test_pairs_of_words_meet_their_columns(words, kind, monkeypatch):
     """Every weight is recovered exactly and meets its own column of x."""
-    fake = Machine([], [0], 0, 1)
-    install(monkeypatch, fake)
+    fake = warp_emulator.registers(threads=64)
+    monkeypatch.setattr(widen, "p", fake)
     low = {"int4": -8, "int8": -128}[words]
     values = np.arange(low, -low).astype(np.int64)
     values = np.resize(np.concatenate([values, values[::-3]]), (64, 32))
@@ -360,8 +361,8 @@ def test_pairs_of_words_meet_their_columns(words, kind, monkeypatch):
         pairs = widen.word_pairs(scheme, packed[:, j], np.uint32(scheme.bias))
         columns = widen.x_pairs(scheme, [x_words[:, j, i] for i in range(per_word // 2)])
         for a, b in zip(pairs, columns, strict=True):
-            for left, right in zip(fake.pair(a, kind), fake.pair(b, kind), strict=True):
-                total += left.astype(np.float64) * right.astype(np.float64)
+            for half in (fake.widen, fake.widen_high):
+                total += half(a, kind).astype(np.float64) * half(b, kind).astype(np.float64)
     assert (total == (values * x).sum(-1)).all()
 
 

@@ -8,11 +8,9 @@ import pytest
 
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.few_rows import kernel
 from pallas_kernels.matmul.few_rows import plan as planning
-from pallas_kernels.matmul.few_rows import row_kernel as row
-from pallas_kernels.matmul.few_rows import row_products as products
-from pallas_kernels.matmul.few_rows import widen
-from tests.helpers.warp_emulator import emulated
+from tests.helpers.few_rows import few_rows
 from tests.kernels.matmul.test_blocks_matmul import newest
 from tests.kernels.matmul.test_fused_matmul import expected, extras, weight
 from tests.kernels.matmul.test_quantized_matmul import activations, check
@@ -48,8 +46,8 @@ def test_emulated(name, n, k, kinds, changes, sms):
     x, w, given, ref = case(name, n, k, kinds)
     plan = dataclasses.replace(planning.divide_row(w, "s" in kinds), sms=sms, **changes)
     assert sms == 132 or plan.rounds > 1
-    with emulated(row, products, widen):
-        out = row.matmul(x, w, out_dtype=x.dtype, plan=plan, **given)
+    with few_rows():
+        out = kernel.matmul(x, w, out_dtype=x.dtype, plan=plan, **given)
     check(out, ref, x.dtype)
 
 
@@ -64,7 +62,7 @@ def test_values_on_the_gpu(name, n, k, kinds):
     x, w, given, ref = case(name, n, k, kinds)
     fixed = {key: given.pop(key) for key in ("eps", "swiglu") if key in given}
     fixed["plan"] = planning.divide_row(w, "s" in kinds)
-    call = jax.jit(lambda x, w, given: row.matmul(x, w, out_dtype=x.dtype, **given, **fixed))
+    call = jax.jit(lambda x, w, given: kernel.matmul(x, w, out_dtype=x.dtype, **given, **fixed))
     first, again = call(x, w, given), call(x, w, given)
     check(first, ref, x.dtype)
     assert (first == again).all()
@@ -105,8 +103,8 @@ def test_what_is_pending_is_added_and_stored(name, n, k, kinds):
     pending = activations((1, k), jnp.float32, 9)
     total = (x.astype(jnp.float32) + pending).astype(x.dtype)
     given |= {"out_dtype": x.dtype, "plan": planning.divide_row(w, "s" in kinds)}
-    with emulated(row, products, widen):
-        out, stored = row.matmul(x, w, pending=pending, **given)
-        want = row.matmul(total, w, **given)
+    with few_rows():
+        out, stored = kernel.matmul(x, w, pending=pending, **given)
+        want = kernel.matmul(total, w, **given)
     assert (stored == total).all()
     assert (out == want).all()
