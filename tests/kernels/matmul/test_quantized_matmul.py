@@ -358,7 +358,7 @@ def test_pairs_of_words_meet_their_columns(words, kind, monkeypatch):
     x_words = halves[..., 0] | halves[..., 1] << 16
     total = np.zeros(64)
     for j in range(packed.shape[1]):
-        pairs = widen.word_pairs(scheme, packed[:, j], np.uint32(scheme.bias))
+        pairs = widen.word_pairs(scheme, packed[:, j], fake.ci(scheme.bias))
         columns = widen.x_pairs(scheme, [x_words[:, j, i] for i in range(per_word // 2)])
         for a, b in zip(pairs, columns, strict=True):
             for half in (fake.widen, fake.widen_high):
