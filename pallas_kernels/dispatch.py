@@ -2,9 +2,9 @@
 
 "xla" is plain jax.numpy and runs anywhere.  "mosaic" is the Pallas Mosaic GPU kernel, or
 NotImplementedError that names the fact that rules it out.  None is the kernel where the operands
-are on Hopper, jax is a version that was tested, and the op's ``unsupported(...)`` has no objection;
-XLA everywhere else.  Nothing is tried and caught.  A call with an operand of size 0 is XLA's under
-each: there is nothing to launch.
+are on Hopper, jax is a version that was tested, and the op has a plan for the call (``Plan``) and
+no reason against it (``Reason``); XLA everywhere else.  Nothing is tried and caught.  A call with
+an operand of size 0 is XLA's under each: there is nothing to launch.
 
 Where the operands are: on the devices of committed arrays and of meshes, else on the default
 device.  Inside ``jax.jit`` without a mesh nothing says where the arguments will be, and the default
@@ -114,8 +114,7 @@ def _device_of_mesh(mesh: Any) -> Any | None:
 
 
 def wants_kernel(implementation: Implementation | None, *operands: Any) -> bool:
-    """Can ``choose`` come to "mosaic"?  Only then need an op ask its ``unsupported()``, which may
-    import the kernels: a third of a second, and jax's private modules, that XLA does without."""
+    """Can ``choose_plan`` come to a kernel?"""
     if implementation is None:
         return hopper_reason(*operands) is None
     return implementation == "mosaic"
@@ -195,7 +194,7 @@ def is_empty(*operands: Any) -> bool:
 
 @dataclasses.dataclass
 class Choice:
-    """What ``choose`` came to; ``kernel`` and its ``plan`` are known when it is launched."""
+    """What ``choose_plan`` came to, with the kernel and its plan where it is one."""
 
     op: str
     operands: str

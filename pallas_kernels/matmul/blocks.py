@@ -2,8 +2,8 @@
 
     y_i[..., N_i] = rms_norm(x) w_i^T
 
-The decode matmul (``matmul.few_rows.kernel``) of weights that lie in different places.
-GLA's projections then cost one launch, with neither a second copy of the words nor another
+The tile kernel (``matmul.few_rows.tile``) of weights that lie in different places.
+GLA's projections then cost one launch, with neither a second copy of the codes nor another
 parameter tree.  Neighbours that are stored alike come out side by side in one array.  Weights of
 another form, such as a low-rank projection that stays in floats beside quantized ones, are taken by
 blocks of their own, if they are small.

@@ -34,9 +34,9 @@ def run(static: tuple[Call, Plan], x, w, bias=None, gamma=None, residual=None, p
     if isinstance(plan, few_rows.RowPlan | few_rows.TilePlan):
         from pallas_kernels.matmul.few_rows import kernel
 
-        given = {"bias": bias, "gamma": gamma, "residual": residual, "pending": pending}
+        fused = {"bias": bias, "gamma": gamma, "residual": residual, "pending": pending}
         fixed = {"out_dtype": call.out, "eps": call.eps, "swiglu": call.swiglu}
-        return kernel.matmul(x, w, **given, **fixed, plan=plan)
+        return kernel.matmul(x, w, **fused, **fixed, plan=plan)
     from pallas_kernels.matmul.many_rows import kernel
 
     return kernel.matmul(x, w, bias, call.out, plan, swiglu=call.swiglu)

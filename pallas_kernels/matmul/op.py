@@ -16,12 +16,12 @@ What stands around the product in a decoder may be part of the call: an RMSNorm 
 SwiGLU and a residual behind it.  Up to 16 rows of 16-bit floats it is then one kernel, float32 from
 the product to the only rounding; elsewhere the ops run one after the other.  ``fusible`` tells.
 
-The XLA forms are in ``matmul.xla``; the kernels in ``matmul.few_rows.row_kernel`` (one
-row of x), ``matmul.few_rows.kernel`` (up to 16) and ``matmul.many_rows.kernel``.
-All read the plain layout, so there is no re-layout at load.
+The XLA forms are in ``matmul.xla``, the kernels in ``few_rows`` (up to 16 rows of x) and
+``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain layout, so there is no
+re-layout at load.
 
 Gradients: for float x, with respect to x, bias, w.scale and a floating w.zero (or a plain w), and
-to what is fused; for QTensor x, with respect to both scales and bias.  Words get none.  That of x
+to what is fused; for QTensor x, with respect to both scales and bias.  Codes get none.  That of x
 is one product with the dequantized weight (in blocks of 512 MiB where that is larger) on an
 accelerator, of operands in x's dtype summed in float32; on a CPU it goes by tiles, in float32.
 
@@ -108,8 +108,8 @@ def quantized_matmul(
     fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
     call = Call.of(x, w, out_dtype, bias=bias, pending=pending, **fused)
     find = functools.partial(choice.plan, call)
-    given = x, w, gamma, residual, pending
-    plan = choose_plan("quantized_matmul", implementation, find, *given)
+    arrays = x, w, gamma, residual, pending
+    plan = choose_plan("quantized_matmul", implementation, find, *arrays)
     if plan is None:
         parts = "xla" if is_empty(x, w) else implementation
         return _composed(call, parts, x, w, bias, gamma, residual, pending)
@@ -209,8 +209,8 @@ def _check(x, w, bias, out_dtype, norm=None, residual=None, swiglu=False, pendin
     """ValueError, with the fact, for operands that make no product."""
     op = "quantized_matmul"
     gamma = None if norm is None else norm[0]
-    given = {"bias": bias, "norm's weight": gamma, "pending": pending, "residual": residual}
-    check(op, _OPERANDS, x=x, w=w, **given)
+    fused = {"bias": bias, "norm's weight": gamma, "pending": pending, "residual": residual}
+    check(op, _OPERANDS, x=x, w=w, **fused)
     n = w.shape[0]
     if out_dtype.name not in FLOATS:
         raise ValueError(f"{op}: out_dtype {out_dtype} is not a float")
@@ -236,7 +236,7 @@ def _check_pair(x: QTensor, w: jax.Array | QTensor) -> None:
     pair = (jnp.dtype(x.dtype).name, jnp.dtype(w.dtype).name)
     if pair not in (("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn")):
         raise ValueError(
-            f"quantized_matmul: no scheme multiplies {pair[0]} by {pair[1]} words, x by w"
+            f"quantized_matmul: no scheme multiplies {pair[0]} by {pair[1]} codes, x by w"
         )
     if x.columns is not None:
         raise ValueError("quantized_matmul: a quantized x has its columns in order")
@@ -286,13 +286,13 @@ def _weight_only_backward(chosen, static, operands, saved, dy):
     dx = contract_rows(dy, QTensor(q, scale, zero), x.dtype).astype(x.dtype)
     # dW is formed only if a caller wants a gradient of scale or zero; jit drops it otherwise.
     dw = outer_sums(dy, x).reshape(*scale.shape, -1)
-    words = q.astype(jnp.float32).reshape(dw.shape)
+    codes = q.astype(jnp.float32).reshape(dw.shape)
     dzero = None
     if zero is not None and jnp.issubdtype(zero.dtype, jnp.integer):
-        words = words - zero.astype(jnp.float32)[..., None]
+        codes = codes - zero.astype(jnp.float32)[..., None]
     elif zero is not None:
         dzero = jnp.sum(dw, axis=-1).astype(zero.dtype)
-    dscale = jnp.sum(dw * words, axis=-1).astype(scale.dtype)
+    dscale = jnp.sum(dw * codes, axis=-1).astype(scale.dtype)
     dbias = None if bias is None else jnp.sum(dy, axis=0).astype(bias.dtype)
     return dx, dscale, dzero, dbias, None
 

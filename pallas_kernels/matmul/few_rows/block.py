@@ -105,9 +105,9 @@ class Params:
     residual_at: int
 
     @classmethod
-    def of(cls, base: Value, plan: TilePlan, scheme: Scheme, given: Operands) -> Params:
+    def of(cls, base: Value, plan: TilePlan, scheme: Scheme, operands: Operands) -> Params:
         scale_row = scheme.n_groups * scheme.scale_bytes
         zero_row = scheme.n_groups * scheme.zero_bytes
         bias_at = 16 * (scale_row + zero_row)
-        residual_at = bias_at + (0 if given.bias is None else 64)
+        residual_at = bias_at + (0 if operands.bias is None else 64)
         return cls(base, plan.param_bytes, scale_row, zero_row, bias_at, residual_at)

@@ -33,7 +33,7 @@ def matmul(
     """x [M, K] bf16, groups of weights [N_i, K] of one form, gamma [K] -> [M, sum N_i] of each."""
     m, k = x.shape
     parts = [[tuple(parts_of(w).values()) for w in group] for group in groups]
-    given, tree = jax.tree.flatten((x, gamma, parts))
+    inputs, tree = jax.tree.flatten((x, gamma, parts))
     outs = tuple(jax.ShapeDtypeStruct((m, sum(g.rows)), out_dtype) for g in plan.groups)
     schemes = [Scheme.of(group[0], KIND[x.dtype.name]) for group in groups]
 
@@ -54,8 +54,8 @@ def matmul(
         tile.run(group.tiles, schemes[i], sum(group.rows), operands, scratch, several)
 
     def body(*refs):
-        x_ref, gamma_ref, parts = jax.tree.unflatten(tree, refs[: len(given)])
-        out_refs, scratch = refs[len(given) :][: len(groups)], refs[len(given) + len(groups) :]
+        x_ref, gamma_ref, parts = jax.tree.unflatten(tree, refs[: len(inputs)])
+        out_refs, scratch = refs[len(inputs) :][: len(groups)], refs[len(inputs) + len(groups) :]
         for i, group in enumerate(plan.groups):
             run = functools.partial(program, i, x_ref, gamma_ref, parts[i], out_refs[i], scratch)
             if len(groups) == 1:
@@ -67,7 +67,7 @@ def matmul(
     sizes = [group.tiles.scratch_sizes(normed=True) for group in plan.groups]
     return launch(
         body,
-        given,
+        inputs,
         outs,
         name="quantized_matmul_blocks",
         grid=sum(group.tiles.clusters for group in plan.groups),

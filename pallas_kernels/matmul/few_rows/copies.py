@@ -47,7 +47,7 @@ class Copies:
     """ring: the lane's place in its first slot.  places: of "w", "scale" and "zero"."""
 
     block: Block
-    given: Operands
+    operands: Operands
     params: Params
     ring: Value
     places: Mapping[str, Places]
@@ -83,19 +83,19 @@ class Copies:
     def addends(self, batch, buffer, count: int) -> None:
         """Bias and residual of the batch's tiles, which are read when it ends: they replace those
         of the batch before the last, whose readers are known to be through only now."""
-        given, params = self.given, self.params
-        if given.bias is not None:
+        operands, params = self.operands, self.params
+        if operands.bias is not None:
 
             def biases(tile, piece):
-                return p.offset(p.offset(given.bias, tile, 64), piece, 16)
+                return p.offset(p.offset(operands.bias, tile, 64), piece, 16)
 
             self.pieces(batch, buffer, count, 4, params.bias_at, biases)
-        if given.residual is not None:
+        if operands.residual is not None:
 
             def residuals(tile, piece):
                 token, half = p.shift_right(piece, 1), arith.andi(piece, p.ci(1))
                 at = p.add(p.mul(token, self.block.n), p.mul(tile, 16), p.mul(half, 8))
-                return p.offset(given.residual, at, 2)
+                return p.offset(operands.residual, at, 2)
 
             pieces = 2 * self.block.plan.m
             self.pieces(batch, buffer, count, pieces, params.residual_at, residuals)

@@ -39,16 +39,16 @@ def matmul(
     (m, k), n = x.shape, w.shape[0]
     scheme = Scheme.of(w, KIND[x.dtype.name])
     bias = None if bias is None else bias.astype(jnp.float32)
-    given = {"x": x, **parts_of(w), "bias": bias, "gamma": gamma, "residual": residual}
-    given = {name: v for name, v in {**given, "pending": pending}.items() if v is not None}
+    inputs = {"x": x, **parts_of(w), "bias": bias, "gamma": gamma, "residual": residual}
+    inputs = {name: v for name, v in {**inputs, "pending": pending}.items() if v is not None}
     outs = {"out": jax.ShapeDtypeStruct((m, n // 2 if swiglu else n), out_dtype)}
     if pending is not None:
         outs["total"] = jax.ShapeDtypeStruct((m, k), x.dtype)
-    facts = {"k": k, "kinds": kinds_of(given | outs), "eps": eps, "swiglu": swiglu}
+    facts = {"k": k, "kinds": kinds_of(inputs | outs), "eps": eps, "swiglu": swiglu}
     is_row = isinstance(plan, RowPlan)
 
     def body(*refs):
-        memory = dict(zip([*given, *outs], refs, strict=False))
+        memory = dict(zip([*inputs, *outs], refs, strict=False))
         scratch = refs[len(memory) :]
         if is_row:
             row.run(plan, scheme, Operands.of(memory, **facts), scratch)
@@ -58,7 +58,7 @@ def matmul(
 
     return launch(
         body,
-        list(given.values()),
+        list(inputs.values()),
         outs["out"] if pending is None else tuple(outs.values()),
         name=plan.kernel.removesuffix("_mosaic"),
         grid=plan.blocks if is_row else plan.clusters,

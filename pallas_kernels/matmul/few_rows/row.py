@@ -49,7 +49,7 @@ class Input:
     """
 
     plan: RowPlan
-    given: Operands
+    operands: Operands
     loop: Floats | Nibbles
     thread: Value
     squares: Value
@@ -57,24 +57,26 @@ class Input:
     def ask(self, early: bool):
         """8 values a thread of x and of the norm's weight, those that are asked for before the
         first of w, or the others: [(piece, is it one, x, gamma, pending)]."""
-        given, pieces = self.given, self.plan.k // 8
+        operands, pieces = self.operands, self.plan.k // 8
         rounds = range(0, pieces, THREADS)
-        at_once = 4 if given.gamma is None else 2
+        at_once = 4 if operands.gamma is None else 2
         asked = []
         for first in rounds[:at_once] if early else rounds[at_once:]:
             piece = p.add(self.thread, first)
             inside = None
             if first + THREADS > pieces:
                 inside, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
-            words = p.load_global(p.offset(given.x, piece, 16), 4, cache="")
-            gamma = None if given.gamma is None else self.eight("gamma", piece)
-            pending = None if given.pending is None else self.eight("pending", piece)
+            words = p.load_global(p.offset(operands.x, piece, 16), 4, cache="")
+            gamma = None if operands.gamma is None else self.eight("gamma", piece)
+            pending = None if operands.pending is None else self.eight("pending", piece)
             asked.append((piece, inside, words, gamma, pending))
         return asked
 
     def eight(self, name: str, piece: Value) -> list[Value]:
-        size = 32 if self.given.kinds[name] == "f32" else 16
-        return self.given.eight(name, p.offset(getattr(self.given, name), piece, size), cache="")
+        size = 32 if self.operands.kinds[name] == "f32" else 16
+        return self.operands.eight(
+            name, p.offset(getattr(self.operands, name), piece, size), cache=""
+        )
 
     def store(self, asked, warp: Value, lane: Value) -> None:
         """x times the norm's weight to shared memory, and the warps' sums of x's squares."""
@@ -83,7 +85,7 @@ class Input:
             if pending is not None:
                 place = functools.partial(p.offset, index=piece, stride=16)
                 block = functools.partial(p.register, "ctaid.x")
-                words = self.given.store_total(words, pending, place, block)
+                words = self.operands.store_total(words, pending, place, block)
             values = floats(words)
             if gamma is not None:
                 is_one = None if inside is None else lambda inside=inside: inside
@@ -94,18 +96,18 @@ class Input:
                 store()
             else:
                 p.when(inside, store)
-        if self.given.gamma is not None:
+        if self.operands.gamma is not None:
             (total,) = over_lanes([total])
             at = p.add(self.squares, p.mul(warp, 4))
             p.when(p.less(lane, 1), lambda: p.store_shared(at, [total]))
 
     def factor(self) -> Value | None:
-        if self.given.gamma is None:
+        if self.operands.gamma is None:
             return None
         total = p.load_float(self.squares)
         for w in range(1, WARPS):
             total = arith.addf(total, p.load_float(self.squares, 4 * w))
-        return self.given.factor(total)
+        return self.operands.factor(total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +118,14 @@ class Rows:
     """
 
     plan: RowPlan
-    given: Operands
+    operands: Operands
     loop: Floats | Nibbles
     lane: Value
     w: Value
 
     def of(self, unit: Value) -> list[Value]:
         """The unit's rows: side by side, or one of gate and one of up."""
-        swiglu = self.given.swiglu
+        swiglu = self.operands.swiglu
         row = unit if swiglu else p.mul(unit, self.plan.rows)
         return [row, p.add(row, self.plan.units if swiglu else 1)][: self.plan.rows]
 
@@ -146,12 +148,12 @@ class Rows:
         names = {"scales": "scale", "biases": "bias", "residual": "residual"}
         if self.loop.in_groups:
             del names["scales"]
-        rows, given = self.of(unit), self.given
+        rows, operands = self.of(unit), self.operands
         return {key: [self.number(name, row) for row in rows] for key, name in names.items()
-                if getattr(given, name) is not None}  # fmt: skip
+                if getattr(operands, name) is not None}  # fmt: skip
 
     def number(self, name: str, index: Value) -> Value:
-        kind, base = self.given.kinds[name], getattr(self.given, name)
+        kind, base = self.operands.kinds[name], getattr(self.operands, name)
         if kind == "f32":
             return p.load_global(p.offset(base, index, 4), 1, 0, "f32", "")[0]
         return p.widen(p.load_half(p.offset(base, index, 2)), kind)
@@ -160,15 +162,15 @@ class Rows:
         totals = over_lanes(self.loop.totals(sums))
 
         def store():
-            values = self.given.finish(totals, factor=factor, **asked)
+            values = self.operands.finish(totals, factor=factor, **asked)
             first = p.mul(unit, len(values))
             for i, value in enumerate(values):
-                self.given.store(p.add(first, i), value)
+                self.operands.store(p.add(first, i), value)
 
         p.when(p.less(self.lane, 1), store)
 
 
-def run(plan: RowPlan, scheme: Scheme, given: Operands, scratch: Sequence[Value]) -> None:
+def run(plan: RowPlan, scheme: Scheme, operands: Operands, scratch: Sequence[Value]) -> None:
     """One block's program, emitted while the kernel is traced.  scratch: of x, and of squares."""
     xs, squares = (p.shared_address(r) for r in scratch)
     thread = p.register("tid.x")
@@ -176,10 +178,10 @@ def run(plan: RowPlan, scheme: Scheme, given: Operands, scratch: Sequence[Value]
     lane = arith.andi(thread, p.ci(31))
     # Neighbouring warps of a block have neighbouring rows.
     first = p.add(p.mul(p.register("ctaid.x"), WARPS), warp)
-    w = p.offset(given.w, lane, 16)
-    loop = (Nibbles if plan.bits == 4 else Floats).of(plan, scheme, given, xs, lane)
-    source = Input(plan, given, loop, thread, squares)
-    rows = Rows(plan, given, loop, lane, w)
+    w = p.offset(operands.w, lane, 16)
+    loop = (Nibbles if plan.bits == 4 else Floats).of(plan, scheme, operands, xs, lane)
+    source = Input(plan, operands, loop, thread, squares)
+    rows = Rows(plan, operands, loop, lane, w)
     groups, stride = plan.groups, plan.blocks * WARPS
 
     asked = source.ask(early=True)

@@ -32,8 +32,10 @@ class Floats:
     in_groups = False
 
     @classmethod
-    def of(cls, plan: RowPlan, scheme: Scheme, given: Operands, xs: Value, lane: Value) -> Floats:
-        del scheme, given
+    def of(
+        cls, plan: RowPlan, scheme: Scheme, operands: Operands, xs: Value, lane: Value
+    ) -> Floats:
+        del scheme, operands
         return cls(plan, xs, lane)
 
     def store_x(self, piece, values) -> None:
@@ -92,13 +94,15 @@ class Nibbles:
     in_groups = True
 
     @classmethod
-    def of(cls, plan: RowPlan, scheme: Scheme, given: Operands, xs: Value, lane: Value) -> Nibbles:
+    def of(
+        cls, plan: RowPlan, scheme: Scheme, operands: Operands, xs: Value, lane: Value
+    ) -> Nibbles:
         group = p.shift_right(lane, 2)
         quad = arith.andi(lane, p.ci(3))
         on_diagonal = p.equal(quad, p.shift_right(lane, 3))
         is_second = p.equal(arith.andi(group, p.ci(1)), p.ci(1))
         group_at = p.mul(group, scheme.scale_bytes)
-        return cls(plan, scheme, xs, lane, given.scale, group_at, on_diagonal, is_second)
+        return cls(plan, scheme, xs, lane, operands.scale, group_at, on_diagonal, is_second)
 
     def scales_of(self, row):
         at = p.offset(self.scales, row, self.scheme.scale_bytes * (self.plan.k // 128))

@@ -64,7 +64,7 @@ class Scheme:
 
     @property
     def bias(self) -> int:
-        """The pair of floats that a word of 0 becomes before it is taken off again."""
+        """The pair of floats that a code of 0 becomes before it is taken off again."""
         if self.bits == 4:
             return 0x43084308 if self.kind == "bf16" else 0x64086408
         return 0x64806480

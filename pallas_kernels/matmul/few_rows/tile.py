@@ -156,42 +156,42 @@ def run(
     plan: TilePlan,
     scheme: Scheme,
     n: int,
-    given: Operands,
+    operands: Operands,
     scratch: Sequence[Value],
     several: Several | None = None,
 ) -> None:
     """One block's program, emitted while the kernel is traced.  scratch: partial sums and x, the
     ring, scales and what else a tile needs, squares of x."""
     partial, ring, params, *squares = (p.shared_address(r) for r in scratch)
-    block = Block.here(plan, scheme, n, given.k)
+    block = Block.here(plan, scheme, n, operands.k)
     x_mine = p.add(partial, p.mul(block.working, 2 * plan.m * plan.k_warp))
     if plan.resident:
         x_mine = p.add(x_mine, plan.partial_bytes)
     lane_k = p.add(block.k0, p.mul(block.quad, scheme.columns // 4))
-    row_bytes = given.k * scheme.bits // 8
-    w = p.offset(given.w, block.row, row_bytes)
+    row_bytes = operands.k * scheme.bits // 8
+    w = p.offset(operands.w, block.row, row_bytes)
     shift = 1 if scheme.bits == 4 else 0
     w = p.offset(w, p.mul(block.k0, 2) if scheme.plain else p.shift_right(block.k0, shift))
     w = p.offset(w, block.quad, 16)
     ring = p.add(ring, p.mul(block.warp, 1024), p.mul(block.lane, 16))
-    layout = Params.of(params, plan, scheme, given)
+    layout = Params.of(params, plan, scheme, operands)
     loop = TileLoop.of(block, layout, lane_k)
     places = {
         "w": Places(w, 16 * row_bytes),
-        "scale": Places(given.scale, 16 * layout.scale_row),
-        "zero": Places(given.zero, 16 * layout.zero_row),
+        "scale": Places(operands.scale, 16 * layout.scale_row),
+        "zero": Places(operands.zero, 16 * layout.zero_row),
     }
     if several is not None:
         block = dataclasses.replace(block, cluster=p.add(block.cluster, -several.begin))
-        starts = given.w, given.scale, given.zero
+        starts = operands.w, operands.scale, operands.zero
         for name, start, refs in zip(places, starts, _by_part(several.others), strict=True):
             if start is not None:
                 places[name] = places[name].and_others(start, several.firsts, refs)
-    copies = Copies(block, given, layout, ring, places)
+    copies = Copies(block, operands, layout, ring, places)
     loop = dataclasses.replace(loop, block=block)
-    staged = StagedX(block, given, x_mine)
-    normed = None if given.gamma is None else NormedX(block, given, staged, *squares)
-    Tiles(block, copies, staged, normed, loop, Sums(block, given, layout, partial, normed)).run()
+    staged = StagedX(block, operands, x_mine)
+    normed = None if operands.gamma is None else NormedX(block, operands, staged, *squares)
+    Tiles(block, copies, staged, normed, loop, Sums(block, operands, layout, partial, normed)).run()
 
 
 def _by_part(others: Sequence[Sequence[Value | None]]):

@@ -21,7 +21,7 @@ class Sums:
     """partial: shared memory of the partial sums."""
 
     block: Block
-    given: Operands
+    operands: Operands
     params: Params
     partial: Value
     normed: NormedX | None
@@ -101,7 +101,7 @@ class Sums:
         block.threads(-(-count // parts // plan.split) * values, of_cluster)
 
     def write(self, sums, slots, tile, token, row) -> None:
-        given, params = self.given, self.params
+        operands, params = self.operands, self.params
 
         def biases():
             at = p.add(params.base, params.bias_at, p.mul(row, 4))
@@ -112,16 +112,16 @@ class Sums:
         def residual():
             at = p.add(p.mul(slots[0], params.tile_bytes), p.mul(token, 32), p.mul(row, 2))
             old = p.load_shared_narrow(p.add(params.base, at), "u16", params.residual_at)
-            yield p.widen(old, given.kinds["out"])
+            yield p.widen(old, operands.kinds["out"])
 
         def store():
-            (out,) = given.finish(
+            (out,) = operands.finish(
                 sums,
                 factor=None if self.normed is None else self.normed.factor(token),
-                biases=None if given.bias is None else biases(),
-                residual=None if given.residual is None else residual(),
+                biases=None if operands.bias is None else biases(),
+                residual=None if operands.residual is None else residual(),
             )
             column = p.add(p.mul(tile, 16), row)
-            given.store(p.add(p.mul(token, 16 * self.block.out_tiles), column), out)
+            operands.store(p.add(p.mul(token, 16 * self.block.out_tiles), column), out)
 
         p.when(p.less(tile, self.block.out_tiles), store)

@@ -31,7 +31,7 @@ class StagedX:
     """x_mine: shared memory of the warp's run."""
 
     block: Block
-    given: Operands
+    operands: Operands
     x_mine: Value
 
     def granule(self, token, index):
@@ -49,7 +49,7 @@ class StagedX:
         return p.add(self.x_mine, row, p.mul(arith.xori(index, odd), 16))
 
     def source(self, token, index):
-        at = p.offset(self.given.x, token, 2 * self.block.k)
+        at = p.offset(self.operands.x, token, 2 * self.block.k)
         return p.offset(at, p.add(self.block.k0, p.mul(index, 8)), 2)
 
     def repeated(self):
@@ -169,7 +169,7 @@ class NormedX:
     token."""
 
     block: Block
-    given: Operands
+    operands: Operands
     staged: StagedX
     squares: Value
 
@@ -235,12 +235,12 @@ class NormedX:
         index = p.minimum(index, self.per_token - 1)
         rows = [p.minimum(t, self.block.plan.m - 1) for t in begun.tokens]
         xs = [p.load_global(self.staged.source(row, index), 4) for row in rows]
-        if self.given.pending is not None:
+        if self.operands.pending is not None:
             pending = [self.load_pending(row, index) for row in rows]
             xs = list(zip(xs, pending, strict=True))
         column = p.add(self.block.k0, p.mul(index, 8))
-        size = 4 if self.given.kinds["gamma"] == "f32" else 2
-        return xs, self.given.eight("gamma", p.offset(self.given.gamma, column, size), ".nc")
+        size = 4 if self.operands.kinds["gamma"] == "f32" else 2
+        return xs, self.operands.eight("gamma", p.offset(self.operands.gamma, column, size), ".nc")
 
     def use(self, begun: Begun, step: int, xs, gamma) -> None:
         plan, per_token = self.block.plan, self.per_token
@@ -251,7 +251,7 @@ class NormedX:
             return p.less(index, per_token)
 
         for r, (token, words) in enumerate(zip(begun.tokens, xs, strict=True)):
-            if self.given.pending is not None:
+            if self.operands.pending is not None:
                 words = self.store_total(*words, token, p.minimum(index, per_token - 1))
             if begun.repeated is not None:
                 keep = p.less(index, begun.repeated)
@@ -274,9 +274,9 @@ class NormedX:
 
     def load_pending(self, token, index):
         """8 columns of what is to be added to a token, as floats."""
-        at = p.offset(self.given.pending, token, 4 * self.block.k)
+        at = p.offset(self.operands.pending, token, 4 * self.block.k)
         at = p.offset(at, p.add(self.block.k0, p.mul(index, 8)), 4)
-        return self.given.eight("pending", at, ".nc")
+        return self.operands.eight("pending", at, ".nc")
 
     def store_total(self, words, pending, token, index):
         """8 columns of a token with what was pending: words, which the first cluster stores."""
@@ -285,7 +285,7 @@ class NormedX:
             at = p.offset(total, p.minimum(token, self.block.plan.m - 1), 2 * self.block.k)
             return p.offset(at, p.add(self.block.k0, p.mul(index, 8)), 2)
 
-        return self.given.store_total(words, pending, place, lambda: self.block.cluster)
+        return self.operands.store_total(words, pending, place, lambda: self.block.cluster)
 
     def sum_squares(self) -> None:
         """A thread per token: the warps' sums to the block's; with one block the token's factor."""
@@ -297,7 +297,7 @@ class NormedX:
             for w in range(1, plan.warps):
                 total = arith.addf(total, p.load_float(at, 4 * TOKENS * w))
             if plan.split == 1:
-                total = self.given.factor(total)
+                total = self.operands.factor(total)
             p.store_shared(at, [total], 4 * TOKENS * WARPS)
 
         p.when(p.less(block.thread, plan.m), one)
@@ -311,4 +311,4 @@ class NormedX:
         total = p.load_peer(p.peer_address(at, 0))
         for i in range(1, split):
             total = arith.addf(total, p.load_peer(p.peer_address(at, i)))
-        return self.given.factor(total)
+        return self.operands.factor(total)

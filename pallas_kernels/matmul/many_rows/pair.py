@@ -44,7 +44,9 @@ from pallas_kernels.matmul.many_rows import pipeline
 from pallas_kernels.matmul.many_rows.pipeline import (
     REGISTERS,
     drain,
+    feeder,
     launch,
+    meet_peer,
     my_tiles,
     ring_barriers,
     ring_next,
@@ -90,50 +92,40 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
         m0 = mi if tile.cluster == 1 else mi * tile.cluster + pair
         return m0 * tile.m, ni * wide
 
-    @pl.when(wg == 2)
-    def feed():
-        plgpu.set_max_registers(REGISTERS[2][0], action="decrease")
-
-        def copy_tiles():
-            def one_tile(t, _):
-                m0, n0 = origin(t)
-                if vectors:
-                    slot = t % 2
-                    pl.when(t >= 2)(lambda: plgpu.barrier_wait(s_empty.at[slot]))
-                    for ref, ref_sm in zip(vectors, vectors_sm, strict=False):
-                        span = pl.ds(m0 if ref_sm is sx_sm else n0, ref_sm.shape[1])
-                        plgpu.copy_gmem_to_smem(ref.at[span], ref_sm.at[slot], s_full.at[slot])
-
-                def load(j, at):
-                    ks = pl.ds((part * steps + j) * block_k, block_k)
-                    pl.when(t * steps + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
-                    plgpu.copy_gmem_to_smem(
-                        x.at[pl.ds(m0, box), ks], x_rows.at[at, pl.ds(0, box)], full.at[at]
-                    )
-                    if swiglu:  # a warpgroup's rows of gate, then the same of up
-                        for half in range(2):
-                            rows = pl.ds(n0 + half * out_cols, out_cols)
-                            plgpu.copy_gmem_to_smem(
-                                w.at[:, rows, ks], w_rows.at[at, half], full.at[at]
-                            )
-                    else:
-                        rows = pl.ds(n0, tile.n)
-                        plgpu.copy_gmem_to_smem(
-                            w.at[rows, ks], w_rows.at[at], full.at[at], collective_axes=axes
-                        )
-                    return ring_next(at, 1, stages)
-
-                lax.fori_loop(0, steps, load, ring_slot(t * steps, stages))
-
-            lax.fori_loop(0, tiles, one_tile, None)
-            drain(empty, tiles * steps, stages)
+    @feeder(wg, 2)
+    def copy_tiles():
+        def one_tile(t, _):
+            m0, n0 = origin(t)
             if vectors:
-                drain(s_empty, tiles, 2)
+                slot = t % 2
+                pl.when(t >= 2)(lambda: plgpu.barrier_wait(s_empty.at[slot]))
+                for ref, ref_sm in zip(vectors, vectors_sm, strict=False):
+                    span = pl.ds(m0 if ref_sm is sx_sm else n0, ref_sm.shape[1])
+                    plgpu.copy_gmem_to_smem(ref.at[span], ref_sm.at[slot], s_full.at[slot])
 
-        # One warp: each of four would arrive on the slot's barrier for every copy.
-        @plgpu.warp_map
-        def of_warp(warp):
-            pl.when(warp == 0)(copy_tiles)
+            def load(j, at):
+                ks = pl.ds((part * steps + j) * block_k, block_k)
+                pl.when(t * steps + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
+                plgpu.copy_gmem_to_smem(
+                    x.at[pl.ds(m0, box), ks], x_rows.at[at, pl.ds(0, box)], full.at[at]
+                )
+                if swiglu:  # a warpgroup's rows of gate, then the same of up
+                    for half in range(2):
+                        rows = pl.ds(n0 + half * out_cols, out_cols)
+                        plgpu.copy_gmem_to_smem(w.at[:, rows, ks], w_rows.at[at, half], full.at[at])
+                else:
+                    rows = pl.ds(n0, tile.n)
+                    plgpu.copy_gmem_to_smem(
+                        w.at[rows, ks], w_rows.at[at], full.at[at], collective_axes=axes
+                    )
+                return ring_next(at, 1, stages)
+
+            lax.fori_loop(0, steps, load, ring_slot(t * steps, stages))
+
+        lax.fori_loop(0, tiles, one_tile, None)
+        drain(empty, tiles * steps, stages)
+        if vectors:
+            drain(s_empty, tiles, 2)
 
     @pl.when(wg < 2)
     def compute():
@@ -190,22 +182,8 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
             if tile.split == 1:
                 return finish(t, m0, n0, acc)
             sum_sm, sum_full, sum_empty = sums
-
-            @pl.when(part != wg)
-            def _():
-                pl.when(t > 0)(lambda: plgpu.barrier_wait(sum_empty.at[wg]))
-                plgpu.async_store_smem(
-                    acc, sum_sm, sum_full, cluster_idx=1 - part, cluster_dim="part"
-                )
-                plgpu.barrier_arrive(sum_empty.at[wg])
-
-            @pl.when(part == wg)
-            def _():
-                plgpu.barrier_wait(sum_full)
-                other = plgpu.load(sum_sm, layout=_LAYOUT)
-                plgpu.commit_smem()  # all of the warpgroup have read
-                plgpu.barrier_arrive(sum_empty.at[wg])
-                finish(t, m0, n0, acc + other)
+            finish_all = functools.partial(finish, t, m0, n0)
+            meet_peer(t, acc, part, lambda: wg, sum_sm, sum_full, sum_empty.at[wg], finish_all)
 
         def finish(t, m0, n0, acc):
             slot = t % 2

@@ -12,13 +12,13 @@ dequantized once per 256 tokens and never written back.  The output tile is tran
 through shared memory.
 
     feeder    : TMA x, w, scales of slot i+1 | i+2 | ... | next tile's | ...
-    compute 0 : wait i, i+1 | words -> floats | wgmma x 8 ............ | release i | release i+1 |
-    compute 1 : ....... wgmma x 8 | release | wait | words -> floats | wgmma x 8 ...
+    compute 0 : wait i, i+1 | codes -> floats | wgmma x 8 ............ | release i | release i+1 |
+    compute 1 : ....... wgmma x 8 | release | wait | codes -> floats | wgmma x 8 ...
     both      : after the last step  acc * row + bias -> 16 bits, transposed -> TMA store
 
-The two warpgroups fall into step by themselves: while one turns words into floats the other's
+The two warpgroups fall into step by themselves: while one turns codes into floats the other's
 wgmmas keep the tensor cores busy.  Two slots cost ~270 instructions a thread (int4: two shuffles
-and a permute a word, then LOP3, subtract, multiply a pair) against 2 x 1024 cycles of wgmma.
+and a permute 32 bits, then LOP3, subtract, multiply a pair) against 2 x 1024 cycles of wgmma.
 The activations are multicast to the two blocks of a cluster, which lie side by side in N.
 
 Up to 64 tokens blocks are short of work rather than of operands: ``parts`` lets more warpgroups
@@ -45,7 +45,9 @@ from pallas_kernels.matmul.many_rows import pipeline
 from pallas_kernels.matmul.many_rows.pipeline import (
     REGISTERS,
     drain,
+    feeder,
     launch,
+    meet_peer,
     my_tiles,
     ring_barriers,
     ring_next,
@@ -99,7 +101,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
     unroll = tile.unrolled(k)
     across = tile.rows // 64  # warpgroups side by side in w's rows
     computing = across * tile.parts
-    feeder_registers, compute_registers = REGISTERS[computing]
+    compute_registers = REGISTERS[computing][1]
     axes = "pair" if tile.cluster > 1 else None
     grouped = [(v, v_sm) for v, v_sm in ((scale, s_sm), (zero, z_sm)) if v is not None]
     vectors = [(v, v_sm) for v, v_sm in ((row, r_sm), (bias, b_sm)) if v is not None]
@@ -115,54 +117,42 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
         """The first group of slot j."""
         return (j // scheme.slots_per_group) * scheme.groups_per_slot
 
-    @pl.when(wg == computing)
-    def feed():
-        plgpu.set_max_registers(feeder_registers, action="decrease")
-
-        def copy_tiles():
-            def one_tile(t, _):
-                m0, n0 = origin(t)
-                slot, rows = lax.rem(t, slots), pl.ds(n0, tile.rows)
-                if vectors:
-                    pl.when(t >= slots)(lambda: plgpu.barrier_wait(r_empty.at[slot]))
-                    for vector, vector_sm in vectors:
-                        source = vector.at[rows]
-                        if vector_sm.ndim == 3:  # the groups of this block's columns
-                            groups = vector_sm.shape[2]
-                            source = vector.at[rows, pl.ds(k_part * groups, groups)]
-                        plgpu.copy_gmem_to_smem(source, vector_sm.at[slot], r_full.at[slot])
-
-                def load(j, at):
-                    ks = pl.ds((first_step + j) * BLOCK_K, BLOCK_K)
-                    pl.when(t * steps + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
-                    plgpu.copy_gmem_to_smem(
-                        x.at[pl.ds(m0, box), ks],
-                        x_rows.at[at, pl.ds(0, box)],
-                        full.at[at],
-                        collective_axes=axes,
-                    )
-                    plgpu.copy_gmem_to_smem(w.at[rows, ks], w_sm.at[at], full.at[at])
-                    first = group_of(first_step + j)
-                    groups = pl.ds(first, scheme.groups_per_slot)
-                    for vector, vector_sm in grouped:
-                        plgpu.copy_gmem_to_smem(
-                            vector.at[groups, rows], vector_sm.at[at], full.at[at]
-                        )
-                    return ring_next(at, 1, stages)
-
-                lax.fori_loop(0, steps, load, ring_slot(t * steps, stages))
-
-            lax.fori_loop(0, tiles, one_tile, None)
-            drain(empty, tiles * steps, stages)
+    @feeder(wg, computing)
+    def copy_tiles():
+        def one_tile(t, _):
+            m0, n0 = origin(t)
+            slot, rows = lax.rem(t, slots), pl.ds(n0, tile.rows)
             if vectors:
-                drain(r_empty, tiles, slots)
+                pl.when(t >= slots)(lambda: plgpu.barrier_wait(r_empty.at[slot]))
+                for vector, vector_sm in vectors:
+                    source = vector.at[rows]
+                    if vector_sm.ndim == 3:  # the groups of this block's columns
+                        groups = vector_sm.shape[2]
+                        source = vector.at[rows, pl.ds(k_part * groups, groups)]
+                    plgpu.copy_gmem_to_smem(source, vector_sm.at[slot], r_full.at[slot])
 
-        # One warp: each of four would arrive on the slot's barrier for every copy.
-        @plgpu.warp_map
-        def of_warp(warp):
-            @pl.when(warp == 0)
-            def _():
-                copy_tiles()
+            def load(j, at):
+                ks = pl.ds((first_step + j) * BLOCK_K, BLOCK_K)
+                pl.when(t * steps + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
+                plgpu.copy_gmem_to_smem(
+                    x.at[pl.ds(m0, box), ks],
+                    x_rows.at[at, pl.ds(0, box)],
+                    full.at[at],
+                    collective_axes=axes,
+                )
+                plgpu.copy_gmem_to_smem(w.at[rows, ks], w_sm.at[at], full.at[at])
+                first = group_of(first_step + j)
+                groups = pl.ds(first, scheme.groups_per_slot)
+                for vector, vector_sm in grouped:
+                    plgpu.copy_gmem_to_smem(vector.at[groups, rows], vector_sm.at[at], full.at[at])
+                return ring_next(at, 1, stages)
+
+            lax.fori_loop(0, steps, load, ring_slot(t * steps, stages))
+
+        lax.fori_loop(0, tiles, one_tile, None)
+        drain(empty, tiles * steps, stages)
+        if vectors:
+            drain(r_empty, tiles, slots)
 
     @pl.when(wg < computing)
     def compute():
@@ -193,8 +183,8 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
             wide = plgpu.Layout.WGMMA_UPCAST_2X
             if w.dtype == jnp.int4:
                 wide = plgpu.Layout.WGMMA_UPCAST_4X
-            words = plgpu.load(w_sm.at[at, mine], layout=wide)
-            a = plgpu.layout_cast(words, _LAYOUT).astype(x.dtype)
+            codes = plgpu.load(w_sm.at[at, mine], layout=wide)
+            a = plgpu.layout_cast(codes, _LAYOUT).astype(x.dtype)
             if scheme.zero == "int":
                 a = a - per_column(z_sm, t, j, at)  # exact: small integers
             if scheme.scale:
@@ -229,7 +219,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
             ref = plgpu.ACC((64, tokens), jnp.float32)
             acc = pl.run_scoped(functools.partial(accumulate, t), ref)
             if tile.parts == 1:
-                return meet_peer(t, m0, n0, acc)
+                return whole(t, m0, n0, acc)
 
             @pl.when(part > 0)
             def _():
@@ -248,35 +238,24 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
                     plgpu.barrier_wait(sum_full.at[place])
                     total += plgpu.load(sum_sm.at[place], layout=_LAYOUT)
                     plgpu.barrier_arrive(sum_empty.at[place])
-                meet_peer(t, m0, n0, total)
+                whole(t, m0, n0, total)
 
-        def meet_peer(t, m0, n0, acc):
+        def whole(t, m0, n0, acc):
+            """All of K, of which a block may have half."""
             if tile.split == 1:
                 return finish(t, m0, n0, acc)
             peer_sm, peer_full, peer_empty = peer
-            place = half // 2  # of the two halves' rows, one is sent and one is finished
+            of_pair = peer_sm.at[half // 2]  # of two warpgroups' rows one's are sent
+            finish_all = functools.partial(finish, t, m0, n0)
 
-            @pl.when(k_part != half % 2)
-            def _():
-                pl.when(t > 0)(lambda: plgpu.barrier_wait(peer_empty.at[half]))
-                plgpu.async_store_smem(
-                    acc,
-                    peer_sm.at[place],
-                    peer_full,
-                    cluster_idx=1 - k_part,
-                    cluster_dim="part",
-                )
-                plgpu.barrier_arrive(peer_empty.at[half])
+            def sent():
                 if vectors:
                     plgpu.barrier_arrive(r_empty.at[lax.rem(t, slots)])
 
-            @pl.when(k_part == half % 2)
-            def _():
-                plgpu.barrier_wait(peer_full)
-                other = plgpu.load(peer_sm.at[place], layout=_LAYOUT)
-                plgpu.commit_smem()  # all of the warpgroup have read
-                plgpu.barrier_arrive(peer_empty.at[half])
-                finish(t, m0, n0, acc + other)
+            meet_peer(
+                t, acc, k_part, lambda: half % 2, of_pair, peer_full, peer_empty.at[half],
+                finish_all, sent,
+            )  # fmt: skip
 
         def finish(t, m0, n0, acc):
             chunk = o_sm.shape[2]
