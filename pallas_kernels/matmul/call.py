@@ -7,7 +7,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from pallas_kernels.device import H200
 from pallas_kernels.qtensor import QTensor
@@ -34,36 +33,13 @@ class Call:
     pending: jnp.dtype | None = None
 
     @classmethod
-    def of(
-        cls,
-        x: jax.Array | QTensor,
-        w: jax.Array | QTensor,
-        out_dtype: DTypeLike,
-        *,
-        bias: jax.Array | None = None,
-        gamma: jax.Array | None = None,
-        eps: float | None = None,
-        residual: jax.Array | None = None,
-        swiglu: bool = False,
-        pending: jax.Array | None = None,
-    ) -> Call:
-        """Of arrays or of their shapes; x ``[..., K]``."""
-        norm, residual, pending = (
-            None if v is None else jnp.dtype(v.dtype) for v in (gamma, residual, pending)
-        )
-        return cls(
-            m=math.prod(x.shape[:-1]),
-            x=jnp.dtype(x.dtype),
-            w=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w),
-            out=jnp.dtype(out_dtype),
-            quantized_x=isinstance(x, QTensor),
-            bias=bias is not None,
-            norm=norm,
-            eps=eps,
-            residual=residual,
-            swiglu=swiglu,
-            pending=pending,
-        )
+    def of(cls, x, w, out_dtype, *, bias=None, gamma=None, residual=None, pending=None, **fixed):
+        """Of arrays or of their shapes; x ``[..., K]``.  fixed: eps, swiglu."""
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
+        added = {"norm": gamma, "residual": residual, "pending": pending}
+        dtypes = {name: None if v is None else jnp.dtype(v.dtype) for name, v in added.items()}
+        call = math.prod(x.shape[:-1]), jnp.dtype(x.dtype), shapes, jnp.dtype(out_dtype)
+        return cls(*call, isinstance(x, QTensor), bias is not None, **dtypes, **fixed)
 
     @property
     def n(self) -> int:

@@ -71,87 +71,6 @@ class Several:
     others: Sequence[Sequence[Value | None]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """One block's program."""
-
-    block: Block
-    copies: Copies
-    staged: StagedX
-    normed: NormedX | None
-    loop: TileLoop
-    sums: Sums
-
-    def run(self) -> None:
-        block, plan, copies = self.block, self.block.plan, self.copies
-        depth, n_blocks = plan.depth, block.n_blocks
-        if self.normed is None:
-            block.working_warps(self.staged.copy)
-        else:
-            loaded = self.normed.begin()
-        copies.scales(p.ci(0), p.ci(0))
-        p.copies_commit()
-        copies.fill()
-        if self.normed is not None:
-            self.normed.end(loaded)
-        p.copies_wait(depth)
-        p.warp_barrier()
-        x = self.staged.fragments()
-        p.barrier()
-        if self.normed is not None:
-            self.normed.sum_squares()
-
-        def run_tile(batch, buffer, i, slot, left):
-            """Tile i of a batch.  slot: byte offset in the ring of the codes that come next; left:
-            how many tiles there are from this one on, or None if they outlast the ring."""
-            slots = [slot]
-
-            def next_codes(piece):
-                place = p.add(copies.ring, slots[-1])
-                p.copies_wait(depth - 1)
-                rows = [p.load_shared(place, 4, 512 * half) for half in range(2)]
-                later = piece + depth
-                if left is None or later < left * n_blocks:
-                    step = p.add(p.mul(batch, plan.batch), i, later // n_blocks)
-                    copies.codes(step, later % n_blocks, place)
-                p.copies_commit()
-                moved = p.add(slots[-1], SLOT)
-                slots.append(arith.select(p.less(moved, depth * SLOT), moved, p.ci(0)))
-                return rows
-
-            at = p.add(p.mul(buffer, plan.batch), i)
-            self.sums.store_partial(at, self.loop.run(at, x, next_codes))
-            return slots[-1]
-
-        def run_batch(batch, slot, count, final):
-            buffer = arith.andi(batch, p.ci(1)) if plan.buffers == 2 else p.ci(0)
-            copies.addends(batch, buffer, count)
-            if not final:
-                copies.scales(p.add(batch, 1), arith.xori(buffer, p.ci(1)))
-            last = min(count, -(-depth // n_blocks)) if final else 0
-            if count > last:
-
-                def of_many(i, carried):
-                    return [run_tile(batch, buffer, i, carried[0], None)]
-
-                (slot,) = p.loop(0, count - last, 1, [slot], of_many)
-            for i in range(count - last, count):
-                slot = run_tile(batch, buffer, p.ci(i), slot, count - i)
-            # The next batch's scales are in the first group of this one.
-            p.copies_wait(min(depth, count * n_blocks) - 1)
-            p.barrier()
-            self.sums.reduce(batch, buffer, count)
-            return [slot]
-
-        full = (plan.per - 1) // plan.batch
-        slot = [p.ci(0)]
-        if full:
-            slot = p.loop(0, full, 1, slot, lambda b, c: run_batch(b, c[0], plan.batch, False))
-        run_batch(p.ci(full), slot[0], plan.per - full * plan.batch, True)
-        if plan.split > 1:
-            p.cluster_barrier()  # no block may leave while others read its shared memory
-
-
 def run(
     plan: TilePlan,
     scheme: Scheme,
@@ -190,8 +109,75 @@ def run(
     copies = Copies(block, operands, layout, ring, places)
     loop = dataclasses.replace(loop, block=block)
     staged = StagedX(block, operands, x_mine)
-    normed = None if operands.gamma is None else NormedX(block, operands, staged, *squares)
-    Tiles(block, copies, staged, normed, loop, Sums(block, operands, layout, partial, normed)).run()
+    normed = None if operands.gamma is None else NormedX.of(block, operands, staged, *squares)
+    sums = Sums(block, operands, layout, partial, normed)
+
+    depth, n_blocks = plan.depth, block.n_blocks
+    if normed is None:
+        block.working_warps(staged.copy)
+    else:
+        loaded = normed.begin()
+    copies.scales(p.ci(0), p.ci(0))
+    p.copies_commit()
+    copies.fill()
+    if normed is not None:
+        normed.end(loaded)
+    p.copies_wait(depth)
+    p.warp_barrier()
+    x = staged.fragments()
+    p.barrier()
+    if normed is not None:
+        normed.sum_squares()
+
+    def run_tile(batch, buffer, i, slot, left):
+        """Tile i of a batch.  slot: byte offset in the ring of the codes that come next; left:
+        how many tiles there are from this one on, or None if they outlast the ring."""
+        slots = [slot]
+
+        def next_codes(piece):
+            place = p.add(copies.ring, slots[-1])
+            p.copies_wait(depth - 1)
+            rows = [p.load_shared(place, 4, 512 * half) for half in range(2)]
+            later = piece + depth
+            if left is None or later < left * n_blocks:
+                step = p.add(p.mul(batch, plan.batch), i, later // n_blocks)
+                copies.codes(step, later % n_blocks, place)
+            p.copies_commit()
+            moved = p.add(slots[-1], SLOT)
+            slots.append(arith.select(p.less(moved, depth * SLOT), moved, p.ci(0)))
+            return rows
+
+        at = p.add(p.mul(buffer, plan.batch), i)
+        sums.store_partial(at, loop.run(at, x, next_codes))
+        return slots[-1]
+
+    def run_batch(batch, slot, count, final):
+        buffer = arith.andi(batch, p.ci(1)) if plan.buffers == 2 else p.ci(0)
+        copies.addends(batch, buffer, count)
+        if not final:
+            copies.scales(p.add(batch, 1), arith.xori(buffer, p.ci(1)))
+        last = min(count, -(-depth // n_blocks)) if final else 0
+        if count > last:
+
+            def of_many(i, carried):
+                return [run_tile(batch, buffer, i, carried[0], None)]
+
+            (slot,) = p.loop(0, count - last, 1, [slot], of_many)
+        for i in range(count - last, count):
+            slot = run_tile(batch, buffer, p.ci(i), slot, count - i)
+        # The next batch's scales are in the first group of this one.
+        p.copies_wait(min(depth, count * n_blocks) - 1)
+        p.barrier()
+        sums.reduce(batch, buffer, count)
+        return [slot]
+
+    full = (plan.per - 1) // plan.batch
+    slot = [p.ci(0)]
+    if full:
+        slot = p.loop(0, full, 1, slot, lambda b, c: run_batch(b, c[0], plan.batch, False))
+    run_batch(p.ci(full), slot[0], plan.per - full * plan.batch, True)
+    if plan.split > 1:
+        p.cluster_barrier()  # no block may leave while others read its shared memory
 
 
 def _by_part(others: Sequence[Sequence[Value | None]]):

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from jax._src.lib.mlir.dialects import arith
 
@@ -147,41 +146,41 @@ class Fragments:
 
 
 @dataclasses.dataclass(frozen=True)
-class Begun:
-    """How a warp's lanes divide its run of x, and the first of it, on its way.
+class NormedX:
+    """x times the norm's weight.  squares: shared memory of sums by warp and token, then of one by
+    token.
 
-    lane: in the token's.  tokens: by round of so many at once; inside: is it one?  works: has the
-    warp columns of its own?  None where all have.
+    lanes: of a warp that a token has; lane: in them.  tokens: by round of so many at once; inside:
+    is it one?  works: has the warp columns of its own?  None where all have.
     """
 
+    block: Block
+    operands: Operands
+    staged: StagedX
+    squares: Value
+    lanes: int
     lane: Value
     tokens: Sequence[Value]
     inside: Sequence[Value]
     repeated: Value | None
     works: Value | None
     sums: list[list[Value]]
-    loaded: Sequence[Any] = ()
 
-
-@dataclasses.dataclass(frozen=True)
-class NormedX:
-    """x times the norm's weight.  squares: shared memory of sums by warp and token, then of one by
-    token."""
-
-    block: Block
-    operands: Operands
-    staged: StagedX
-    squares: Value
-
-    @property
-    def lanes(self) -> int:
-        """To a token."""
-        return {1: 32, 2: 16}.get(self.block.plan.m, 8)
-
-    @property
-    def at_once(self) -> int:
-        """Tokens."""
-        return 32 // self.lanes
+    @classmethod
+    def of(cls, block: Block, operands: Operands, staged: StagedX, squares: Value) -> NormedX:
+        plan = block.plan
+        lanes = {1: 32, 2: 16}.get(plan.m, 8)
+        at_once = 32 // lanes
+        lane = arith.andi(block.lane, p.ci(lanes - 1))
+        first = p.shift_right(block.lane, lanes.bit_length() - 1)
+        tokens = [p.add(first, start) for start in range(0, plan.m, at_once)]
+        inside = [p.less(t, plan.m) for t in tokens]
+        repeated = staged.repeated()
+        works = None if plan.warps == WARPS else p.less(block.warp, plan.warps)
+        # Squares of the granules whose number is the same modulo 32: the same sums for any lanes.
+        sums = [[p.cf(0.0)] * at_once for _ in tokens]
+        where = lanes, lane, tokens, inside, repeated, works, sums
+        return cls(block, operands, staged, squares, *where)
 
     @property
     def per_token(self) -> int:
@@ -191,49 +190,34 @@ class NormedX:
     @property
     def steps(self) -> list[range]:
         """Granules of a lane, by what is loaded together."""
-        steps = -(-self.per_token // self.lanes)
-        each = max(1, _IN_FLIGHT // -(-self.block.plan.m // self.at_once))
+        steps, each = -(-self.per_token // self.lanes), max(1, _IN_FLIGHT // len(self.tokens))
         return [range(start, min(start + each, steps)) for start in range(0, steps, each)]
 
-    def begin(self) -> Begun:
+    def begin(self) -> list:
         """Asks for the first of x.  What is done before ``end`` travels with it."""
-        block, plan, lanes = self.block, self.block.plan, self.lanes
-        lane = arith.andi(block.lane, p.ci(lanes - 1))
-        first = p.shift_right(block.lane, lanes.bit_length() - 1)
-        rounds = range(-(-plan.m // self.at_once))
-        tokens = [p.add(first, r * self.at_once) for r in rounds]
-        inside = [p.less(t, plan.m) for t in tokens]
-        repeated = self.staged.repeated()
-        works = None if plan.warps == WARPS else p.less(block.warp, plan.warps)
-        # Squares of the granules whose number is the same modulo 32: the same sums for any lanes.
-        sums = [[p.cf(0.0)] * self.at_once for _ in tokens]
-        begun = Begun(lane, tokens, inside, repeated, works, sums)
-        loaded = [self.load(begun, step) for step in self.steps[0]]
-        return dataclasses.replace(begun, loaded=loaded)
+        return [self.load(step) for step in self.steps[0]]
 
-    def end(self, begun: Begun) -> None:
+    def end(self, loaded: list) -> None:
         """Everything else, up to the warp's sums of squares in shared memory."""
-        loaded = begun.loaded
         for some in self.steps:
             if some.start > 0:
-                loaded = [self.load(begun, step) for step in some]
+                loaded = [self.load(step) for step in some]
             for step, (xs, gamma) in zip(some, loaded, strict=True):
-                self.use(begun, step, xs, gamma)
-        for r, token in enumerate(begun.tokens):
-            parts = begun.sums[r]
+                self.use(step, xs, gamma)
+        for token, is_one, parts in zip(self.tokens, self.inside, self.sums, strict=True):
             while len(parts) > 1:
                 half = len(parts) // 2
                 parts = [arith.addf(u, v) for u, v in zip(parts[:half], parts[half:], strict=True)]
             (total,) = over_lanes(parts, self.lanes)
-            mine = arith.andi(p.less(begun.lane, 1), begun.inside[r])
+            mine = arith.andi(p.less(self.lane, 1), is_one)
             mine = arith.andi(mine, p.less(self.block.warp, self.block.plan.warps))
             at = p.add(self.squares, p.mul(self.block.warp, 4 * TOKENS), p.mul(token, 4))
             p.when(mine, lambda at=at, total=total: p.store_shared(at, [total]))
 
-    def load(self, begun: Begun, step: int):
-        index = p.add(begun.lane, step * self.lanes)
+    def load(self, step: int):
+        index = p.add(self.lane, step * self.lanes)
         index = p.minimum(index, self.per_token - 1)
-        rows = [p.minimum(t, self.block.plan.m - 1) for t in begun.tokens]
+        rows = [p.minimum(t, self.block.plan.m - 1) for t in self.tokens]
         xs = [p.load_global(self.staged.source(row, index), 4) for row in rows]
         if self.operands.pending is not None:
             pending = [self.load_pending(row, index) for row in rows]
@@ -242,31 +226,31 @@ class NormedX:
         size = 4 if self.operands.kinds["gamma"] == "f32" else 2
         return xs, self.operands.eight("gamma", p.offset(self.operands.gamma, column, size), ".nc")
 
-    def use(self, begun: Begun, step: int, xs, gamma) -> None:
-        plan, per_token = self.block.plan, self.per_token
-        index = p.add(begun.lane, step * self.lanes)
+    def use(self, step: int, xs, gamma) -> None:
+        plan, per_token, at_once = self.block.plan, self.per_token, len(self.sums[0])
+        index = p.add(self.lane, step * self.lanes)
         whole = (step + 1) * self.lanes <= per_token
 
         def is_one():
             return p.less(index, per_token)
 
-        for r, (token, words) in enumerate(zip(begun.tokens, xs, strict=True)):
+        for r, (token, words) in enumerate(zip(self.tokens, xs, strict=True)):
             if self.operands.pending is not None:
                 words = self.store_total(*words, token, p.minimum(index, per_token - 1))
-            if begun.repeated is not None:
-                keep = p.less(index, begun.repeated)
+            if self.repeated is not None:
+                keep = p.less(index, self.repeated)
                 words = [arith.select(keep, p.ci(0), w) for w in words]
-            values, i = floats(words), step % self.at_once
-            begun.sums[r][i] = add_squares(begun.sums[r][i], values, None if whole else is_one)
+            values, i = floats(words), step % at_once
+            self.sums[r][i] = add_squares(self.sums[r][i], values, None if whole else is_one)
             scaled = [arith.mulf(v, g) for v, g in zip(values, gamma, strict=True)]
             pairs = packed(scaled)
 
             def store(token=token, pairs=pairs):
                 p.store_shared(self.staged.granule(token, index), pairs)
 
-            limits = [] if (r + 1) * self.at_once <= plan.m else [begun.inside[r]]
+            limits = [] if (r + 1) * at_once <= plan.m else [self.inside[r]]
             limits += [] if whole else [is_one()]
-            limits += [] if begun.works is None else [begun.works]
+            limits += [] if self.works is None else [self.works]
             if limits:
                 p.when(functools.reduce(arith.andi, limits), store)
             else:
