@@ -19,8 +19,11 @@ from typing import Any, Literal
 from jaxllama.errors import JaxLlamaError
 
 _PACKAGE = Path(__file__).resolve().parent
-RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 LayerType = Literal["attention", "gla"]
+Norm = Literal["rms", "layer"]
+QKNorm = Literal["none", "head", "full"]
+Activation = Literal["silu", "gelu_tanh", "gelu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +31,10 @@ class RopeConfig:
     """Rotary embedding (RoFormer, arXiv 2104.09864) and its context-extension rules.
 
     ``original_max_position`` is the context the model was trained with before scaling;
-    ``low_freq_factor`` and ``high_freq_factor`` belong to llama3; ``beta_*``, ``attention_factor``
-    and ``mscale*`` to yarn (arXiv 2309.00071).
+    ``low_freq_factor`` and ``high_freq_factor`` belong to llama3; ``beta_*`` and ``mscale*`` to
+    yarn (arXiv 2309.00071), ``short_factor`` and ``long_factor``, one number a pair of features, to
+    longrope (2402.13753), ``attention_factor`` to both.  ``rotary_dim``: features of a head that
+    turn, None for all, 0 for none (a layer without positions).
     """
 
     theta: float
@@ -44,12 +49,20 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    rotary_dim: int | None = None
 
     def __post_init__(self) -> None:
         _check_literals(self)
+        turning = self.rotary_dim or 0
+        _require(
+            turning >= 0 and turning % 2 == 0,
+            "rope.rotary_dim", self.rotary_dim, "must be even",
+        )  # fmt: skip
         _require(self.theta > 0, "rope.theta", self.theta, "must be positive")
         _require(self.factor > 0, "rope.factor", self.factor, "must be positive")
-        if self.scaling in ("llama3", "yarn", "dynamic"):
+        if self.scaling in ("llama3", "yarn", "dynamic", "longrope"):
             _require(
                 self.original_max_position is not None and self.original_max_position > 0,
                 "rope.original_max_position",
@@ -95,14 +108,45 @@ class GLAConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stored:
+    """How a checkpoint's tensors differ from the parameters: what loading folds into them.
+
+    family: whose names they have (``model.params.FAMILIES``), and which class transformers has for
+    them.  ``embed`` multiplies the embedding, ``query`` q (or its norm's weight), ``residual`` what
+    o and down add to the stream, ``logits`` the last norm's weight; ``norm_offset`` is added to the
+    weights of norms (Gemma's 1 + w).  interleaved: RoPE turns features 2i and 2i + 1 together, not
+    i and i + H/2.  Sources: Granite (arXiv 2408.13359), Gemma 2 (2408.00118).
+    """
+
+    family: str = "llama"
+    embed: float = 1.0
+    query: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    norm_offset: float = 0.0
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("embed", "query", "residual", "logits"):
+            _require(getattr(self, key) != 0, f"stored.{key}", 0.0, "must not be 0")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only language model whose layers are attention or GLA.
 
     Sizes are counts of features, heads or tokens.  ``layer_types`` is "attention" or "gla" per
     layer; ``sliding_window`` counts the keys a query sees, itself included (None: all of them), in
-    the layers that ``window_layers`` lists by index (empty: in every layer); ``attn_sparsity`` < 1
-    keeps that share of the attention weights in decode (FlexGen, arXiv 2303.06865, section 5);
-    ``embedding_scale`` multiplies embeddings by sqrt(d_model).
+    the layers that ``window_layers`` lists by index (empty: in every layer), which turn by
+    ``window_rope`` where that is given; the layers of ``nope_layers`` have no positions (NoPE).
+    ``attn_sparsity`` < 1 keeps that share of the attention weights in decode (FlexGen, arXiv
+    2303.06865, section 5); ``embedding_scale`` multiplies embeddings by sqrt(d_model).
+
+    norm: RMSNorm, or LayerNorm, with a bias if ``norm_bias``.  ``pre_norms`` stand before a layer's
+    two sublayers, ``post_norms`` behind them, before the stream is added (OLMo 2, Gemma 2).
+    ``qk_norm``: RMSNorm of each head of q and k ("head", Qwen3), or of all at once ("full",
+    OLMo 2).  ``parallel_block``: both sublayers read the stream before either is added (Cohere).
+    ``attn_softcap`` and ``logit_softcap``: x becomes cap tanh(x / cap).
     """
 
     name: str
@@ -128,8 +172,21 @@ class ModelConfig:
     gla: GLAConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    window_rope: RopeConfig | None = None
+    nope_layers: tuple[int, ...] = ()
+    norm: Norm = "rms"
+    norm_bias: bool = False
+    pre_norms: bool = True
+    post_norms: bool = False
+    qk_norm: QKNorm = "none"
+    parallel_block: bool = False
+    activation: Activation = "silu"
+    attn_softcap: float | None = None
+    logit_softcap: float | None = None
+    stored: Stored = dataclasses.field(default_factory=Stored)
 
     def __post_init__(self) -> None:
+        _check_literals(self)
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("attention",) * self.n_layers)
         for key in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim",
@@ -164,6 +221,25 @@ class ModelConfig:
             _require(
                 kind in ("attention", "gla"), "layer_types", kind, "must be 'attention' or 'gla'"
             )
+        _require(
+            set(self.nope_layers) <= set(range(self.n_layers)),
+            "nope_layers", self.nope_layers, f"must be below n_layers ({self.n_layers})",
+        )  # fmt: skip
+        for key in ("attn_softcap", "logit_softcap"):
+            cap = getattr(self, key)
+            _require(cap is None or cap > 0, key, cap, "must be positive")
+        _require(
+            self.attn_softcap is None or self.attn_sparsity == 1.0,
+            "attn_sparsity", self.attn_sparsity, "must be 1 where attention scores are capped",
+        )  # fmt: skip
+        _require(self.pre_norms or not self.parallel_block, "pre_norms", False, "parallel_block")
+        for key in ("rope", "window_rope"):
+            rope = getattr(self, key)
+            turning = 0 if rope is None or rope.rotary_dim is None else rope.rotary_dim
+            _require(
+                turning <= self.head_dim,
+                f"{key}.rotary_dim", turning, f"must not exceed head_dim ({self.head_dim})",
+            )  # fmt: skip
         if "gla" in self.layer_types:
             _require(self.gla is not None, "gla", None, "is needed by layers of type 'gla'")
             assert self.gla is not None
@@ -184,6 +260,19 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """The sliding window of one layer."""
         return self.sliding_window if layer in (self.window_layers or (layer,)) else None
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """The positions of one layer."""
+        if layer in self.nope_layers:
+            return dataclasses.replace(self.rope, rotary_dim=0)
+        slides = self.window_rope is not None and self.window_of(layer) is not None
+        return typing.cast(RopeConfig, self.window_rope) if slides else self.rope
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The different ones of the attention layers."""
+        layers = (i for i, kind in enumerate(self.layer_types) if kind == "attention")
+        return tuple(dict.fromkeys(self.rope_of(i) for i in layers))
 
     @property
     def group_size(self) -> int:

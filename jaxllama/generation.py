@@ -54,7 +54,8 @@ def _init_params(cfg: ModelConfig, dtype: str, key: jax.Array) -> Params:
 def logits(cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, right-padded beyond
     ``lengths[B]`` (what stands there in the result means nothing)."""
-    hidden, _ = decoder.forward(cfg, params, *_int32(tokens, lengths))
+    tokens, lengths = _int32(tokens, lengths)
+    hidden, _ = decoder.forward(cfg, params, tokens, lengths)
     return decoder.logits(cfg, params, hidden)
 
 
@@ -92,7 +93,7 @@ def prefill(
         return hidden[rows, jnp.maximum(n_new - 1, 0)]
 
     if chunk is None or chunk >= tokens.shape[1]:
-        hidden, cache = decoder.forward(cfg, params, tokens, lengths, cache)
+        hidden, cache = _forward(cfg, params, tokens, lengths, cache)
         last = last_valid(hidden, lengths)
     else:
         n_chunks = -(-tokens.shape[1] // chunk)
@@ -104,7 +105,7 @@ def prefill(
             cache, last = carry
             index, part = piece
             n_new = jnp.clip(lengths - index * chunk, 0, chunk)
-            hidden, cache = decoder.forward(cfg, params, part, n_new, cache, total)
+            hidden, cache = _forward(cfg, params, part, n_new, cache, total)
             return (cache, jnp.where((n_new > 0)[:, None], last_valid(hidden, n_new), last)), None
 
         blank = jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params))
@@ -123,14 +124,30 @@ def decode_step(
     for ``prefill``, which reads all of them.  A row that is full stays as it is and gets NaN
     logits.
     """
-    return _decode(cfg, params, *_int32(tokens), cache, jnp.ones_like(cache.lengths))
+    (tokens,) = _int32(tokens)
+    return _decode(cfg, params, tokens, cache, jnp.ones_like(cache.lengths))
 
 
 def _decode(
     cfg: ModelConfig, params: Params, tokens: jax.Array, cache: Cache, lengths: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    hidden, after = decoder.forward(cfg, params, tokens[:, None], lengths, cache, sparse=True)
+    hidden, after = _forward(cfg, params, tokens[:, None], lengths, cache, sparse=True)
     return _logits(cfg, params, hidden[:, 0], cache, lengths), after
+
+
+def _forward(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    total: jax.Array | None = None,
+    sparse: bool = False,
+) -> tuple[jax.Array, Cache]:
+    """``decoder.forward``, which gives a cache where it gets one."""
+    hidden, after = decoder.forward(cfg, params, tokens, lengths, cache, total, sparse=sparse)
+    assert after is not None
+    return hidden, after
 
 
 def _logits(

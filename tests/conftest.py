@@ -11,11 +11,16 @@ import pytest
 
 from jaxllama import progress
 from pallas_kernels.dispatch import hopper_reason
+from tests.helpers.compiling import SOON
 
 # A busy machine may take seconds for what tests expect to leave nothing on stderr.
 progress.QUIET = 1e6
 # Several test processes may share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Read when jax makes its first backend, here and in the processes that tests start.  A machine with
+# a GPU keeps its compiler as it is.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ["XLA_FLAGS"] = f"{SOON} {os.environ.get('XLA_FLAGS', '')}".rstrip()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 

@@ -12,7 +12,7 @@
   ``share_of_ceiling``: bytes of weights and cache that a step must move, times steps a second, over
   what a copy or a matrix-vector product reaches on this machine in the same run.  On a mesh both
   are sums over its devices.
-* ``kernels_per_step`` and ``program_bytes`` are the compiler's: see ``decode_program``.
+* ``kernels_per_step`` (see ``hlo``) and ``program_bytes`` are the compiler's.
 * memory: the process's peak resident set, and the device's peak where it keeps count.
 
 The loop stops at no token, so every run does the same work.  With ``trace``, one more step is run
@@ -23,29 +23,25 @@ from __future__ import annotations
 
 import functools
 import os
-import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxllama import generation
-from jaxllama.bench.decode_program import (
-    DecodeProgram,
+from jaxllama.bench.harness import (
+    Decoding,
+    bytes_per_step,
     cache_bytes_per_step,
-    compile_decode,
-    held_cache,
+    median,
     memory_bandwidth,
 )
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.cache import Cache, init_cache
+from jaxllama.model.cache import init_cache
 from jaxllama.parallel.mesh import DATA_AXIS
 from jaxllama.progress import Working, peak_rss
-from jaxllama.sampling import Sampling, SamplingParams
 from pallas_kernels.qtensor import tree_bytes
 
 SHORT = 5
@@ -82,30 +78,37 @@ def run(
     sign = Working() if sign is None else sign
     data = 1 if lm.mesh is None else lm.mesh.shape[DATA_AXIS]
     devices = 1 if lm.mesh is None else lm.mesh.size
-    loop = _Loop(lm, batch, kv_dtype, chunk, context)
+    decoding = Decoding(lm, batch, kv_dtype, chunk)
+    prompt = functools.partial(decoding.prefilled, SHORT, new_tokens, context - SHORT)
+
+    def decode_and_generate() -> tuple[float, float]:
+        state, prefill = prompt()
+        decode = decoding.run(state, new_tokens)
+        return decode, prefill + decode
+
     sign.say(f"weights      {tree_bytes(lm.params) / 1e9:.2f} GB on {devices} devices, "
              f"{_since_process_start():.1f} s after the process began")  # fmt: skip
     sign.note(f"compiling a prefill of {SHORT} tokens")
-    loop.prefill(SHORT, 1)
+    decoding.prefilled(SHORT, 1)
     first_token = _since_process_start()
     sign.say(f"first token  {first_token:.1f} s after the process began")
     sign.note("compiling the decode loop")
-    program = loop.compile(new_tokens)
-    # Two warm-ups: the first compiles, the second fills allocator and caches.
-    decodes, generates = zip(*[loop.decode(new_tokens) for _ in range(runs + 2)], strict=True)
-    decode, generate = (statistics.median(times[2:]) for times in (decodes, generates))
+    program = decoding.compile(prompt()[0])
+    decode, generate = median(decode_and_generate, runs, warm=2)
     steps = new_tokens - 1
     sign.say(f"decode       {batch * steps / decode:.1f} tokens/s")
     sign.note(f"compiling a prefill of {prompt_tokens} tokens")
-    prefill = statistics.median([loop.prefill(prompt_tokens, 1) for _ in range(runs + 2)][2:])
+    prefill = median(lambda: decoding.prefilled(prompt_tokens, 1)[1], runs, warm=2)
     sign.say(f"prefill      {batch * prompt_tokens / prefill:.0f} tokens/s")
     if trace is not None:
-        loop.trace(trace, new_tokens)
+        decoding.trace(trace, prompt()[0], 2)
     sign.note("the memory's rate")
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     read = data * bytes_per_step(lm)
-    cache = loop.cache_shapes(new_tokens)
+    cache = jax.eval_shape(
+        functools.partial(init_cache, lm.config, batch, context + new_tokens, decoding.kv_dtype)
+    )
     moved = read + cache_bytes_per_step(lm.config, cache, context + new_tokens // 2)
     ceiling = devices * memory_bandwidth()
     return {
@@ -113,7 +116,7 @@ def run(
         "dtype": lm.dtype.name,
         "device": device.device_kind,
         "jax": jax.__version__,
-        "kv_dtype": jnp.dtype(loop.kv_dtype).name,
+        "kv_dtype": jnp.dtype(decoding.kv_dtype).name,
         "batch": batch,
         "context": context,
         "prompt_tokens": prompt_tokens,
@@ -138,89 +141,6 @@ def run(
         "peak_rss_bytes": peak_rss(),
         "peak_device_bytes": stats.get("peak_bytes_in_use"),
     }
-
-
-class _Loop:
-    """The two halves of ``generation.generate``, timed apart."""
-
-    def __init__(
-        self,
-        lm: LanguageModel,
-        batch: int,
-        kv_dtype: str | None,
-        chunk: int | None,
-        context: int,
-    ) -> None:
-        self.lm, self.batch, self.chunk, self.context = lm, batch, chunk, context
-        self.kv_dtype = lm.dtype if kv_dtype is None else kv_dtype
-        self.params = SamplingParams.stack([Sampling()] * batch, lm.config.vocab_size)
-        self.stop_ids = jnp.zeros((0,), jnp.int32)
-        self.program: DecodeProgram | None = None
-
-    def _start(
-        self, prompt: int, room: int, held: int = 0
-    ) -> tuple[generation.GenerateState, float]:
-        """Prefill behind ``held`` tokens, and when it began."""
-        rng = np.random.default_rng(0)
-        ids = rng.integers(0, self.lm.config.vocab_size, (self.batch, prompt))
-        tokens = jnp.asarray(ids, jnp.int32)
-        lengths = jnp.full((self.batch,), prompt, jnp.int32)
-        cache = held_cache(self.lm.config, self.batch, held + prompt + room, self.kv_dtype, held,
-                           self.lm.mesh)  # fmt: skip
-        jax.block_until_ready((tokens, lengths, cache))
-        begun = time.perf_counter()
-        state = generation.start(
-            self.lm.config, self.lm.params, tokens, lengths, cache, self.params, self.stop_ids,
-            max_new_tokens=room,
-            chunk=self.chunk or generation.prefill_chunk(self.batch, prompt),
-        )  # fmt: skip
-        return jax.block_until_ready(state), begun
-
-    def prefill(self, prompt: int, room: int) -> float:
-        """Seconds from a prompt on the device to its first new token."""
-        _, begun = self._start(prompt, room)
-        return time.perf_counter() - begun
-
-    def compile(self, new_tokens: int) -> DecodeProgram:
-        state, _ = self._start(SHORT, new_tokens, self.context - SHORT)
-        self.program = compile_decode(
-            self.lm.config, self.lm.params, state, self.params, self.stop_ids
-        )
-        return self.program
-
-    def decode(self, new_tokens: int) -> tuple[float, float]:
-        """Seconds of the steps after the first token, and of all with the prefill."""
-        state, begun = self._start(SHORT, new_tokens, self.context - SHORT)
-        first = time.perf_counter()
-        self._advance(state, new_tokens)
-        done = time.perf_counter()
-        return done - first, done - begun
-
-    def trace(self, folder: str | Path, new_tokens: int) -> None:
-        """One step under the profiler."""
-        state, _ = self._start(SHORT, new_tokens, self.context - SHORT)
-        with jax.profiler.trace(str(folder)):
-            self._advance(state, 2)
-
-    def _advance(self, state: generation.GenerateState, until: int) -> None:
-        assert self.program is not None
-        jax.block_until_ready(
-            self.program(self.lm.params, state, self.params, self.stop_ids, until)
-        )
-
-    def cache_shapes(self, new_tokens: int) -> Cache:
-        """The decode's cache, without its arrays."""
-        shape = functools.partial(
-            init_cache, self.lm.config, self.batch, self.context + new_tokens, self.kv_dtype
-        )
-        return jax.eval_shape(shape)
-
-
-def bytes_per_step(lm: LanguageModel) -> int:
-    """Bytes of weights that one decode step reads: all, but of the embedding only the rows of its
-    tokens, unless it is the head as well."""
-    total = tree_bytes(lm.params)
-    return total if lm.config.tie_embeddings else total - tree_bytes(lm.params["embed"])
 
 
 def _since_process_start() -> float:

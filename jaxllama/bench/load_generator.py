@@ -19,12 +19,10 @@ clock measures the server.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import json
 import math
-import os
 import time
 from collections import Counter
 from typing import Any
@@ -85,22 +83,6 @@ class Load:
     seed: int = 0
     api_key: str | None = None
     limits: tuple[tuple[str, float], ...] = ()
-
-
-def from_args(args: argparse.Namespace) -> Load:
-    """A Load from the command's options."""
-    return Load(
-        url=args.url,
-        model=args.model,
-        requests=args.requests,
-        rate=args.rate,
-        concurrency=args.concurrency,
-        prompt_tokens=args.prompt_tokens,
-        new_tokens=args.new_tokens,
-        seed=args.seed,
-        api_key=args.api_key or os.environ.get("JAXLLAMA_API_KEY"),
-        limits=tuple(args.goodput),
-    )
 
 
 @dataclasses.dataclass

@@ -36,6 +36,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxllama.bench.harness import timed
 from jaxllama.bench.offload_disk import from_disk
 from jaxllama.bench.plan import measure
 from jaxllama.config import ModelConfig, load_config
@@ -64,12 +65,7 @@ def link_rate(store: Store, nbytes: int, repeats: int = 5, up: bool = True) -> f
     """Bytes a second from pinned host memory to the device, or down: the best of a few copies."""
     source, target = (store.on_host, store.on_device) if up else (store.on_device, store.on_host)
     array = jax.block_until_ready(jax.device_put(jnp.zeros((nbytes >> 10, 1024), jnp.int8), source))
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        jax.block_until_ready(jax.device_put(array, target))
-        times.append(time.perf_counter() - begin)
-    return array.nbytes / min(times)
+    return array.nbytes / min(timed(jax.device_put, array, target)[1] for _ in range(repeats))
 
 
 def links(store: Store, sizes: tuple[int, ...]) -> dict[str, Any]:
@@ -113,18 +109,16 @@ def budget(
     cfg: ModelConfig, task: Task, settings: Settings, policy: Policy, link: float, tell: Tell
 ) -> None:
     """The large model under the budget: a whole run's rate, the peak and the bounds."""
-    begin = time.perf_counter()
-    need = need_of(cfg, policy, task, settings)  # which compiles
-    known = time.perf_counter()
-    lm = repeated_model(cfg, settings.dtype, policy, settings.scheme)
+    need, compiling = timed(need_of, cfg, policy, task, settings)
+    lm, creating = timed(repeated_model, cfg, settings.dtype, policy, settings.scheme)
     stats = functools.partial(_memory, lm.store)
     about: dict[str, Any] = {
         "policy": str(policy),
         "weights_bytes": dataclasses.asdict(need.weights),
         "predicted_device_bytes": need.device,
         "allocator_limit": stats("bytes_limit"),
-        "compile_seconds": known - begin,
-        "creation_seconds": time.perf_counter() - known,
+        "compile_seconds": compiling,
+        "creation_seconds": creating,
         "peak_after_creation": stats("peak_bytes_in_use"),
     }
     tell("budget", about)
@@ -176,15 +170,12 @@ def on_cpu(cfg: ModelConfig, task: Task, settings: Settings) -> dict[str, Any]:
     x = jnp.ones((rows, 1, cfg.d_model), settings.dtype)
     times: dict[str, list[float]] = {"layer": [], "head": []}
     for _ in range(3):
-        begin = time.perf_counter()
-        hidden, state = programs.run_layer(
-            alike, kind, "layer", weights["layer"], Stream(x, x), state, positions, one, rope
-        )
-        jax.block_until_ready(hidden)
-        times["layer"].append(time.perf_counter() - begin)
-        begin = time.perf_counter()
-        jax.block_until_ready(programs.head_logits(cfg, weights["head"], x[:, 0]))
-        times["head"].append(time.perf_counter() - begin)
+        (_, state), seconds = timed(
+            programs.run_layer, alike, kind, "layer", weights["layer"], Stream(x, x), state,
+            positions, one, rope,
+        )  # fmt: skip
+        times["layer"].append(seconds)
+        times["head"].append(timed(programs.head_logits, cfg, weights["head"], x[:, 0])[1])
     step = cfg.n_layers * min(times["layer"]) + min(times["head"])
     return {
         "device": jax.devices()[0].device_kind,
@@ -241,9 +232,8 @@ def main() -> None:
     prompt, rows, new = (32, 4, 6) if args.small else (128, 16, 12)
     plain = Settings(dtype, dtype)
     host = Policy(weights_device=0, weights_host=100, gpu_batch_size=rows)
-    begin = time.perf_counter()
-    lm = repeated_model(small, dtype, host)
-    tell("creation_seconds", time.perf_counter() - begin)
+    lm, creating = timed(repeated_model, small, dtype, host)
+    tell("creation_seconds", creating)
     one = stream(lm, Task(rows, prompt, new), plain, link)
     tell("stream", one)
     if args.only in (None, "zigzag"):

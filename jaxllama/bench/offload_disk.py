@@ -29,6 +29,7 @@ from typing import Any
 
 import jax
 
+from jaxllama.bench.harness import timed
 from jaxllama.config import ModelConfig
 from jaxllama.offload.disk import CHUNK, DiskFile, Extent
 from jaxllama.offload.model import OffloadedModel
@@ -67,9 +68,7 @@ def from_disk(cfg: ModelConfig, dtype: Any, tell: Tell, task: Task = _TASK) -> N
 
     def measure(name: str, nbytes: float, work: Callable[[], Any]) -> None:
         disk.drop_cache()
-        begin = time.perf_counter()
-        work()
-        rates.setdefault(name, []).append(nbytes / (time.perf_counter() - begin) / 1e9)
+        rates.setdefault(name, []).append(nbytes / timed(work)[1] / 1e9)
 
     on_cpu = jax.default_backend() == "cpu"  # where the device's memory is the host's
     need = need_of(cfg, policy, task, settings, None if on_cpu else 0)

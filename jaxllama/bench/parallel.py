@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -28,106 +27,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jaxllama import generation
-from jaxllama.bench.decode_program import cache_bytes_per_step, memory_bandwidth
+from jaxllama.bench.harness import (
+    Decoding,
+    cache_bytes_per_step,
+    median,
+    memory_bandwidth,
+    read_in_step,
+    timed,
+)
 from jaxllama.bench.trace import profiled_graphs, step_parts
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import load
-from jaxllama.model.cache import init_cache
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.shardings import specs
 from jaxllama.progress import working
-from jaxllama.sampling import Sampling, SamplingParams
 from pallas_kernels.qtensor import packed_bytes
 
 _TRACED = 8  # steps
-
-
-class Decoding:
-    """Greedy decoding of ``batch`` rows, ``steps`` tokens each, compiled when it is made."""
-
-    def __init__(self, lm: LanguageModel, batch: int, steps: int, kv_dtype: str | None) -> None:
-        self.lm, self.batch, self.steps = lm, batch, steps
-        self.kv_dtype = kv_dtype or lm.dtype
-        assert lm.mesh is not None
-        # Where the loop wants them: a call would copy each from the first device.
-        self.everywhere = NamedSharding(lm.mesh, PartitionSpec())
-        self.sampling, self.stop_ids = jax.device_put(
-            (SamplingParams.stack([Sampling()] * batch, lm.config.vocab_size),
-             jnp.zeros((0,), jnp.int32)),
-            self.everywhere,
-        )  # fmt: skip
-        self.loop = generation.loop_for(lm.params)
-        begun = time.perf_counter()
-        self.run(2)
-        self.compile_seconds = time.perf_counter() - begun
-
-    def state(self) -> generation.GenerateState:
-        """One token a row and an empty cache: a prompt's program would cost a compilation."""
-        shape = self.batch, self.steps + 1
-        cfg, mesh = self.lm.config, self.lm.mesh
-        rows = (
-            jnp.ones(shape, jnp.int32),
-            jnp.zeros(shape, jnp.float32),
-            jnp.ones((self.batch,), jnp.int32),
-            jnp.zeros((self.batch,), bool),
-            jnp.int32(1),
-        )
-        return jax.block_until_ready(generation.GenerateState(
-            *jax.device_put(rows, self.everywhere),
-            cache=init_cache(cfg, self.batch, self.steps, self.kv_dtype, mesh=mesh),
-            history=None,
-        ))  # fmt: skip
-
-    def run(self, steps: int) -> float:
-        """Seconds of so many."""
-        cfg, params, state = self.lm.config, self.lm.params, self.state()
-        begun = time.perf_counter()
-        jax.block_until_ready(
-            self.loop(cfg, params, state, self.sampling, self.stop_ids, np.int32(1 + steps))
-        )
-        return time.perf_counter() - begun
-
-    def bytes_per_device(self) -> int:
-        """What the fullest device reads a step: of an embedding only some rows."""
-        params = dict(self.lm.params)
-        if not self.lm.config.tie_embeddings:
-            del params["embed"]
-        assert self.lm.mesh is not None
-        cache = cache_bytes_per_step(self.lm.config, self.state().cache, self.steps // 2)
-        return max(_held(params).values()) + cache // self.lm.mesh.size
-
-    def memory(self) -> dict[str, Any]:
-        """Bytes of weights a device: what the way they are split says, the most that one holds, and
-        what each device's allocator has in use (null on a CPU)."""
-        assert self.lm.mesh is not None
-        n, params = self.lm.mesh.shape[MODEL_AXIS], self.lm.params
-        splits = jax.tree.leaves(
-            specs(params), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
-        )
-        predicted = sum(
-            packed_bytes(leaf.size, leaf.dtype) // (n if MODEL_AXIS in split else 1)
-            for leaf, split in zip(jax.tree.leaves(params), splits, strict=True)
-        )
-        return {
-            "predicted_weight_bytes": predicted,
-            "weight_bytes": max(_held(params).values()),
-            "bytes_in_use": [
-                (device.memory_stats() or {}).get("bytes_in_use")
-                for device in self.lm.mesh.devices.flat
-            ],
-        }
-
-    def trace(self) -> dict[str, Any] | None:
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                self.run(_TRACED)
-            return step_parts(Path(folder), _TRACED)
 
 
 def _held(params: Any) -> Counter[int]:
@@ -139,20 +58,52 @@ def _held(params: Any) -> Counter[int]:
     return held
 
 
-def measure(decoding: Decoding, runs: int) -> dict[str, Any]:
-    memory = decoding.memory()
-    decoding.run(decoding.steps)  # warms up
-    seconds = statistics.median(decoding.run(decoding.steps) for _ in range(runs)) / decoding.steps
-    moved = decoding.bytes_per_device()
+def memory(lm: LanguageModel) -> dict[str, Any]:
+    """Bytes of weights a device: what the way they are split says, the most that one holds, and
+    what each device's allocator has in use (null on a CPU)."""
+    assert lm.mesh is not None
+    n = lm.mesh.shape[MODEL_AXIS]
+    splits = jax.tree.leaves(specs(lm.params), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    predicted = sum(
+        packed_bytes(leaf.size, leaf.dtype) // (n if MODEL_AXIS in split else 1)
+        for leaf, split in zip(jax.tree.leaves(lm.params), splits, strict=True)
+    )
     return {
-        "compile_seconds": decoding.compile_seconds,
+        "predicted_weight_bytes": predicted,
+        "weight_bytes": max(_held(lm.params).values()),
+        "bytes_in_use": [
+            (device.memory_stats() or {}).get("bytes_in_use") for device in lm.mesh.devices.flat
+        ],
+    }
+
+
+def run(decoding: Decoding, room: int, steps: int) -> float:
+    """Seconds of so many steps of rows with room for ``room``."""
+    return decoding.run(decoding.begun(room), 1 + steps)
+
+
+def measure(decoding: Decoding, steps: int, runs: int) -> dict[str, Any]:
+    lm = decoding.lm
+    assert lm.mesh is not None
+    found = memory(lm)
+    seconds = median(lambda: run(decoding, steps, steps), runs, warm=1) / steps
+    cache = cache_bytes_per_step(lm.config, decoding.begun(steps).cache, steps // 2)
+    # What the fullest device reads a step.
+    moved = max(_held(read_in_step(lm)).values()) + cache // lm.mesh.size
+    return {
         "step_seconds": seconds,
         "tokens_per_second": decoding.batch / seconds,
         "bytes_per_device": moved,
         "gigabytes_per_second_per_device": moved / seconds / 1e9,
         "share_of_ceiling": moved / seconds / memory_bandwidth(),
-        **memory,
+        **found,
     }
+
+
+def trace(decoding: Decoding, steps: int) -> dict[str, Any] | None:
+    with tempfile.TemporaryDirectory() as folder:
+        decoding.trace(folder, decoding.begun(steps), 1 + _TRACED)
+        return step_parts(Path(folder), _TRACED)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -167,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args(argv)
     if args.steps < _TRACED or args.runs < 1:
-        raise JaxLlamaError(f"parallel_bench: --steps from {_TRACED} on, --runs from 1 on")
+        raise JaxLlamaError(f"bench.parallel: --steps from {_TRACED} on, --runs from 1 on")
     profiled_graphs()
     first: dict[int, dict[str, Any]] = {}
     for mesh in args.mesh:
@@ -182,13 +133,15 @@ def main(argv: list[str] | None = None) -> None:
                 "mesh": dict(lm.mesh.shape), "batch": batch,
             }  # fmt: skip
             with working(f"{mesh}, batch {batch}: compiling"):
-                decoding = Decoding(lm, batch, args.steps, args.kv_dtype)
-            row = {"devices": lm.mesh.size, **measure(decoding, args.runs)}
+                decoding = Decoding(lm, batch, args.kv_dtype)
+                _, compiling = timed(run, decoding, args.steps, 2)
+            row = {"devices": lm.mesh.size, "compile_seconds": compiling,
+                   **measure(decoding, args.steps, args.runs)}  # fmt: skip
             base = first.setdefault(batch, row)
             row["speedup"] = base["step_seconds"] / row["step_seconds"]
             row["scaling_efficiency"] = row["speedup"] * base["devices"] / row["devices"]
             print(json.dumps({**about, **row}), flush=True)
-            print(json.dumps({**about, "step_parts": decoding.trace()}), flush=True)
+            print(json.dumps({**about, "step_parts": trace(decoding, args.steps)}), flush=True)
         del lm, decoding  # before the next one is drawn
 
 

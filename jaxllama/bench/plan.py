@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import shutil
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def run(
     """See the module docstring.
 
     policy: what to measure; solved for by default, and base is then what is not searched
-    (``solver.solve``).  The limits default to what the device, the system and the disk have to
+    (``planner.solve``).  The limits default to what the device, the system and the disk have to
     give.  recalibrate: measure the machine even if that was done before.
     """
     enable_compilation_cache()
@@ -95,8 +94,8 @@ def run(
     expected = predict(cfg, policy, costs, task, settings)
     need = need_of(cfg, policy, task, settings)
     progress(f"measuring: {policy}")
-    given = None if policy.compress_weight else scheme
-    lm = load(source, dtype, given, policy=policy, random=random)
+    rounding = None if policy.compress_weight else scheme
+    lm = load(source, dtype, rounding, policy=policy, random=random)
     assert isinstance(lm, OffloadedModel)
     found, events = measure(lm, task, settings)
     if timeline is not None:
@@ -126,25 +125,6 @@ def run(
             "disk": {"predicted": need.disk, "measured": found["disk_bytes"]},
         },
     }  # fmt: skip
-
-
-def command(args: Any, policy: Policy | None, base: Policy, kv_dtype: str | None) -> dict[str, Any]:
-    """``run`` with the command line's words."""
-    sizes = {}
-    for tier in ("device", "host", "disk"):
-        size = getattr(args, f"{tier}_gb")
-        sizes[f"{tier}_bytes"] = None if size is None else int(size * 1e9)
-    return run(
-        args.model, policy=policy, base=base, dtype=args.dtype, scheme=args.quantize,
-        kv_dtype=kv_dtype, rows=args.batch, prompt_tokens=args.prompt_tokens,
-        new_tokens=args.new_tokens,
-        random=args.random, timeline=args.timeline, recalibrate=args.recalibrate, progress=_tell,
-        **sizes,
-    )  # fmt: skip
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def measure(
@@ -195,8 +175,8 @@ def sees_programs(lm: OffloadedModel) -> bool:
     return "peak_bytes_in_use" in (lm.store.device.memory_stats() or {})
 
 
-def _limits(*given: int | None) -> tuple[int | None, int | None, int | None]:
-    device, host, disk = given
+def _limits(*sizes: int | None) -> tuple[int | None, int | None, int | None]:
+    device, host, disk = sizes
     stats = jax.devices()[0].memory_stats() or {}
     folder = hub.cache_dir()
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,34 +5,26 @@ them.
     decode_program(cfg, params) -> {"temporary_bytes", "copies", "largest_temporary", ...}
 
 A matmul that turned its weight back into floats would undo the saving, so the compiled
-``decode_step`` is read: of every instruction outside fused computations (inside one nothing is
-stored) the result's type.  A *copy* is a floating result, wider than the words, with as many
-elements as some quantized weight.  Views (parameters, tuples, bitcasts) are no results.  What is
-true is told for the backend this runs on; another compiler may do otherwise.
+``decode_step`` is read: the type of every array that it stores (``hlo``).  A *copy* is a floating
+one, wider than the codes, with as many elements as some quantized weight.  What is true is told for
+the backend this runs on; another compiler may do otherwise.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxllama import generation
+from jaxllama.bench.hlo import stored_results
 from jaxllama.config import ModelConfig
 from jaxllama.model.cache import init_cache
 from pallas_kernels.qtensor import QTensor
 
 _CAPACITY = 128  # tokens of the cache in the program that is read
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16,
-         "f16": 16, "s16": 16, "u16": 16, "f32": 32, "s32": 32, "u32": 32, "f64": 64, "s64": 64,
-         "u64": 64}  # fmt: skip
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_RESULT = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\w+)\[([\d,]*)\]\S* ([a-z][\w\-]*)\(")
-_FUSED = re.compile(r"\bfusion\(.*\bcalls=%?([\w.\-]+)")
-_VIEWS = frozenset(("parameter", "get-tuple-element", "bitcast", "constant"))
 
 
 def buffers(params: Any) -> list[dict[str, Any]]:
@@ -63,42 +55,25 @@ def decode_program(cfg: ModelConfig, params: Any) -> dict[str, Any]:
     tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
     compiled = generation.decode_step.lower(cfg, params, tokens, cache).compile()
     stats = compiled.memory_analysis()
-    results = stored_results(compiled.as_text())
+    results = stored_results(compiled.as_text() or "")
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
-    words = {leaf.q.size for leaf in leaves if isinstance(leaf, QTensor)}
+    codes = {leaf.q.size for leaf in leaves if isinstance(leaf, QTensor)}
     floats = [row for row in results if row["type"] in ("f16", "bf16", "f32", "f64")]
-    copies = [row for row in floats if math.prod(row["shape"]) in words]
+    copies = [row for row in floats if math.prod(row["shape"]) in codes]
     largest = max(floats, key=_size, default=None)
     return {
         "backend": jax.default_backend(),
         "temporary_bytes": None if stats is None else stats.temp_size_in_bytes,
         "quantized_weights": sum(isinstance(leaf, QTensor) for leaf in leaves),
-        "largest_weight_as_floats": max(words, default=0) * dtype.itemsize,
-        "largest_temporary": None if largest is None else _words(largest),
-        "copies": [_words(row) for row in copies],
+        "largest_weight_as_floats": max(codes, default=0) * dtype.itemsize,
+        "largest_temporary": None if largest is None else _named(largest),
+        "copies": [_named(row) for row in copies],
     }
-
-
-def stored_results(text: str) -> list[dict[str, Any]]:
-    """{"name", "type", "bits", "shape", "op"} of every array that the program's text stores."""
-    fused = set(_FUSED.findall(text))
-    rows, inside = [], False
-    for line in text.splitlines():
-        if match := _COMPUTATION.match(line):
-            inside = match[1] in fused
-        elif not inside and (match := _RESULT.match(line)):
-            name, kind, shape, op = match.groups()
-            if op not in _VIEWS and kind in _BITS:
-                sizes = [int(size) for size in shape.split(",") if size]
-                rows.append(
-                    {"name": name, "type": kind, "bits": _BITS[kind], "shape": sizes, "op": op}
-                )
-    return rows
 
 
 def _size(row: dict[str, Any]) -> int:
     return math.prod(row["shape"]) * row["bits"] // 8
 
 
-def _words(row: dict[str, Any]) -> dict[str, Any]:
+def _named(row: dict[str, Any]) -> dict[str, Any]:
     return {**{key: row[key] for key in ("name", "type", "shape", "op")}, "bytes": _size(row)}

@@ -1,4 +1,4 @@
-"""A conversation in the terminal, over ``LanguageModel`` and the checkpoint's chat template.
+"""``jaxllama chat``: a conversation in the terminal, by the checkpoint's chat template.
 
     converse(lm, sampling, max_new_tokens, system, options)
 
@@ -12,18 +12,41 @@ the conversation goes on.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import io
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jaxllama.cli import common
+from jaxllama.cli.domains import Parser
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import LanguageModel
 from jaxllama.progress import Working, working
-from jaxllama.sampling import Sampling
+
+if TYPE_CHECKING:
+    from jaxllama.language_model import LanguageModel
+    from jaxllama.sampling import Sampling
+
+HELP = "Talk to a model: /reset begins anew, /exit ends."
 
 Message = dict[str, str]
+
+
+def options(sub: Parser) -> None:
+    sub.add_argument("--system", metavar="TEXT", help="the system message")
+    common.mesh_option(sub)
+    common.model_options(sub)
+    common.policy_option(sub)
+    common.cache_options(sub)
+    common.sampling_options(sub, max_new_tokens=512)
+
+
+def run(args: argparse.Namespace) -> None:
+    sampling = common.sampling(args)
+    kwargs = {"kv_dtype": common.kv_dtype(args), **common.chunk(args)}
+    converse(common.load(args), sampling, args.max_new_tokens, args.system, kwargs)
 
 
 def user(text: str) -> Message:
@@ -54,7 +77,7 @@ def converse(
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # some Pythons are built without
             import readline  # noqa: F401 - input() edits lines and has a history where it is
-    elif hasattr(sys.stdin, "reconfigure"):
+    elif isinstance(sys.stdin, io.TextIOWrapper):
         # A byte that is no text is then its line's fault, whatever PYTHONIOENCODING says.
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:

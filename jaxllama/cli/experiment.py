@@ -1,42 +1,68 @@
-"""``jaxllama experiment``: run a file, say what it would do, or compare two runs.
-
-command(file, out, dry_run, compare) -> (text for people, value for --json)
-"""
+"""``jaxllama experiment``: run a file, say what it would do, or compare two runs."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+from jaxllama.cli import common
+from jaxllama.cli.domains import Bad, Parser, out_folder
 from jaxllama.errors import JaxLlamaError
-from jaxllama.experiments.compare import compare, text
-from jaxllama.experiments.config import load_experiment
-from jaxllama.experiments.plan import plan
-from jaxllama.experiments.run import run, run_directory
-from jaxllama.experiments.workloads import check
+
+HELP = "Reproduce a result from its TOML file, or compare two runs."
 
 
-def command(
-    file: str | None, out: Path | None, dry_run: bool, pair: list[str] | None
-) -> tuple[str, Any]:
-    """See the module docstring.  Raises JaxLlamaError for words that exclude each other, and what
-    the parts raise."""
-    if pair is not None:
-        if file is not None or out is not None or dry_run:
-            raise JaxLlamaError("--compare takes two runs, and no file, --out or --dry-run")
-        differences = compare(*pair)
-        return text(differences), [dataclasses.asdict(one) for one in differences]
-    if file is None:
+def run_folder(text: str) -> str:
+    if not Path(text).is_dir():
+        raise Bad(f"= {text}: no such folder")
+    return text
+
+
+def options(sub: Parser) -> None:
+    sub.add_argument("file", nargs="?", metavar="FILE",
+                     help="a TOML file, or the name of a shipped experiment")  # fmt: skip
+    sub.add_argument("--out", type=out_folder, metavar="DIR",
+                     help="of the run (default runs/NAME-HASH); a run is continued")  # fmt: skip
+    sub.add_argument("--dry-run", action="store_true",
+                     help="print points, shapes, memory and time, and do nothing")  # fmt: skip
+    sub.add_argument("--compare", nargs=2, type=run_folder, metavar=("DIR", "DIR"),
+                     help="what differs between two runs beyond their noise")  # fmt: skip
+    common.json_option(sub)
+
+
+def run(args: argparse.Namespace) -> None:
+    text, value = _compared(args) if args.compare is not None else _ran(args)
+    common.print_json(value) if args.json else print(text, end="")
+
+
+def _compared(args: argparse.Namespace) -> tuple[str, Any]:
+    """(text for people, value for --json)."""
+    from jaxllama.experiments.compare import compare, text
+
+    if args.file is not None or args.out is not None or args.dry_run:
+        raise JaxLlamaError("--compare takes two runs, and no file, --out or --dry-run")
+    differences = compare(*args.compare)
+    return text(differences), [dataclasses.asdict(one) for one in differences]
+
+
+def _ran(args: argparse.Namespace) -> tuple[str, Any]:
+    from jaxllama.experiments.config import load_experiment
+    from jaxllama.experiments.plan import plan
+    from jaxllama.experiments.run import run, run_directory
+    from jaxllama.experiments.workloads import check
+
+    if args.file is None:
         raise JaxLlamaError("no experiment: give a file, the name of a shipped one, or --compare")
-    experiment = load_experiment(file)
-    if dry_run:
+    experiment = load_experiment(args.file)
+    if args.dry_run:
         check(experiment)
-        directory = out or run_directory(experiment)
+        directory = args.out or run_directory(experiment)
         described = plan(experiment, directory)
         return described, {"directory": str(directory), **experiment.identity}
-    directory = run(experiment, out)
+    directory = run(experiment, args.out)
     results = json.loads((directory / "results.json").read_text(encoding="utf-8"))
     table = (directory / "table.md").read_text(encoding="utf-8")
     return table, {"directory": str(directory), **results}

@@ -7,41 +7,59 @@ Contract: results go to stdout, everything else to stderr; status 0, or 2 with o
 pipe (``| head``) ends quietly.  ``generate`` prints the continuation alone, exactly as the model
 wrote it, and a newline.  Values are checked before anything slow begins.
 
-jax is imported by the commands, not here: ``--help`` answers at once.  The words are in
-``cli.options``; each command's function names the module of its work.
+A command is a module with ``HELP``, ``options(parser)`` and ``run(args)``.  jax is imported when
+one runs, not before: ``--help`` answers at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import io
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
-from jaxllama.cli.options import parser
+from jaxllama.cli import (
+    bench,
+    chat,
+    doctor,
+    experiment,
+    generate,
+    plan,
+    quantize,
+    serve,
+    tokenize,
+    train,
+)
+from jaxllama.cli import eval as evaluate
+from jaxllama.cli.domains import Parser
 from jaxllama.errors import JaxLlamaError
-from jaxllama.progress import working
 
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from jaxllama.language_model import LanguageModel
-    from jaxllama.offload.policy import Policy
-    from jaxllama.sampling import Sampling
+COMMANDS = {
+    "generate": generate,
+    "chat": chat,
+    "serve": serve,
+    "bench": bench,
+    "quantize": quantize,
+    "eval": evaluate,
+    "experiment": experiment,
+    "tokenize": tokenize,
+    "train": train,
+    "plan": plan,
+    "doctor": doctor,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; see the module docstring."""
-    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a character it lacks, as on stderr
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            args = parser(_COMMANDS).parse_args(argv)
+            args = parser().parse_args(argv)
             args.run(args)
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -72,322 +90,30 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print("warning:", " ".join(str(message).split()), file=sys.stderr)
 
 
-# From words to values
+class _Version(argparse.Action):
+    """The version, which is only looked up when it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        import jaxllama
+
+        print(f"jaxllama {jaxllama.__version__}")
+        parser.exit()
 
 
-def _sampling(args: argparse.Namespace) -> Sampling:
-    from jaxllama.sampling import Sampling
-
-    sampling = Sampling(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        frequency_penalty=args.frequency_penalty,
-        presence_penalty=args.presence_penalty,
-        logit_bias=dict(args.logit_bias),
-        seed=args.seed or 0,
+def parser() -> Parser:
+    """Of all commands; mistakes in the words are JaxLlamaErrors that name the option."""
+    top = Parser(
+        prog="jaxllama", allow_abbrev=False, description="Llama and Gated Linear Attention in JAX."
     )
-    if sampling.temperature == 0:
-        for flag, used in (("--top-k", args.top_k != 0), ("--top-p", args.top_p != 1),
-                           ("--min-p", args.min_p != 0),
-                           ("--seed", args.seed is not None)):  # fmt: skip
-            if used:
-                raise JaxLlamaError(f"{flag} needs --temperature above 0, which is greedy")
-    return sampling
-
-
-def _load(args: argparse.Namespace, random: bool = False) -> LanguageModel:
-    import dataclasses
-
-    from jaxllama.loading import load
-
-    policy, sparsity = _policy(args), getattr(args, "attn_sparsity", None)
-    _join(args)
-    lm = load(
-        args.model, args.dtype, args.quantize, policy=policy, mesh=_mesh(args), random=random,
-        progress=True,
-    )  # fmt: skip
-    if "attention" not in lm.config.layer_types:
-        for flag in ("kv_dtype", "attn_sparsity"):
-            if getattr(args, flag, None) is not None:
-                name = "--" + flag.replace("_", "-")
-                raise JaxLlamaError(f"{name}: {lm.config.name} has no layer with keys and values")
-    if sparsity is not None:
-        lm = dataclasses.replace(lm, config=lm.config.replace(attn_sparsity=sparsity))
-    return lm
-
-
-def _policy(args: argparse.Namespace) -> Policy | None:
-    """--policy, with what other options say of it."""
-    policy = getattr(args, "policy", None)
-    if policy is None:
-        return None
-    if getattr(args, "mesh", None) is not None:
-        raise JaxLlamaError("--policy and --mesh exclude each other: one device offloads")
-    from jaxllama.offload.model import kv_dtype_of
-
-    policy = _also(policy, args)
-    kv_dtype_of(policy, _kv_dtype(args), None)
-    return policy
-
-
-def _also(policy: Policy, args: argparse.Namespace) -> Policy:
-    if not hasattr(args, "chunk"):  # a command without a cache
-        return policy
-    return policy.also(attn_sparsity=args.attn_sparsity, prefill_batch_size=args.chunk)
-
-
-def _mesh(args: argparse.Namespace) -> Mesh | None:
-    """The devices of --mesh, all of which are there."""
-    if args.mesh is None:
-        return None
-    from jaxllama.parallel.mesh import make_mesh
-
-    try:
-        return make_mesh(args.mesh)
-    except JaxLlamaError as error:
-        raise JaxLlamaError(f"--{error}") from None
-
-
-def _join(args: argparse.Namespace) -> None:
-    """Meet the processes of the other hosts; only the first one prints."""
-    if getattr(args, "hosts", None) is None:
-        return
-    if args.mesh is None:
-        raise JaxLlamaError("--hosts needs --mesh: how the devices of all hosts share the work")
-    from jaxllama.parallel import hosts as parallel_hosts
-
-    if parallel_hosts.join(args.hosts) > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-
-
-def _kv_dtype(args: argparse.Namespace) -> str | None:
-    return "float8_e4m3fn" if args.kv_dtype == "fp8" else args.kv_dtype
-
-
-def _read_text(path: Path) -> str:
-    """A UTF-8 file's text; "-" is the standard input.  JaxLlamaError naming the file."""
-    try:
-        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        return data.decode("utf-8-sig")
-    except OSError as error:
-        raise JaxLlamaError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise JaxLlamaError(f"{path}: not UTF-8 text: byte {error.start}") from None
-
-
-# Commands
-
-
-def _generate(args: argparse.Namespace) -> None:
-    from jaxllama.cli import chat
-
-    prompts = _prompts(args)
-    if args.stream and args.json:
-        raise JaxLlamaError("--stream and --json exclude each other")
-    if args.stream and len(prompts) > 1:
-        raise JaxLlamaError(f"--stream shows one prompt, and there are {len(prompts)}")
-    sampling = _sampling(args)
-    lm = _load(args)
-    rows = [chat.ids_of(lm, [chat.user(prompt)]) for prompt in prompts] if args.chat else prompts
-    with working("generating") as sign:
-        outs = lm.generate(
-            rows, args.max_new_tokens, sampling, stop=args.stop, kv_dtype=_kv_dtype(args),
-            on_text=chat.shown(sign) if args.stream else None, **_chunk(args),
-        )  # fmt: skip
-    if args.json:
-        rows = [
-            {"prompt": prompt, "text": out.text, "tokens": out.tokens, "logprobs": out.logprobs,
-             "finish_reason": out.finish_reason}
-            for prompt, out in zip(prompts, outs, strict=True)
-        ]  # fmt: skip
-        _print_json({"model": args.model, "generations": rows})
-    elif args.stream:
-        print()
-    else:
-        for index, (prompt, out) in enumerate(zip(prompts, outs, strict=True)):
-            if len(prompts) > 1:
-                print(f"{chr(10) if index else ''}=== {json.dumps(prompt, ensure_ascii=False)}")
-            print(out.text)
-
-
-def _prompts(args: argparse.Namespace) -> list[str]:
-    if args.file is None:
-        prompts = args.prompts
-    elif args.prompts:
-        raise JaxLlamaError("prompts and --file exclude each other")
-    else:
-        lines = _read_text(args.file).replace("\r\n", "\n").split("\n")
-        prompts = [line for line in lines if line.strip()]
-        if not prompts:
-            raise JaxLlamaError(f"{args.file}: no prompts in it")
-    if not prompts:
-        raise JaxLlamaError("no prompt: give one, or --file")
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise JaxLlamaError(f"prompt {index} is empty")
-    return prompts
-
-
-def _chunk(args: argparse.Namespace) -> dict[str, int]:
-    return {} if args.chunk is None else {"chunk": args.chunk}
-
-
-def _print_json(value: Any) -> None:
-    """NaN and infinities, which JSON has no word for, become null."""
-
-    def plain(item: Any) -> Any:
-        if isinstance(item, dict):
-            return {key: plain(entry) for key, entry in item.items()}
-        if isinstance(item, list):
-            return [plain(entry) for entry in item]
-        bad = isinstance(item, float) and (item != item or item in (float("inf"), -float("inf")))
-        return None if bad else item
-
-    print(json.dumps(plain(value), ensure_ascii=False, allow_nan=False))
-
-
-def _chat(args: argparse.Namespace) -> None:
-    from jaxllama.cli import chat
-
-    sampling = _sampling(args)
-    options = {"kv_dtype": _kv_dtype(args), **_chunk(args)}
-    chat.converse(_load(args), sampling, args.max_new_tokens, args.system, options)
-
-
-def _serve(args: argparse.Namespace) -> None:
-    if args.policy is not None:
-        raise JaxLlamaError("--policy: the serving engine runs no offloaded models")
-    from jaxllama.cli.serve import ServeOptions, serve
-
-    engine = {"max_slots": args.slots, "max_len": args.max_len, "max_queue": args.max_queue,
-              "kv_dtype": _kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
-    options = ServeOptions(
-        args.model, args.host, args.port, tuple(args.api_key), args.max_body, args.drain_timeout,
-        args.state, engine,
-    )  # fmt: skip
-    serve(options, lambda: _load(args, random=args.random))
-
-
-def _bench_serve(args: argparse.Namespace) -> None:
-    from jaxllama.bench import load_generator
-
-    load = load_generator.from_args(args)
-    with working("measuring"):
-        report = load_generator.run(load)
-    _print_json(report) if args.json else print(load_generator.table(report))
-
-
-def _bench(args: argparse.Namespace) -> None:
-    from jaxllama.bench import decode as bench
-
-    if args.what == "serve":
-        return _bench_serve(args)
-    lm = _load(args, random=args.random)
-    with working("measuring") as sign:
-        report = bench.run(
-            lm, batch=args.batch, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
-            runs=args.runs, kv_dtype=_kv_dtype(args), chunk=args.chunk, context=args.context,
-            trace=args.trace, sign=sign,
-        )  # fmt: skip
-    report["model"] = args.model  # as the user calls it, not as the checkpoint does
-    _print_json(report) if args.json else print(bench.table(report))
-
-
-def _eval(args: argparse.Namespace) -> None:
-    from jaxllama.bench.evaluate import perplexity
-
-    if None not in (args.window, args.stride) and args.stride >= args.window:
-        raise JaxLlamaError(f"--stride = {args.stride}: must be below --window, {args.window}")
-    text = _read_text(args.text)
-    lm, reference = _load(args), None
-    if args.reference is not None:
-        from jaxllama.loading import load
-
-        reference = load(args.reference, args.dtype, mesh=_mesh(args), progress=True)
-    report = perplexity(
-        lm, text, args.window, args.stride, reference=reference, kv_dtype=_kv_dtype(args),
-        progress=True,
-    )  # fmt: skip
-    if args.json:
-        _print_json({"model": args.model, **report})
-    else:
-        print(f"perplexity {report['perplexity']:.4f} over {report['tokens']} tokens")
-        if reference is not None:
-            print(f"against {args.reference}: KL {report['kl']:.4f} nats, "
-                  f"top-1 {100 * report['top1']:.1f}%")  # fmt: skip
-
-
-def _quantize(args: argparse.Namespace) -> None:
-    from jaxllama.loading import default_dtype, load, read_config
-    from jaxllama.quantization import checkpoint
-
-    text = None if args.calibration is None else _read_text(args.calibration)
-    request = checkpoint.Request(
-        args.out, args.scheme, args.method, args.format, text, args.samples, args.window,
-        tuple(args.report),
-    )  # fmt: skip
-    checkpoint.check(read_config(args.model), request, args.dtype or default_dtype())
-    lm = load(args.model, args.dtype, progress=True)
-    report = checkpoint.quantize_checkpoint(lm, request, progress=True)
-    _print_json({"model": args.model, **report}) if args.json else print(checkpoint.table(report))
-
-
-def _experiment(args: argparse.Namespace) -> None:
-    from jaxllama.cli.experiment import command
-
-    text, value = command(args.file, args.out, args.dry_run, args.compare)
-    _print_json(value) if args.json else print(text, end="")
-
-
-def _tokenize(args: argparse.Namespace) -> None:
-    from jaxllama.cli import train as command
-
-    report = command.tokenize_files(args.texts, args.out, args.tokenizer)
-    _print_json(report) if args.json else print(command.table(report))
-
-
-def _train(args: argparse.Namespace) -> None:
-    from jaxllama.cli import train as command
-
-    report = command.run_file(args.file, args.out, _mesh(args))
-    _print_json(report) if args.json else print(command.table(report))
-
-
-def _plan(args: argparse.Namespace) -> None:
-    from jaxllama.bench import plan
-    from jaxllama.offload.policy import Policy
-
-    for tier in ("device", "host", "disk"):
-        if args.policy is not None and getattr(args, f"{tier}_gb") is not None:
-            raise JaxLlamaError(f"--{tier}-gb bounds what is solved for, and --policy is given")
-    policy = _policy(args)
-    base = _also(Policy(), args) if policy is None else policy
-    with working("planning"):
-        report = plan.command(args, policy, base, _kv_dtype(args))
-    _print_json(report) if args.json else print(plan.table(report))
-
-
-def _doctor(args: argparse.Namespace) -> None:
-    from jaxllama.cli import doctor
-
-    with working("examining"):
-        report = doctor.examine(args.model)
-    _print_json(report) if args.json else print(doctor.table(report))
-
-
-_COMMANDS = {
-    "generate": _generate,
-    "chat": _chat,
-    "serve": _serve,
-    "bench": _bench,
-    "quantize": _quantize,
-    "eval": _eval,
-    "experiment": _experiment,
-    "tokenize": _tokenize,
-    "train": _train,
-    "plan": _plan,
-    "doctor": _doctor,
-}
+    top.add_argument("--version", action=_Version)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(
+            name, help=command.HELP, description=command.HELP, allow_abbrev=False
+        )
+        sub.set_defaults(run=command.run)
+        command.options(sub)
+    return top

@@ -1,158 +1,51 @@
-"""``jaxllama serve``: load, warm up, listen, and end well.
-
-    serve(options, load)      blocks until SIGTERM or Ctrl-C
-
-The port is bound before the model is loaded, so that a taken one is known at once, and listened to
-when everything is compiled.  SIGTERM drains: no new connections, what is in flight is answered;
-what has not ended after ``drain_timeout`` seconds gets 503 (and, with a state folder, is done at
-the next start).  When the engine fails, all clients are told and the process ends with status 1,
-for a supervisor to start again.  The one line on stdout says where the server listens; logs are
-JSON on stderr.
-"""
+"""``jaxllama serve``: see ``jaxllama.serving.http.process``."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
-import logging
-import os
-import signal
-import socket
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+import argparse
 
-from jaxllama import progress
+from jaxllama.cli import common
+from jaxllama.cli.domains import COUNT, Number, Parser, api_key, filled, out_folder
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import LanguageModel
 
-try:
-    import uvicorn
-
-    from jaxllama.serving.http import logs
-    from jaxllama.serving.http.metrics import Metrics
-    from jaxllama.serving.http.server import Settings, create_app
-except ImportError as error:
-    raise JaxLlamaError(f"serving needs {error.name}: pip install 'jaxllama[serve]'") from None
-from jaxllama.serving.engine.engine import Engine
-
-KEY_VARIABLE = "JAXLLAMA_API_KEY"
+HELP = "OpenAI's API, a chat page and metrics over HTTP."
 
 
-@dataclasses.dataclass(frozen=True)
-class ServeOptions:
-    """engine: options of ``Engine``.  Raises JaxLlamaError naming the flag."""
-
-    model: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    max_body: int = 4 * 2**20
-    drain_timeout: int = 30
-    state: Path | None = None
-    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        keys = self.api_keys or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
-        if not all(key.isascii() and key.isprintable() and key.strip() == key for key in keys):
-            raise JaxLlamaError(f"${KEY_VARIABLE}: must be printable ASCII, no spaces around it")
-        object.__setattr__(self, "api_keys", keys)
-
-
-def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
-    """See the module docstring.  load: makes the model, once the port is ours."""
-    listener = _bind(options.host, options.port)
-    with listener, _logged_progress():
-        if not options.api_keys and options.host not in ("127.0.0.1", "::1", "localhost"):
-            warnings.warn(
-                f"anybody who reaches {options.host} can use it: no --api-key", stacklevel=2
-            )
-        lm = load()
-        metrics = Metrics()
-        engine = Engine(lm, observe=metrics.observe, **options.engine)
-        metrics.watch(engine)
-        settings = Settings(
-            name=model_name(options.model),
-            max_len=engine.options.max_len,
-            api_keys=options.api_keys,
-            max_body=options.max_body,
-            state=None if options.state is None else str(options.state),
-        )
-        app = create_app(lm, engine, settings, metrics)
-        config = uvicorn.Config(
-            app, lifespan="on", ws="none", log_config=logs.configuration(), access_log=False,
-            server_header=False, timeout_graceful_shutdown=options.drain_timeout + 5,
-        )  # fmt: skip
-        with progress.working("compiling (later starts take it from the cache)"):
-            engine.start()
-        # uvicorn raises the signal again when it is done; drained is no failure.
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        url = _url(options.host, listener.getsockname()[1])
-        _Server(config, engine, options.drain_timeout, f"{settings.name} on {url}").run([listener])
-        if engine.failure is not None:
-            raise SystemExit(f"error: {engine.failure}")
+def options(sub: Parser) -> None:
+    sub.add_argument("--host", type=filled, default="127.0.0.1", help="(default %(default)s)")
+    sub.add_argument("--port", type=Number(int, 0, 65535), default=8000, metavar="N",
+                     help="0 takes a free one (default %(default)s)")  # fmt: skip
+    sub.add_argument("--api-key", action="append", type=api_key, default=[], metavar="KEY",
+                     help="clients must send; may be repeated ($JAXLLAMA_API_KEY)")  # fmt: skip
+    sub.add_argument("--slots", type=COUNT, default=16, metavar="N",
+                     help="requests that run at once (default %(default)s)")  # fmt: skip
+    sub.add_argument("--max-len", type=COUNT, metavar="N",
+                     help="tokens of a request with its answer (default at most 1024)")  # fmt: skip
+    sub.add_argument("--max-queue", type=COUNT, default=256, metavar="N",
+                     help="requests that wait; more get 429 (default %(default)s)")  # fmt: skip
+    sub.add_argument("--max-body", type=Number(int, 1, 2**31), default=4 * 2**20, metavar="BYTES",
+                     help="of a request; more get 413 (default %(default)s)")  # fmt: skip
+    sub.add_argument("--drain-timeout", type=Number(int, 0, 86400), default=30, metavar="SECONDS",
+                     help="for what is in flight at SIGTERM (default %(default)s)")  # fmt: skip
+    sub.add_argument("--state", type=out_folder, metavar="DIR",
+                     help="of requests and answers; a killed server's are finished")  # fmt: skip
+    # Refused in words of its own.
+    sub.add_argument("--policy", type=common.parse_policy, help=argparse.SUPPRESS)
+    common.random_option(sub)
+    common.mesh_option(sub)
+    common.model_options(sub)
+    common.cache_options(sub)
 
 
-@contextlib.contextmanager
-def _logged_progress() -> Iterator[None]:
-    """How far loading and compiling are is a line of the log, where it is no bar."""
-    write, log = progress.write, logs.JsonLines()
+def run(args: argparse.Namespace) -> None:
+    if args.policy is not None:
+        raise JaxLlamaError("--policy: the serving engine runs no offloaded models")
+    from jaxllama.serving.http.process import ServeOptions, serve
 
-    def record(line: str) -> None:
-        write(log.format(logging.makeLogRecord({"levelname": "INFO", "msg": line})))
-
-    progress.write = record
-    try:
-        yield
-    finally:
-        progress.write = write
-
-
-class _Server(uvicorn.Server):
-    def __init__(
-        self, config: uvicorn.Config, engine: Engine, drain_timeout: int, banner: str
-    ) -> None:
-        super().__init__(config)
-        self._engine, self._drain_timeout, self._banner = engine, drain_timeout, banner
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        print(f"jaxllama serves {self._banner}", flush=True)
-
-    async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._engine.failure is not None
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        late = asyncio.create_task(self._stop_late())
-        await super().shutdown(sockets)
-        late.cancel()
-        await asyncio.to_thread(self._engine.stop)
-
-    async def _stop_late(self) -> None:
-        await asyncio.sleep(self._drain_timeout)
-        await asyncio.to_thread(self._engine.stop)
-
-
-def model_name(model: str) -> str:
-    """What clients call it: a preset's or hub name as it is, a path's last part."""
-    path = Path(model)
-    return path.resolve().name if path.exists() else model
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise JaxLlamaError(f"cannot listen on {_url(host, port)}: {error.strerror}") from None
-    return listener
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    engine = {"max_slots": args.slots, "max_len": args.max_len, "max_queue": args.max_queue,
+              "kv_dtype": common.kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
+    options = ServeOptions(
+        args.model, args.host, args.port, tuple(args.api_key), args.max_body, args.drain_timeout,
+        args.state, engine,
+    )  # fmt: skip
+    serve(options, lambda: common.load(args, random=args.random))

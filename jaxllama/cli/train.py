@@ -1,27 +1,38 @@
-"""``jaxllama train`` and ``jaxllama tokenize``: files in, a summary out."""
+"""``jaxllama train``: train what a file says, and sum it up."""
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jax.sharding import Mesh
+from jaxllama.cli import common
+from jaxllama.cli.domains import Parser, out_folder
 
-from jaxllama.checkpoints import hub
-from jaxllama.errors import JaxLlamaError
-from jaxllama.text.tokenizer import Tokenizer
-from jaxllama.training import data
-from jaxllama.training.config import load_train_config
-from jaxllama.training.loop import TrainResult, train
+if TYPE_CHECKING:
+    from jaxllama.training.loop import TrainResult
+
+HELP = "Train or distill a model as a TOML file says."
 
 
-def run_file(file: str | Path, out: Path | None, mesh: str | Mesh | None = None) -> dict[str, Any]:
-    """Train what ``file`` (or the shipped one of that name) says in ``out`` (by default runs/NAME)
-    and sum it up."""
-    config = load_train_config(file)
-    return summary(train(config, out or Path("runs") / Path(file).stem, mesh=mesh, progress=True))
+def options(sub: Parser) -> None:
+    sub.add_argument("file", metavar="FILE", help="a TOML file, or the name of a shipped one")
+    sub.add_argument("--out", type=out_folder, metavar="DIR",
+                     help="of the run (default runs/NAME), where it also resumes")  # fmt: skip
+    sub.add_argument("--mesh", type=common.parse_mesh, metavar="AXES",
+                     help="devices that share every step's rows: data=N")  # fmt: skip
+    common.json_option(sub)
+
+
+def run(args: argparse.Namespace) -> None:
+    from jaxllama.training.config import load_train_config
+    from jaxllama.training.loop import train
+
+    mesh = common.mesh(args)
+    config = load_train_config(args.file)
+    out = args.out or Path("runs") / Path(args.file).stem
+    common.show(args, summary(train(config, out, mesh=mesh, progress=True)), common.lines)
 
 
 def summary(result: TrainResult) -> dict[str, Any]:
@@ -40,27 +51,3 @@ def summary(result: TrainResult) -> dict[str, Any]:
     if result.validation:
         rows["validation_loss"] = result.validation[-1]["validation_loss"]
     return rows
-
-
-def table(rows: dict[str, Any]) -> str:
-    def text(value: Any) -> str:
-        return f"{value:,.4g}" if isinstance(value, float) else str(value)
-
-    return "\n".join(f"{key:18} {text(value)}" for key, value in rows.items() if value is not None)
-
-
-def tokenize_files(texts: Sequence[Path], out: Path, tokenizer: str) -> dict[str, Any]:
-    """tokenizer: "bytes", or a model whose tokenizer it is: only that is read."""
-    file = data.tokenize(texts, out, load_tokenizer(tokenizer), progress=True)
-    return {"directory": str(file.directory), "tokens": len(file), "sha256": file.sha256}
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    if name == "bytes":
-        return Tokenizer.byte_level()
-    path = hub.resolve(name, progress=True)
-    if path.suffix == ".gguf":
-        return Tokenizer.from_gguf(path)
-    if not (path / "tokenizer.json").is_file():
-        raise JaxLlamaError(f"{name}: no tokenizer.json; --tokenizer takes a model's name or bytes")
-    return Tokenizer.from_file(path)

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxllama.bench.decode_program import cache_bytes_per_step, memory_bandwidth
+from jaxllama.bench.harness import cache_bytes_per_step, matmul_rate, memory_bandwidth
 from jaxllama.config import ModelConfig
 from jaxllama.experiments.config import Experiment, Point
 from jaxllama.experiments.run import finished
@@ -171,20 +169,6 @@ def _shape(cfg: ModelConfig) -> str:
     kinds: Mapping[str, int] = {kind: cfg.layer_types.count(kind) for kind in cfg.layer_types}
     layers = " + ".join(f"{count} {kind}" for kind, count in kinds.items())
     return f"{layers} layers of {cfg.d_model}"
-
-
-@functools.cache
-def matmul_rate() -> float:
-    """Operations a second of a large product in the default dtype."""
-    size = 1024 if jax.default_backend() == "cpu" else 8192
-    x = jnp.ones((size, size), default_dtype())
-    product = jax.jit(lambda x: x @ x)
-    best = 0.0
-    for _ in range(4):  # the first compiles
-        begun = time.perf_counter()
-        jax.block_until_ready(product(x))
-        best = max(best, 2 * size**3 / (time.perf_counter() - begun))
-    return best
 
 
 def _size(nbytes: int) -> str:

@@ -30,7 +30,7 @@ class ModelSettings:
 
     model: a preset, a name under ``[models]`` (weights are random), a directory, a .gguf or a hub
     id.  random: weights of the preset's shape, nothing is fetched.  scheme: as ``--scheme`` takes
-    it, "none" for floats; method: how its words are found.
+    it, "none" for floats; method: how its codes are found.
     """
 
     model: str
@@ -41,9 +41,9 @@ class ModelSettings:
     kv_dtype: KVDtype | None = None
 
     def __post_init__(self) -> None:
-        plan = parse(self.scheme)
+        recipe = parse(self.scheme)
         if self.method != "rtn":
-            check_method(plan, self.method)
+            check_method(recipe, self.method)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class QualitySettings(ModelSettings):
 
     @property
     def calibrated(self) -> bool:
-        """Whether a text decides the words or the activations' scales."""
+        """Whether a text decides the codes or the activations' scales."""
         return self.method != "rtn" or any(one.static for one in parse(self.scheme).schemes)
 
 
@@ -164,7 +164,7 @@ def at_least(settings: Any, key: str, least: int) -> None:
 
 
 def no_calibration(settings: ModelSettings) -> None:
-    """The words' values change no speed, so these workloads round to nearest."""
+    """The codes' values change no speed, so these workloads round to nearest."""
     if settings.method != "rtn":
         raise JaxLlamaError(f"method = {settings.method!r}: allowed values here are rtn")
     if any(one.static for one in parse(settings.scheme).schemes):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ import numpy as np
 
 from jaxllama.bench.decode import run as run_bench
 from jaxllama.bench.evaluate import perplexity
+from jaxllama.bench.harness import timed
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig, load_config, preset_names
 from jaxllama.errors import JaxLlamaError
@@ -114,8 +114,8 @@ def speed(experiment: Experiment, settings: SpeedSettings, seed: int, room: Path
         new_tokens=settings.new_tokens, runs=settings.runs, context=settings.context,
         kv_dtype=kv_dtype(settings.kv_dtype), chunk=settings.chunk,
     )  # fmt: skip
-    given = set(dataclasses.asdict(settings)) | set(_PROCESS)
-    kept = {key: entry for key, entry in report.items() if key not in given}
+    asked = set(dataclasses.asdict(settings)) | set(_PROCESS)
+    kept = {key: entry for key, entry in report.items() if key not in asked}
     return {
         **kept,
         "weight_megabytes": tree_bytes(lm.params) / 1e6,
@@ -178,9 +178,8 @@ def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: 
     prompts = rng.integers(0, lm.config.vocab_size, shape).tolist()
 
     def seconds(new_tokens: int) -> float:
-        begun = time.perf_counter()
-        lm.generate(prompts, new_tokens, kv_dtype=kv_dtype(settings.kv_dtype))
-        return time.perf_counter() - begun
+        cache_dtype = kv_dtype(settings.kv_dtype)
+        return timed(lambda: lm.generate(prompts, new_tokens, kv_dtype=cache_dtype))[1]
 
     seconds(settings.new_tokens)  # compiles
     prefill, whole = seconds(1), seconds(settings.new_tokens)

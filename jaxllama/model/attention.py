@@ -42,7 +42,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.attention_cudnn import causal, extend, has_cudnn
 from jaxllama.model.cache import KVCache, quantize_kv, write
 from jaxllama.model.linear import Params
-from jaxllama.model.rope import apply_rope
+from jaxllama.model.rope import Ropes, apply_rope
 from pallas_kernels.attention.blockwise import (
     attention_scores,
     blockwise_attention,
@@ -63,14 +63,14 @@ SPARSE_BLOCK = 16  # query tokens of a row that gather their values at once
 class At(NamedTuple):
     """Where a call's new tokens stand.
 
-    positions int32 ``[B, T]``; lengths int32 ``[B]``: valid new tokens of each row; rope:
-    ``rope_tables``' pair, None where no layer is attention; sparse: which tokens read the share
-    ``cfg.attn_sparsity`` of V: none, all, or bool ``[B, T]``.
+    positions int32 ``[B, T]``; lengths int32 ``[B]``: valid new tokens of each row; rope: tables
+    for the layers' kinds of positions, None where no layer is attention; sparse: which tokens read
+    the share ``cfg.attn_sparsity`` of V: none, all, or bool ``[B, T]``.
     """
 
     positions: jax.Array
     lengths: jax.Array
-    rope: tuple[jax.Array, jax.Array] | None
+    rope: Ropes | None
     sparse: bool | jax.Array = False
 
 
@@ -85,10 +85,32 @@ def mix(
     """Multi-head attention with rotary positions: ``qkv [B, T, (N + 2K) H]`` -> (heads
     ``[B, T, N H]``, cache)."""
     batch, n_new, _ = qkv.shape
-    qkv = qkv.reshape(batch, n_new, cfg.n_heads + 2 * cfg.n_kv_heads, cfg.head_dim)
+    qkv = split_heads(cfg, p, qkv)
     one = cache is not None and n_new == 1
     out, cache = (_decode if one else _extend)(cfg, qkv, cache, at)
     return out.reshape(batch, n_new, -1), cache
+
+
+def split_heads(cfg: ModelConfig, p: Params, qkv: jax.Array) -> jax.Array:
+    """``qkv [..., (N + 2K) H]`` -> ``[..., N + 2K, H]``, with the norms of q and k."""
+    heads = qkv.reshape(*qkv.shape[:-1], -1, cfg.head_dim)
+    return heads if cfg.qk_norm == "none" else _norm_heads(cfg, p, heads)
+
+
+def _norm_heads(cfg: ModelConfig, p: Params, heads: jax.Array) -> jax.Array:
+    """RMSNorm of q and k among ``heads [..., N + 2K, H]``, one expression for all heads, which XLA
+    makes one kernel."""
+    n, n_kv, x = cfg.n_heads, cfg.n_kv_heads, heads.astype(jnp.float32)
+    index = jnp.arange(n + 2 * n_kv, dtype=jnp.int32)[:, None]
+    mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    q, k = (p[name]["weight"].astype(jnp.float32) for name in ("q_norm", "k_norm"))
+    if cfg.qk_norm == "full":
+        q, k = (w.reshape(-1, cfg.head_dim) for w in (q, k))
+        q, k = jnp.pad(q, ((0, 2 * n_kv), (0, 0))), jnp.pad(k, ((n, n_kv), (0, 0)))
+        parts = mean[..., :n, :], mean[..., n : n + n_kv, :]
+        mean = jnp.where(index < n, *(jnp.mean(m, axis=-2, keepdims=True) for m in parts))
+    y = x * lax.rsqrt(mean + cfg.norm_eps) * jnp.where(index < n, q, k)
+    return jnp.where(index < n + n_kv, y, x).astype(heads.dtype)
 
 
 def _extend(
@@ -96,22 +118,23 @@ def _extend(
 ) -> tuple[jax.Array, KVCache | None]:
     """Any number of tokens: ``qkv [B, T, N + 2K, H]`` -> (heads ``[B, T, N, H]``, cache)."""
     n, n_kv, window = cfg.n_heads, cfg.n_kv_heads, cfg.sliding_window
-    positions, lengths, rope, _ = at
-    assert rope is not None
+    positions, lengths, ropes, _ = at
+    assert ropes is not None
+    rope, cap = ropes.of(cfg.rope), cfg.attn_softcap
     q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
     q, k = apply_rope(q, *rope), apply_rope(k, *rope)
     if cache is None:
-        return attend(q, k, v, positions, window), None
+        return attend(q, k, v, positions, window, cap), None
     q, k, v = spread(cache.k, q, k, v)
     is_new = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     cache = write(cache, k, v, jnp.where(is_new, positions, cache.k.shape[1]))
 
     def dense() -> jax.Array:
-        if has_cudnn(q) and window is None:
+        if has_cudnn(q) and window is None and cap is None:
             # What a row without new tokens holds need not be read.
             n_past = jnp.where(lengths > 0, positions[:, 0], 0)
             out = extend(q, *_as_stored(cache, k, v), cache.k, cache.v, n_past)
-        elif has_cudnn(q):
+        elif has_cudnn(q) and cap is None:
             # Rows that begin at position 0 see their own new tokens and nothing else.
             out = lax.cond(
                 jnp.all(positions[:, 0] == 0),
@@ -119,7 +142,7 @@ def _extend(
                 lambda: attend_cached(q, cache, positions, lengths, window),
             )
         else:
-            out = attend_cached(q, cache, positions, lengths, window)
+            out = attend_cached(q, cache, positions, lengths, window, cap)
         return unspread(cache.v, out)
 
     return _mixed(cfg, dense, q, cache, at), cache
@@ -130,7 +153,12 @@ def _decode(cfg: ModelConfig, qkv: jax.Array, cache: KVCache, at: At) -> tuple[j
     assert at.rope is not None
     window, position = cfg.sliding_window, at.positions[:, 0]
     slots = jnp.where(at.lengths > 0, position, cache.k.shape[1])
-    new = (qkv[:, 0], *(table[:, 0] for table in at.rope), cache.k, cache.v, slots)
+    new = (qkv[:, 0], *(table[:, 0] for table in at.rope.of(cfg.rope)), cache.k, cache.v, slots)
+    if cfg.attn_softcap is not None:  # no kernel caps scores
+        q, *kv = rope_and_write(*new)
+        last = jnp.where(at.lengths > 0, position, -1)[:, None]
+        out = blockwise_attention(q[:, None], *kv, last, window=window, softcap=cfg.attn_softcap)
+        return unspread(cache.v, out[:, 0]), KVCache(*kv)
     if at.sparse is False or cfg.attn_sparsity == 1.0:
         # A row without a new token sees nothing and gives zeros.
         out, *kv = rope_and_attend(*new, window=window)
@@ -168,20 +196,21 @@ def _mixed(
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, window: int | None
-) -> jax.Array:
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, window: int | None,
+    softcap: float | None = None,
+) -> jax.Array:  # fmt: skip
     """Causal attention of ``q[B, T, N, H]`` over ``k, v[B, T, K, H]``, all at ``positions``, which
     count up by one."""
     n_new = q.shape[1]
-    if has_cudnn(q):
+    if has_cudnn(q) and softcap is None:
         return causal(q, k, v, window)
     if n_new <= QUERY_BLOCK:
-        return _attend_block(q, k, v, positions, positions, window)
+        return _attend_block(q, k, v, positions, positions, window, softcap)
     blocks = -(-n_new // QUERY_BLOCK)
     pad = blocks * QUERY_BLOCK - n_new
     q_blocks, p_blocks = _split_queries(q, pad, blocks), _split_queries(positions, pad, blocks)
     # Scores are recomputed in the backward pass: one block of them is alive at a time.
-    block = jax.checkpoint(functools.partial(_attend_block, window=window))
+    block = jax.checkpoint(functools.partial(_attend_block, window=window, softcap=softcap))
     out = lax.map(lambda qp: block(qp[0], k, v, qp[1], positions), (q_blocks, p_blocks))
     return _join_queries(out, n_new)
 
@@ -193,8 +222,9 @@ def _attend_block(
     q_positions: jax.Array,
     k_positions: jax.Array,
     window: int | None,
+    softcap: float | None,
 ) -> jax.Array:
-    scores = attention_scores(q, k)
+    scores = attention_scores(q, k, softcap=softcap)
     visible = is_visible(q_positions, k_positions, window)[:, None, None]
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     return weighted_values(weights, v).astype(q.dtype)
@@ -206,6 +236,7 @@ def attend_cached(
     positions: jax.Array,
     lengths: jax.Array,
     window: int | None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Attention of ``q[B, T, N, H]`` over the cache, which already holds the T new tokens.
 
@@ -214,11 +245,13 @@ def attend_cached(
     """
     n_new, positions = q.shape[1], _without_padding(positions, lengths)
     if n_new <= QUERY_BLOCK:
-        return blockwise_attention(q, cache.k, cache.v, positions, window=window)
+        return blockwise_attention(q, cache.k, cache.v, positions, window=window, softcap=softcap)
     blocks = -(-n_new // QUERY_BLOCK)
     pad = blocks * QUERY_BLOCK - n_new
     q_blocks, p_blocks = _split_queries(q, pad, blocks), _split_queries(positions, pad, blocks)
-    block = functools.partial(blockwise_attention, k=cache.k, v=cache.v, window=window)
+    block = functools.partial(
+        blockwise_attention, k=cache.k, v=cache.v, window=window, softcap=softcap
+    )
     out = lax.map(lambda qp: block(qp[0], positions=qp[1]), (q_blocks, p_blocks))
     return _join_queries(out, n_new)
 

@@ -5,6 +5,9 @@
 
     block:  stream += mixer(norm(stream));  stream += mlp(norm(stream))     mixer by cfg.layer_types
 
+Where norms stand, which they are, and whether the two sublayers read the same stream is the
+config's; what a layer has no norm for its parameters lack.
+
 Pure functions of the parameter tree that ``Decoder`` declares; those that users call are in
 ``generation``.  ``walk`` is the only way over the layers and ``block`` the only layer: training,
 distillation, calibration and offloading call them too.  For parameters on a mesh, ``forward`` and
@@ -34,7 +37,7 @@ from jaxllama.model.attention import At
 from jaxllama.model.cache import Cache, GLAState, KVCache, cache_specs
 from jaxllama.model.linear import Params, Stream
 from jaxllama.model.params import Param, check, nested, param_table
-from jaxllama.model.rope import rope_tables
+from jaxllama.model.rope import Ropes, rope_tables
 from jaxllama.model.sharded import over_mesh
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import traced_mesh
@@ -59,8 +62,8 @@ def block(
     state: None where there is no cache.  ops: who does ``norm_linear`` and ``linear_add``: the
     module ``model.linear``, or a ``linear.Observer`` that watches.
     """
-    stream, state = mix_half(cfg, kind, p, stream, state, at, ops)
-    return feed_half(cfg, p, stream, ops), state
+    mixed, state = mix_half(cfg, kind, p, stream, state, at, ops)
+    return feed_half(cfg, p, mixed, ops, stream if cfg.parallel_block else None), state
 
 
 def mix_half(
@@ -74,16 +77,24 @@ def mix_half(
 ) -> tuple[Stream, LayerState]:
     """A layer's first half: norm and mixer."""
     mixer, own = attention if kind == "attention" else gla, p["mixer"]
-    y, stream = ops.norm_linear(stream, p["mixer_norm"], mixer.inputs(cfg, own), cfg.norm_eps)
+    y, stream = ops.norm_linear(stream, p.get("mixer_norm"), mixer.inputs(cfg, own), cfg)
     heads, state = mixer.mix(cfg, own, y, state, at)
-    return ops.linear_add(heads, own["o"], stream), state
+    return ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm")), state
 
 
-def feed_half(cfg: ModelConfig, p: Params, stream: Stream, ops: Any = linear) -> Stream:
-    """A layer's second half: norm and SwiGLU, ``down(silu(gate) * up)``."""
+def feed_half(
+    cfg: ModelConfig, p: Params, stream: Stream, ops: Any = linear, before: Stream | None = None
+) -> Stream:
+    """A layer's second half: norm and SwiGLU, ``down(silu(gate) * up)``.
+
+    before: what a parallel block reads instead, the stream without the mixer's part.
+    """
     gate_up, down = p["mlp"]["gate_up"], p["mlp"]["down"]
-    y, stream = ops.norm_linear(stream, p["mlp_norm"], gate_up, cfg.norm_eps, into=down)
-    return ops.linear_add(y, down, stream)
+    if before is not None:
+        y, _ = ops.norm_linear(before, p.get("mixer_norm"), gate_up, cfg, into=down)
+    else:
+        y, stream = ops.norm_linear(stream, p.get("mlp_norm"), gate_up, cfg, into=down)
+    return ops.linear_add(y, down, stream, cfg, p.get("mlp_out_norm"))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,8 +103,9 @@ def layer_config(cfg: ModelConfig, index: int) -> tuple[ModelConfig, str]:
     alike."""
     kind = cfg.layer_types[index]
     one = cfg.replace(
-        sliding_window=cfg.window_of(index), n_layers=1, layer_types=(kind,), window_layers=()
-    )
+        sliding_window=cfg.window_of(index), rope=cfg.rope_of(index), n_layers=1,
+        layer_types=(kind,), window_layers=(), window_rope=None, nope_layers=(),
+    )  # fmt: skip
     return one, kind
 
 
@@ -120,13 +132,14 @@ def walk(
 
 def positions_of(
     cfg: ModelConfig, start: jax.Array, total: jax.Array, n_new: int
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+) -> tuple[jax.Array, Ropes | None]:
     """(positions ``[B, n_new]`` from ``start[B]`` on, RoPE tables or None); total[B]: tokens of
     each row when the whole prompt is in."""
     positions = start[:, None] + jnp.arange(n_new, dtype=jnp.int32)[None, :]
     if "attention" not in cfg.layer_types:
         return positions, None
-    return positions, rope_tables(cfg.rope, cfg.head_dim, positions, total)
+    tables = (rope_tables(one, cfg.head_dim, positions, total) for one in cfg.ropes)
+    return positions, Ropes(cfg.ropes, tuple(tables))
 
 
 def whole_rows(cfg: ModelConfig, batch: int, length: int) -> At:
@@ -149,7 +162,7 @@ def scale_embedded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
 
 def final_norm(cfg: ModelConfig, params: Params, stream: Stream) -> jax.Array:
     """What the head reads."""
-    return linear.norm(stream, params["norm"], cfg.norm_eps)[0]
+    return linear.norm(stream, params["norm"], cfg)[0]
 
 
 def head(params: Params) -> Params:
@@ -214,7 +227,9 @@ def logits(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
             out=lambda rows: P(rows, *(None,) * (x.ndim - 2), MODEL_AXIS),
         )  # fmt: skip
         return scores[..., : cfg.vocab_size]
-    return linear.linear(x, head(params)).astype(jnp.float32)
+    scores = linear.linear(x, head(params)).astype(jnp.float32)
+    cap = cfg.logit_softcap
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 class Parameters(nn.Module):

@@ -1,11 +1,12 @@
 """The two operations that every layer is made of; nothing outside of this file knows of fusion.
 
-    y, stream = norm_linear(stream, norm, linear, eps)    RMSNorm of the stream, then a product
-    stream    = linear_add(x, linear, stream)             a product, added to the stream
+    y, stream = norm_linear(stream, norm, linear, cfg)    a norm of the stream, then a product
+    stream    = linear_add(x, linear, stream, cfg)        a product, added to the stream
 
-A norm always stands before a product and a residual always behind one, so these are the places
-where kernels join what belongs together: in a decode step on Hopper each is one kernel, with the
-quantization of its input, SwiGLU, bias and the sum over devices inside where a kernel has them.
+A norm stands before a product and a residual behind one, so these are the places where kernels
+join what belongs together: in a decode step on Hopper each is one kernel, with the quantization of
+its input, SwiGLU, bias and the sum over devices inside where a kernel has them.  LayerNorm, a norm
+behind a product and activations other than SiLU are steps of their own.
 ``linear`` is a product alone, ``norm`` a norm alone.
 
 The stream is a pair (x, pending): where the product that makes the last term cannot add it in its
@@ -27,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxllama.config import ModelConfig
 from jaxllama.parallel.collectives import is_split, lookup_rows, row_parallel_matmul
 from pallas_kernels.matmul.blocks import Columns, blocks_matmul
 from pallas_kernels.matmul.blocks import fusible as all_fusible
@@ -62,24 +64,29 @@ class Stream(NamedTuple):
 
 def norm_linear(
     stream: Stream,
-    scale: Params,
+    scale: Params | None,
     linear: Params | Sequence[Params],
-    eps: float,
+    cfg: ModelConfig,
     *,
     into: Params | None = None,
 ) -> tuple[Any, Stream]:
-    """``rms_norm(stream, scale, eps) @ weight.T + bias``: (``[..., out]``, the stream).
+    """``norm(stream) @ weight.T + bias``: (``[..., out]``, the stream).
 
+    scale: the norm's parameters, None where there is no norm.
     linear: one layer, or several that read the same input and have no bias: then a list of
         ``Columns``, which may lie in fewer arrays.
-    into: this layer's weight is gate and up, and the result ``silu(gate) * up`` is for that layer,
-        quantized where it wants it so.
+    into: this layer's weight is gate and up, and the result ``activation(gate) * up`` is for that
+        layer, quantized where it wants it so.
     """
     if not isinstance(linear, Mapping):
-        return _norm_linears(stream, scale, linear, eps)
-    weight, bias, gamma = linear["weight"], linear.get("bias"), (scale["weight"], eps)
+        return _norm_linears(stream, scale, linear, cfg)
+    weight, bias = linear["weight"], linear.get("bias")
     codes, dtype = input_codes(linear), stream.x.dtype
-    inner = into is not None and input_codes(into) is None
+    inner = _is_inner(into, cfg)
+    if scale is None or cfg.norm != "rms":
+        normed, stream = norm(stream, scale, cfg, codes)
+        return product(normed, linear, dtype, cfg, into=into), stream
+    gamma = scale["weight"], cfg.norm_eps
     if (
         codes is None
         and stream.awaits_rounding
@@ -89,30 +96,43 @@ def norm_linear(
             stream.x, weight, bias=bias, out_dtype=dtype, norm=gamma, swiglu=inner,
             pending=stream.pending,
         )  # fmt: skip
-        return _gated(y, into, inner), Stream(x)
+        return _gated(y, into, cfg), Stream(x)
     stream = _rounded(stream)
     if codes is None and stream.pending is None and fusible(stream.x, weight, norm=gamma):
         y = quantized_matmul(stream.x, weight, bias=bias, out_dtype=dtype, norm=gamma, swiglu=inner)
-        return _gated(y, into, inner), stream
-    normed, stream = norm(stream, scale, eps, codes)
-    return product(normed, linear, dtype, into=into), stream
+        return _gated(y, into, cfg), stream
+    normed, stream = norm(stream, scale, cfg, codes)
+    return product(normed, linear, dtype, cfg, into=into), stream
 
 
 def _norm_linears(
-    stream: Stream, scale: Params, linears: Sequence[Params], eps: float
+    stream: Stream, scale: Params | None, linears: Sequence[Params], cfg: ModelConfig
 ) -> tuple[list[Columns], Stream]:
-    stream, gamma = _rounded(stream), (scale["weight"], eps)
-    weights = tuple(linear["weight"] for linear in linears)
-    if stream.pending is None and all_fusible(stream.x, weights, norm=gamma):
-        return blocks_matmul(stream.x, weights, norm=gamma), stream
-    normed, stream = norm(stream, scale, eps)
+    if scale is not None and cfg.norm == "rms":
+        stream, gamma = _rounded(stream), (scale["weight"], cfg.norm_eps)
+        weights = tuple(linear["weight"] for linear in linears)
+        if stream.pending is None and all_fusible(stream.x, weights, norm=gamma):
+            return blocks_matmul(stream.x, weights, norm=gamma), stream
+    normed, stream = norm(stream, scale, cfg)
     return columns(normed, linears), stream
 
 
-def linear_add(x: jax.Array | QTensor, linear: Params, stream: Stream) -> Stream:
+def linear_add(
+    x: jax.Array | QTensor,
+    linear: Params,
+    stream: Stream,
+    cfg: ModelConfig,
+    scale: Params | None = None,
+) -> Stream:
     """``stream + x @ weight.T + bias``.  On a mesh each device has its own part of the inputs, and
-    the product is the sum over them."""
+    the product is the sum over them.  scale: of a norm behind the product."""
     weight, bias, dtype = linear["weight"], linear.get("bias"), stream.x.dtype
+    if stream.pending is not None:  # the other sublayer's of a parallel block
+        stream = Stream(stream.total)
+    if scale is not None:
+        add = row_parallel_matmul if is_split() else _matmul
+        y = add(x, weight, bias, dtype).astype(dtype)
+        return Stream(stream.x, norm(Stream(y), scale, cfg)[0])
     if is_split():
         return Stream(stream.x, row_parallel_matmul(x, weight, bias, dtype))
     if fusible(x, weight, out_dtype=dtype, residual=stream.x):
@@ -129,18 +149,19 @@ class Observer:
         self.inputs: dict[int, jax.Array] = {}
         self.outputs: dict[int, jax.Array] = {}
 
-    def norm_linear(self, stream, scale, linear, eps, *, into=None):
-        x, stream = norm(stream, scale, eps)
+    def norm_linear(self, stream, scale, linear, cfg, *, into=None):
+        x, stream = norm(stream, scale, cfg)
         if isinstance(linear, Mapping):
-            y = self._tell(linear, x, product(x, linear, stream.x.dtype, into=into))
+            y = self._tell(linear, x, product(x, linear, stream.x.dtype, cfg, into=into))
         else:
             y = columns(x, linear)
             for one, made in zip(linear, y, strict=True):
                 self._tell(one, x, made.value)
         return y, stream
 
-    def linear_add(self, x, linear, stream):
-        return Stream(stream.x, self._tell(linear, x, product(x, linear, stream.x.dtype)))
+    def linear_add(self, x, linear, stream, cfg, scale=None):
+        y = self._tell(linear, x, product(x, linear, stream.x.dtype, cfg))
+        return Stream(stream.total, y if scale is None else norm(Stream(y), scale, cfg)[0])
 
     def _tell(self, linear: Params, x: jax.Array, y: jax.Array) -> jax.Array:
         self.inputs[id(linear)], self.outputs[id(linear)] = x, y
@@ -151,14 +172,28 @@ class Observer:
 
 
 def norm(
-    stream: Stream, scale: Params, eps: float, codes: str | None = None
+    stream: Stream, scale: Params | None, cfg: ModelConfig, codes: str | None = None
 ) -> tuple[jax.Array | QTensor, Stream]:
-    """(``rms_norm`` of the stream, the stream added up); codes: the dtype to quantize it to."""
-    stream = _rounded(stream)
+    """(the norm of the stream, the stream added up); codes: the dtype to quantize it to."""
+    if scale is None or cfg.norm == "layer":
+        x = stream.total
+        y = x if scale is None else _layer_norm(x, scale, cfg.norm_eps)
+        return y if codes is None else quantize_tokens(y, codes), Stream(x)
+    stream, weight = _rounded(stream), scale["weight"]
     if stream.pending is None:
-        return rms_norm(stream.x, scale["weight"], eps, quantize=codes), stream
-    normed, x = rms_norm(stream.pending, scale["weight"], eps, residual=stream.x, quantize=codes)
+        return rms_norm(stream.x, weight, cfg.norm_eps, quantize=codes), stream
+    normed, x = rms_norm(stream.pending, weight, cfg.norm_eps, residual=stream.x, quantize=codes)
     return normed, Stream(x)
+
+
+def _layer_norm(x: jax.Array, scale: Params, eps: float) -> jax.Array:
+    """LayerNorm (arXiv 1607.06450) in float32, cast once."""
+    y = x.astype(jnp.float32)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    y = y * scale["weight"].astype(jnp.float32)
+    y = y + scale["bias"].astype(jnp.float32) if "bias" in scale else y
+    return y.astype(x.dtype)
 
 
 def _rounded(stream: Stream) -> Stream:
@@ -176,12 +211,16 @@ def linear(x: jax.Array | QTensor, params: Params, dtype: DTypeLike | None = Non
 
 
 def product(
-    x: jax.Array | QTensor, params: Params, dtype: DTypeLike, *, into: Params | None = None
+    x: jax.Array | QTensor,
+    params: Params,
+    dtype: DTypeLike,
+    cfg: ModelConfig,
+    *,
+    into: Params | None = None,
 ) -> jax.Array | QTensor:
     """``linear``, and with ``into`` what ``norm_linear`` does with it."""
-    inner = into is not None and input_codes(into) is None
-    y = _matmul(x, params["weight"], params.get("bias"), dtype, gated=inner)
-    return _gated(y, into, inner)
+    y = _matmul(x, params["weight"], params.get("bias"), dtype, gated=_is_inner(into, cfg))
+    return _gated(y, into, cfg)
 
 
 def columns(x: jax.Array, linears: Sequence[Params]) -> list[Columns]:
@@ -213,13 +252,23 @@ def _matmul(
     return swiglu(out) if gated else out
 
 
-def _gated(y: jax.Array, into: Params | None, inner: bool) -> jax.Array | QTensor:
-    """``silu(gate) * up`` where the product did not do it itself."""
-    if into is None or inner:
+def _is_inner(into: Params | None, cfg: ModelConfig) -> bool:
+    """Whether the product itself is to apply the gate."""
+    return into is not None and cfg.activation == "silu" and input_codes(into) is None
+
+
+def _gated(y: jax.Array, into: Params | None, cfg: ModelConfig) -> jax.Array | QTensor:
+    """``activation(gate) * up`` where the product did not do it itself."""
+    if into is None or _is_inner(into, cfg):
         return y
-    if is_split():  # the token's scale needs the other shards
-        return swiglu(y.astype(jnp.float32))
-    return swiglu(y, quantize=input_codes(into))
+    codes = input_codes(into)
+    if codes is not None and is_split():  # the token's scale needs the other shards
+        y, codes = y.astype(jnp.float32), None
+    if cfg.activation == "silu":
+        return swiglu(y, quantize=codes)
+    gate, up = jnp.split(y.astype(jnp.float32), 2, axis=-1)
+    out = (jax.nn.gelu(gate, approximate=cfg.activation == "gelu_tanh") * up).astype(y.dtype)
+    return out if codes is None else quantize_tokens(out, codes)
 
 
 def input_codes(linear: Params) -> str | None:

@@ -16,9 +16,12 @@ reads a checkpoint does without.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxllama.config import ModelConfig
 
@@ -27,15 +30,57 @@ Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
+class Turned:
+    """Rows that RoPE turns, as a checkpoint orders them: the first ``heads`` heads of ``head_dim``
+    rows each, of which ``rotary_dim`` turn, two that are neighbours or half of them apart.
+
+    Ours are a head's two halves, row i turning with row i + head_dim / 2; rows that do not turn
+    stand behind those that do in each half.
+    """
+
+    heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+
+    def order(self) -> np.ndarray:
+        """For each row of a head the checkpoint's."""
+        turning, rest = np.arange(self.rotary_dim), np.arange(self.rotary_dim, self.head_dim)
+        halves = (turning[0::2], turning[1::2]) if self.interleaved else np.split(turning, 2)
+        return np.concatenate([halves[0], *np.split(rest, 2)[:1], halves[1], np.split(rest, 2)[1]])
+
+
+@dataclasses.dataclass(frozen=True)
 class Source:
-    """A tensor as the checkpoint has it."""
+    """A tensor as the checkpoint has it; the parameter's rows are ``scale * tensor + offset``, in
+    our order of what RoPE turns."""
 
     name: str
     shape: Shape
+    scale: float = 1.0
+    offset: float = 0.0
+    turned: Turned | None = None
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_folded(self) -> bool:
+        return (self.scale, self.offset) != (1.0, 0.0) or self.turned is not None
+
+    def row_order(self, inverse: bool = False) -> np.ndarray | None:
+        """For each row of the parameter the tensor's (inverse: the other way), None where they are
+        the same."""
+        if self.turned is None:
+            return None
+        head = self.turned.order()
+        head = np.argsort(head) if inverse else head
+        heads = np.arange(self.turned.heads)[:, None] * self.turned.head_dim
+        rows = np.arange(self.shape[0])
+        turned = (heads + head).reshape(-1)
+        rows[: turned.size] = turned
+        return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,37 +103,52 @@ class Param:
         return math.prod(self.shape)
 
 
-def one(name: str, *shape: int, **facts: Any) -> Param:
-    """A parameter that is one tensor."""
-    return Param((Source(name, shape),), shape, **facts)
+def one(name: str, *shape: int, fold: Mapping[str, Any] | None = None, **facts: Any) -> Param:
+    """A parameter that is one tensor; fold: of its ``Source``."""
+    return Param((Source(name, shape, **(fold or {})),), shape, **facts)
 
 
-def rows(names_and_rows: list[tuple[str, int]], *rest: int, **facts: Any) -> Param:
-    """A parameter that stacks tensors ``[rows_i, *rest]``."""
-    sources = tuple(Source(name, (n, *rest)) for name, n in names_and_rows)
-    return Param(sources, (sum(n for _, n in names_and_rows), *rest), **facts)
-
-
-def _norm(name: str, width: int) -> Param:
-    return one(f"{name}.weight", width, mean=1.0, std=0.0)
+def rows(parts: Sequence[Source], **facts: Any) -> Param:
+    """A parameter that stacks tensors ``[rows_i, ...]``."""
+    rest = parts[0].shape[1:]
+    return Param(tuple(parts), (sum(part.shape[0] for part in parts), *rest), **facts)
 
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """What a checkpoint family calls the parts of a decoder; ``layer`` takes the index."""
+    """What a checkpoint family calls the parts of a decoder; ``layer`` takes the index.  One name
+    for ``qkv`` or ``gate_up``: the file has them in one tensor."""
 
     embed: str = "model.embed_tokens"
     layer: str = "model.layers.{}"
     mixer_norm: str = "input_layernorm"
     mixer: str = "self_attn"
+    mixer_out_norm: str = "post_self_attn_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
+    mlp_out_norm: str = "post_mlp_layernorm"
     norm: str = "model.norm"
     head: str = "lm_head"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
 
 
 LLAMA = Names()
 FLA = Names(embed="model.embeddings", mixer_norm="attn_norm", mixer="attn", mlp_norm="mlp_norm")
+_BEHIND = {"mixer_out_norm": "post_attention_layernorm",
+           "mlp_out_norm": "post_feedforward_layernorm"}  # fmt: skip
+_GEMMA = Names(mlp_norm="pre_feedforward_layernorm", **_BEHIND)
+# By ``cfg.stored.family``; LLAMA for those that are not here.
+FAMILIES = {
+    "gla": FLA,
+    "phi3": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
+    "glm": Names(gate_up=("gate_up_proj",)),
+    "glm4": Names(gate_up=("gate_up_proj",)),
+    "olmo2": Names(**_BEHIND),
+    "olmo3": Names(**_BEHIND),
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+}
 
 
 def param_table(cfg: ModelConfig, present: Collection[str] = ()) -> dict[Path, Param]:
@@ -97,59 +157,116 @@ def param_table(cfg: ModelConfig, present: Collection[str] = ()) -> dict[Path, P
     present: a checkpoint's tensors, where a family has had more than one name for a thing; without
         them the names are the library's present ones.
     """
-    names = FLA if "gla" in cfg.layer_types else LLAMA
-    d = cfg.d_model
+    names = FLA if "gla" in cfg.layer_types else FAMILIES.get(cfg.stored.family, LLAMA)
+    d, stored = cfg.d_model, cfg.stored
     table: dict[Path, Param] = {
-        ("embed", "weight"): one(f"{names.embed}.weight", cfg.vocab_size, d)
+        ("embed", "weight"): one(
+            f"{names.embed}.weight", cfg.vocab_size, d, fold={"scale": stored.embed}
+        )
     }
     for index, kind in enumerate(cfg.layer_types):
         prefix, layer = names.layer.format(index), f"layer_{index}"
         if kind == "attention":
-            mixer = _attention(cfg, f"{prefix}.{names.mixer}")
+            mixer = _attention(cfg, f"{prefix}.{names.mixer}", names)
         else:
             mixer = _gla(cfg, f"{prefix}.{names.mixer}", present)
-        table[layer, "mixer_norm", "weight"] = _norm(f"{prefix}.{names.mixer_norm}", d)
-        table.update({(layer, "mixer", *path): param for path, param in mixer.items()})
-        table[layer, "mlp_norm", "weight"] = _norm(f"{prefix}.{names.mlp_norm}", d)
-        mlp = _mlp(cfg, f"{prefix}.{names.mlp}", present)
-        table.update({(layer, "mlp", *path): param for path, param in mlp.items()})
-    table["norm", "weight"] = _norm(names.norm, d)
+        mlp = _mlp(cfg, f"{prefix}.{names.mlp}", names, present)
+        norm = functools.partial(_norm, cfg)
+        if cfg.pre_norms:
+            table |= norm((layer, "mixer_norm"), f"{prefix}.{names.mixer_norm}")
+        table |= {(layer, "mixer", *path): param for path, param in mixer.items()}
+        if cfg.post_norms:
+            table |= norm((layer, "mixer_out_norm"), f"{prefix}.{names.mixer_out_norm}")
+        if cfg.pre_norms and not cfg.parallel_block:
+            table |= norm((layer, "mlp_norm"), f"{prefix}.{names.mlp_norm}")
+        table |= {(layer, "mlp", *path): param for path, param in mlp.items()}
+        if cfg.post_norms:
+            table |= norm((layer, "mlp_out_norm"), f"{prefix}.{names.mlp_out_norm}")
+    # A tied head has the embedding's multiplier, too.
+    scale = stored.logits / (stored.embed if cfg.tie_embeddings else 1.0)
+    table |= _norm(cfg, ("norm",), names.norm, scale)
     if not cfg.tie_embeddings:
         table["head", "weight"] = one(f"{names.head}.weight", cfg.vocab_size, d)
     return table
 
 
-def _attention(cfg: ModelConfig, prefix: str) -> dict[Path, Param]:
-    """q, k and v fused by rows, and o."""
-    q, kv = cfg.n_heads * cfg.head_dim, cfg.n_kv_heads * cfg.head_dim
-    parts = [(f"{prefix}.q_proj", q), (f"{prefix}.k_proj", kv), (f"{prefix}.v_proj", kv)]
-    table = _fused("qkv", parts, cfg.d_model, cfg.qkv_bias)
-    return table | _back("o", f"{prefix}.o_proj", cfg.d_model, q, cfg.o_bias)
-
-
-def _mlp(cfg: ModelConfig, prefix: str, present: Collection[str]) -> dict[Path, Param]:
-    """gate and up fused by rows, and down.  Old checkpoints of flash-linear-attention have both in
-    one tensor."""
-    parts = [(f"{prefix}.gate_proj", cfg.d_ff), (f"{prefix}.up_proj", cfg.d_ff)]
-    if f"{prefix}.gate_proj.weight" in present and f"{prefix}.up_proj.weight" not in present:
-        parts = [(f"{prefix}.gate_proj", 2 * cfg.d_ff)]
-    table = _fused("gate_up", parts, cfg.d_model, cfg.mlp_bias)
-    return table | _back("down", f"{prefix}.down_proj", cfg.d_model, cfg.d_ff, cfg.mlp_bias)
-
-
-def _fused(name: str, parts: list[tuple[str, int]], width: int, bias: bool) -> dict[Path, Param]:
-    """A product that reads the residual stream."""
-    table = {(name, "weight"): rows([(f"{n}.weight", r) for n, r in parts], width)}
-    if bias:
-        table[name, "bias"] = rows([(f"{n}.bias", r) for n, r in parts], std=0.0)
+def _norm(cfg: ModelConfig, path: Path, name: str, scale: float = 1.0) -> dict[Path, Param]:
+    """A norm of the stream; the checkpoint's weight w stands for ``scale * (w + norm_offset)``."""
+    fold = {"scale": scale, "offset": scale * cfg.stored.norm_offset}
+    weight = one(f"{name}.weight", cfg.d_model, mean=1.0, std=0.0, fold=fold)
+    table = {(*path, "weight"): weight}
+    if cfg.norm_bias:
+        bias = one(f"{name}.bias", cfg.d_model, std=0.0, fold={"scale": scale})
+        table[*path, "bias"] = bias
     return table
 
 
-def _back(name: str, source: str, d: int, width: int, bias: bool) -> dict[Path, Param]:
-    """A product that writes it; its bias is added once, to the sum."""
-    table = {(name, "weight"): one(f"{source}.weight", d, width)}
+def _attention(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]:
+    """q, k and v fused by rows, the norms of q and k, and o."""
+    h, stored = cfg.head_dim, cfg.stored
+    n_rows = q, kv, _ = cfg.n_heads * h, cfg.n_kv_heads * h, cfg.n_kv_heads * h
+    partial = next((r.rotary_dim for r in cfg.ropes if r.rotary_dim), h)
+    turned = functools.partial(
+        Turned, head_dim=h, rotary_dim=partial, interleaved=stored.interleaved
+    )
+    moves = partial != h or stored.interleaved
+    scales = (stored.query if cfg.qk_norm == "none" else 1.0, 1.0, 1.0)
+    heads = (cfg.n_heads, cfg.n_kv_heads, 0)
+    if len(names.qkv) == 1:
+        assert scales[0] == 1.0, "a multiplier of q, which is one tensor with k and v"
+        n_rows, heads = (sum(n_rows),), (cfg.n_heads + cfg.n_kv_heads,)
+    folds = [
+        {"scale": scale, "turned": turned(count) if moves and count else None}
+        for scale, count in zip(scales, heads, strict=False)
+    ]
+    sources = [f"{prefix}.{name}" for name in names.qkv]
+    parts = list(zip(sources, n_rows, folds, strict=False))
+    table = _fused("qkv", parts, cfg.d_model, cfg.qkv_bias)
+    if cfg.qk_norm != "none":
+        for name, width, scale in (("q_norm", q, stored.query), ("k_norm", kv, 1.0)):
+            width = h if cfg.qk_norm == "head" else width
+            fold = {"scale": scale, "offset": scale * stored.norm_offset,
+                    "turned": turned(width // h) if moves else None}  # fmt: skip
+            table[name, "weight"] = one(
+                f"{prefix}.{name}.weight", width, mean=1.0, std=0.0, fold=fold
+            )
+    o = _back("o", f"{prefix}.o_proj", cfg.d_model, q, cfg.o_bias, stored.residual)
+    return table | o
+
+
+def _mlp(
+    cfg: ModelConfig, prefix: str, names: Names, present: Collection[str]
+) -> dict[Path, Param]:
+    """gate and up fused by rows, and down.  Old checkpoints of flash-linear-attention have both in
+    one tensor, too."""
+    gate_up = [f"{prefix}.{name}" for name in names.gate_up]
+    if f"{gate_up[0]}.weight" in present and f"{gate_up[-1]}.weight" not in present:
+        gate_up = gate_up[:1]
+    parts = [(name, 2 * cfg.d_ff // len(gate_up), {}) for name in gate_up]
+    table = _fused("gate_up", parts, cfg.d_model, cfg.mlp_bias)
+    down = f"{prefix}.down_proj"
+    residual = cfg.stored.residual
+    return table | _back("down", down, cfg.d_model, cfg.d_ff, cfg.mlp_bias, residual)
+
+
+def _fused(
+    name: str, parts: list[tuple[str, int, dict[str, Any]]], width: int, bias: bool
+) -> dict[Path, Param]:
+    """A product that reads the residual stream."""
+    table = {(name, "weight"): rows([Source(f"{n}.weight", (r, width), **f) for n, r, f in parts])}
     if bias:
-        table[name, "bias"] = one(f"{source}.bias", d, std=0.0)
+        table[name, "bias"] = rows([Source(f"{n}.bias", (r,), **f) for n, r, f in parts], std=0.0)
+    return table
+
+
+def _back(
+    name: str, source: str, d: int, width: int, bias: bool, scale: float = 1.0
+) -> dict[Path, Param]:
+    """A product that writes it; its bias is added once, to the sum."""
+    fold = {"scale": scale}
+    table = {(name, "weight"): one(f"{source}.weight", d, width, fold=fold)}
+    if bias:
+        table[name, "bias"] = one(f"{source}.bias", d, std=0.0, fold=fold)
     return table
 
 
@@ -181,7 +298,7 @@ def _gla(cfg: ModelConfig, prefix: str, present: Collection[str]) -> dict[Path, 
         table["g", "weight"] = one(f"{prefix}.g_proj.weight", out, d)
         if f"{norm}.weight" not in present:
             norm = f"{prefix}.g_norm_swish_gate"
-    table["g_norm", "weight"] = _norm(norm, d_v)
+    table["g_norm", "weight"] = one(f"{norm}.weight", d_v, mean=1.0, std=0.0)
     return table | _back("o", f"{prefix}.o_proj", d, out, False)
 
 

@@ -2,7 +2,9 @@
 
 Frequencies and tables are float32; positions are exact int32 until the one multiplication.  The
 rotation is the "rotate half" form that HF checkpoints are stored for: feature i of the first half
-of a head turns with feature i of the second half.
+of a head turns with feature i of the second half.  Features that do not turn (partial rotation)
+have frequency 0: loading puts them behind the turning ones of each half, which moves q's and k's
+alike (``model.params.Source``).
 
 Sources: RoFormer (arXiv 2104.09864); linear interpolation (2306.15595); dynamic NTK; YaRN
 (2309.00071); Llama 3.1's piecewise rule.
@@ -10,6 +12,8 @@ Sources: RoFormer (arXiv 2104.09864); linear interpolation (2306.15595); dynamic
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
 import jax
@@ -25,17 +29,42 @@ def rope_tables(
 ) -> tuple[jax.Array, jax.Array]:
     """(cos, sin), each float32 ``[B, T, head_dim // 2]``, for ``positions[B, T]``.
 
-    total_lengths[B] counts a row's tokens when this step is done; only "dynamic" looks at it: past
+    total_lengths[B] counts a row's tokens when this step is done.  "dynamic" looks at it: past
     the trained context its base grows with the length, so there keys already cached keep the
-    rotation of their own step (as in transformers).
+    rotation of their own step (as in transformers).  "longrope" does too: it has other frequencies
+    for rows that are longer than the trained context (a row that grows past it keeps the keys it
+    has, where transformers' generate computes the whole row again).
     """
-    inv_freq, amplitude = _frequencies(cfg, head_dim)
+    turning = head_dim if cfg.rotary_dim is None else cfg.rotary_dim
+    inv_freq, amplitude = _frequencies(cfg, turning)
     if cfg.scaling == "dynamic":
-        freq = _dynamic_frequencies(cfg, head_dim, total_lengths)[:, None, :]  # [B, 1, H/2]
+        freq = _dynamic_frequencies(cfg, turning, total_lengths)[:, None, :]  # [B, 1, H/2]
+    elif cfg.scaling == "longrope":
+        long = total_lengths[:, None, None] > cfg.original_max_position
+        factors = (np.asarray(f, np.float32) for f in (cfg.long_factor, cfg.short_factor))
+        freq = jnp.where(long, *(jnp.asarray(inv_freq / factor) for factor in factors))
     else:
         freq = jnp.asarray(inv_freq)
     angles = positions.astype(jnp.float32)[..., None] * freq
-    return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+    cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+    if turning == head_dim:
+        return cos, sin
+    rest = ((0, 0),) * (angles.ndim - 1) + ((0, (head_dim - turning) // 2),)
+    return jnp.pad(cos, rest, constant_values=1.0), jnp.pad(sin, rest)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tables"], meta_fields=["configs"]
+)
+@dataclasses.dataclass(frozen=True)
+class Ropes:
+    """The tables of a call for each kind of positions that its layers have."""
+
+    configs: tuple[RopeConfig, ...]
+    tables: tuple[tuple[jax.Array, jax.Array], ...]
+
+    def of(self, cfg: RopeConfig) -> tuple[jax.Array, jax.Array]:
+        return self.tables[self.configs.index(cfg)]
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -53,7 +82,18 @@ def _frequencies(cfg: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
         return _llama3(cfg, inv_freq), 1.0
     if cfg.scaling == "yarn":
         return _yarn(cfg, head_dim, inv_freq)
+    if cfg.scaling == "longrope":
+        return inv_freq, _longrope_amplitude(cfg)
     return inv_freq, 1.0
+
+
+def _longrope_amplitude(cfg: RopeConfig) -> float:
+    assert cfg.original_max_position is not None
+    if cfg.attention_factor is not None:
+        return cfg.attention_factor
+    if cfg.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(cfg.factor) / math.log(cfg.original_max_position))
 
 
 def _llama3(cfg: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:

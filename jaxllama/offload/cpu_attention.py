@@ -21,9 +21,10 @@ import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.attention import sparse_decode
+from jaxllama.model.attention import sparse_decode, split_heads
 from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Stream, linear_add, norm_linear
+from jaxllama.model.rope import Ropes
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.units import Rope
 from pallas_kernels.attention.blockwise import blockwise_attention
@@ -96,14 +97,15 @@ def decode_layer(
         out, new[-1] = _attend(cfg, *mine, part)
         outs.append(out if device is None else jax.device_put(out, stream.x.sharding))
     heads = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
-    return output(weights, heads, stream), (new[0], new[1])
+    return output(cfg, weights, heads, stream), (new[0], new[1])
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def project(cfg: ModelConfig, weights: Any, stream: Stream) -> tuple[jax.Array, Stream]:
     """One token a row: (qkv ``[B, N + 2K, H]``, the residual stream)."""
-    qkv, stream = norm_linear(stream, weights["mixer_norm"], weights["mixer"]["qkv"], cfg.norm_eps)
-    return qkv.reshape(qkv.shape[0], -1, cfg.head_dim), stream
+    mixer = weights["mixer"]
+    qkv, stream = norm_linear(stream, weights.get("mixer_norm"), mixer["qkv"], cfg)
+    return split_heads(cfg, mixer, qkv[:, 0]), stream
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
@@ -112,12 +114,12 @@ def _attend(
     qkv: jax.Array,
     position: jax.Array,
     lengths: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
+    rope: Ropes,
     cache: KVCache,
 ) -> tuple[jax.Array, KVCache]:
     """``qkv [B, N + 2K, H]`` -> (heads ``[B, N, H]``, cache), in the form that runs anywhere."""
     slots = jnp.where(lengths > 0, position, cache.k.shape[1])
-    tables = [table[:, 0] for table in rope]
+    tables = [table[:, 0] for table in rope.of(cfg.rope)]
     q, *kv = rope_and_write(qkv, *tables, cache.k, cache.v, slots, implementation="xla")
     cache = KVCache(*kv)
     if cfg.attn_sparsity < 1.0:
@@ -126,11 +128,14 @@ def _attend(
         )
         return unspread(cache.v, out[:, 0]), cache
     last = jnp.where(lengths > 0, position, -1)[:, None]
-    out = blockwise_attention(q[:, None], *kv, last, window=cfg.sliding_window)
+    out = blockwise_attention(
+        q[:, None], *kv, last, window=cfg.sliding_window, softcap=cfg.attn_softcap
+    )
     return unspread(cache.v, out[:, 0]), cache
 
 
-@jax.jit
-def output(weights: Any, heads: jax.Array, stream: Stream) -> Stream:
+@functools.partial(jax.jit, static_argnums=0)
+def output(cfg: ModelConfig, weights: Any, heads: jax.Array, stream: Stream) -> Stream:
     """The stream behind the layer's first half, with heads ``[B, N, H]``."""
-    return linear_add(heads.reshape(heads.shape[0], 1, -1), weights["mixer"]["o"], stream)
+    heads, o = heads.reshape(heads.shape[0], 1, -1), weights["mixer"]["o"]
+    return linear_add(heads, o, stream, cfg, weights.get("mixer_out_norm"))

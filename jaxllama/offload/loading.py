@@ -25,6 +25,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.offload.model import SCHEME, OffloadedModel
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Rows, Store, wait
+from jaxllama.offload.units import check_halves
 from jaxllama.quantization.scheme import parse, quantize_leaf, untie
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor
@@ -60,7 +61,7 @@ class Placement:
             raise JaxLlamaError("policy: an offloaded model is not deterministic")
         self.policy, self.dtype = policy, jnp.dtype(dtype)
         self.scheme = scheme_of(policy, scheme)
-        self.plan = parse(self.scheme or "none")
+        self.recipe = parse(self.scheme or "none")
         if directory is None:
             directory = os.environ.get(DIRECTORY) or hub.cache_dir() / "offload"
         self.store = Store(directory)
@@ -72,7 +73,7 @@ class Placement:
         return self._put(path, leaf)
 
     def _put(self, path: tuple[str, ...], leaf: Any) -> Any:
-        return wait(self.store.put(quantize_leaf(path, leaf, self.plan), self.policy.weights))
+        return wait(self.store.put(quantize_leaf(path, leaf, self.recipe), self.policy.weights))
 
     def tree(self, params: dict[str, Any]) -> dict[str, Any]:
         """A whole tree, leaf by leaf; the leaves of ``params`` are dropped on the way."""
@@ -94,10 +95,10 @@ class Placement:
         path, table = ("embed", "weight"), params["embed"]["weight"]
         if isinstance(table, np.ndarray):
             if cfg.tie_embeddings:
-                params, self.plan = untie(params, self.plan)
+                params, self.recipe = untie(params, self.recipe)
                 if params.get("head") is params["embed"]:
                     params["head"] = {"weight": self._put(("head", "weight"), table)}
-            is_looked_up = "head" in params and self.plan.of("embed") is None
+            is_looked_up = "head" in params and self.recipe.of("embed") is None
             if is_looked_up and self.policy.weights.device < 100:
                 table = Rows(self.store, table, self.policy.weights)
             else:
@@ -105,4 +106,5 @@ class Placement:
             params["embed"] = {"weight": table}
         if self.policy.attn_sparsity < 1:
             cfg = cfg.replace(attn_sparsity=self.policy.attn_sparsity)
+        check_halves(cfg, self.policy)
         return OffloadedModel(cfg, params, tokenizer, policy=self.policy, store=self.store)

@@ -26,6 +26,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.attention import heaviest, kept_values
 from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Stream
+from jaxllama.model.rope import Ropes
 from jaxllama.offload.cpu_attention import output, project
 from jaxllama.offload.layer_cache import (
     TAIL,
@@ -111,7 +112,7 @@ def decode_layer(
         cfg, kept, places, resident, moved, jax.device_put(rows, store.on_device), tail.v, qkv.dtype
     )
     state = dataclasses.replace(state, tail=tail, slots=slots, held=state.held + 1)
-    return output(weights, heads, stream), state
+    return output(cfg, weights, heads, stream), state
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
@@ -125,7 +126,7 @@ def _choose(
     held: jax.Array,
     positions: jax.Array,
     lengths: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
+    rope: Ropes,
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
     """The new token into the tail, and the values that its query reads.
 
@@ -134,7 +135,7 @@ def _choose(
     """
     batch, columns, n_kv, _ = keys.shape
     has_new = lengths > 0
-    tables = [table[:, 0] for table in rope]
+    tables = [table[:, 0] for table in rope.of(cfg.rope)]
     tail_slot = jnp.where(has_new, held, TAIL)
     q, *kv = rope_and_write(qkv, *tables, tail.k, tail.v, tail_slot, implementation="xla")
     tail = KVCache(*kv)

@@ -9,7 +9,7 @@ up to three pieces; vectors (norms, biases) stay on the device, where they are n
 nothing.  Pieces are immutable: to change a tensor, put it again and ``free`` the old one.
 
 Pinned host memory is jax's memory kind "pinned_host", which CPUs have too, so the code that runs on
-a GPU is the code that the tests run.  int4 words travel and rest packed, two to a byte.
+a GPU is the code that the tests run.  int4 codes travel and rest packed, two to a byte.
 
 Source: FlexGen's TorchMixedDevice (arXiv 2303.06865), which splits at head or batch borders; rows
 make any percentage exact.  Left out: more than one device.
@@ -278,16 +278,16 @@ def _join(parts: list[jax.Array]) -> jax.Array:
 
 
 @jax.jit
-def _pack(words: jax.Array) -> jax.Array:
+def _pack(codes: jax.Array) -> jax.Array:
     """int4 ``[rows, columns]`` to int8 ``[rows, columns / 2]``, the same bits."""
-    rows, columns = words.shape
-    return lax.bitcast_convert_type(words.reshape(rows, columns // 2, 2), jnp.int8)
+    rows, columns = codes.shape
+    return lax.bitcast_convert_type(codes.reshape(rows, columns // 2, 2), jnp.int8)
 
 
 @jax.jit
 def _unpack(packed: jax.Array) -> jax.Array:
-    words = lax.bitcast_convert_type(packed, jnp.int4)
-    return words.reshape(packed.shape[0], 2 * packed.shape[1])
+    codes = lax.bitcast_convert_type(packed, jnp.int4)
+    return codes.reshape(packed.shape[0], 2 * packed.shape[1])
 
 
 def available_memory() -> int | None:

@@ -18,15 +18,21 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
 from jaxllama.model.attention import At
 from jaxllama.model.cache import GLAState, KVCache
 from jaxllama.model.linear import Stream
+from jaxllama.model.rope import Ropes
+from jaxllama.offload.policy import Policy
 
 Kind = Literal["embed", "layer", "mix", "feed", "head"]
 LayerState = KVCache | GLAState
-Rope = tuple[jax.Array, jax.Array] | None
-_HALVES = {"mix": ("mixer_norm", "mixer"), "feed": ("mlp_norm", "mlp")}
+Rope = Ropes | None
+_HALVES = {
+    "mix": ("mixer_norm", "mixer", "mixer_out_norm"),
+    "feed": ("mlp_norm", "mlp", "mlp_out_norm"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +54,22 @@ class Unit:
             table = "head" if "head" in params else "embed"
             return {"norm": params["norm"], table: params[table]}
         layer = params[f"layer_{self.layer}"]
-        return {name: layer[name] for name in _HALVES.get(self.kind, tuple(layer))}
+        return {name: layer[name] for name in _HALVES.get(self.kind, tuple(layer)) if name in layer}
 
     def __str__(self) -> str:
         return self.kind if self.layer < 0 else f"{self.kind}_{self.layer}"
+
+
+def check_halves(cfg: ModelConfig, policy: Policy) -> None:
+    """Raises JaxLlamaError for a policy that cuts a layer in two where both halves read the same
+    stream."""
+    for name, halves in (
+        ("sep_layer", policy.sep_layer),
+        ("cpu_attention", policy.cpu_attention),
+        ("attn_sparsity", cfg.attn_sparsity < 1),
+    ):
+        if cfg.parallel_block and halves:
+            raise JaxLlamaError(f"policy: {name}: the sublayers of {cfg.name} run in parallel")
 
 
 def units_of(cfg: ModelConfig, sep_layer: bool) -> list[Unit]:

@@ -8,7 +8,7 @@ also gathers its input.)  ``is_split()`` asks the trace itself whether this is s
 outside of one nothing changes.
 
 Partial sums are added in float32 and rounded once, as one long sum would be, and a token's int8
-words are those of the unsplit model: tokens do not depend on the mesh, and W8A8 logits not by a
+codes are those of the unsplit model: tokens do not depend on the mesh, and W8A8 logits not by a
 bit.  (Where a kernel writes 16-bit floats only, as the weight-only one for prefill does, its
 partial sums are rounded first.)
 """
@@ -68,11 +68,11 @@ def row_parallel_matmul(
 def _quantized_sum(x: jax.Array | QTensor, weight: QTensor, dtype: jnp.dtype) -> jax.Array:
     """The float32 product, summed over the shards."""
     if isinstance(x, QTensor):
-        # Sums of words come first, scales after: integers below 2^24 add up exactly.
+        # Sums of codes come first, scales after: integers below 2^24 add up exactly.
         one = jnp.ones((), jnp.float32)
-        words = dataclasses.replace(x, scale=jnp.broadcast_to(one, x.scale.shape))
+        integers = dataclasses.replace(x, scale=jnp.broadcast_to(one, x.scale.shape))
         rows = dataclasses.replace(weight, scale=jnp.broadcast_to(one, weight.scale.shape))
-        sums = lax.psum(quantized_matmul(words, rows, out_dtype=jnp.float32), MODEL_AXIS)
+        sums = lax.psum(quantized_matmul(integers, rows, out_dtype=jnp.float32), MODEL_AXIS)
         return sums * (x.scale * weight.scale.astype(jnp.float32)[:, 0])
     out = jnp.dtype(jnp.float32)
     if wants_kernel(None, x, weight):
@@ -82,14 +82,14 @@ def _quantized_sum(x: jax.Array | QTensor, weight: QTensor, dtype: jnp.dtype) ->
     return lax.psum(partial.astype(jnp.float32), MODEL_AXIS)
 
 
-def quantize_split_tokens(x: jax.Array, words: str) -> QTensor:
+def quantize_split_tokens(x: jax.Array, dtype: str) -> QTensor:
     """``quantize`` of tokens whose features ``x[..., in / n]`` are split: one scale per token, that
     of all its features."""
     x = x.astype(jnp.float32)
     top = lax.pmax(jnp.max(jnp.abs(x), axis=-1, keepdims=True), MODEL_AXIS)
     # A scale is made from the largest magnitude, so a row that also holds it gets the right one,
     # by quantize's own arithmetic.
-    whole = quantize(jnp.concatenate((x, top), axis=-1), words, scale_dtype=jnp.float32)
+    whole = quantize(jnp.concatenate((x, top), axis=-1), dtype, scale_dtype=jnp.float32)
     return dataclasses.replace(whole, q=whole.q[..., :-1])
 
 

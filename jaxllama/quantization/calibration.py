@@ -38,6 +38,7 @@ from jax import lax
 from jaxllama.config import ModelConfig, configs_dir
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
+from jaxllama.model.attention import split_heads
 from jaxllama.model.decoder import activation_dtype, block, embed_tokens, whole_rows
 from jaxllama.model.linear import Observer, Stream
 from jaxllama.model.rope import apply_rope, rope_tables
@@ -48,6 +49,7 @@ from pallas_kernels.qtensor import QTensor, dequantize
 
 DEFAULT_TEXT = configs_dir() / "texts" / "calibration.txt"
 SAMPLE = 512  # tokens of a site's input that are kept whole
+_FIRST = ("mixer/qkv", "mixer/q", "head")  # sites that read what the previous block left
 _ADDED = ("mixer/o", "mlp/down")  # sites whose readers' outputs join the residual stream
 BATCH = 8  # windows that go through a block at once
 
@@ -126,8 +128,9 @@ def observe(
     following: the next block's parameters, if it is an attention block.
     """
     if following is not None:
-        qkv = following["mixer"]["qkv"]
-        following = {"mixer_norm": following["mixer_norm"], "qkv": qkv}
+        mixer = {name: value for name, value in following["mixer"].items() if name != "o"}
+        norm = {name: value for name, value in following.items() if name == "mixer_norm"}
+        following = {"mixer": mixer, **norm}
     keep = -(-SAMPLE // len(h))
     sums, samples = None, []
     for batch in h:
@@ -154,7 +157,7 @@ def _observe(
     """({site: (hessian, total, felt, peak)}, {site: (sample, weight)}) of one batch."""
     watch = Observer()
     if kind == "head":
-        watch.norm_linear(Stream(h), layer["norm"], layer["head"], cfg.norm_eps)
+        watch.norm_linear(Stream(h), layer["norm"], layer["head"], cfg)
         after = h
     else:
         after = _through(cfg, kind, layer, h, watch)
@@ -162,16 +165,16 @@ def _observe(
     before = later = jnp.ones_like(size)
     if kind == "attention":
         qkv = watch.outputs[id(layer["mixer"]["qkv"])]
-        before = 1 + _attention_received(cfg, qkv).reshape(-1, 1)
+        before = 1 + _attention_received(cfg, layer["mixer"], qkv).reshape(-1, 1)
     if following is not None:
-        y, _ = linear.norm(Stream(after), following["mixer_norm"], cfg.norm_eps)
-        qkv = linear.linear(y, following["qkv"])
-        later = 1 + _attention_received(cfg, qkv).reshape(-1, 1)
+        y, _ = linear.norm(Stream(after), following.get("mixer_norm"), cfg)
+        qkv = linear.linear(y, following["mixer"]["qkv"])
+        later = 1 + _attention_received(cfg, following["mixer"], qkv).reshape(-1, 1)
     sums, samples = {}, {}
     for site in sites(cfg, kind):
         x = watch.inputs[id(get(layer, site.readers[0]))].astype(jnp.float32)
         x = x.reshape(-1, x.shape[-1])
-        weight = before if site.source in ("mixer_norm", "norm") else later
+        weight = before if site.name in _FIRST else later
         if site.name in _ADDED:
             weight = weight / (size + cfg.norm_eps)
         felt = x * jnp.sqrt(weight)
@@ -183,7 +186,7 @@ def _observe(
     return sums, samples
 
 
-def _attention_received(cfg: ModelConfig, qkv: jax.Array) -> jax.Array:
+def _attention_received(cfg: ModelConfig, mixer: Layer, qkv: jax.Array) -> jax.Array:
     """``qkv[B, T, (N + 2K) H]`` -> ``[B, T]``: the weights that queries give a token, summed over
     the queries of its window and averaged over heads."""
     batch, length, _ = qkv.shape
@@ -192,9 +195,11 @@ def _attention_received(cfg: ModelConfig, qkv: jax.Array) -> jax.Array:
     visible = is_visible(positions, positions, cfg.sliding_window)[:, None, None]
 
     def one(row: jax.Array) -> jax.Array:
-        heads = row.reshape(1, length, cfg.n_heads + 2 * cfg.n_kv_heads, cfg.head_dim)
+        heads = split_heads(cfg, mixer, row[None])
         q, k, _ = jnp.split(heads, (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads), axis=2)
-        scores = attention_scores(apply_rope(q, *rope), apply_rope(k, *rope))
+        scores = attention_scores(
+            apply_rope(q, *rope), apply_rope(k, *rope), softcap=cfg.attn_softcap
+        )
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
         return jnp.sum(weights, axis=(0, 1, 2, 3)) / cfg.n_heads
 

@@ -39,11 +39,11 @@ from jaxllama.quantization.calibration import DEFAULT_TEXT, windows
 from jaxllama.quantization.pipeline import calibrate, check_method
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
-from jaxllama.quantization.scheme import Plan, parse, untie
+from jaxllama.quantization.scheme import Recipe, parse, untie
 from jaxllama.quantization.work import Work, fingerprint
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
-# Formats whose readers expect float16 scales: words are computed against the rounded ones.
+# Formats whose readers expect float16 scales: codes are computed against the rounded ones.
 _FLOAT16_SCALES = ("awq", "gptq")
 
 
@@ -90,10 +90,10 @@ class Request:
             raise JaxLlamaError(f"{self.out}: already exists; nothing is overwritten")
 
     @property
-    def plan(self) -> Plan:
+    def recipe(self) -> Recipe:
         """The scheme, with the head in floats where the format leaves it so and nobody asks."""
-        plan = parse(self.scheme)
-        return plan.with_rule("head", None) if self.notes else plan
+        recipe = parse(self.scheme)
+        return recipe.with_rule("head", None) if self.notes else recipe
 
     @property
     def notes(self) -> list[str]:
@@ -132,7 +132,7 @@ def check(cfg: ModelConfig, request: Request, dtype: DTypeLike = jnp.float32) ->
 
 def _stand_in(cfg: ModelConfig, request: Request, dtype: DTypeLike) -> dict[str, Any]:
     """The tree that will be made, of arrays of ones or zeros that take no memory."""
-    shapes, plan = untie(param_shapes(cfg, dtype), request.plan)
+    shapes, recipe = untie(param_shapes(cfg, dtype), request.recipe)
 
     def filled(value: int, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         return np.broadcast_to(np.asarray(value, jnp.dtype(dtype)), shape)
@@ -140,7 +140,7 @@ def _stand_in(cfg: ModelConfig, request: Request, dtype: DTypeLike) -> dict[str,
     def one(path: Any, leaf: Any) -> Any:
         *keys, last = [entry.key for entry in path]
         name = "/".join(keys)
-        scheme = plan.of(name) if last == "weight" else None
+        scheme = recipe.of(name) if last == "weight" else None
         if scheme is None:
             return filled(0, leaf.shape, leaf.dtype)
         rows, width = leaf.shape
@@ -171,10 +171,10 @@ def quantize_checkpoint(
         name = lm.config.name
         raise JaxLlamaError(f"{name}: its weights are already quantized; start from floats")
     check(lm.config, request, lm.dtype)
-    plan, errors, kept, n_tokens = request.plan, [], 0, 0
+    recipe, errors, kept, n_tokens = request.recipe, [], 0, 0
     if request.samples == 0:
         params = quantize_params(
-            lm.params, plan, cfg=lm.config, scale_dtype=request.scale_dtype, progress=progress
+            lm.params, recipe, cfg=lm.config, scale_dtype=request.scale_dtype, progress=progress
         )
         work = None
     else:
@@ -186,10 +186,10 @@ def quantize_checkpoint(
                     for leaf in jax.tree.leaves(part))  # fmt: skip
         with (
             _pointing_to(work),
-            working(f"{request.method} {plan.text}", total, progress) as advance,
+            working(f"{request.method} {recipe.text}", total, progress) as advance,
         ):
             params, errors = calibrate(
-                lm.config, lm.params, tokens, plan, request.method,
+                lm.config, lm.params, tokens, recipe, request.method,
                 scale_dtype=request.scale_dtype, work=work, progress=advance,
             )  # fmt: skip
     calibrated = time.perf_counter() - begun
@@ -202,7 +202,7 @@ def quantize_checkpoint(
     head = params.get("head") if "head" not in lm.params else None
     report = {
         "out": str(request.out),
-        "scheme": plan.text,
+        "scheme": recipe.text,
         "method": request.method,
         "format": request.format,
         "calibration_tokens": n_tokens,
@@ -225,7 +225,7 @@ def _work(lm: LanguageModel, request: Request, tokens: np.ndarray) -> Work:
     """The folder of finished layers that is this request's and no other's."""
     scales = jnp.dtype(lm.dtype if request.scale_dtype is None else request.scale_dtype).name
     facts = {
-        "config": lm.config.to_dict(), "scheme": repr(request.plan), "method": request.method,
+        "config": lm.config.to_dict(), "scheme": repr(request.recipe), "method": request.method,
         "format": request.format, "scales": scales, "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
     }  # fmt: skip

@@ -42,7 +42,7 @@ def gptq(
 ) -> QTensor:
     """``weight[N, K]`` as a QTensor whose output error under ``hessian[K, K]`` is small.
 
-    grid: (dtype of the words, columns per scale, zero points); shrink: see ``rounding``.
+    grid: (dtype of the codes, columns per scale, zero points); shrink: see ``rounding``.
     An input that was always zero rounds to nearest.  Where H is too near singular for float32 the
     damping grows tenfold, twice at most; raises JaxLlamaError if that is not enough.
     """
@@ -52,11 +52,11 @@ def gptq(
             f"gptq: a weight of {k} inputs needs a [{k}, {k}] hessian, not {list(hessian.shape)}"
         )
     for damping in (DAMPING, 10 * DAMPING, 100 * DAMPING):
-        words, finite = _gptq(
+        rounded, finite = _gptq(
             weight, hessian, shrink, damping, grid=grid, scale_dtype=jnp.dtype(scale_dtype).name
         )
         if finite:
-            return words
+            return rounded
     raise JaxLlamaError(
         f"gptq: the inputs' second moments [{k}, {k}] are not positive definite even with "
         f"{100 * DAMPING:g} of their mean added: calibrate with more text"
@@ -73,7 +73,7 @@ def _gptq(
     grid: Grid,
     scale_dtype: str,
 ) -> tuple[QTensor, jax.Array]:
-    """(the words, whether the factor of H is finite)."""
+    """(the weight, whether the factor of H is finite)."""
     dtype, group, zeros = grid
     w = weight.astype(jnp.float32)
     n, k = w.shape
@@ -95,12 +95,12 @@ def _gptq(
         at = begin + i
         row = rows[i]
         shift = 0.0 if zeros_of is None else zeros_of[at]
-        word = to_words(row * inverses[at] + shift, dtype).astype(jnp.float32)
-        error = (row - (word - shift) * scales[at]) / upper[at, at]
+        code = to_words(row * inverses[at] + shift, dtype).astype(jnp.float32)
+        error = (row - (code - shift) * scales[at]) / upper[at, at]
         weights = lax.dynamic_slice(upper, (at, begin), (1, block))[0]
         # U is zero left of its diagonal: columns already rounded do not move.
         rows = rows - weights[:, None] * error[None, :]
-        return rows, errors.at[i].set(error), steps_out.at[i].set(word)
+        return rows, errors.at[i].set(error), steps_out.at[i].set(code)
 
     def one_block(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
         values, chosen = carry

@@ -1,6 +1,6 @@
 """Calibrated quantization of a model, layer by layer.
 
-    calibrate(cfg, params, tokens, plan, method, ...) -> (params, [one report entry per weight])
+    calibrate(cfg, params, tokens, recipe, method, ...) -> (params, [one report entry per weight])
 
 For each block, in order: statistics of its weights' inputs behind the blocks that are already
 quantized; scales per channel (AWQ, SmoothQuant), folded into the block; rounding (to nearest, or
@@ -11,9 +11,9 @@ GPTQ's); the error of each weight; on to the next.  Then the head, where it is n
     gptq         any scheme: its rounding, on grids clipped as AWQ clips them (int4)
     smoothquant  w8a8, fp8, fp8-static: scales
 
-AWQ and GPTQ then fit the words' scales to the output (``scale_fit``).
+AWQ and GPTQ then fit the codes' scales to the output (``scale_fit``).
 
-Where a method has nothing to say to a weight's scheme (a mixed plan), that weight is rounded to
+Where a method has nothing to say to a weight's scheme (a mixed recipe), that weight is rounded to
 nearest.  With ``work`` every finished layer is stored and not done again.
 """
 
@@ -38,7 +38,7 @@ from jaxllama.quantization.gptq import gptq
 from jaxllama.quantization.report import weight_errors
 from jaxllama.quantization.rounding import Grid, nearest
 from jaxllama.quantization.scale_fit import fit_scales
-from jaxllama.quantization.scheme import Plan, Scheme, round_weight, untie
+from jaxllama.quantization.scheme import Recipe, Scheme, round_weight, untie
 from jaxllama.quantization.sites import Layer, Site, fold, get, put, row_factor, sites
 from jaxllama.quantization.work import Work
 from pallas_kernels.qtensor import QTensor
@@ -48,16 +48,16 @@ _RANDOM_TOKENS = 128  # a row
 METHODS = ("rtn", "awq", "gptq", "smoothquant")
 
 
-def check_method(plan: Plan, method: str) -> None:
-    """Raises JaxLlamaError for a method that is none, or has nothing to do under the plan."""
+def check_method(recipe: Recipe, method: str) -> None:
+    """Raises JaxLlamaError for a method that is none, or has nothing to do under the recipe."""
     if method not in METHODS:
         raise JaxLlamaError(f"method {method!r} is not one of {', '.join(METHODS)}")
-    if not plan.schemes:
-        raise JaxLlamaError(f"scheme {plan.text!r} quantizes nothing")
-    uses = [_searches(scheme, method) for scheme in plan.schemes]
+    if not recipe.schemes:
+        raise JaxLlamaError(f"scheme {recipe.text!r} quantizes nothing")
+    uses = [_searches(scheme, method) for scheme in recipe.schemes]
     if method in ("awq", "smoothquant") and not any(uses):
         what = "w4a16 or w8a16" if method == "awq" else "w8a8, fp8 or fp8-static"
-        raise JaxLlamaError(f"method {method!r} is for {what}, and the scheme is {plan.text!r}")
+        raise JaxLlamaError(f"method {method!r} is for {what}, and the scheme is {recipe.text!r}")
 
 
 def _searches(scheme: Scheme, method: str) -> bool:
@@ -71,7 +71,7 @@ def calibrate(
     cfg: ModelConfig,
     params: dict[str, Any],
     tokens: np.ndarray,
-    plan: Plan,
+    recipe: Recipe,
     method: str,
     *,
     scale_dtype: DTypeLike | None = None,
@@ -86,21 +86,21 @@ def calibrate(
     Raises JaxLlamaError for a model that is already quantized, a method that does not fit, or
     naming the weight whose inputs are not finite.
     """
-    check_method(plan, method)
+    check_method(recipe, method)
     is_quantized = [isinstance(leaf, QTensor) for leaf in _leaves(params)]
     if any(is_quantized):
         raise JaxLlamaError(
             f"{cfg.name}: {sum(is_quantized)} weights are already quantized; calibrate floats"
         )
-    params, plan = untie(params, plan)
-    run = _Run(plan, method, scale_dtype, measure)
+    params, recipe = untie(params, recipe)
+    run = _Run(recipe, method, scale_dtype, measure)
     stages = [(f"layer_{index}", kind) for index, kind in enumerate(cfg.layer_types)]
     out, report = dict(params), []
-    if "weight" in params["embed"] and plan.of("embed") is not None:
-        scheme = plan.of("embed")
+    if "weight" in params["embed"] and recipe.of("embed") is not None:
+        scheme = recipe.of("embed")
         assert scheme is not None
         if scheme.activations is not None:
-            raise JaxLlamaError(f"scheme {plan.text!r}: an embedding needs a weight-only scheme")
+            raise JaxLlamaError(f"scheme {recipe.text!r}: an embedding needs a weight-only scheme")
         out["embed"] = {"weight": round_weight(params["embed"]["weight"], scheme, "embed")}
     h: list[jax.Array] | None = None
     for index, (name, kind) in enumerate(stages):
@@ -120,7 +120,7 @@ def calibrate(
                 work.save(name, out[name], entries, following, h)
         report += entries
         progress(sum(leaf.nbytes for leaf in _leaves(params[name])))
-    if "head" in params and plan.of("head") is not None:
+    if "head" in params and recipe.of("head") is not None:
         h = _stored_hidden(work, "head") if h is None else h
         last = {"norm": params["norm"], "head": params["head"]}
         done, entries = run.layer(cfg, "head", "", last, h)
@@ -133,7 +133,7 @@ def calibrate(
 def round_model(
     cfg: ModelConfig,
     params: dict[str, Any],
-    plan: Plan,
+    recipe: Recipe,
     scale_dtype: DTypeLike | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
@@ -144,9 +144,9 @@ def round_model(
     tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=(4, length), dtype=np.int32)
     total = sum(leaf.nbytes for name, part in params.items() if name.startswith("layer_")
                 for leaf in jax.tree.leaves(part))  # fmt: skip
-    with working(f"rounding to {plan.text}", total, progress) as advance:
+    with working(f"rounding to {recipe.text}", total, progress) as advance:
         done, _ = calibrate(
-            cfg, params, tokens, plan, "rtn",
+            cfg, params, tokens, recipe, "rtn",
             scale_dtype=scale_dtype, measure=False, progress=advance,
         )  # fmt: skip
     return done
@@ -161,7 +161,7 @@ def _stored_hidden(work: Work | None, name: str) -> list[jax.Array]:
 class _Run:
     """What is the same for every layer."""
 
-    plan: Plan
+    recipe: Recipe
     method: str
     scale_dtype: DTypeLike | None
     is_measured: bool
@@ -194,21 +194,21 @@ class _Run:
         done, entries = folded, []
         for site in sites(cfg, kind):
             one = jnp.ones((len(site.channel),), jnp.float32)
-            s = site.spread(scales[site.name]) if site.name in scales else one
+            s = site.of_inputs(scales[site.name]) if site.name in scales else one
             seen = stats[site.name].scaled(s)
             for reader in site.readers:
-                scheme = self.plan.of(_join(prefix, reader))
+                scheme = self.recipe.of(_join(prefix, reader))
                 if scheme is None:
                     continue
                 name = _join(prefix, reader)
-                words = self._round(get(folded, reader)["weight"], scheme, seen, name)
-                done = put(done, reader, "weight", words)
+                rounded = self._round(get(folded, reader)["weight"], scheme, seen, name)
+                done = put(done, reader, "weight", rounded)
                 if not self.is_measured:
                     continue
                 weight = get(layer, reader)["weight"]
                 rows = _row_scales(cfg, kind, reader, weight.shape[0], scales)
-                errors = weight_errors(weight, words, stats[site.name], s, rows)
-                entries.append({"weight": name, "scheme": _describe(words), **errors})
+                errors = weight_errors(weight, rounded, stats[site.name], s, rows)
+                entries.append({"weight": name, "scheme": _describe(rounded), **errors})
         return done, entries
 
     def _scales(
@@ -217,10 +217,10 @@ class _Run:
         """The method's scale of each of the source's channels; None for no scaling."""
         chosen = []
         for reader in site.readers:
-            scheme = self.plan.of(_join(prefix, reader))
+            scheme = self.recipe.of(_join(prefix, reader))
             if scheme is not None and _searches(scheme, self.method):
                 chosen.append((get(layer, reader)["weight"], scheme, _join(prefix, reader)))
-        if not chosen:
+        if not chosen or not site.source:
             return None
         weights = tuple(weight for weight, _, _ in chosen)
         channel = jnp.asarray(site.channel)

@@ -1,4 +1,4 @@
-"""quantize_params: a parameter tree rounded to nearest, as a plan of schemes says."""
+"""quantize_params: a parameter tree rounded to nearest, as a recipe says."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig
 from jaxllama.progress import working
 from jaxllama.quantization.pipeline import round_model
-from jaxllama.quantization.scheme import Plan, is_packed, parse, quantize_leaf, untie
+from jaxllama.quantization.scheme import Recipe, is_packed, parse, quantize_leaf, untie
 
 
 def quantize_params(
     params: Mapping[str, Any],
-    scheme: str | Plan,
+    scheme: str | Recipe,
     *,
     cfg: ModelConfig | None = None,
     scale_dtype: DTypeLike | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """The tree with every weight of the plan rounded to a QTensor; weights already quantized stay.
+    """The tree, rounded to QTensors as the recipe says; weights already quantized stay.
 
     A tied head comes out as ``params["head"]`` beside the embedding (see ``scheme``); the
     model uses it wherever it is there.  cfg: the model's; with it w4a16's grids are fitted to the
     inputs that random tokens bring each weight, as ``load`` does, for a third less KL.
     scale_dtype: see ``Scheme.scale_dtype``.  progress: a bar on stderr.  Raises JaxLlamaError for
-    text that is no plan, a scheme that needs calibration, or naming a weight no group size divides.
+    text that is no recipe, a scheme that needs calibration, or naming a weight that no group size
+    divides.
     """
-    plan = parse(scheme) if isinstance(scheme, str) else scheme
-    plan.check_rounding()
+    recipe = parse(scheme) if isinstance(scheme, str) else scheme
+    recipe.check_rounding()
     packed = any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed)))
-    if cfg is not None and not packed and any(one.is_fitted for one in plan.schemes):
-        return round_model(cfg, dict(params), plan, scale_dtype, progress)
-    params, plan = untie(params, plan)
+    if cfg is not None and not packed and any(one.is_fitted for one in recipe.schemes):
+        return round_model(cfg, dict(params), recipe, scale_dtype, progress)
+    params, recipe = untie(params, recipe)
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
-    with working(f"rounding to {plan.text}", total, progress) as advance:
+    with working(f"rounding to {recipe.text}", total, progress) as advance:
 
         def one(path: Sequence[Any], leaf: Any) -> Any:
-            out = quantize_leaf([key.key for key in path], leaf, plan, scale_dtype)
+            out = quantize_leaf([key.key for key in path], leaf, recipe, scale_dtype)
             if progress:
                 jax.block_until_ready(out)
                 advance(sum(part.size for part in jax.tree.leaves(leaf)))

@@ -3,7 +3,7 @@
     random_params(cfg, key, dtype, scheme) -> params
 
 The values are ``init_params``'s in kind (normal, 0.02; norms 1; biases 0).  With a scheme the tree
-is that of ``quantize_params``, but no floats are drawn for it: words are, uniform over their range
+is that of ``quantize_params``, but no floats are drawn for it: codes are, uniform over their range
 (float8: normal), under one constant scale that gives the same deviation, so that a model whose
 floats fit nowhere can still be measured: a 70B shape in w4a16 on one GPU.  Weights of one shape
 share one program.  On a mesh every device draws a weight and keeps its part of it, all at the same
@@ -36,8 +36,8 @@ from jaxllama.progress import working
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
-# Standard deviations of random words.
-_WORDS = {"int8": 73.9, "int4": 4.61, "float8_e4m3fn": 100.0}
+# Standard deviations of random codes.
+_DEVIATIONS = {"int8": 73.9, "int4": 4.61, "float8_e4m3fn": 100.0}
 
 
 def random_params(
@@ -109,7 +109,7 @@ def _draw(
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl=kind), index)
         if not isinstance(like, QTensor):
             return _floats(key, like.shape, like.dtype, mean, std)
-        scale = std / _WORDS[like.q.dtype.name]
+        scale = std / _DEVIATIONS[like.q.dtype.name]
         fields = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)  # zero points
         return dataclasses.replace(
             fields, q=_words(key, like.q.shape, like.q.dtype),
@@ -129,7 +129,7 @@ def _floats(key: jax.Array, shape: tuple[int, ...], dtype: Any, mean: float, std
 
 def _words(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.floating):
-        values = _WORDS[dtype.name] * jax.random.normal(key, shape, jnp.float32)
+        values = _DEVIATIONS[dtype.name] * jax.random.normal(key, shape, jnp.float32)
         most = float(jnp.finfo(dtype).max)
         return jnp.clip(values, -most, most).astype(dtype)
     bits = lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), jnp.int8)

@@ -1,6 +1,6 @@
 """How far each quantized weight is from its floats: numbers, and a picture.
 
-    weight_errors(weight, words, stats, s, rows) -> {"weight_error", "output_error", "cosine"}
+    weight_errors(weight, quantized, stats, s, rows) -> {"weight_error", "output_error", "cosine"}
     picture(entries, path)
 
 weight_error is ``||W' - W|| / ||W||``; output_error ``||y' - y|| / ||y||`` and cosine the angle
@@ -26,26 +26,26 @@ from pallas_kernels.qtensor import QTensor, dequantize
 
 
 def weight_errors(
-    weight: jax.Array, words: QTensor, stats: Stats, s: jax.Array, rows: jax.Array
+    weight: jax.Array, quantized: QTensor, stats: Stats, s: jax.Array, rows: jax.Array
 ) -> dict[str, float]:
     """See the module docstring; s ``[K]`` divided the inputs and rows ``[N]`` the outputs."""
     seen = (stats.sample, jnp.sqrt(stats.weight))
-    values = jax.device_get(_errors(weight, words, seen, s, rows))
+    values = jax.device_get(_errors(weight, quantized, seen, s, rows))
     return {key: float(value) for key, value in values.items()}
 
 
 @jax.jit
 def _errors(
     weight: jax.Array,
-    words: QTensor,
+    quantized: QTensor,
     seen: tuple[jax.Array, jax.Array],
     s: jax.Array,
     rows: jax.Array,
 ) -> dict[str, jax.Array]:
     w, (x, weight_of) = weight.astype(jnp.float32), seen
     y = jnp.matmul(x, w.T, precision=lax.Precision.HIGHEST) * weight_of
-    got = linear(x / s, {"weight": words}) * rows * weight_of
-    off = dequantize(words) * rows[:, None] / s - w
+    got = linear(x / s, {"weight": quantized}) * rows * weight_of
+    off = dequantize(quantized) * rows[:, None] / s - w
     return {
         "weight_error": _norm(off) / _norm(w),
         "output_error": _norm(got - y) / _norm(y),

@@ -1,7 +1,7 @@
-"""Rounding to nearest: a weight's words, the floats they leave, and the grid with the least error.
+"""Rounding to nearest: a weight's codes, the floats they leave, and the grid with the least error.
 
 ``search_grid`` tries a lattice of shares for the two ends of every group's range, gives each pair's
-words the scale that fits them best, and keeps the one whose squared error is least, each column
+codes the scale that fits them best, and keeps the one whose squared error is least, each column
 weighed by its ``importance``: the mean square of the input that it meets, or where that is not
 known of the weights themselves, so that large ones are not clipped away.  Sources: AWQ's clipping
 (arXiv 2306.00978), with H's diagonal for H; llama.cpp's make_qkx2_quants.
@@ -20,7 +20,7 @@ from pallas_kernels.qtensor import QTensor, dequantize
 from pallas_kernels.rounding import WORDS, Shrink, reciprocal, words
 from pallas_kernels.rounding import grid as make_grid
 
-# (dtype of the words, columns per scale, zero points) of a weight.
+# (dtype of the codes, columns per scale, zero points) of a weight.
 Grid = tuple[str, int, bool]
 # Of one end's range.  More than all of it moves the grid within its step.
 SHARES = tuple(1.06 - 0.03 * step for step in range(9))

@@ -1,12 +1,12 @@
-"""Scales that fit once the words are chosen: least squares of a weight's output error.
+"""Scales that fit once the codes are chosen: least squares of a weight's output error.
 
-    v_g = group g's words less their zero points, 0 elsewhere
+    v_g = group g's codes less their zero points, 0 elsewhere
     A_gf = v_g H v_f^T,   b_g = v_g H w^T,   H = X X^T + damping,   s = A^-1 b       for each row w
 
-A grid is laid out before its weights are rounded; the words that they then get are a given
+A grid is laid out before its weights are rounded; the codes that they then get are a given
 direction for each group, and how far to go along it is a linear problem in as few unknowns as the
 row has groups.  AWQ gains most, since its rounding looks at each weight alone.  It is one step of
-Lloyd's alternation (1982) of words and grid, under H.  Left out: zero points, which are integers,
+Lloyd's alternation (1982) of codes and grid, under H.  Left out: zero points, which are integers,
 and more rounds.
 """
 
@@ -27,22 +27,22 @@ _FURTHEST = 0.5  # a scale moves by at most this share of itself, or stays
 
 
 @jax.jit
-def fit_scales(weight: jax.Array, words: QTensor, hessian: jax.Array) -> QTensor:
-    """``words`` of ``weight[N, K]`` with the scales whose error under ``hessian[K, K]`` is least.
+def fit_scales(weight: jax.Array, quantized: QTensor, hessian: jax.Array) -> QTensor:
+    """``quantized``, of ``weight[N, K]``, with the scales of least error under ``hessian[K, K]``.
 
     A row whose system cannot be solved keeps what it has, and so does a scale that would leave its
     neighbourhood (a group whose inputs hardly occur).  One cast to the scales' dtype.
     """
     n, k = weight.shape
-    old = words.scale.astype(jnp.float32)
+    old = quantized.scale.astype(jnp.float32)
     groups = old.shape[1]
     size = k // groups
     diagonal = jnp.diagonal(hessian)
     ridge = DAMPING * jnp.mean(diagonal) + jnp.where(diagonal > 0, 0.0, 1.0)
     h = hessian + jnp.diag(ridge)
-    steps = words.q.astype(jnp.float32).reshape(n, groups, size)
-    if words.zero is not None:
-        steps = steps - words.zero.astype(jnp.float32)[..., None]
+    steps = quantized.q.astype(jnp.float32).reshape(n, groups, size)
+    if quantized.zero is not None:
+        steps = steps - quantized.zero.astype(jnp.float32)[..., None]
 
     def one_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         v, w = row
@@ -55,8 +55,8 @@ def fit_scales(weight: jax.Array, words: QTensor, hessian: jax.Array) -> QTensor
     batch = max(1, min(n, _FLOATS // (groups * k)))
     scale = lax.map(one_row, (steps, weight.astype(jnp.float32)), batch_size=batch)
     near = jnp.abs(scale - old) < _FURTHEST * old  # False for NaN
-    scale = jnp.where(near, scale, old).astype(words.scale.dtype)
-    return dataclasses.replace(words, scale=scale)
+    scale = jnp.where(near, scale, old).astype(quantized.scale.dtype)
+    return dataclasses.replace(quantized, scale=scale)
 
 
 def _solve(a: jax.Array, b: jax.Array) -> jax.Array:

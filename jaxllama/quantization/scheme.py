@@ -1,6 +1,6 @@
 """Schemes: what each weight of a model becomes, in one line of text; and round-to-nearest.
 
-    parse("w4a16,down=w8a16,layer_0/*=none") -> Plan        quantize_params(params, plan) -> params
+    parse("w4a16,down=w8a16,layer_0/*=none") -> Recipe     quantize_params(params, recipe) -> params
 
 A scheme names the weights' and the activations' width.  Weight-only schemes keep activations in
 float; the others also quantize them, inside the matmul's input.
@@ -17,12 +17,12 @@ float; the others also quantize them, inside the matmul's input.
 its groups zero points, as w4a16's have anyway, and ``-sym`` none (``w4a16-sym``: the grid reaches
 the group's largest magnitude).
 
-A plan is a scheme and, after commas, exceptions ``PATTERN=SCHEME``, of which the last that matches
-counts.  A pattern is a name on the weight's path (``down``, ``mlp``, ``layer_3``) or, with ``/``,
-the whole path (``layer_*/mlp/down``); ``*`` and ``?`` are wildcards.  The matmuls of the layers and
-an untied head follow the plan; an embedding only where it is named (``embed=w8a16``).  A tied
-model's head, which is the embedding, becomes a copy of its own beside it: as ``head=SCHEME`` says,
-and in w8a16 where the plan's own scheme is weight-only; ``head=none`` makes no copy, and an
+A recipe is a scheme and, after commas, exceptions ``PATTERN=SCHEME``, of which the last that
+matches counts.  A pattern is a name on the weight's path (``down``, ``mlp``, ``layer_3``) or, with
+``/``, the whole path (``layer_*/mlp/down``); ``*`` and ``?`` are wildcards.  The matmuls of the
+layers and an untied head follow the recipe; an embedding only where it is named (``embed=w8a16``).
+A tied model's head, which is the embedding, becomes a copy of its own beside it: as ``head=SCHEME``
+says, and in w8a16 where the recipe's own scheme is weight-only; ``head=none`` makes no copy, and an
 embedding that is quantized itself needs none.  Norms, biases and the small gate projections of GLA
 stay as they are.  What rounding costs is measured, not assumed: see the README's table.
 """
@@ -55,7 +55,7 @@ _GROUPS = (128, 64, 32)
 class Scheme:
     """What one weight becomes.
 
-    weights: dtype of the words.  group_size: columns per scale; None is a whole row, 0 the widest
+    weights: dtype of the codes.  group_size: columns per scale; None is a whole row, 0 the widest
     of 128, 64, 32 that divides.  zeros: integer zero points beside the scales.  activations: dtype
     of the other operand, or None for floats; static: with one calibrated scale instead of one per
     token.
@@ -104,7 +104,7 @@ _BASES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Recipe:
     """A scheme for every weight: ``text`` as the user wrote it, the default and the exceptions."""
 
     text: str
@@ -135,8 +135,8 @@ class Plan:
         head = self._named("head", embed or (Scheme("int8") if is_weight_only else None))
         return None if head == embed else head
 
-    def with_rule(self, pattern: str, scheme: Scheme | None) -> Plan:
-        """The plan with one more exception."""
+    def with_rule(self, pattern: str, scheme: Scheme | None) -> Recipe:
+        """The recipe with one more exception."""
         return dataclasses.replace(self, rules=(*self.rules, (pattern, scheme)))
 
     @property
@@ -155,9 +155,9 @@ class Plan:
 
 
 @functools.cache
-def parse(text: str) -> Plan:
-    """A plan from its text; see the module docstring.  Raises JaxLlamaError naming the part that is
-    wrong and what is allowed."""
+def parse(text: str) -> Recipe:
+    """A recipe from its text; see the module docstring.  Raises JaxLlamaError naming the part that
+    is wrong and what is allowed."""
     first, *rest = text.split(",")
     if "=" in first:
         raise JaxLlamaError(f"scheme {text!r}: begins with a scheme, then PATTERN=SCHEME")
@@ -168,7 +168,7 @@ def parse(text: str) -> Plan:
             raise JaxLlamaError(f"scheme {text!r}: {entry!r} is not PATTERN=SCHEME")
         _check_pattern(text, pattern)
         rules.append((pattern, _scheme(scheme)))
-    return Plan(text, _scheme(first), tuple(rules))
+    return Recipe(text, _scheme(first), tuple(rules))
 
 
 def _check_pattern(text: str, pattern: str) -> None:
@@ -202,14 +202,14 @@ def _scheme(text: str) -> Scheme | None:
     return scheme
 
 
-def untie(params: Mapping[str, Any], plan: Plan) -> tuple[dict[str, Any], Plan]:
-    """(params, plan) of a model whose tied head the plan quantizes: there the head has an entry of
-    its own, the embedding's floats, and from here on nothing is special about it."""
-    if "embed" not in params or "head" in params or plan.tied_head is None:
-        return dict(params), plan
+def untie(params: Mapping[str, Any], recipe: Recipe) -> tuple[dict[str, Any], Recipe]:
+    """(params, recipe) of a model whose tied head the recipe quantizes: there the head has an entry
+    of its own, the embedding's floats, and from here on nothing is special about it."""
+    if "embed" not in params or "head" in params or recipe.tied_head is None:
+        return dict(params), recipe
     if is_packed(params["embed"]["weight"]):
-        return dict(params), plan
-    return {**params, "head": params["embed"]}, plan.with_rule("head", plan.tied_head)
+        return dict(params), recipe
+    return {**params, "head": params["embed"]}, recipe.with_rule("head", recipe.tied_head)
 
 
 def is_packed(leaf: Any) -> bool:
@@ -217,12 +217,12 @@ def is_packed(leaf: Any) -> bool:
 
 
 def quantize_leaf(
-    path: Sequence[str], leaf: Any, plan: Plan, scale_dtype: DTypeLike | None = None
+    path: Sequence[str], leaf: Any, recipe: Recipe, scale_dtype: DTypeLike | None = None
 ) -> Any:
     """One parameter of ``quantize_params``, by its path."""
-    plan.check_rounding()
+    recipe.check_rounding()
     name = "/".join(path[:-1])
-    chosen = plan.of(name) if path[-1] == "weight" else None
+    chosen = recipe.of(name) if path[-1] == "weight" else None
     if chosen is None or is_packed(leaf):
         return leaf
     return round_weight(leaf, chosen, name, scale_dtype)
@@ -240,7 +240,7 @@ def round_weight(
     grid = (scheme.weights, scheme.group_of(weight.shape[-1], name), scheme.zeros)
     scale_dtype = scheme.scale_dtype(weight, scale_dtype)
     if scheme.is_fitted:
-        words = fitted(weight, importance, grid=grid, scale_dtype=scale_dtype)
+        rounded = fitted(weight, importance, grid=grid, scale_dtype=scale_dtype)
     else:
-        words = nearest(weight, 1.0, grid=grid, scale_dtype=scale_dtype)
-    return dataclasses.replace(words, activations=scheme.activations)
+        rounded = nearest(weight, 1.0, grid=grid, scale_dtype=scale_dtype)
+    return dataclasses.replace(rounded, activations=scheme.activations)

@@ -38,8 +38,9 @@ Layer = dict[str, Any]
 @dataclasses.dataclass(frozen=True)
 class Site:
     """readers: the Linears that take the activation, as paths; only ``quantized`` ones of them are
-    ever rounded.  source: what makes it; rows: the slice of the source's rows that does, None for a
-    norm's weight.  channel ``[K]``: the source's channel behind each input channel."""
+    ever rounded.  source: what makes it, "" where nothing can absorb a scale (no norm stands before
+    them); rows: the slice of the source's rows that does, None for a norm's weight.  channel
+    ``[K]``: the source's channel behind each input channel."""
 
     name: str
     readers: tuple[str, ...]
@@ -56,7 +57,7 @@ class Site:
         """The largest of ``x[K]`` among the input channels that share a scale."""
         return jax.ops.segment_max(x, jnp.asarray(self.channel), self.n_channels)
 
-    def spread(self, s: jax.Array) -> jax.Array:
+    def of_inputs(self, s: jax.Array) -> jax.Array:
         """Scales of the source's channels as scales of the input channels ``[K]``."""
         return s[self.channel]
 
@@ -66,8 +67,14 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
     model = np.arange(cfg.d_model)
     if kind == "head":
         return (Site("head", ("head",), "norm", None, model),)
-    mlp = (
-        Site("mlp/gate_up", ("mlp/gate_up",), "mlp_norm", None, model),
+    before = "mixer_norm" if cfg.pre_norms else ""
+    first, gate_up = ("mixer/qkv",), ("mlp/gate_up",)
+    if cfg.parallel_block:  # one norm for both sublayers
+        first, gate_up = first + gate_up, ()
+    mlp = tuple(
+        Site("mlp/gate_up", gate_up, "mlp_norm" if cfg.pre_norms else "", None, model)
+        for _ in gate_up
+    ) + (
         Site(
             "mlp/down", ("mlp/down",), "mlp/gate_up", (cfg.d_ff, 2 * cfg.d_ff), np.arange(cfg.d_ff)
         ),
@@ -78,7 +85,7 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
         heads = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)
         rows = ((n + n_kv) * h, (n + 2 * n_kv) * h)
         return (
-            Site("mixer/qkv", ("mixer/qkv",), "mixer_norm", None, model),
+            Site("mixer/qkv", first, before, None, model),
             Site("mixer/o", ("mixer/o",), "mixer/qkv", rows, heads),
             *mlp,
         )
@@ -119,10 +126,11 @@ def fold(cfg: ModelConfig, kind: str, layer: Layer, scales: Mapping[str, jax.Arr
             continue
         s = scales[site.name].astype(jnp.float32)
         for reader in site.readers:
-            layer = _times(layer, reader, "weight", site.spread(s)[None, :])
+            layer = _times(layer, reader, "weight", site.of_inputs(s)[None, :])
         inverse = 1.0 / s
         if site.rows is None:
-            layer = _times(layer, site.source, "weight", inverse)
+            for leaf in get(layer, site.source):  # LayerNorm's bias too
+                layer = _times(layer, site.source, leaf, inverse)
             continue
         whole = row_factor(site, get(layer, site.source)["weight"].shape[0], inverse)
         layer = _times(layer, site.source, "weight", whole[:, None])

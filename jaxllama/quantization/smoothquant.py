@@ -42,7 +42,7 @@ def search_scales(
 
     sample ``[S, K]``: inputs, and weight ``[S, 1]`` of each token's squared error; felt, peak
     ``[K]``: largest weighted and plain |x| over the whole calibration; channel ``[K]``: which scale
-    an input channel shares; dtype: of weights' and activations' words; static: one scale for all
+    an input channel shares; dtype: of weights' and activations' codes; static: one scale for all
     tokens.
     """
     ws = tuple(weight.astype(jnp.float32) for weight in weights)

@@ -159,10 +159,10 @@ class TrainConfig:
             _require(self.model is not None or self.init_from is not None, "model", None,
                      "is needed, or init_from, or [distill]")  # fmt: skip
             return
-        given = "model" if self.model else "init_from" if self.init_from else None
-        _require(not (distill.attention_layers and given), "distill.attention_layers",
+        named = "model" if self.model else "init_from" if self.init_from else None
+        _require(not (distill.attention_layers and named), "distill.attention_layers",
                  list(distill.attention_layers),
-                 f"is for a student made from the teacher, and here {given} says what it is",
+                 f"is for a student made from the teacher, and here {named} says what it is",
                  )  # fmt: skip
         _require(not (distill.objective == "mixers" and self.quantize), "distill.objective",
                  "mixers", "excludes [quantize]; allowed with it: logits")  # fmt: skip

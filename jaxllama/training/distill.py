@@ -109,10 +109,10 @@ def answer_scales(
     """
     scales = [jnp.float32(1.0)] * student.n_layers
     seen = _teacher_layers(teacher, teacher_params, tokens, jnp.dtype(dtype))
-    for index, (given, answer) in enumerate(seen):
+    for index, (x, answer) in enumerate(seen):
         if student.layer_types[index] == "gla":
             answer = answer.astype(jnp.float32)
-            mine = _answer(student, params[f"layer_{index}"]["mixer"], given)
+            mine = _answer(student, params[f"layer_{index}"]["mixer"], x)
             size = jnp.sum(mine**2)
             best = jnp.sum(mine * answer) / size
             scales[index] = jnp.maximum(best, 0.1 * jnp.sqrt(jnp.sum(answer**2) / size))
@@ -142,23 +142,23 @@ def mixer_loss(
     """Objective 1 on ``tokens[B, T]``."""
     losses = []
     seen = _teacher_layers(teacher, teacher_params, tokens, dtype)
-    for index, (given, answer) in enumerate(seen):
+    for index, (x, answer) in enumerate(seen):
         if student.layer_types[index] == "gla":
             loss = functools.partial(_imitation, student)
             loss = jax.checkpoint(loss) if remat else loss
-            losses.append(loss(params[f"layer_{index}"]["mixer"], given, answer))
+            losses.append(loss(params[f"layer_{index}"]["mixer"], x, answer))
     return sum(losses) / len(losses), {}
 
 
-def _imitation(cfg: ModelConfig, params: Params, given: jax.Array, answer: jax.Array) -> jax.Array:
+def _imitation(cfg: ModelConfig, params: Params, x: jax.Array, answer: jax.Array) -> jax.Array:
     answer = answer.astype(jnp.float32)
-    return jnp.sum((_answer(cfg, params, given) - answer) ** 2) / jnp.sum(answer**2)
+    return jnp.sum((_answer(cfg, params, x) - answer) ** 2) / jnp.sum(answer**2)
 
 
-def _answer(cfg: ModelConfig, params: Params, given: jax.Array) -> jax.Array:
+def _answer(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     """A GLA mixer's output, float32."""
-    at = whole_rows(cfg, *given.shape[:2])
-    heads, _ = gla.mix(cfg, params, columns(given, gla.inputs(cfg, params)), None, at)
+    at = whole_rows(cfg, *x.shape[:2])
+    heads, _ = gla.mix(cfg, params, columns(x, gla.inputs(cfg, params)), None, at)
     return linear(heads, params["o"]).astype(jnp.float32)
 
 

@@ -46,7 +46,7 @@ from jaxllama.training.data import TokenFile
 from jaxllama.training.flops import flops_per_token, peak_flops
 from jaxllama.training.quantization_aware import quantized
 from jaxllama.training.run_directory import RunDirectory
-from jaxllama.training.start import Plan, begin
+from jaxllama.training.start import Setup, begin
 from jaxllama.training.step import State, init_state, update, validation_loss
 
 
@@ -124,10 +124,10 @@ def _run(
 ) -> None:
     checkpoints = Checkpoints(run.path / "checkpoints", config.keep_checkpoints)
     try:
-        plan, params, teacher = begin(config, data, progress)
+        setup, params, teacher = begin(config, data, progress)
         # On devices by name, as a restored state is: both run the same program.
         whole = _sharding(mesh)
-        state = jax.device_put(init_state(plan, params), whole)
+        state = jax.device_put(init_state(setup, params), whole)
         teacher = jax.device_put(teacher, whole)
         del params
         first = checkpoints.latest() or 0
@@ -135,7 +135,7 @@ def _run(
             state = checkpoints.restore(first, state)
         run.keep_until(first)
         training, held_out = data.split(config.data.validation_tokens)
-        log = _Log(plan, run, first, 1 if mesh is None else mesh.size)
+        log = _Log(setup, run, first, 1 if mesh is None else mesh.size)
         bar = working(str(run.path), config.steps, progress, unit="steps", done=first)
         with bar as bar, _interruptible(bar) as asked_to_stop:
             if first:
@@ -143,13 +143,13 @@ def _run(
             bar.note("compiling")
             for step in range(first, config.steps):
                 batch = jax.device_put(_batch(config, training, step), _sharding(mesh, 1))
-                state, metrics = update(plan, state, teacher, batch)
+                state, metrics = update(setup, state, teacher, batch)
                 log.put(step + 1, metrics, bar)
                 done = step + 1
                 last = done == config.steps
                 if _is_due(done, config.validate_every, last) and len(held_out):
                     log.flush(bar)
-                    log.validation(done, _validate(plan, state["params"], held_out, mesh), bar)
+                    log.validation(done, _validate(setup, state["params"], held_out, mesh), bar)
                 if _is_due(done, config.checkpoint_every, last) or asked_to_stop.is_set():
                     log.flush(bar)
                     run.sync()
@@ -160,7 +160,7 @@ def _run(
                     )
                     raise KeyboardInterrupt
         with working("writing the model", show=progress):
-            _finish(plan, state, data, run)
+            _finish(setup, state, data, run)
     finally:
         checkpoints.close()
 
@@ -204,9 +204,9 @@ def _batch(config: TrainConfig, data: TokenFile, step: int) -> np.ndarray:
     return rows.reshape(config.microbatches, -1, rows.shape[-1])
 
 
-def _validate(plan: Plan, params: Params, data: TokenFile, mesh: Mesh | None) -> float:
+def _validate(setup: Setup, params: Params, data: TokenFile, mesh: Mesh | None) -> float:
     """Mean over the held-out windows, in whole batches as large as a microbatch."""
-    config = plan.config
+    config = setup.config
     length = config.sequence_length
     count = data.windows(length)
     size = min(config.batch_size // config.microbatches, count)
@@ -215,29 +215,29 @@ def _validate(plan: Plan, params: Params, data: TokenFile, mesh: Mesh | None) ->
     for first in range(0, count - size + 1, size):
         rows = np.stack([data.window(first + row, length) for row in range(size)])
         rows = jax.device_put(rows, _sharding(mesh, 0))
-        losses.append(validation_loss(plan, params, rows))
+        losses.append(validation_loss(setup, params, rows))
     return float(np.mean(jax.device_get(losses)))
 
 
-def _finish(plan: Plan, state: State, data: TokenFile, run: RunDirectory) -> None:
+def _finish(setup: Setup, state: State, data: TokenFile, run: RunDirectory) -> None:
     """The picture, and last of all the model: where it is, the run is over."""
     result = _result(run)
     report.draw(run.path / "loss.png", result.metrics, result.validation)
-    if plan.config.quantize is not None:
-        packed.save(run.model, plan.model, quantized(state["params"]), data.tokenizer_files)
+    if setup.config.quantize is not None:
+        packed.save(run.model, setup.model, quantized(state["params"]), data.tokenizer_files)
         return
-    params = jax.tree.map(lambda leaf: leaf.astype(plan.config.dtype), state["params"])
-    hf.save(run.model, plan.model, params, data.tokenizer_files)
+    params = jax.tree.map(lambda leaf: leaf.astype(setup.config.dtype), state["params"])
+    hf.save(run.model, setup.model, params, data.tokenizer_files)
 
 
 class _Log:
     """Writes a step's metrics when the next step is under way."""
 
-    def __init__(self, plan: Plan, run: RunDirectory, first: int, devices: int) -> None:
-        config = plan.config
+    def __init__(self, setup: Setup, run: RunDirectory, first: int, devices: int) -> None:
+        config = setup.config
         self._run = run
         self._tokens = config.batch_size * config.sequence_length
-        self._flops = flops_per_token(plan.model, config.sequence_length)
+        self._flops = flops_per_token(setup.model, config.sequence_length)
         peak = peak_flops(config.peak_tflops)
         self._peak = None if peak is None else peak * devices
         self._waiting: tuple[int, dict[str, jax.Array]] | None = None

@@ -1,7 +1,7 @@
 """AdamW with clipping, linear warm-up and a cosine (Loshchilov and Hutter, arXiv 1711.05101).
 
 Adam moves every number by about the learning rate, whatever its gradient's size.  A grid's scale is
-much smaller than the weights it spans, so it moves by the learning rate over the largest word: then
+much smaller than the weights it spans, so it moves by the learning rate over the largest code: then
 the ends of the range move as fast as a weight does (the balance that LSQ, arXiv 1902.08153, wants).
 """
 
@@ -55,15 +55,15 @@ def optimizer(config: TrainConfig, learned: Any = True) -> optax.GradientTransfo
 
 
 def _slow_scales(changes: Params) -> Params:
-    """See the module docstring.  A grid is anything with ``words`` and a ``scale``."""
+    """See the module docstring.  A grid is anything with ``code_dtype`` and a ``scale``."""
 
     def is_grid(leaf: Any) -> bool:
-        return hasattr(leaf, "words")
+        return hasattr(leaf, "code_dtype")
 
     def one(leaf: Any) -> Any:
         if not is_grid(leaf):
             return leaf
-        return dataclasses.replace(leaf, scale=leaf.scale / RANGES[leaf.words][1])
+        return dataclasses.replace(leaf, scale=leaf.scale / RANGES[leaf.code_dtype][1])
 
     return jax.tree.map(one, changes, is_leaf=is_grid)
 

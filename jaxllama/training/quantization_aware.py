@@ -27,13 +27,13 @@ from pallas_kernels.qtensor import QTensor
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GridWeight:
-    """``w[N, K]``, ``scale[N, groups]``, ``zero`` as scale or None, float32; ``words`` "int8" or
-    "int4"."""
+    """``w[N, K]``, ``scale[N, groups]``, ``zero`` as scale or None, float32; ``code_dtype`` "int8"
+    or "int4"."""
 
     w: jax.Array
     scale: jax.Array
     zero: jax.Array | None
-    words: str = dataclasses.field(metadata={"static": True})
+    code_dtype: str = dataclasses.field(metadata={"static": True})
 
 
 def prepare(params: Params, config: QuantizeConfig | None) -> Params:
@@ -60,12 +60,12 @@ def prepare(params: Params, config: QuantizeConfig | None) -> Params:
 
 def rounded(params: Params) -> Params:
     """Floats for the model."""
-    return _map(lambda g: fake_quantize(g.w, g.scale, g.zero, g.words), params)
+    return _map(lambda g: fake_quantize(g.w, g.scale, g.zero, g.code_dtype), params)
 
 
 def quantized(params: Params) -> Params:
     """QTensors in the place of grids."""
-    return _map(lambda g: to_qtensor(g.w, g.scale, g.zero, g.words), params)
+    return _map(lambda g: to_qtensor(g.w, g.scale, g.zero, g.code_dtype), params)
 
 
 def _map(change: Any, params: Params) -> Params:

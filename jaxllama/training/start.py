@@ -22,7 +22,7 @@ from pallas_kernels.qtensor import QTensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Setup:
     """What is compiled for: hashable."""
 
     config: TrainConfig
@@ -32,8 +32,8 @@ class Plan:
 
 def begin(
     config: TrainConfig, data: TokenFile, progress: bool = False
-) -> tuple[Plan, Params, Params | None]:
-    """(plan, float32 parameters, the teacher's parameters in the activations' dtype).
+) -> tuple[Setup, Params, Params | None]:
+    """(setup, float32 parameters, the teacher's parameters in the activations' dtype).
 
     Raises JaxLlamaError naming the key that data or checkpoint contradicts.
     """
@@ -56,23 +56,23 @@ def begin(
         assert distill is not None and teacher is not None
         model = student_config(teacher, distill.attention_layers)
         params = student_params(model, teacher_params, key)
-    plan = Plan(config, model, teacher)
-    _check(plan, data)
+    setup = Setup(config, model, teacher)
+    _check(setup, data)
     if config.model is None and config.init_from is None:
         length = config.sequence_length
         rows = data.batch(0, min(4, config.batch_size), length, config.seed)[:, :length]
         scales = answer_scales(model, teacher, params, teacher_params, rows, config.dtype)
         params = scaled(params, scales)
     # The step donates what it is given, and a checkpoint's arrays may be somebody else's memory.
-    return plan, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params), teacher_params
+    return setup, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params), teacher_params
 
 
 def _leaves(params: Params) -> list:
     return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
 
 
-def _check(plan: Plan, data: TokenFile) -> None:
-    config, model, teacher = plan.config, plan.model, plan.teacher
+def _check(setup: Setup, data: TokenFile) -> None:
+    config, model, teacher = setup.config, setup.model, setup.teacher
     config_to_hf(model)  # what could not be saved is not trained
     if data.vocab_size > model.vocab_size:
         raise JaxLlamaError(

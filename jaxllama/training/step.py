@@ -25,47 +25,47 @@ from jaxllama.training.forward import hidden_states
 from jaxllama.training.loss import cross_entropy, distillation
 from jaxllama.training.optimizer import learning_rate, optimizer
 from jaxllama.training.quantization_aware import prepare, rounded
-from jaxllama.training.start import Plan
+from jaxllama.training.start import Setup
 
 State = dict[str, Any]
 
 
-def init_state(plan: Plan, params: Params) -> State:
-    params = prepare(params, plan.config.quantize)
-    return {"params": params, "moments": _rule(plan, params).init(params), "step": jnp.int32(0)}
+def init_state(setup: Setup, params: Params) -> State:
+    params = prepare(params, setup.config.quantize)
+    return {"params": params, "moments": _rule(setup, params).init(params), "step": jnp.int32(0)}
 
 
-def _rule(plan: Plan, params: Params) -> optax.GradientTransformation:
-    goal = plan.config.distill
+def _rule(setup: Setup, params: Params) -> optax.GradientTransformation:
+    goal = setup.config.distill
     only_mixers = goal is not None and goal.objective == "mixers"
-    learned = distill.learned(plan.model, params) if only_mixers else True
-    return optimizer(plan.config, learned)
+    learned = distill.learned(setup.model, params) if only_mixers else True
+    return optimizer(setup.config, learned)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def update(
-    plan: Plan, state: State, teacher_params: Params | None, batch: jax.Array
+    setup: Setup, state: State, teacher_params: Params | None, batch: jax.Array
 ) -> tuple[State, dict[str, jax.Array]]:
     """``batch int32 [microbatches, rows, T + 1]`` -> (state, float32 scalars: "loss", its parts,
     "grad_norm" before clipping, "learning_rate")."""
     params = state["params"]
     # Rows lead, because that is what the devices of a mesh share out.
-    gradient = data_parallel(functools.partial(_gradient, plan))
+    gradient = data_parallel(functools.partial(_gradient, setup))
     grads, metrics = gradient(params, teacher_params, jnp.swapaxes(batch, 0, 1))
     squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)]
     metrics["grad_norm"] = jnp.sqrt(sum(squares))
-    metrics["learning_rate"] = learning_rate(plan.config, state["step"])
+    metrics["learning_rate"] = learning_rate(setup.config, state["step"])
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        changes, moments = _rule(plan, params).update(grads, state["moments"], params)
+        changes, moments = _rule(setup, params).update(grads, state["moments"], params)
     params = optax.apply_updates(params, changes)
     return {"params": params, "moments": moments, "step": state["step"] + 1}, metrics
 
 
 def _gradient(
-    plan: Plan, params: Params, teacher_params: Params | None, rows: jax.Array
+    setup: Setup, params: Params, teacher_params: Params | None, rows: jax.Array
 ) -> tuple[Params, dict[str, jax.Array]]:
     """Means over the microbatches of ``rows[rows, microbatches, T + 1]``."""
-    gradient = jax.value_and_grad(functools.partial(loss, plan), has_aux=True)
+    gradient = jax.value_and_grad(functools.partial(loss, setup), has_aux=True)
 
     def one(total: Params | None, tokens: jax.Array):
         (value, parts), grads = gradient(params, teacher_params, tokens)
@@ -81,22 +81,22 @@ def _gradient(
 
 
 def loss(
-    plan: Plan, params: Params, teacher_params: Params | None, tokens: jax.Array
+    setup: Setup, params: Params, teacher_params: Params | None, tokens: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(what is minimised on ``tokens[B, T + 1]``, its parts)."""
-    config, cfg, goal = plan.config, plan.model, plan.config.distill
+    config, cfg, goal = setup.config, setup.model, setup.config.distill
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     dtype = jnp.dtype(config.dtype)
     params = rounded(params)
     if goal is not None and goal.objective == "mixers":
         return distill.mixer_loss(
-            cfg, plan.teacher, params, teacher_params, inputs, dtype, config.remat
+            cfg, setup.teacher, params, teacher_params, inputs, dtype, config.remat
         )
     x = hidden_states(cfg, params, inputs, dtype, config.remat)
     if goal is None:
         value, _ = cross_entropy(x, head(params)["weight"], targets)
         return value, {}
-    teacher_x = hidden_states(plan.teacher, teacher_params, inputs, dtype)
+    teacher_x = hidden_states(setup.teacher, teacher_params, inputs, dtype)
     return distillation(
         x, head(params)["weight"], targets,
         teacher_x, head(teacher_params)["weight"],
@@ -105,12 +105,12 @@ def loss(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def validation_loss(plan: Plan, params: Params, tokens: jax.Array) -> jax.Array:
+def validation_loss(setup: Setup, params: Params, tokens: jax.Array) -> jax.Array:
     """Mean cross entropy of ``tokens[B, T + 1]``, whatever is minimised."""
 
     def mean(params: Params, tokens: jax.Array) -> jax.Array:
         params = rounded(params)
-        x = hidden_states(plan.model, params, tokens[:, :-1], jnp.dtype(plan.config.dtype))
+        x = hidden_states(setup.model, params, tokens[:, :-1], jnp.dtype(setup.config.dtype))
         return cross_entropy(x, head(params)["weight"], tokens[:, 1:])[0]
 
     return data_parallel(mean)(params, tokens)

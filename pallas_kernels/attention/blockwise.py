@@ -31,12 +31,14 @@ def blockwise_attention(
     *,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     block: int | None = None,
 ) -> jax.Array:
     """``q [B, T, N, H]`` at ``positions [B, T]`` over ``k, v [B, S, K, H]`` -> ``[B, T, N, H]``.
 
     A query sees the keys at s <= its position (and > position - window); at position -1 it sees
-    none and gives zeros.  scale: of the scores, H ** -0.5 by default.  block: keys at a time.
+    none and gives zeros.  scale: of the scores, H ** -0.5 by default.  softcap: a score s becomes
+    softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118).  block: keys at a time.
     """
     capacity = k.shape[1]
     if block is None:
@@ -60,7 +62,9 @@ def blockwise_attention(
         visible = is_visible(positions, k_positions[None, :], window) & fresh  # [B, T, block]
         seen = jnp.any(visible, axis=1)[:, :, None, None]
         v_block = jnp.where(seen, v_block, jnp.zeros_like(v_block))
-        scores = jnp.where(visible[:, None, None], attention_scores(q, k_block, scale), -jnp.inf)
+        scores = jnp.where(
+            visible[:, None, None], attention_scores(q, k_block, scale, softcap), -jnp.inf
+        )
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         # Rows that have seen no key yet keep top = -inf; exp(-inf - 0) = 0 keeps them at zero.
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -87,16 +91,19 @@ def blockwise_attention(
     return (out / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
 
 
-def attention_scores(q: jax.Array, k: jax.Array, scale: float | None = None) -> jax.Array:
+def attention_scores(
+    q: jax.Array, k: jax.Array, scale: float | None = None, softcap: float | None = None
+) -> jax.Array:
     """Scaled dot products of ``q [B, T, N, H]`` and ``k [B, S, K, H]`` in float32,
     ``[B, K, G, T, S]``."""
     batch, n_new, n, h = q.shape
     scale = h**-0.5 if scale is None else scale
     grouped = q.reshape(batch, n_new, k.shape[2], n // k.shape[2], h)
-    return jnp.einsum(
+    scores = jnp.einsum(
         "btkgh,bskh->bkgts", grouped * jnp.asarray(scale, q.dtype), k,
         preferred_element_type=jnp.float32, precision=precision(q),
     )  # fmt: skip
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def weighted_values(weights: jax.Array, v: jax.Array) -> jax.Array:

@@ -14,12 +14,13 @@ import pytest
 import jaxllama as jl
 from jaxllama import generation
 from jaxllama.bench import decode as bench
-from jaxllama.bench.decode_program import (
+from jaxllama.bench.harness import (
+    bytes_per_step,
     cache_bytes_per_step,
     compile_decode,
-    count_loop_kernels,
     held_cache,
 )
+from jaxllama.bench.hlo import count_loop_kernels
 from jaxllama.cli.main import main
 from jaxllama.model.cache import init_cache
 from jaxllama.quantization import random_params
@@ -200,7 +201,7 @@ def test_bench_of_random_quantized_weights_with_a_trace(preset, tmp_path, capsys
     lm = jl.load(preset, quantize="w8a16", random=True)
     cfg = lm.config
     assert got["context"] == 300 and got["kv_dtype"] == "float32"
-    assert got["weight_bytes_per_step"] == bench.bytes_per_step(lm)
+    assert got["weight_bytes_per_step"] == bytes_per_step(lm)
     row = 2 * cfg.n_layers * cfg.n_kv_heads * cfg.head_dim * 4
     assert got["bytes_per_step"] - got["weight_bytes_per_step"] == 302 * row
     assert got["kernels_per_step"] > 10 and got["compile_seconds"] > 0

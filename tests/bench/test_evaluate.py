@@ -18,7 +18,8 @@ import pytest
 import jaxllama as jl
 from jaxllama import generation
 from jaxllama.bench.evaluate import perplexity
-from jaxllama.bench.weight_audit import buffers, decode_program, stored_results
+from jaxllama.bench.hlo import stored_results
+from jaxllama.bench.weight_audit import buffers, decode_program
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.loading import Placement
 from jaxllama.quantization.quantize import quantize_params

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
+from jaxllama.bench import doctor
 from jaxllama.checkpoints import hub
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.cli import chat, doctor
-from jaxllama.cli import main as cli
+from jaxllama.cli import chat, common
+from jaxllama.cli import doctor as doctor_command
 from jaxllama.cli.main import main
 from jaxllama.errors import JaxLlamaError
 from jaxllama.text.tokenizer import Tokenizer
@@ -155,9 +156,7 @@ def test_model_options_take_effect(run, words, changes):
 
 
 def test_json_has_no_word_for_nan_and_uses_null(capsys):
-    from jaxllama.cli.main import _print_json
-
-    _print_json({"a": [float("nan"), 1.5, float("inf")], "b": "ä"})
+    common.print_json({"a": [float("nan"), 1.5, float("inf")], "b": "ä"})
     assert capsys.readouterr().out == '{"a": [null, 1.5, null], "b": "ä"}\n'
 
 
@@ -450,7 +449,7 @@ def test_what_happens_meanwhile_is_one_line(monkeypatch, capsys, raised, status,
 def test_a_character_that_stdout_lacks_is_escaped(monkeypatch):
     screen = io.TextIOWrapper(io.BytesIO(), "ascii", "strict")
     monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setitem(cli._COMMANDS, "doctor", lambda _: print("caf\xe9"))
+    monkeypatch.setattr(doctor_command, "run", lambda _: print("caf\xe9"))
     assert main(["doctor"]) == 0 and screen.buffer.getvalue() == b"caf\\xe9\n"
 
 

@@ -7,28 +7,28 @@ import math
 
 import pytest
 
+from jaxllama.cli import bench, common, domains, experiment, quantize
 from jaxllama.cli import main as cli
-from jaxllama.cli import options as cli_options
-from jaxllama.cli.options import Number, OutFile, Parser
+from jaxllama.cli.domains import Number, OutFile, Parser
 
 # A word outside of each domain that is not a number.
 BAD = {
-    cli_options.scheme: "w3a16",
-    cli_options.rounding: "fp8-static",
-    cli_options.mesh: "rows=2",
-    cli_options.hosts: "here",
-    cli_options.policy: "120 0 0 0 0 0",
-    cli_options.length: "9:2",
-    cli_options.url: "ftp://x",
-    cli_options.logit_bias: "5=nan",
-    cli_options.goodput: "ttft=0",
-    cli_options.filled: "",
-    cli_options.api_key: "a b ",
-    cli_options.text_file: "/nowhere/x.txt",
-    cli_options.text_input: "/",
-    cli_options.run_folder: "/nowhere",
-    cli_options.out_folder: "/dev/null/x",
-    cli_options.new_folder: "/",
+    quantize.scheme: "w3a16",
+    common.rounding: "fp8-static",
+    common.parse_mesh: "rows=2",
+    common.parse_hosts: "here",
+    common.parse_policy: "120 0 0 0 0 0",
+    bench.length: "9:2",
+    bench.url: "ftp://x",
+    common.parse_logit_bias: "5=nan",
+    bench.goodput: "ttft=0",
+    domains.filled: "",
+    domains.api_key: "a b ",
+    domains.text_file: "/nowhere/x.txt",
+    domains.text_input: "/",
+    experiment.run_folder: "/nowhere",
+    domains.out_folder: "/dev/null/x",
+    domains.new_folder: "/",
 }
 # Words that may be anything, or that the command reads for itself and names.
 FREE = {"system", "prompts", "file"}
@@ -45,7 +45,7 @@ def commands(parser: Parser, words: tuple[str, ...] = ()):
 
 
 def cases():
-    for words, parser in commands(cli_options.parser(cli._COMMANDS)):
+    for words, parser in commands(cli.parser()):
         for action in parser._actions:
             if action.nargs == 0 or isinstance(action, argparse._SubParsersAction):
                 continue
@@ -77,7 +77,8 @@ def test_outside_of_its_domain_an_option_is_refused_by_name(
     words, action, bad, monkeypatch, capsys
 ):
     """The command itself is never entered, so nothing slow can have begun."""
-    monkeypatch.setattr(cli, "_COMMANDS", {name: pytest.fail for name in cli._COMMANDS})
+    for command in cli.COMMANDS.values():
+        monkeypatch.setattr(command, "run", pytest.fail)
     given = [bad] * (action.nargs if isinstance(action.nargs, int) else 1)
     if action.option_strings:
         given = [f"{action.option_strings[0]}={bad}"] if len(given) == 1 else [

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -26,6 +27,7 @@ import numpy as np
 
 from jaxllama import compiler_options, generation
 from jaxllama.bench.evaluate import perplexity
+from jaxllama.bench.hlo import computations
 from jaxllama.config import GLAConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.loading import load
@@ -93,9 +95,10 @@ def decode(cfg, params, mesh, dtype, sampling, kv_dtype=None):
 def collectives(text: str) -> dict[str, list[str]]:
     """The shapes of every collective of a compiled program, by kind."""
     found = collections.defaultdict(list)
-    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    for match in re.finditer(rf"= (\S+|\(.*?\)) ({kinds})(?:-start)?\(", text):
-        found[match[2]].append(re.sub(r"\{[\d,]*\}", "", match[1]))
+    kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+    for step in itertools.chain.from_iterable(computations(text)[0].values()):
+        if (kind := step.opcode.removesuffix("-start")) in kinds:
+            found[kind].append(re.sub(r"\{[\d,]*\}", "", step.type))
     return dict(found)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.config import ModelConfig, RopeConfig
 from tests.helpers.seeded import seeded_params
 
@@ -31,6 +32,93 @@ def _rope(scaling: str, factor: float, **options: Any) -> ModelConfig:
     rope = RopeConfig(10000.0, scaling, factor, **options)  # type: ignore[arg-type]
     longest = int((rope.original_max_position or 32) * factor)
     return _BASE.replace(rope=rope, max_position=max(longest, 32), head_dim=16)
+
+
+def is_variant(name: str) -> bool:
+    """A family's other options: live in the slow run, golden everywhere."""
+    return any(name == f"{kind}-{case}" for kind, case, _ in FAMILY_CASES if case)
+
+
+def _family(kind: str, case: str, **options: Any) -> ModelConfig:
+    """The ModelConfig of a tiny config.json of that model type."""
+    eps = "layer_norm_eps" if kind in ("stablelm", "cohere", "cohere2") else "rms_norm_eps"
+    config = {
+        "model_type": kind, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": 128, eps: 1e-5, "bos_token_id": 1, "eos_token_id": None,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    return config_from_hf({**config, **options}, "tiny")
+
+
+_LONG = {"type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5],
+         "long_factor": [1.2, 2.0, 3.0, 4.0]}  # fmt: skip
+_LONGROPE = {
+    "rope_scaling": _LONG, "original_max_position_embeddings": 16, "max_position_embeddings": 256,
+}  # fmt: skip
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+           "original_max_position_embeddings": 32, "rope_theta": 10000.0}  # fmt: skip
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+# (model type, case, what its config.json says besides the sizes): every option of each family
+FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("qwen3", "", {}),
+    ("qwen3", "window-bias", {
+        "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1,
+        "attention_bias": True, "tie_word_embeddings": True}),
+    ("phi3", "", {}),
+    ("phi3", "window", {"sliding_window": 9}),
+    ("phi3", "longrope", _LONGROPE),
+    ("phi3", "partial-longrope", {
+        **_LONGROPE, "original_max_position_embeddings": 96, "head_dim": 16, "hidden_size": 64,
+        "partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
+    ("cwm", "", {"sliding_window": 9, "rope_parameters": _LLAMA3}),
+    ("smollm3", "", {"tie_word_embeddings": True, "no_rope_layer_interval": 2}),
+    ("smollm3", "window-bias", {
+        "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 9,
+        "attention_bias": True, "mlp_bias": True}),
+    ("granite", "", {
+        "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0625, "tie_word_embeddings": True}),
+    ("granite", "bias", {
+        "embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3, "attention_bias": True, "mlp_bias": True}),
+    ("seed_oss", "", {}),
+    ("seed_oss", "bias", {"attention_out_bias": True, "mlp_bias": True}),
+    ("ernie4_5", "", {"tie_word_embeddings": True}),
+    ("ernie4_5", "bias", {"use_bias": True}),
+    ("helium", "", {}),
+    ("olmo2", "", {}),
+    ("olmo2", "bias-yarn", {"attention_bias": True, "rope_scaling": _YARN}),
+    ("olmo3", "", {"sliding_window": 9, "num_hidden_layers": 4}),
+    ("olmo3", "yarn", {
+        "sliding_window": 9, "rope_scaling": _YARN, "rope_theta": 500000.0,
+        "layer_types": ["full_attention", "sliding_attention"]}),
+    ("gemma2", "", {
+        "sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0, "tie_word_embeddings": True}),
+    ("gemma2", "uncapped", {
+        "sliding_window": 9, "query_pre_attn_scalar": 8, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None}),
+    ("gemma3_text", "", {
+        "sliding_window": 9, "query_pre_attn_scalar": 16, "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0, "tie_word_embeddings": True,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ("gemma3_text", "layer-types", {
+        "sliding_window": 9, "query_pre_attn_scalar": 8,
+        "layer_types": ["full_attention", "sliding_attention"]}),
+    ("glm", "", {}),
+    ("glm4", "", {}),
+    ("glm4", "no-bias", {"attention_bias": False, "partial_rotary_factor": 1.0}),
+    ("stablelm", "", {"hidden_size": 64, "head_dim": 16}),
+    ("stablelm", "parallel-bias", {
+        "hidden_size": 64, "head_dim": 16, "use_parallel_residual": True, "use_qkv_bias": True}),
+    ("cohere", "", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    ("cohere", "bias", {"logit_scale": 0.5, "attention_bias": True}),
+    ("cohere2", "", {
+        "sliding_window": 9, "num_hidden_layers": 4, "tie_word_embeddings": True,
+        "logit_scale": 0.25}),
+    ("cohere2", "pattern", {"sliding_window": 9, "sliding_window_pattern": 2}),
+)  # fmt: skip
 
 
 CASES: dict[str, ModelConfig] = {
@@ -65,7 +153,9 @@ CASES: dict[str, ModelConfig] = {
     "embedding-scale": _BASE.replace(embedding_scale=True),
     "ministral": _BASE.replace(sliding_window=5, window_layers=(0, 2), n_layers=3, layer_types=()),
     "qwen2-alternating": _BASE.replace(qkv_bias=True, sliding_window=5, window_layers=(0,)),
-}
+    "llama-gelu": _BASE.replace(activation="gelu"),
+} | {f"{kind}{f'-{case}' if case else ''}": _family(kind, case, **options)
+     for kind, case, options in FAMILY_CASES}  # fmt: skip
 
 
 def params_of(name: str) -> dict[str, Any]:
@@ -92,7 +182,9 @@ def reference(name: str) -> Answer:
     import transformers
 
     cfg, params = CASES[name], params_of(name)
-    if cfg.embedding_scale:  # no option there: scale the table itself
+    if (
+        cfg.embedding_scale and cfg.stored.family == "llama"
+    ):  # no option there: scale the table itself
         scale = np.float32(cfg.d_model**0.5)
         params["embed"]["weight"] = params["embed"]["weight"] * scale
         cfg = cfg.replace(embedding_scale=False)

@@ -362,6 +362,8 @@ WITHOUT_KERNEL = {"quantize", "dequantize"}
 # The XLA form of these is that of the case beside them.
 WITHOUT_XLA = {"gla_token", "quantized_matmul w8", "rms_norm", "decode_attention int8",
                "rope_and_write int8"}  # fmt: skip
+# The same operands stand in another scheme beside these: with `-m slow`.
+SCHEMES = {"quantized_matmul w8", "decode_attention int8", "rope_and_write int8"}
 # The second of a new token's 16 levels: range / 15 / sqrt(12) / standard deviation.
 ERROR, ERROR_INT4 = 0.03, {"rope_and_write int4": 0.1}
 
@@ -440,19 +442,27 @@ def lowered(op, operands):
     assert ("mosaic_gpu" in text) == (not dispatch.is_empty(operands)), "launched for nothing"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT_XLA])
+def cases_but(without):
+    slow = pytest.mark.slow
+    names = (name for name in CASES if name not in without)
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=slow if name in SCHEMES else ()) for name in names]
+    )
+
+
+@cases_but(WITHOUT_XLA)
 def test_the_xla_form_is_right_or_names_the_operand(name):
     walk(name, "xla", value)
 
 
 @newest
-@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT_KERNEL])
+@cases_but(WITHOUT_KERNEL)
 def test_the_kernel_lowers_or_the_operand_is_named(name):
     walk(name, "mosaic", lowered)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT_KERNEL])
+@cases_but(WITHOUT_KERNEL)
 def test_the_kernel_is_right_or_names_the_operand(name):
     walk(name, "mosaic", value)
 

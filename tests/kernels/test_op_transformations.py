@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +28,7 @@ from pallas_kernels.attention.op import decode_attention_reference
 from pallas_kernels.attention.rope_cache import quantize_kv
 from pallas_kernels.gla.reference import gla_recurrent
 from pallas_kernels.matmul.op import quantized_matmul_reference
+from tests.helpers.compiling import environment
 
 VERSION = tuple(int(v) for v in jax.__version__.split(".")[:3] if v.isdigit())
 newest = pytest.mark.skipif(VERSION < (0, 11, 2), reason="Mosaic kernels need jax >= 0.11.2")
@@ -177,7 +177,19 @@ CASES = {
     "gla": Case(_gla_op, _gla((16,)), (True,) * 4, _gla_reference),
     "gla_step": Case(ops.gla_step, _gla((), (2, 1, 64, 128)), (True,) * 5),
 }
-every = pytest.mark.parametrize("name", CASES)
+# Ops that stand above in another scheme as well: with `-m slow`.
+SCHEMES = ("rms_norm-int8", "matmul-int8", "decode_attention-int4", "rope_and_write-int8")
+QUICK = [name for name in CASES if name not in SCHEMES]
+
+
+def each(names: Iterable[str]) -> pytest.MarkDecorator:
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=slow if name in SCHEMES else ()) for name in names]
+    )
+
+
+every = each(CASES)
 
 
 def _xla(name: str) -> tuple[Callable, tuple]:
@@ -279,7 +291,7 @@ def test_derivatives(name: str) -> None:
             np.testing.assert_allclose(derivative, (a - b) / (2 * step), rtol=0.03, atol=0.1)
 
 
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.reference])
+@each(n for n, case in CASES.items() if case.reference)
 def test_gradients_are_the_references(name: str) -> None:
     f, operands = _xla(name)
     (g, floats), (want, _) = _floats(f, operands), _floats(CASES[name].reference, operands)
@@ -326,18 +338,20 @@ def test_the_backward_of_a_weight_is_one_product_on_a_gpu() -> None:
     assert dw == "tensor<4096x28672xbf16>, tensor<4096x4096xbf16>"
 
 
-# --- on several devices: this file run as a program, with eight --------------------------------
+# --- on several devices: this file run as a program, with two ----------------------------------
 
 
-def test_several_devices() -> None:
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param(SCHEMES, marks=pytest.mark.slow)], ids=["quick", "schemes"]
+)
+def test_several_devices(names: list[str]) -> None:
     """shard_map (with and without its check of what varies), and jit of sharded operands."""
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_op_transformations"],
-        env=environment, capture_output=True, text=True,
+        [sys.executable, "-m", "tests.kernels.test_op_transformations", *names],
+        env=environment(2), capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
-    assert json.loads(run.stdout) == list(CASES)
+    assert json.loads(run.stdout) == list(names)
 
 
 def _on_two_devices(name: str) -> None:
@@ -479,7 +493,7 @@ def _mosaic(name: str) -> tuple[Callable, tuple]:
 
 
 @newest
-@pytest.mark.parametrize("name", KERNELS)
+@each(KERNELS)
 def test_kernels_lower_under_every_transformation(name: str) -> None:
     f, operands = _mosaic(name)
     g, floats = _floats(f, operands)
@@ -505,7 +519,7 @@ def test_kernels_lower_under_every_transformation(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", KERNELS)
+@each(KERNELS)
 def test_kernels_derivatives_are_the_xla_forms(name: str) -> None:
     f, operands = _mosaic(name)
     xla = functools.partial(CASES[name].f, implementation="xla")
@@ -524,6 +538,6 @@ def test_kernels_derivatives_are_the_xla_forms(name: str) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("error")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    for case in CASES:
+    for case in sys.argv[1:]:
         _on_two_devices(case)
-    print(json.dumps(list(CASES)))
+    print(json.dumps(sys.argv[1:]))

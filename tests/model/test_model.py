@@ -22,6 +22,13 @@ from tests.helpers.models import FAMILIES, LLAMA, params_of, relative_error, tok
 
 BOUND = 2e-5
 families = pytest.mark.parametrize("family", FAMILIES)
+# How angles and embeddings are scaled is the same in every way to a token; GLA is also in both of
+# its neighbours.
+SCALED = ("wide-heads-scaled", "llama3-rope", "yarn-rope", "gla")
+ways = pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.slow if f in SCALED else ()) for f in FAMILIES],
+)
 
 
 def full_logits(cfg, params, tokens):
@@ -67,8 +74,10 @@ def test_prefill_then_decode_is_the_full_forward_at_every_split(family):
         assert cache.lengths.tolist() == [12, 12]
 
 
-@families
-@pytest.mark.parametrize("chunk", [1, 3, 4, 9])
+@ways
+@pytest.mark.parametrize(
+    "chunk", [1, 4, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (3, 9))]
+)
 def test_chunked_prefill_is_whole_prefill(family, chunk):
     cfg = FAMILIES[family]
     params, tokens = params_of(cfg), tokens_of(cfg, 3, 9)
@@ -81,7 +90,7 @@ def test_chunked_prefill_is_whole_prefill(family, chunk):
     assert np.isfinite(np.asarray(follow)).all()
 
 
-@families
+@ways
 def test_ragged_batch_equals_each_row_alone(family):
     cfg = FAMILIES[family]
     params, tokens = params_of(cfg), tokens_of(cfg, 3, 10)
@@ -122,7 +131,7 @@ def test_nan_beyond_every_length_changes_nothing(family):
         np.testing.assert_array_equal(got, want)
 
 
-@families
+@ways
 def test_a_row_inserted_into_a_poisoned_slot_goes_on_as_if_alone(family):
     cfg = FAMILIES[family]
     params, tokens = params_of(cfg), tokens_of(cfg, 1, 9)

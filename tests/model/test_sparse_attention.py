@@ -47,7 +47,13 @@ def test_a_step_keeps_its_quota():
 
 
 @pytest.mark.parametrize(
-    "sparsity, dtype", [(0.05, "float32"), (0.3, "float32"), (0.9, "float32"), (0.3, "int8")]
+    "sparsity, dtype",
+    [
+        (0.05, "float32"),
+        (0.3, "int8"),
+        pytest.param(0.3, "float32", marks=pytest.mark.slow),
+        pytest.param(0.9, "float32", marks=pytest.mark.slow),
+    ],
 )
 def test_every_way_gives_the_same_tokens(tmp_path, sparsity, dtype):
     """``generate`` with every chunk, the engine with rows that begin beside others and rows that

@@ -136,7 +136,7 @@ def test_what_shares_a_link_or_the_disk_adds_up_and_they_do_not():
     assert max(split.links) <= split.step < sum(split.links)
 
 
-@pytest.mark.parametrize("gigabytes", [80, 12])
+@pytest.mark.parametrize("gigabytes", [pytest.param(80, marks=pytest.mark.slow), 12])
 def test_the_solver_s_policy_fits_and_nothing_in_a_coarse_grid_beats_it(gigabytes):
     limits = Limits(int(gigabytes * 1e9), int(40e9), int(100e9))
     policy = solve(LLAMA, COSTS, TASK, limits, HALF)

@@ -99,9 +99,7 @@ def test_pinned_memory_short(tmp_path, monkeypatch):
 
 def test_the_command_names_a_bad_policy(capsys):
     assert main(["generate", "hi", "--policy", "1 2 3"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "error: --policy '1 2 3': expected six percentages"
-    )
+    assert capsys.readouterr().err.startswith("error: --policy '1 2 3': expected six percentages")
     assert main(["plan", "--batch", "0"]) == 2
     assert "--batch = 0: must be at least 1" in capsys.readouterr().err
 

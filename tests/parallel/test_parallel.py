@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from jaxllama.parallel.layout import (
     row_order,
     split_axis,
 )
+from tests.helpers.compiling import environment
 from tests.helpers.models import FAMILIES, LLAMA
 from tests.helpers.seeded import seeded_params
 
@@ -57,21 +57,11 @@ FULL = [
 def child(*names: str) -> dict[str, dict]:
     """The results of a child process by case."""
     run = subprocess.run(
-        [*CHILD, *names], cwd=ROOT, capture_output=True, text=True, check=False, env=_environment()
+        [*CHILD, *names], cwd=ROOT, capture_output=True, text=True, check=False, env=environment(8)
     )
     assert run.returncode == 0, run.stderr[-4000:]
     results = [json.loads(line) for line in run.stdout.splitlines()]
     return {result.pop("case"): result for result in results}
-
-
-def _environment(devices: int = 8) -> dict[str, str]:
-    flags = (
-        f"--xla_force_host_platform_device_count={devices}",
-        # What costs in these tests is compiling.
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-    )
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
 
 
 def check_tokens(case: str, result: dict) -> None:
@@ -285,7 +275,7 @@ print(json.dumps([jax.device_count(), [o.tokens for o in outs], read[0], own]))
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", program, str(index)],
-            cwd=ROOT, env=_environment(4), text=True,
+            cwd=ROOT, env=environment(4), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for index in range(2)
@@ -326,7 +316,7 @@ except JaxLlamaError as error:
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", program, f"127.0.0.1:{spec}", timeout],
-            cwd=ROOT, env=_environment(1), text=True, stderr=subprocess.PIPE,
+            cwd=ROOT, env=environment(1), text=True, stderr=subprocess.PIPE,
         )
         for spec, timeout in (
             (f"{late},3,0", "4"), (f"{late},3,2", "4"), (f"{alone},2,1", "0.5"),

@@ -24,8 +24,8 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama.bench.decode import bytes_per_step
 from jaxllama.bench.evaluate import perplexity
+from jaxllama.bench.harness import bytes_per_step
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.cli.main import main
 from jaxllama.language_model import LanguageModel

@@ -27,7 +27,7 @@ from jaxllama.training.data import TokenFile
 from jaxllama.training.flops import flops_per_token, matmul_weights, parameters
 from jaxllama.training.forward import hidden_states
 from jaxllama.training.loss import cross_entropy, distillation
-from jaxllama.training.start import Plan
+from jaxllama.training.start import Setup
 from jaxllama.training.step import loss
 from tests.helpers.models import params_of, relative_error, tokens_of
 from tests.helpers.seeded import seeded_params
@@ -119,10 +119,10 @@ def test_remat_keeps_a_layer_s_input_and_little_else(family, folder):
     batch = jax.ShapeDtypeStruct((8, 129), jnp.int32)
     kept = {}
     for remat in (False, True):
-        plan = Plan(run_config(folder, cfg, remat=remat), cfg)
+        setup = Setup(run_config(folder, cfg, remat=remat), cfg)
 
-        def backward(params, batch, plan=plan):
-            return jax.vjp(lambda params: loss(plan, params, None, batch)[0], params)[1]
+        def backward(params, batch, setup=setup):
+            return jax.vjp(lambda params: loss(setup, params, None, batch)[0], params)[1]
 
         leaves = jax.tree.leaves(jax.eval_shape(backward, params, batch))
         kept[remat] = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -146,7 +146,9 @@ def test_gradients_of_the_whole_model_are_torch_s_in_float64(family, tmp_path):
     params = seeded_params(cfg)
     batch = np.asarray(tokens_of(cfg, 3, 21))
     config = run_config(tmp_path, cfg)
-    gradient = jax.jit(jax.value_and_grad(functools.partial(loss, Plan(config, cfg)), has_aux=True))
+    gradient = jax.jit(
+        jax.value_and_grad(functools.partial(loss, Setup(config, cfg)), has_aux=True)
+    )
     (value, _), grads = gradient(jax.tree.map(jnp.asarray, params), None, jnp.asarray(batch))
     if family == "gla":
         model, leaves = gla_model(cfg, params, torch.float64)

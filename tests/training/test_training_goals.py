@@ -139,15 +139,15 @@ def test_quantization_aware_training_learns_weights_scales_and_zeros(folder, tea
                         quantize={"scheme": "w4a16", "zeros": True})  # fmt: skip
     result = train(config, tmp_path / "run")
     data = TokenFile.open(token_file(folder))
-    plan, params, _ = begin(config, data)
+    setup, params, _ = begin(config, data)
     grids = prepare(params, config.quantize)
     rows = jnp.asarray(data.batch(0, 4, 24, config.seed))
-    first, _ = jax.jit(functools.partial(loss, plan))(grids, None, rows)
+    first, _ = jax.jit(functools.partial(loss, setup))(grids, None, rows)
     curve = [row["loss"] for row in result.metrics]
     assert curve[0] == pytest.approx(float(first), rel=1e-5)
     assert np.mean(curve[-4:]) < np.mean(curve[:4])
     checkpoints = loop.Checkpoints(result.directory / "checkpoints", 1)
-    state = checkpoints.restore(12, jax.device_put(init_state(plan, params), jax.devices()[0]))
+    state = checkpoints.restore(12, jax.device_put(init_state(setup, params), jax.devices()[0]))
     checkpoints.close()
     after, before = (tree["layer_0"]["mlp"]["gate_up"]["weight"] for tree in
                      (state["params"], grids))  # fmt: skip

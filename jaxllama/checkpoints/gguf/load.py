@@ -3,7 +3,7 @@
 ``read_config(path)`` reads metadata only.  ``load_params(path, cfg, dtype)`` reads one tensor at a
 time from the mapped file, a few hundred rows at once, straight into the fused arrays of our tree,
 so the peak is the tree plus a few MB.  ``keep_quantized`` leaves matrices as QTensors in groups of
-32 or 16 (``gguf_words``): the same words and scales, and ``dequantize`` gives the float32 bits that
+32 or 16 (``codes``): the same words and scales, and ``dequantize`` gives the float32 bits that
 ``gguf`` does.
 
 Files of architecture "llama" (Llama, Mistral, SmolLM2, TinyLlama) hold q and k with the two halves

@@ -1,61 +1,50 @@
-"""``config.json`` of the Llama families <-> ModelConfig.
+"""``config.json`` <-> ModelConfig, for every family of ``hf.families``.
 
-Read: model types llama, mistral, ministral and qwen2 (Llama 1 to 3.2, TinyLlama, SmolLM2, Mistral,
-Ministral, Qwen2 and 2.5), RoPE in both spellings (``rope_theta`` + ``rope_scaling``;
-``rope_parameters`` of transformers 5).  "gla" goes to ``checkpoints.hf.fla``.  What a file leaves
-out means what transformers takes it to mean; a value that would change the computation and is not
-supported is a JaxLlamaError naming the key; keys that the family's class in transformers ignores
-are one warning.  ``check_preset`` compares a preset with what a checkpoint says of itself.
+RoPE in both spellings (``rope_theta`` + ``rope_scaling``; ``rope_parameters`` of transformers 5).
+"gla" goes to ``checkpoints.hf.fla``.  What a file leaves out means what transformers takes it to
+mean; a value that would change the computation and is not supported is a JaxLlamaError naming the
+key; keys that the family's class in transformers ignores are one warning.  ``check_preset``
+compares a preset with what a checkpoint says of itself.
 
-Left out: MoE, LongRoPE, partial rotary, activations other than SiLU, sequence classifiers.
+Left out: mixtures of experts, encoders, sequence classifiers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllama.checkpoints.hf.families import ACTIVATIONS, ALIKE, FAMILIES, Family, stored_of
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
 
 _ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "LLaMAForCausalLM": "llama",  # the first converted Llama 1 files
-    "MistralForCausalLM": "mistral",
-    "MinistralForCausalLM": "ministral",
-    "Qwen2ForCausalLM": "qwen2",
-    "GLAForCausalLM": "gla",
-}
-# What transformers takes a missing key of that model type to mean; None is "as many as heads".
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"kv_heads": None, "max_position": 2048, "bos": 1, "eos": 2},
-    "mistral": {"kv_heads": 8, "max_position": 131072, "bos": 1, "eos": 2},
-    "ministral": {"kv_heads": 8, "max_position": 131072, "bos": 1, "eos": 2},
-    "qwen2": {"kv_heads": 32, "max_position": 32768, "bos": None, "eos": None},
-}
-# What is read of a config.json, and what more of some families.
+    name: kind for kind, family in FAMILIES.items() for name in family.architectures
+} | {"GLAForCausalLM": "gla"}
+# What transformers takes a missing key to mean, where the family says nothing else.
+COMMON: dict[str, Any] = {
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+# Null is a meaning of its own.
+_NULLABLE = ("head_dim", "num_key_value_heads", "bos_token_id", "eos_token_id", "sliding_window",
+             "attn_logit_softcapping", "final_logit_softcapping", "rope_parameters")  # fmt: skip
 _KEYS = frozenset(
     """
     architectures model_type quantization_config compression_config vocab_size hidden_size
-    intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act
-    rms_norm_eps max_position_embeddings original_max_position_embeddings rope_theta rope_scaling
+    intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    max_position_embeddings original_max_position_embeddings rope_theta rope_scaling
     rope_parameters partial_rotary_factor tie_word_embeddings bos_token_id eos_token_id
     """.split()
 )
-_KEYS_OF = {
-    "llama": ("attention_bias", "mlp_bias"),
-    "mistral": ("sliding_window", "layer_types"),
-    "ministral": ("sliding_window", "layer_types"),
-    "qwen2": ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-}
 # What transformers lets change the computation of any of them, with the value that is supported.
 _FIXED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_THETA = 10000.0
-_EPS = 1e-6
-_WINDOW = 4096
 # Bounds what a damaged file can make us build before its tensors are looked at.
 _MAX_LAYERS = 4096
 
@@ -63,11 +52,12 @@ _MAX_LAYERS = 4096
 def config_from_hf(
     config: Mapping[str, Any], name: str, generation: Mapping[str, Any] | None = None
 ) -> ModelConfig:
-    """ModelConfig of a parsed ``config.json``.
+    """ModelConfig of a parsed ``config.json``; of a multimodal model's, its text decoder's.
 
     generation: a parsed ``generation_config.json``, whose token ids go first.
     Raises JaxLlamaError naming the key and its value.
     """
+    config = text_config(config)
     kind = _model_type(config)
     ids = {key: (generation or {}).get(key) for key in ("bos_token_id", "eos_token_id")}
     config = {**config, **{key: value for key, value in ids.items() if value is not None}}
@@ -75,42 +65,75 @@ def config_from_hf(
         from jaxllama.checkpoints.hf.fla import config_from_fla
 
         return config_from_fla(config, name)
-    defaults, read = _DEFAULTS[kind], JsonReader(config)
-    read.check_keys(name, kind, (*_KEYS, *_KEYS_OF[kind]), _FIXED)
+    family = FAMILIES[kind]
+    windowed = () if family.window == "none" else ("sliding_window", "layer_types")
+    windowed += ("use_sliding_window", "max_window_layers") if family.window == "use" else ()
+    known = (*_KEYS, family.eps, family.activation, *family.keys, *family.defaults, *windowed,
+             *(key for key, _, _ in family.same))  # fmt: skip
+    JsonReader(config).check_keys(name, kind, known, {**_FIXED, **family.fixed})
+    given = {k: v for k, v in config.items() if v is not None or k in _NULLABLE}
+    read = JsonReader({**COMMON, **family.defaults, **given})
     d_model = read.size("hidden_size")
     n_heads = read.size("num_attention_heads")
     n_layers = read.size("num_hidden_layers", limit=_MAX_LAYERS)
-    if config.get("head_dim") is None and d_model % n_heads:
+    if read.config.get("head_dim") is None and d_model % n_heads:
         raise read.error("num_attention_heads", f"must divide hidden_size ({d_model})")
-    if read.text("hidden_act", "silu") not in ("silu", "swish"):
-        raise read.error("hidden_act", "only 'silu' is supported")
-    max_position = read.size("max_position_embeddings", defaults["max_position"])
-    rope = _rope(config, max_position)
-    attention_bias = kind == "llama" and read.flag("attention_bias", False)
-    window, window_layers = _window(kind, read, n_layers)
-    eos = read.token_ids("eos_token_id", defaults["eos"])
-    bos = read.token_ids("bos_token_id", defaults["bos"])
+    head_dim = read.size("head_dim", d_model // n_heads)
+    activation = read.text(family.activation, "silu")
+    if activation not in ACTIVATIONS:
+        raise read.error(family.activation, f"not supported; supported: {', '.join(ACTIVATIONS)}")
+    max_position = read.size("max_position_embeddings")
+    rope, window_rope = _ropes(kind, read, head_dim, max_position)
+    window, window_layers = _window(family, read, n_layers)
+    slides = set(window_layers or range(n_layers) if window else ())
+    nope: set[int] = set()
+    if family.is_nope is not None:
+        nope = {i for i in range(n_layers) if family.is_nope(i, read)}
+    if kind == "cohere2":
+        nope = set(range(n_layers)) - slides
+    fields = {path: _same(read, key, default) for key, path, default in family.same}
+    fields |= {} if family.fields is None else family.fields(read)
+    stored, fields = stored_of(kind, fields)
+    eos, bos = read.token_ids("eos_token_id", None), read.token_ids("bos_token_id", None)
     return ModelConfig(
         name=name,
         vocab_size=read.size("vocab_size"),
         d_model=d_model,
         n_layers=n_layers,
         n_heads=n_heads,
-        n_kv_heads=read.size("num_key_value_heads", defaults["kv_heads"] or n_heads),
-        head_dim=read.size("head_dim", d_model // n_heads),
+        n_kv_heads=read.size("num_key_value_heads", n_heads),
+        head_dim=head_dim,
         d_ff=read.size("intermediate_size"),
-        norm_eps=read.number("rms_norm_eps", _EPS),
+        norm_eps=read.number(family.eps),
         max_position=_usable_context(rope, max_position),
         rope=rope,
+        window_rope=window_rope if slides else None,
+        nope_layers=tuple(sorted(nope)),
         tie_embeddings=read.flag("tie_word_embeddings", False),
-        qkv_bias=kind == "qwen2" or attention_bias,
-        o_bias=attention_bias,
-        mlp_bias=kind == "llama" and read.flag("mlp_bias", False),
         sliding_window=window,
         window_layers=window_layers,
+        activation=ACTIVATIONS[activation],
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
+        stored=stored,
+        **fields,
+        **family.facts,
     )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The text decoder's part of a multimodal model's config.json; any other as it is."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type") not in FAMILIES:
+        return config
+    around = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
+    return {**{key: config[key] for key in around if key in config}, **text}
+
+
+def _same(read: JsonReader, key: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        return read.flag(key, default)
+    return read.number(key, default)
 
 
 def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
@@ -123,12 +146,10 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
         from jaxllama.checkpoints.hf.fla import config_to_fla
 
         return config_to_fla(cfg)
-    if cfg.embedding_scale:
-        raise JaxLlamaError("embedding_scale = True: no HF architecture of this family has it")
     kind = _hf_model_type(cfg)
-    architecture = next(name for name, of in _ARCHITECTURES.items() if of == kind)
+    family = FAMILIES[kind]
     result: dict[str, Any] = {
-        "architectures": [architecture],
+        "architectures": [family.architectures[0]],
         "model_type": kind,
         "vocab_size": cfg.vocab_size,
         "hidden_size": cfg.d_model,
@@ -137,29 +158,58 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
         "num_attention_heads": cfg.n_heads,
         "num_key_value_heads": cfg.n_kv_heads,
         "head_dim": cfg.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": cfg.norm_eps,
+        family.activation: next(hf for hf, ours in ACTIVATIONS.items() if ours == cfg.activation),
+        family.eps: cfg.norm_eps,
         "max_position_embeddings": cfg.max_position,
         "rope_theta": cfg.rope.theta,
         "rope_scaling": _rope_scaling(cfg.rope),
         "tie_word_embeddings": cfg.tie_embeddings,
+        "pad_token_id": None,  # some have one by default, which a small vocabulary lacks
         "bos_token_id": cfg.bos_token_id,
         "eos_token_id": _id_or_ids(cfg.eos_token_ids),
     }
+    if cfg.rope.rotary_dim is not None or "partial_rotary_factor" in family.defaults:
+        turning = cfg.head_dim if cfg.rope.rotary_dim is None else cfg.rope.rotary_dim
+        result["partial_rotary_factor"] = turning / cfg.head_dim
     if cfg.rope.scaling == "dynamic":
         result["max_position_embeddings"] = cfg.rope.original_max_position
-    if kind == "llama":
-        result |= {"attention_bias": cfg.o_bias, "mlp_bias": cfg.mlp_bias}
-    else:
+    if cfg.rope.scaling == "longrope":
+        result["original_max_position_embeddings"] = cfg.rope.original_max_position
+    if family.is_local:
+        local = cfg.window_rope or cfg.rope
+        result |= {"rope_local_base_freq": local.theta} if kind == "gemma3_text" else {}
+        result["rope_parameters"] = {
+            name: {"rope_type": "default", **(_rope_scaling(one) or {}), "rope_theta": one.theta}
+            for name, one in zip(_LAYER_TYPES, (cfg.rope, local), strict=True)
+        }
+    for key, path, _ in family.same:
+        first, _, rest = path.partition(".")
+        value = getattr(cfg, first)
+        result[key] = getattr(value, rest) if rest else value
+    if family.window != "none":
         result["sliding_window"] = cfg.sliding_window
-        if cfg.window_layers:
+        if cfg.window_layers or not isinstance(family.window, str):
             slides = (cfg.window_of(index) is not None for index in range(cfg.n_layers))
             result["layer_types"] = [_LAYER_TYPES[is_sliding] for is_sliding in slides]
-    if kind == "qwen2":
+    if family.window == "use":
         result["use_sliding_window"] = cfg.sliding_window is not None
         # Of transformers before layer_types.
         result["max_window_layers"] = min(cfg.window_layers, default=0)
+    result |= {} if family.to_hf is None else family.to_hf(cfg)
+    _check_way_back(cfg, result, kind)
     return result if dtype is None else {**result, "torch_dtype": dtype}
+
+
+def _check_way_back(cfg: ModelConfig, config: dict[str, Any], kind: str) -> None:
+    """Raises JaxLlamaError naming a field that the family has no key for."""
+    ours, theirs = _flat(cfg), _flat(config_from_hf(config, cfg.name))
+    for key, value in ours.items():
+        other = theirs.get(key)
+        near = isinstance(value, float) and other is not None and math.isclose(value, other)
+        if key != "attn_sparsity" and value != other and not near:
+            raise JaxLlamaError(
+                f"{key} = {value!r}: no class of transformers has it ({kind}: {other!r})"
+            )
 
 
 def generation_config(cfg: ModelConfig) -> dict[str, Any]:
@@ -200,24 +250,36 @@ def _model_type(config: Mapping[str, Any]) -> str:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
         raise JsonReader(config).error("architectures", "expected a list")
+    kind = config.get("model_type")
     for architecture in architectures:
         if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
-            raise JsonReader(config).error(
-                "architectures", f"not supported; supported: {', '.join(_ARCHITECTURES)}"
-            )
-    kind = config.get("model_type")
+            raise JsonReader(config).error("architectures", _why_not(config, str(kind)))
     if kind is None and architectures:
         kind = _ARCHITECTURES[architectures[0]]
-    if kind not in tuple(_ARCHITECTURES.values()):
-        supported = ", ".join(dict.fromkeys(_ARCHITECTURES.values()))
-        raise JsonReader({"model_type": kind}).error(
-            "model_type", f"not supported; supported: {supported}"
-        )
+    if kind not in _ARCHITECTURES.values():
+        raise JsonReader({"model_type": kind}).error("model_type", _why_not(config, str(kind)))
     return kind
+
+
+def _why_not(config: Mapping[str, Any], kind: str) -> str:
+    """Why a model is not supported, with what is nearest to it."""
+    supported = tuple(dict.fromkeys(_ARCHITECTURES.values()))
+    what = "not supported"
+    if any("experts" in key for key in config) or "moe" in kind:
+        what = "a mixture of experts, which is not supported"
+    elif config.get("is_encoder_decoder") or "ForCausalLM" not in str(config.get("architectures")):
+        what = "no decoder-only language model"
+    if any(key.endswith(("vision_config", "audio_config")) for key in config):
+        what = "a multimodal model whose text model is not supported"
+    near = [name for name in difflib.get_close_matches(kind, supported, 3, 0.4) if name != kind]
+    nearest = f"; nearest: {', '.join(near)}" if near else ""
+    return f"{what}; supported: {', '.join(supported)}{nearest}"
 
 
 def _hf_model_type(cfg: ModelConfig) -> str:
     """The architecture whose fixed choices are ``cfg``'s."""
+    if cfg.stored.family not in ALIKE:
+        return cfg.stored.family
     if cfg.sliding_window is None and cfg.qkv_bias == cfg.o_bias:
         return "llama"
     if cfg.mlp_bias:
@@ -229,20 +291,20 @@ def _hf_model_type(cfg: ModelConfig) -> str:
     return "ministral" if cfg.window_layers else "mistral"
 
 
-def _window(kind: str, read: JsonReader, n_layers: int) -> tuple[int | None, tuple[int, ...]]:
+def _window(family: Family, read: JsonReader, n_layers: int) -> tuple[int | None, tuple[int, ...]]:
     """(sliding window, the layers that have it).  transformers reads "mistral" with layer_types as
     ministral, which without them is mistral."""
-    if kind == "llama":
+    if family.window == "none":
         return None, ()
     window = None
-    is_on = kind != "qwen2" or read.flag("use_sliding_window", False)
-    if is_on and read.config.get("sliding_window", _WINDOW) is not None:
-        window = read.size("sliding_window", _WINDOW)
+    is_on = family.window != "use" or read.flag("use_sliding_window", False)
+    if is_on and read.config.get("sliding_window") is not None:
+        window = read.size("sliding_window")
     types = read.config.get("layer_types")
     if types is None:
-        first = read.natural("max_window_layers", 28) if window and kind == "qwen2" else 0
-        types = ["sliding_attention" if window and i >= first else "full_attention"
-                 for i in range(n_layers)]  # fmt: skip
+        first = read.natural("max_window_layers", 28) if window and family.window == "use" else 0
+        pattern = family.window if callable(family.window) else lambda i, _: i >= first
+        types = [_LAYER_TYPES[bool(window and pattern(i, read))] for i in range(n_layers)]
     ok = isinstance(types, list) and len(types) == n_layers
     if not ok or not all(entry in _LAYER_TYPES for entry in types):
         raise read.error("layer_types", f"must be {n_layers} entries of {_LAYER_TYPES}")
@@ -252,47 +314,83 @@ def _window(kind: str, read: JsonReader, n_layers: int) -> tuple[int | None, tup
     return (window, layers) if layers else (None, ())
 
 
-def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
+def _ropes(
+    kind: str, top: JsonReader, head_dim: int, max_position: int
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """(of all layers, of sliding layers where those have their own)."""
+    config, family = top.config, FAMILIES[kind]
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(key) or {}
+    if isinstance(config.get("rope_parameters"), Mapping) and family.is_local:
+        key, scaling = "rope_parameters", config["rope_parameters"]
     if not isinstance(scaling, Mapping):
-        raise JsonReader(config).error(key, "expected an object")
+        raise top.error(key, "expected an object")
+    theta = top.number("rope_theta")
+    local: Mapping[str, Any] = {}
     nested = [value for value in scaling.values() if isinstance(value, Mapping)]
     if nested:  # one entry per kind of layer, as transformers 5 may write it
-        if len(nested) < len(scaling) or any(entry != nested[0] for entry in nested):
-            raise JsonReader(config).error(key, "RoPE that differs between layers is not supported")
-        scaling = nested[0]
-    read, top = JsonReader(scaling, f"{key}."), JsonReader(config)
-    theta = top.number("rope_theta", _THETA)
+        full = scaling.get("full_attention") or {}
+        local = scaling.get("sliding_attention") or {}
+        if not all(isinstance(entry, Mapping) for entry in (full, local)):
+            raise top.error(key, "expected an object of objects")
+        if not family.is_local:
+            if len(nested) < len(scaling) or any(entry != nested[0] for entry in nested):
+                raise top.error(key, "RoPE that differs between layers is not supported")
+            full = nested[0]
+        scaling = full
+    rope = _rope(kind, top, JsonReader(scaling, f"{key}."), theta, head_dim, max_position)
+    if not family.is_local:
+        return rope, None
+    theta = top.number("rope_local_base_freq", family.defaults["rope_theta"])
+    window_rope = _rope(kind, top, JsonReader(local, f"{key}."), theta, head_dim, max_position)
+    return rope, None if window_rope == rope else window_rope
+
+
+def _rope(
+    family: str, top: JsonReader, read: JsonReader, theta: float, head_dim: int, max_position: int
+) -> RopeConfig:
+    scaling = read.config
     theta = read.number("rope_theta", theta)
     if theta <= 1.0:
         raise (read if scaling.get("rope_theta") else top).error("rope_theta", "must exceed 1")
-    for reader in (top, read):
-        if reader.number("partial_rotary_factor", 1.0) != 1.0:
-            raise reader.error("partial_rotary_factor", "only 1.0 is supported")
+    share = read.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
+    turning = int(head_dim * share)
+    if share != 1 and "partial_rotary_factor" not in FAMILIES[family].defaults:
+        raise top.error("partial_rotary_factor", "only 1.0 is supported")
+    if not 0 < share <= 1 or turning % 2 or not turning:
+        raise top.error("partial_rotary_factor", f"must leave 2 to {head_dim} features, in twos")
+    build = functools.partial(RopeConfig, theta, rotary_dim=None if share == 1 else turning)
     type_key = "rope_type" if scaling.get("rope_type") is not None else "type"
     kind = read.text(type_key, "default")
+    if family == "phi3" and kind in ("su", "yarn"):  # older names
+        kind = "longrope"
     if kind == "default":
-        return RopeConfig(theta)
+        return build()
     if kind == "linear":
-        return RopeConfig(theta, "linear", read.positive("factor"))
+        return build("linear", read.positive("factor"))
     if kind == "dynamic":
-        return RopeConfig(theta, "dynamic", read.positive("factor"), max_position)
-    if kind not in ("llama3", "yarn"):
-        raise read.error(
-            type_key, "not supported; supported: default, linear, dynamic, llama3, yarn"
-        )
+        return build("dynamic", read.positive("factor"), max_position)
+    if kind not in ("llama3", "yarn", "longrope"):
+        supported = "default, linear, dynamic, llama3, yarn, longrope"
+        raise read.error(type_key, f"not supported; supported: {supported}")
     original_key = "original_max_position_embeddings"
     original = read.size(original_key, max_position)
     original = top.size(original_key, original)
     if kind == "llama3":
-        return RopeConfig(
-            theta, "llama3", read.positive("factor"), original,
+        return build(
+            "llama3", read.positive("factor"), original,
             low_freq_factor=read.positive("low_freq_factor"),
             high_freq_factor=read.positive("high_freq_factor"),
         )  # fmt: skip
-    return RopeConfig(
-        theta, "yarn", read.positive("factor", max_position / original), original,
+    if kind == "longrope":
+        return build(
+            "longrope", read.positive("factor", max_position / original), original,
+            attention_factor=read.number("attention_factor", None),
+            short_factor=_factors(read, "short_factor", turning),
+            long_factor=_factors(read, "long_factor", turning),
+        )  # fmt: skip
+    return build(
+        "yarn", read.positive("factor", max_position / original), original,
         # As in transformers, zero counts as absent here.
         beta_fast=read.number("beta_fast", 32.0) or 32.0,
         beta_slow=read.number("beta_slow", 1.0) or 1.0,
@@ -303,15 +401,28 @@ def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
     )  # fmt: skip
 
 
+def _factors(read: JsonReader, key: str, turning: int) -> tuple[float, ...]:
+    values = read.config.get(key)
+    ok = isinstance(values, list) and len(values) == turning // 2
+    if not ok or not all(type(x) in (int, float) and 0 < x < 1e30 for x in values):
+        raise read.error(key, f"expected {turning // 2} positive numbers")
+    return tuple(map(float, values))
+
+
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.scaling == "none":
         return None
     result: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
-    if rope.scaling in ("llama3", "yarn"):
+    if rope.scaling in ("llama3", "yarn", "longrope"):
         result["original_max_position_embeddings"] = rope.original_max_position
     if rope.scaling == "llama3":
         result["low_freq_factor"] = rope.low_freq_factor
         result["high_freq_factor"] = rope.high_freq_factor
+    if rope.scaling == "longrope":
+        result |= {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
+        result |= {} if rope.attention_factor is None else {
+            "attention_factor": rope.attention_factor
+        }  # fmt: skip
     if rope.scaling == "yarn":
         keys = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
         values = {key: getattr(rope, key) for key in keys}

@@ -6,7 +6,7 @@ the peak is the tree plus a few MB.  The arrays are numpy, 64-byte aligned, whic
 takes over on the CPU without a copy.
 
 Which tensors make up which parameter is one table (``model.params``); what config.json means is in
-``hf_config``; the container is in ``safetensors_file``; the way back is ``hf_save``; weights that
+``config``; the container is in ``safetensors``; the way back is ``save``; weights that
 are packed words go through ``packed``.  Left out: PyTorch .bin files.
 """
 
@@ -25,18 +25,29 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxllama.checkpoints import safetensors as safetensors_file
-from jaxllama.checkpoints.hf.config import check_preset, config_from_hf, config_to_hf
+from jaxllama.checkpoints.hf.config import (
+    check_preset,
+    config_from_hf,
+    config_to_hf,
+    text_config,
+)
 from jaxllama.checkpoints.hf.save import INDEX, WEIGHTS, save
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.safetensors import SafetensorsFile, TensorInfo, parse_json
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.model import params as tensors
-from jaxllama.model.params import Param, param_table
+from jaxllama.model.params import Param, Source, param_table
 from jaxllama.progress import working
 
 __all__ = ["check_preset", "config_from_hf", "config_to_hf", "load", "read_config", "save"]
 
+_FOLDED = 1 << 20  # elements that are folded at once
+# Where multimodal models keep the text decoder and its head.
+_TEXT_PARTS = (
+    ("model.language_model", "lm_head."),
+    ("language_model.model", "language_model.lm_head."),
+)
 _MAX_JSON = 1 << 26  # bytes; the largest index in use is about 200 KB
 # Tables that old checkpoints carry; they follow from the config.
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
@@ -49,11 +60,12 @@ def read_config(directory: str | Path, name: str | None = None) -> ModelConfig:
     """The ModelConfig of a directory's config.json (and generation_config.json, if there), untied
     where the weights beside it are."""
     directory = Path(directory)
-    cfg = _to_config(directory, _read_json(directory / "config.json"), name)
+    config = _read_json(directory / "config.json")
+    cfg = _to_config(directory, config, name)
     if not cfg.tie_embeddings or not any(directory.glob("*.safetensors")):
         return cfg
     with contextlib.ExitStack() as stack:
-        return _untied(directory, cfg, open_tensors(directory, stack))
+        return _untied(directory, cfg, _text_tensors(directory, config, stack))
 
 
 def is_packed(directory: str | Path) -> bool:
@@ -100,7 +112,7 @@ def load(
     config = _read_json(directory / "config.json")
     found = _to_config(directory, config)
     with contextlib.ExitStack() as stack:
-        files = open_tensors(directory, stack)
+        files = _text_tensors(directory, config, stack)
         if found.n_layers > len(files):  # before a table of that many layers is made
             raise JaxLlamaError(
                 f"{directory}: num_hidden_layers = {found.n_layers}, "
@@ -139,6 +151,28 @@ def load(
 
 
 Tensors = dict[str, tuple[SafetensorsFile, TensorInfo]]
+
+
+def _text_tensors(directory: Path, config: dict[str, Any], stack: contextlib.ExitStack) -> Tensors:
+    """``open_tensors``; of a multimodal model's those of its text decoder, by their own names."""
+    files = open_tensors(directory, stack)
+    if text_config(config) is config:
+        return files
+    for base, head in _TEXT_PARTS:
+        if f"{base}.embed_tokens.weight" in files:
+            text = {name: files[name] for name in files if name.startswith((base + ".", head))}
+            warnings.warn(
+                f"{directory}: a multimodal model: its text decoder alone is read, "
+                f"{len(files) - len(text)} other tensors are not",
+                WeightWarning,
+                stacklevel=1,
+            )
+            own = {base: "model", head: "lm_head."}
+            return {
+                next(new + name[len(old) :] for old, new in own.items() if name.startswith(old)): at
+                for name, at in text.items()
+            }
+    raise JaxLlamaError(f"{directory}: no text decoder's embed_tokens.weight in its files")
 
 
 def open_tensors(directory: Path, stack: contextlib.ExitStack) -> Tensors:
@@ -238,13 +272,32 @@ def _equal(files: Tensors, *names: str) -> bool:
 def _slice(files: Tensors, name: str, start: int, size: int) -> np.ndarray:
     """Elements of a tensor in float32."""
     out = np.empty(size, np.float32)
-    _read_slice(files, name, start, out)
+    _read_slice(files, Source(name, files[name][1].shape), start, out)
     return out
 
 
-def _read_slice(files: Tensors, name: str, start: int, out: np.ndarray) -> bool:
+def _read_folded(files: Tensors, source: Source, start: int, out: np.ndarray) -> bool:
+    """``_read_slice`` of the rows that ``source`` makes of the tensor, some whole heads at once."""
+    n_rows, width = source.shape[0], source.size // source.shape[0]
+    step = source.turned.head_dim if source.turned else max(1, _FOLDED // width)
+    order, stop, finite = source.row_order(), start + out.size, True
+    for row in range(start // width // step * step, -(-stop // width), step):
+        n = min(step, n_rows - row)
+        rows = np.empty((n, width), np.float32)
+        _read_slice(files, source, row * width, rows.reshape(-1))
+        rows = rows if order is None else rows[order[row : row + n] - row]
+        rows = rows * np.float32(source.scale) + np.float32(source.offset)
+        begin, end = max(start, row * width), min(stop, (row + n) * width)
+        part = out[begin - start : end - start]
+        with np.errstate(over="ignore", invalid="ignore"):
+            part[...] = rows.reshape(-1)[begin - row * width : end - row * width]
+        finite = finite and bool(np.isfinite(part).all())
+    return finite
+
+
+def _read_slice(files: Tensors, source: Source, start: int, out: np.ndarray) -> bool:
     """Fill the flat ``out`` from an element on; returns whether it is finite."""
-    file, info = files[name]
+    file, info = files[source.name]
     offset = info.offset + start * safetensors_file.DTYPES[info.dtype].itemsize
     return file.read_into(dataclasses.replace(info, offset=offset), out)
 
@@ -265,7 +318,8 @@ def _read_part(files: Tensors, spec: Param, start: int, out: np.ndarray,
         begin, end = max(start, at), min(start + out.size, at + source.size)
         if begin < end:
             part = out[begin - start : end - start]
-            if not _read_slice(files, source.name, begin - at, part):
+            read = _read_folded if source.is_folded else _read_slice
+            if not read(files, source, begin - at, part):
                 bad = part.size - int(np.count_nonzero(np.isfinite(part)))
                 warnings.warn(
                     f"{file.path}: tensor {source.name!r}: {bad} of {part.size} weights are NaN or "

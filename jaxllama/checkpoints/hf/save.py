@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from jaxllama.checkpoints import safetensors as safetensors_file
+from jaxllama.checkpoints.folding import unfold
 from jaxllama.checkpoints.hf.config import config_to_hf, generation_config
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
@@ -145,7 +146,10 @@ def _unit(spec: Param, value: Any) -> Unit:
         flat = np.ascontiguousarray(value).reshape(-1)
         at = 0
         for source in spec.sources:
-            yield flat[at : at + source.size]
+            part = flat[at : at + source.size]
+            if source.is_folded:
+                part = unfold(source, part.reshape(source.shape)).reshape(-1)
+            yield part
             at += source.size
 
     return Unit(tuple((source.name, source.shape, dtype) for source in spec.sources), values)

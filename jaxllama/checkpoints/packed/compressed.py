@@ -8,7 +8,7 @@
                       with input_scale where activations have one static scale
 
 ``config_groups`` say which Linear is stored how: by name, by regular expression, by class.  A scale
-is for the tensor, a row (channel), a group of columns or a block; see ``packed_fp8`` for the last.
+is for the tensor, a row (channel), a group of columns or a block; see ``fp8`` for the last.
 Activations become words too where the config says so: each token with its own scale, or one static.
 
 The way back is ``packed_compressed_save``.  Source: the compressed-tensors library.  Left out, by

@@ -1,4 +1,4 @@
-"""QTensors as compressed-tensors checkpoints; what the tensors mean is in ``packed_compressed``.
+"""QTensors as compressed-tensors checkpoints; what the tensors mean is in ``compressed``.
 
 int4 and int8 words with float activations are "pack-quantized", int8 words with int8 activations
 "int-quantized", FP8 words "float-quantized".  Weights of one kind make one config group; where all

@@ -8,7 +8,7 @@
 The first checkpoint format ("gptq") stores ``zero - 1``, "gptq_v2" stores the zero.  A zero of 0
 does not fit the first: GPTQModel borrows from the field above, which adding 1 to every field of the
 int32 at once undoes, while older programs read it as 16; so we read it but write the second.  With
-``desc_act`` the groups of g_idx are not consecutive; see ``packed_words.by_group``.  ``dynamic`` is
+``desc_act`` the groups of g_idx are not consecutive; see ``codes.by_group``.  ``dynamic`` is
 GPTQModel's: patterns of module names with other bits or group sizes.  Sources: AutoGPTQ's and
 GPTQModel's QuantLinear; GPTQ is arXiv 2210.17323.  Left out: 2 and 3 bits, Marlin and BitBLAS
 layouts, rotations, adapters.

@@ -4,11 +4,11 @@
     save(directory, cfg, params, ...)       a directory in one of FORMATS
 
 ``hf.load`` calls ``plan`` with config.json; its ``quantization_config`` says the method, which is
-one file here: AutoAWQ (``packed_awq``), GPTQ (``packed_gptq``), compressed-tensors
-(``packed_compressed``), FP8 (``packed_fp8``) and our own (``packed_native``).  Whether a Linear is
-quantized is told by its tensors (compressed-tensors: by the config).  Our fused parameters (qkv,
-gate_up) are the members' rows, one after the other; members that are stored differently (other
-groups, bits, column orders, or one of them in floats) become ``RowBlocks``.
+one file here: AutoAWQ (``awq``), GPTQ (``gptq``), compressed-tensors (``compressed``), FP8
+(``fp8``) and our own (``native``).  Whether a Linear is quantized is told by its tensors
+(compressed-tensors: by the config).  Our fused parameters (qkv, gate_up) are the members' rows, one
+after the other; members that are stored differently (other groups, bits, column orders, or one of
+them in floats) become ``RowBlocks``.
 
 Every file is checked, by name, shape and type, before anything is allocated.  Left out: training
 the quantization (``jaxllama.quantization``), GGUF (``checkpoints.gguf.load``).
@@ -17,12 +17,14 @@ the quantization (``jaxllama.quantization``), GGUF (``checkpoints.gguf.load``).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxllama.checkpoints.folding import fold
 from jaxllama.checkpoints.hf.save import MAX_SHARD_BYTES
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.packed import awq as packed_awq
@@ -42,7 +44,7 @@ from jaxllama.checkpoints.packed.module import (
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import params as tensors
-from jaxllama.model.params import Param
+from jaxllama.model.params import Param, Source
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks
@@ -125,14 +127,21 @@ def _leaf(spec: Param, part: Reader, files: Tensors, sources: Collection[str]) -
     parts: list[Part] = []
     for source, module, found in zip(spec.sources, modules, found_parts, strict=True):
         if found is None:
-            found = plain(source.name, source.shape, files)
+            plain(source.name, source.shape, files)
+            found = Part((source.name,), Param((source,), source.shape))
         elif module.has("bias") and f"{module.name}.bias" not in sources:
             # AutoGPTQ gives every Linear a bias; where the model has none it must be zeros.
             if module.read("bias").astype(np.float32).any():
                 raise module.error("bias", "not zero, and the config has no bias here")
             found = Part((*found.names, f"{module.name}.bias"), found.read)
+        if source.is_folded and not isinstance(found.read, Param):
+            found = Part(found.names, functools.partial(_folded, source, found.read))
         parts.append(found)
     return Leaf(tuple(parts))
+
+
+def _folded(source: Source, read: Callable[[], QTensor]) -> QTensor:
+    return fold(source, read())
 
 
 def read(
@@ -168,7 +177,7 @@ def save(
 ) -> Path:
     """Write ``params`` with its QTensors bit for bit, as config.json and safetensors.
 
-    format: "native" holds anything; the others what their programs know (``packed_save``).
+    format: "native" holds anything; the others what their programs know (``save``).
     The directory must not exist or be empty; it appears complete or, on any failure, not at all.
     Raises JaxLlamaError naming the parameter that the format cannot hold, and why.
     """

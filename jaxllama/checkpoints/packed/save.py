@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxllama.checkpoints.folding import unfold
 from jaxllama.checkpoints.hf.config import config_to_hf
 from jaxllama.checkpoints.hf.save import Unit, check_paths, flatten, write_directory
 from jaxllama.checkpoints.packed import awq as packed_awq
@@ -32,7 +33,7 @@ from jaxllama.checkpoints.packed import native as packed_native
 from jaxllama.checkpoints.packed.codes import FP8, INT4, INT8, check_scale
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.params import Param, param_table
+from jaxllama.model.params import Param, Source, param_table
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
 if TYPE_CHECKING:
@@ -47,11 +48,18 @@ class _Member:
     """One tensor (or Linear) of the checkpoint: rows ``start:stop`` of ``block``, which is a
     parameter or a block of one."""
 
-    name: str
-    shape: tuple[int, ...]
+    source: Source
     block: Any
     start: int
     stop: int
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
 
     @property
     def linear(self) -> str:
@@ -135,7 +143,7 @@ def _members(path: Key, value: Any, spec: Param) -> list[_Member]:
         block, stop = blocks[0], at + source.shape[0]
         if stop > block.shape[0]:
             raise JaxLlamaError(f"{'/'.join(path)}: its blocks do not end where {source.name} does")
-        members.append(_Member(source.name, source.shape, block, at, stop))
+        members.append(_Member(source, block, at, stop))
         at = stop
         if at == block.shape[0]:
             blocks, at = blocks[1:], 0
@@ -241,10 +249,10 @@ def _unit(members: list[_Member], chosen: _Format) -> Unit:
                 block, host = member.block, jax.tree.map(np.asarray, member.block)
             rows = slice(member.start, member.stop)
             if isinstance(host, QTensor):
-                w = host.rows(rows)
+                w = unfold(member.source, host.rows(rows))
                 check_scale(w, member.linear)
                 yield from chosen.to_tensors(w).values()
             else:
-                yield np.ascontiguousarray(host[rows])
+                yield np.ascontiguousarray(unfold(member.source, host[rows]))
 
     return Unit(tuple(entries), values)

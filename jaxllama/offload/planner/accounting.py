@@ -237,8 +237,8 @@ def footprint(
     reading = _weights_reading(cfg, policy.weights, jnp.dtype(dtype).name, scheme)
     reading += reading_bytes(one_cache, policy.cache) + 3 * hidden.disk
     ints = jax.ShapeDtypeStruct((size,), jnp.int32)
-    words = jax.eval_shape(functools.partial(programs.positions_of, cfg, n_new=padded), ints, ints)
-    hidden += Tiers(device=tree_bytes(words) + 4 * size * padded)  # positions, rotations, tokens
+    arrays = jax.eval_shape(functools.partial(programs.positions_of, cfg, n_new=padded), ints, ints)
+    hidden += Tiers(device=tree_bytes(arrays) + 4 * size * padded)  # positions, rotations, tokens
     needs = 0
     if compile_programs:
         needs = _program_bytes(cfg, policy, size, chunk, capacity, dtype, kv_dtype, scheme)

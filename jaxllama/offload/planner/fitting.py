@@ -70,7 +70,7 @@ class Calibration:
 
 def moving(tree: Any, shares: Shares) -> tuple[float, float, float]:
     """(host bytes, disk bytes, joined bytes) of getting a tree of shapes that ``shares`` split;
-    4-bit words are unpacked where others are joined."""
+    4-bit codes are unpacked where others are joined."""
     if shares.device >= 100:
         return 0.0, 0.0, 0.0
     part = split_bytes(tree, shares)

@@ -63,8 +63,8 @@ def _draw(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     if len(shape) == 1:
         return jnp.ones(shape, dtype)
     if dtype == "int4":
-        words = _random_bytes(key, (*shape[:-1], shape[-1] // 2))
-        return lax.bitcast_convert_type(words, jnp.int4).reshape(shape)
+        codes = _random_bytes(key, (*shape[:-1], shape[-1] // 2))
+        return lax.bitcast_convert_type(codes, jnp.int4).reshape(shape)
     return (_random_bytes(key, shape).astype(jnp.float32) * (0.02 / 74)).astype(dtype)
 
 

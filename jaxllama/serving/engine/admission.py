@@ -6,14 +6,14 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.sampling import Sampling
 from jaxllama.serving.engine.grammar import GrammarCompiler, Matcher
-from jaxllama.serving.engine.options import EngineOptions
+from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.engine.request import Request
 from jaxllama.serving.engine.scheduler import Scheduler
 from jaxllama.serving.engine.slots import MAX_BIAS
 
 
 class Admission:
-    def __init__(self, lm: LanguageModel, options: EngineOptions, scheduler: Scheduler) -> None:
+    def __init__(self, lm: LanguageModel, options: ResolvedOptions, scheduler: Scheduler) -> None:
         cfg = lm.config
         self._cfg, self._tokenizer = cfg, lm.tokenizer
         self._max_len, self._scheduler = options.max_len, scheduler

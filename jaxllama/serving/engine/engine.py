@@ -29,7 +29,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import math
@@ -37,13 +36,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, Literal
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.model import OffloadedModel
+from jaxllama.serving.engine import history
 from jaxllama.serving.engine.admission import Admission
 from jaxllama.serving.engine.grammar import Matcher
 from jaxllama.serving.engine.inbox import Inbox
@@ -53,7 +51,7 @@ from jaxllama.serving.engine.request import EngineFailed, Event, FinishReason, Q
 from jaxllama.serving.engine.runner import Runner
 from jaxllama.serving.engine.scheduler import Scheduler, Sequence
 from jaxllama.serving.engine.stats import Stats, count
-from jaxllama.serving.journal import Entry, Journal
+from jaxllama.serving.journal import Entry
 
 _log = logging.getLogger("jaxllama.serving")
 
@@ -101,7 +99,7 @@ class Engine:
         self.arrivals = 0
         self.steps = 0
         self._is_replaying = False
-        self.journal = None if state is None else self._begin_journal(state)
+        self.journal = None if state is None else history.begin(state, lm, self.options)
         self.compiled = self.runner.compiled_programs()
         self._stats = count(self)
         self._inbox = Inbox()
@@ -386,20 +384,9 @@ class Engine:
 
     # The journal
 
-    def _begin_journal(self, folder: str | Path) -> Journal:
-        journal = Journal(folder)
-        if journal.history():
-            journal.close()
-            raise JaxLlamaError(f"{folder}: another engine's journal: Engine.restore goes on")
-        header = {"model": _fingerprint(self.lm), "options": dataclasses.asdict(self.options)}
-        journal.accept(None, "options", 0, json.dumps(header))
-        return journal
-
-    def _record(self, kind: str, entry: dict[str, Any]) -> None:
+    def _record(self, kind: Literal["submit", "end"], entry: dict[str, Any]) -> None:
         if self.journal is not None:
-            # numpy's numbers are numbers too
-            text = json.dumps(entry, default=lambda number: number.item())
-            self.journal.accept(None, kind, self.steps, text)
+            history.record(self.journal, self.steps, kind, entry)
 
     @classmethod
     def restore(
@@ -418,18 +405,10 @@ class Engine:
         count from now.
         Raises JaxLlamaError if there is no engine's journal, or one of another model.
         """
-        if not Path(state).is_dir():
-            raise JaxLlamaError(f"{state}: not an engine's journal")
-        journal = Journal(state)
+        journal, options, entries = history.resume(state, lm)
         try:
-            entries = journal.history()
-            if not entries:
-                raise JaxLlamaError(f"{state}: not an engine's journal")
-            header = json.loads(entries[0].body)
-            if header["model"] != _fingerprint(lm):
-                raise JaxLlamaError(f"{state}: the journal of another model than {lm.config.name}")
-            engine = cls(lm, observe=observe, **header["options"])
-            engine._replay(entries[1:], on_event)
+            engine = cls(lm, observe=observe, **options)
+            engine._replay(entries, on_event)
         except BaseException:
             journal.close()
             raise
@@ -452,10 +431,3 @@ class Engine:
                 self._inbox.end(data["id"], data["reason"])
             self._take_inbox()
         self._is_replaying = False
-
-
-def _fingerprint(lm: LanguageModel) -> str:
-    """Of the configuration and of the final norm's weights, which no two models share."""
-    digest = hashlib.sha256(repr(lm.config).encode())
-    digest.update(np.asarray(lm.params["norm"]["weight"]).tobytes())
-    return digest.hexdigest()

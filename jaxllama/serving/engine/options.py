@@ -1,4 +1,5 @@
-"""EngineOptions: the sizes of an engine.  Everything that is compiled follows from them."""
+"""The sizes of an engine, asked for (EngineOptions) and chosen (ResolvedOptions).  Everything that
+is compiled follows from them."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ class EngineOptions:
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", _cache_dtype(self.kv_dtype))
 
-    def resolve(self, cfg: ModelConfig, dtype: jnp.dtype) -> EngineOptions:
+    def resolve(self, cfg: ModelConfig, dtype: jnp.dtype) -> ResolvedOptions:
         """Every None replaced.  Raises JaxLlamaError for sizes that do not go together."""
         max_len = self.max_len or min(DEFAULT_MAX_LEN, cfg.max_position)
         if max_len > cfg.max_position:
@@ -104,25 +105,47 @@ class EngineOptions:
         rows = 1 if on_cpu or self.deterministic else max(self.max_slots // 32, 1)
         if self.token_budget is not None:
             rows = min(rows, max(self.token_budget // _widths(chunk)[0], 1))
-        resolved = dataclasses.replace(
-            self,
+        rows = self.prefill_rows or rows
+        call = max(width * _rows(rows, width) for width in _widths(chunk))
+        resolved = ResolvedOptions(
+            max_slots=self.max_slots,
             max_len=max_len,
             kv_dtype=self.kv_dtype or jnp.dtype(dtype).name,
             prefill_chunk=chunk,
-            prefill_rows=self.prefill_rows or rows,
+            prefill_rows=rows,
+            token_budget=self.token_budget or call,
             cache_tokens=self.cache_tokens or self.max_slots * max_len,
             prefix_block=block,
             prefix_blocks=blocks,
+            max_queue=self.max_queue,
             steps_per_call=self.steps_per_call or min(4, max_len - 1),
             lanes=self.lanes or min(2, self.max_slots),
+            deterministic=self.deterministic,
         )
-        call = max(width * resolved.rows(width) for width in resolved.widths)
-        resolved = dataclasses.replace(resolved, token_budget=self.token_budget or call)
         resolved._check(cfg)
         return resolved
 
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedOptions:
+    """The sizes an engine has: ``EngineOptions`` without a None."""
+
+    max_slots: int
+    max_len: int
+    kv_dtype: str
+    prefill_chunk: int
+    prefill_rows: int
+    token_budget: int
+    cache_tokens: int
+    prefix_block: int
+    prefix_blocks: int
+    max_queue: int
+    steps_per_call: int
+    lanes: int
+    deterministic: bool
+
     def _check(self, cfg: ModelConfig) -> None:
-        """JaxLlamaError for sizes, all of them known, that do not go together."""
+        """JaxLlamaError for sizes that do not go together."""
         chunk, slots, max_len = self.prefill_chunk, self.max_slots, self.max_len
         all_tokens = slots * max_len
         has_gla, smallest = "gla" in cfg.layer_types, self.widths[0]
@@ -155,8 +178,7 @@ class EngineOptions:
 
     def rows(self, width: int) -> int:
         """Prompts that a prefill call of ``width`` tokens a row takes."""
-        assert self.prefill_rows is not None
-        return max(min(self.prefill_rows, PREFILL_TOKENS // width), 1)
+        return _rows(self.prefill_rows, width)
 
     @property
     def capacity(self) -> int:
@@ -172,6 +194,10 @@ class EngineOptions:
     def widths(self) -> tuple[int, ...]:
         """Tokens of a prefill call: 32, 128, ..., prefill_chunk."""
         return _widths(self.prefill_chunk)
+
+
+def _rows(most: int, width: int) -> int:
+    return max(min(most, PREFILL_TOKENS // width), 1)
 
 
 def _widths(chunk: int) -> tuple[int, ...]:

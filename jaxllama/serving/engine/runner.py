@@ -23,7 +23,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.cache import Cache, init_cache
 from jaxllama.parallel.mesh import mesh_of, row_axis
 from jaxllama.serving.engine import slots as device
-from jaxllama.serving.engine.options import EngineOptions
+from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.engine.prefix import Node, PrefixCache, load_blocks, store_blocks
 from jaxllama.serving.engine.scheduler import Fill, Sequence
 
@@ -54,7 +54,7 @@ class Written(NamedTuple):
 
 
 class Runner:
-    def __init__(self, cfg: ModelConfig, params: device.Params, options: EngineOptions) -> None:
+    def __init__(self, cfg: ModelConfig, params: device.Params, options: ResolvedOptions) -> None:
         self.cfg, self.params, self.options = cfg, params, options
         self.mesh = mesh_of(params)
         self._decode_program = device.decode

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.helpers.compiling import environment
 
 MESHES = {"model=2": (2, 1), "data=2,model=4": (4, 1)}  # kv heads, and those of one device
 
 
 def test_tokens_on_a_mesh_are_those_of_one_device():
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
-        # Compiling is what takes time here.
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-    }
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.helpers.engine_mesh_child", *MESHES],
-        cwd=Path(__file__).parents[3], env=environment, capture_output=True, text=True,
+        cwd=Path(__file__).parents[3], env=environment(8), capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

@@ -1,0 +1,48 @@
+"""What a checkpoint's tensors become as parameters, and back: multipliers, offsets, and the order
+of the rows that RoPE turns (``model.params.Source``).
+
+Computed in float32, one cast.  Of quantized rows the codes keep their values: scales and floating
+zeros take the multiplier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxllama.model.params import Source
+
+if TYPE_CHECKING:
+    from pallas_kernels.qtensor import QTensor
+
+
+def fold(source: Source, value: Any) -> Any:
+    """A whole tensor (an array, or a QTensor of ``source.shape``) as rows of its parameter."""
+    return _moved(value, source.row_order(), source.scale, source.offset)
+
+
+def unfold(source: Source, value: Any) -> Any:
+    """The inverse of ``fold``."""
+    order = source.row_order(inverse=True)
+    return _moved(value, order, 1.0 / source.scale, -source.offset / source.scale)
+
+
+def _moved(value: Any, order: np.ndarray | None, scale: float, offset: float) -> Any:
+    if isinstance(value, np.ndarray):
+        value = value if order is None else value[order]
+        if (scale, offset) == (1.0, 0.0):
+            return value
+        out = value.astype(np.float32) * np.float32(scale) + np.float32(offset)
+        return out.astype(value.dtype)
+    assert offset == 0.0, "only norms have offsets, and they are never quantized"
+    value = value if order is None else value.rows(order)
+    return value if scale == 1.0 else _times(value, np.float32(scale))
+
+
+def _times(w: QTensor, factor: np.float32) -> QTensor:
+    changes: dict[str, Any] = {"scale": np.asarray(w.scale, np.float32) * factor}
+    if w.zero is not None and not np.issubdtype(np.dtype(w.zero.dtype), np.integer):
+        changes["zero"] = np.asarray(w.zero, np.float32) * factor
+    return dataclasses.replace(w, **changes)

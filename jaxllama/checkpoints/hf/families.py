@@ -1,0 +1,358 @@
+"""The families of models: a table from ``model_type`` to what its config.json means.
+
+A family says what transformers takes a missing key to mean, which keys change the computation, and
+how they become fields of ModelConfig and back.  What all have in common (sizes, RoPE, token ids) is
+in ``hf.config``; the names of tensors are ``model.params.FAMILIES``.
+
+To add one: an entry here, its names there if they are others, and a case in the parity test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxllama.checkpoints.json_reader import JsonReader
+from jaxllama.config import ModelConfig, Stored
+
+Fields = dict[str, Any]
+# Keys of activations, and ours.
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """architectures: of config.json, the present name first.  defaults: what a missing key means,
+    where that is not ``hf.config.COMMON``'s.  keys: what is read besides the common ones.  same:
+    (key, path of the field, default) of values that are passed on as they are, in both directions;
+    fields, to_hf: of all others.  fixed: keys that change the computation, with the values that are
+    supported.  facts: what is true of the whole family.
+
+    window: "none"; "all": every layer where ``sliding_window`` is set; "use": if also
+    ``use_sliding_window``, from ``max_window_layers`` on; or the pattern of a missing
+    ``layer_types``, by a layer's index.  is_local: the rope_parameters of sliding layers are their
+    own.  is_nope: (index, config) -> whether that layer has no positions.
+    """
+
+    architectures: tuple[str, ...]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    keys: tuple[str, ...] = ()
+    same: tuple[tuple[str, str, Any], ...] = ()
+    fields: Callable[[JsonReader], Fields] | None = None
+    to_hf: Callable[[ModelConfig], Fields] | None = None
+    fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    stored: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    eps: str = "rms_norm_eps"
+    activation: str = "hidden_act"
+    window: str | Callable[[int, JsonReader], bool] = "none"
+    is_local: bool = False
+    is_nope: Callable[[int, JsonReader], bool] | None = None
+
+
+_BIAS = ("attention_bias", "qkv_bias", False), ("attention_bias", "o_bias", False)
+_MLP_BIAS = (("mlp_bias", "mlp_bias", False),)
+_QKV_BIAS = ("attention_bias", "qkv_bias", False)
+
+
+def _head_scale(read: JsonReader, key: str, default: float) -> float:
+    """What q is multiplied by so that its scores, over sqrt(head_dim), are ``key`` times q k."""
+    head_dim = read.config.get("head_dim")
+    if head_dim is None:
+        head_dim = read.size("hidden_size") // read.size("num_attention_heads")
+    return read.number(key, default) * head_dim**0.5
+
+
+def _granite(read: JsonReader) -> Fields:
+    return {
+        "stored.query": _head_scale(read, "attention_multiplier", 1.0),
+        "stored.logits": 1.0 / read.positive("logits_scaling", 1.0),
+    }
+
+
+def _granite_to_hf(cfg: ModelConfig) -> Fields:
+    return {
+        "attention_multiplier": cfg.stored.query / cfg.head_dim**0.5,
+        "logits_scaling": 1.0 / cfg.stored.logits,
+    }
+
+
+def _gemma(read: JsonReader) -> Fields:
+    scalar = read.size("query_pre_attn_scalar", 256)
+    return {"stored.query": (read.size("head_dim") / scalar) ** 0.5}
+
+
+def _gemma_to_hf(cfg: ModelConfig) -> Fields:
+    return {"query_pre_attn_scalar": round(cfg.head_dim / cfg.stored.query**2)}
+
+
+def _every(n: int) -> Callable[[int, JsonReader], bool]:
+    """Sliding layers, but for each n-th."""
+    return lambda i, read: bool((i + 1) % read.size("sliding_window_pattern", n))
+
+
+def _smollm3_nope(index: int, read: JsonReader) -> bool:
+    layers = read.config.get("no_rope_layers")
+    if layers is None:
+        return (index + 1) % read.size("no_rope_layer_interval", 4) == 0
+    n = read.size("num_hidden_layers")
+    if not isinstance(layers, list) or len(layers) != n or not all(x in (0, 1) for x in layers):
+        raise read.error("no_rope_layers", f"must be {n} entries of 0 and 1")
+    return not layers[index]
+
+
+_COHERE = {"norm": "layer", "parallel_block": True}
+_GEMMA = {"embedding_scale": True, "post_norms": True}
+_SOFTCAPS = (("attn_logit_softcapping", "attn_softcap", None),
+             ("final_logit_softcapping", "logit_softcap", None))  # fmt: skip
+_GLM = Family(
+    architectures=("GlmForCausalLM",),
+    defaults={
+        "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "bos_token_id": None,
+        "eos_token_id": [151329, 151336, 151338], "attention_bias": True,
+    },
+    same=(_QKV_BIAS,),
+    stored={"interleaved": True},
+)  # fmt: skip
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        ("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second: the first converted Llama 1 files
+        same=(*_BIAS, *_MLP_BIAS),
+    ),
+    "mistral": Family(
+        ("MistralForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+        },
+        window="all",
+    ),
+    "ministral": Family(
+        ("MinistralForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096,
+        },
+        window="all",
+    ),
+    "qwen2": Family(
+        ("Qwen2ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096,
+            "bos_token_id": None, "eos_token_id": None,
+        },
+        window="use",
+        facts={"qkv_bias": True},
+    ),
+    "qwen3": Family(
+        ("Qwen3ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
+            "sliding_window": 4096, "bos_token_id": None, "eos_token_id": None,
+        },
+        same=_BIAS,
+        window="use",
+        facts={"qk_norm": "head"},
+    ),
+    "phi3": Family(
+        ("Phi3ForCausalLM",),
+        defaults={
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "eos_token_id": 32000,
+            "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0,
+        },
+        window="all",
+        fixed={"attention_bias": (False, None), "mlp_bias": (False, None)},
+    ),
+    "cwm": Family(
+        ("CwmForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009],
+            "sliding_window": 8192, "rope_theta": 1_000_000.0, "rope_parameters": {
+                "rope_theta": 1_000_000.0, "factor": 16.0, "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+        window=lambda i, read: bool(i % 4),
+    ),
+    "smollm3": Family(
+        ("SmolLM3ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2_000_000.0,
+            "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True,
+        },
+        keys=("use_sliding_window", "no_rope_layers", "no_rope_layer_interval"),
+        same=(*_BIAS, *_MLP_BIAS),
+        window=lambda i, read: read.flag("use_sliding_window", False) and _smollm3_nope(i, read),
+        to_hf=lambda cfg: {
+            "no_rope_layers": [int(i not in cfg.nope_layers) for i in range(cfg.n_layers)],
+            "use_sliding_window": cfg.sliding_window is not None,
+        },
+        is_nope=_smollm3_nope,
+    ),
+    "granite": Family(
+        ("GraniteForCausalLM",),
+        keys=("attention_multiplier", "logits_scaling"),
+        same=(
+            *_BIAS, *_MLP_BIAS, ("embedding_multiplier", "stored.embed", 1.0),
+            ("residual_multiplier", "stored.residual", 1.0),
+        ),
+        fields=_granite,
+        to_hf=_granite_to_hf,
+    ),
+    "seed_oss": Family(
+        ("SeedOssForCausalLM",),
+        defaults={
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288,
+            "bos_token_id": 0, "attention_bias": True,
+        },
+        keys=("residual_dropout",),
+        same=(_QKV_BIAS, ("attention_out_bias", "o_bias", False), *_MLP_BIAS),
+    ),
+    "ernie4_5": Family(
+        ("Ernie4_5ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True,
+        },
+        same=tuple(("use_bias", field, False) for field in ("qkv_bias", "o_bias", "mlp_bias")),
+        stored={"interleaved": True},
+    ),
+    "helium": Family(
+        ("HeliumForCausalLM",),
+        defaults={
+            "num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-8, "rope_theta": 100_000.0,
+        },
+        same=(_QKV_BIAS, *_MLP_BIAS),
+        stored={"interleaved": True},
+    ),
+    "olmo2": Family(
+        ("Olmo2ForCausalLM",),
+        defaults={"rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 50279},
+        same=_BIAS,
+        facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
+    ),
+    "olmo3": Family(
+        ("Olmo3ForCausalLM",),
+        defaults={
+            "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "bos_token_id": None,
+            "eos_token_id": 50279, "sliding_window": 4096,
+        },
+        same=_BIAS,
+        window=lambda i, read: bool((i + 1) % 4),
+        is_local=True,
+        facts={"pre_norms": False, "post_norms": True, "qk_norm": "full"},
+    ),
+    "gemma2": Family(
+        ("Gemma2ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+            "bos_token_id": 2, "eos_token_id": 1, "tie_word_embeddings": True,
+            "sliding_window": 4096, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        keys=("query_pre_attn_scalar", "hidden_act"),
+        same=(*_BIAS, *_SOFTCAPS),
+        fields=_gemma,
+        to_hf=_gemma_to_hf,
+        fixed={"use_bidirectional_attention": (None, False)},
+        facts=_GEMMA,
+        stored={"norm_offset": 1.0},
+        activation="hidden_activation",
+        window=lambda i, read: bool((i + 1) % 2),
+    ),
+    "gemma3_text": Family(
+        ("Gemma3ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
+            "rope_theta": 1_000_000.0, "bos_token_id": 2, "eos_token_id": 1,
+            "tie_word_embeddings": True, "sliding_window": 4096, "rope_local_base_freq": 10000.0,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        keys=("query_pre_attn_scalar", "hidden_act", "sliding_window_pattern"),
+        same=(*_BIAS, *_SOFTCAPS),
+        fields=_gemma,
+        to_hf=_gemma_to_hf,
+        fixed={"use_bidirectional_attention": (None, False)},
+        facts={**_GEMMA, "qk_norm": "head"},
+        stored={"norm_offset": 1.0},
+        activation="hidden_activation",
+        window=_every(6),
+        is_local=True,
+    ),
+    "glm": _GLM,
+    "glm4": dataclasses.replace(
+        _GLM, architectures=("Glm4ForCausalLM",), facts={"post_norms": True}
+    ),
+    "stablelm": Family(
+        ("StableLmForCausalLM",),
+        defaults={
+            "num_key_value_heads": 32, "max_position_embeddings": 4096, "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25, "bos_token_id": 0, "eos_token_id": 0,
+        },
+        keys=("hidden_dropout",),
+        same=(
+            ("use_qkv_bias", "qkv_bias", False), ("use_parallel_residual", "parallel_block", False),
+        ),
+        fixed={"qk_layernorm": (False, None)},
+        facts={"norm": "layer", "norm_bias": True},
+        eps="layer_norm_eps",
+    ),
+    "cohere": Family(
+        ("CohereForCausalLM",),
+        defaults={
+            "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "rope_theta": 500_000.0,
+            "bos_token_id": 5, "eos_token_id": 255001, "tie_word_embeddings": True,
+        },
+        same=(*_BIAS, ("logit_scale", "stored.logits", 0.0625)),
+        fixed={"use_qk_norm": (False, None)},
+        facts=_COHERE,
+        stored={"interleaved": True},
+        eps="layer_norm_eps",
+    ),
+    "cohere2": Family(
+        ("Cohere2ForCausalLM",),
+        defaults={
+            "max_position_embeddings": 8192, "layer_norm_eps": 1e-5, "sliding_window": 4096,
+            "bos_token_id": 5, "eos_token_id": 255001, "tie_word_embeddings": True,
+        },
+        keys=("sliding_window_pattern", "order_of_interleaved_layers", "rotary_pct",
+              "use_embedding_sharing", "use_gated_activation", "use_parallel_block",
+              "use_parallel_embedding", "position_embedding_type"),
+        same=(*_BIAS, ("logit_scale", "stored.logits", 0.0625)),
+        fixed={"use_qk_norm": (False, None)},
+        facts=_COHERE,
+        stored={"interleaved": True},
+        eps="layer_norm_eps",
+        window=_every(4),
+        is_nope=lambda i, read: False,  # ``hf.config``: the layers without a window
+    ),
+    "internlm3": Family(
+        ("InternLM3ForCausalLM",),
+        defaults={
+            "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+        },
+        same=(
+            ("qkv_bias", "qkv_bias", False), ("bias", "o_bias", False), ("bias", "mlp_bias", False),
+        ),
+    ),
+}  # fmt: skip
+
+
+# Families whose tensors are called as Llama's and that differ in nothing that loading folds: one
+# spelling, so that configs that mean the same are equal.
+ALIKE = ("llama", "mistral", "ministral", "qwen2")
+
+
+def stored_of(family: str, fields: Mapping[str, Any]) -> tuple[Stored, Fields]:
+    """(``Stored``, the fields of ModelConfig) of fields by path."""
+    own = {key[7:]: value for key, value in fields.items() if key.startswith("stored.")}
+    rest = {key: value for key, value in fields.items() if not key.startswith("stored.")}
+    name = "llama" if family in ALIKE else family
+    return Stored(family=name, **FAMILIES[family].stored, **own), rest

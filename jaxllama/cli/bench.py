@@ -1,0 +1,133 @@
+"""``jaxllama bench`` and ``jaxllama bench serve``: measure a model, or a running server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from jaxllama.cli import common
+from jaxllama.cli.domains import (
+    COUNT,
+    SEED,
+    Bad,
+    Number,
+    Parser,
+    api_key,
+    filled,
+    out_folder,
+    pair,
+    refusing,
+)
+from jaxllama.progress import working
+
+HELP = "Measure decode, prefill, time to first token and memory."
+
+
+def options(sub: Parser) -> None:
+    common.random_option(sub)
+    sub.add_argument("--batch", type=COUNT, default=1, metavar="N", help="rows at once")
+    sub.add_argument("--prompt-tokens", type=COUNT, default=512, metavar="N",
+                     help="length of the prefill (default %(default)s)")  # fmt: skip
+    sub.add_argument("--new-tokens", type=Number(least=2), default=64, metavar="N",
+                     help="length of the decode (default %(default)s)")  # fmt: skip
+    sub.add_argument("--runs", type=COUNT, default=5, metavar="N",
+                     help="medians are of this many (default %(default)s)")  # fmt: skip
+    sub.add_argument("--context", type=Number(least=5), default=5, metavar="N",
+                     help="tokens that each row holds when decoding begins")  # fmt: skip
+    sub.add_argument("--trace", type=out_folder, metavar="DIR",
+                     help="profile one step and write its trace there")  # fmt: skip
+    common.hosts_options(sub)
+    common.json_option(sub)
+    common.model_options(sub)
+    common.cache_options(sub)
+    sub.inner = "what"
+    what = sub.add_subparsers(dest=sub.inner, metavar="[serve]", title="instead of a model")
+    text = "Make load on a running server and measure what its clients see."
+    serve_options(what.add_parser("serve", help=text, description=text, allow_abbrev=False))
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.what == "serve":
+        return run_serve(args)
+    from jaxllama.bench import decode as bench
+
+    lm = common.load(args, random=args.random)
+    with working("measuring") as sign:
+        report = bench.run(
+            lm, batch=args.batch, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
+            runs=args.runs, kv_dtype=common.kv_dtype(args), chunk=args.chunk, context=args.context,
+            trace=args.trace, sign=sign,
+        )  # fmt: skip
+    report["model"] = args.model  # as the user calls it, not as the checkpoint does
+    common.show(args, report, bench.table)
+
+
+# Of a server
+
+
+@refusing
+def length(text: str) -> Any:
+    from jaxllama.bench.load_generator import Lengths
+
+    return Lengths(text)
+
+
+@refusing
+def url(text: str) -> str:
+    from jaxllama.bench.load_generator import check_url
+
+    check_url(text)
+    return text
+
+
+def goodput(text: str) -> tuple[str, float]:
+    from jaxllama.bench.load_generator import LIMITS
+
+    name, equals, _ = text.partition("=")
+    if equals and name not in LIMITS:
+        raise Bad(f"{text!r}: allowed are {', '.join(LIMITS)}, in seconds")
+    return pair(text, str, Number(float, 0, above=True), "KEY=SECONDS")
+
+
+def serve_options(sub: Parser) -> None:
+    sub.add_argument(
+        "--url", type=url, default="http://127.0.0.1:8000", help="(default %(default)s)"
+    )
+    sub.add_argument("--model", type=filled, metavar="NAME",
+                     help="(default: the first that the server lists)")  # fmt: skip
+    sub.add_argument("--api-key", type=api_key, metavar="KEY", help="(default $JAXLLAMA_API_KEY)")
+    sub.add_argument(
+        "--requests", type=COUNT, default=100, metavar="N", help="(default %(default)s)"
+    )
+    sub.add_argument("--rate", type=Number(float, 0, above=True), default=float("inf"), metavar="R",
+                     help="Poisson arrivals a second (default: all at once)")  # fmt: skip
+    sub.add_argument("--concurrency", type=COUNT, default=64, metavar="N",
+                     help="connections at once (default %(default)s)")  # fmt: skip
+    for kind in ("prompt", "new"):
+        sub.add_argument(f"--{kind}-tokens", type=length, default="128", metavar="LENGTH",
+                         help="N, LOW:HIGH or ~MEAN (default %(default)s)")  # fmt: skip
+    sub.add_argument("--goodput", action="append", type=goodput, default=[], metavar="KEY=SECONDS",
+                     help="limits of ttft, tpot, e2e; may be given again")  # fmt: skip
+    sub.add_argument("--seed", type=SEED, default=0, metavar="N", help="(default %(default)s)")
+    common.json_option(sub)
+
+
+def run_serve(args: argparse.Namespace) -> None:
+    from jaxllama.bench import load_generator
+
+    load = load_generator.Load(
+        url=args.url,
+        model=args.model,
+        requests=args.requests,
+        rate=args.rate,
+        concurrency=args.concurrency,
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.new_tokens,
+        seed=args.seed,
+        api_key=args.api_key or os.environ.get("JAXLLAMA_API_KEY"),
+        limits=tuple(args.goodput),
+    )
+    with working("measuring"):
+        report = load_generator.run(load)
+    common.show(args, report, load_generator.table)

@@ -1,0 +1,296 @@
+"""What several commands share: their options, and what these become.
+
+A command is a module: ``HELP``, ``options(sub)`` declares its options, ``run(args)`` does it.  Here
+an option stands beside the function that reads it.  jax is imported by the functions, not by this
+module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllama.cli.domains import COUNT, SEED, SHARE, Number, Parser, filled, pair, refusing
+from jaxllama.errors import JaxLlamaError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxllama.language_model import LanguageModel
+    from jaxllama.offload.policy import Policy
+    from jaxllama.sampling import Sampling
+
+MODEL = "smollm2-135m"
+DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "int8", "int4", "fp8")
+
+
+# The model
+
+
+@refusing
+def rounding(text: str) -> str:
+    """A scheme that needs no calibration."""
+    from jaxllama.quantization.scheme import parse
+
+    parse(text).check_rounding()
+    return text
+
+
+def model_options(sub: Parser) -> None:
+    group = sub.add_argument_group("model")
+    group.add_argument("--model", "--preset", type=filled, default=MODEL, metavar="NAME",
+                       help="preset, directory, .gguf or hub id (default %(default)s)")  # fmt: skip
+    group.add_argument("--dtype", choices=DTYPES, help="of weights and activations")
+    group.add_argument(
+        "--quantize", type=rounding, metavar="SCHEME",
+        help="w8a16, w4a16 (w4a16-sym: no zero points), w8a8 or fp8 once loaded, or a mix: "
+             "w4a16,down=w8a16 (fp8-static needs the quantize command)",
+    )  # fmt: skip
+
+
+def random_option(sub: Parser) -> None:
+    sub.add_argument("--random", action="store_true",
+                     help="random weights of the preset's shape: nothing is fetched")  # fmt: skip
+
+
+def load(args: argparse.Namespace, random: bool = False) -> LanguageModel:
+    import dataclasses
+
+    from jaxllama.loading import load
+
+    placed, sparsity = policy(args), getattr(args, "attn_sparsity", None)
+    join(args)
+    lm = load(
+        args.model, args.dtype, args.quantize, policy=placed, mesh=mesh(args), random=random,
+        progress=True,
+    )  # fmt: skip
+    if "attention" not in lm.config.layer_types:
+        for flag in ("kv_dtype", "attn_sparsity"):
+            if getattr(args, flag, None) is not None:
+                name = "--" + flag.replace("_", "-")
+                raise JaxLlamaError(f"{name}: {lm.config.name} has no layer with keys and values")
+    if sparsity is not None:
+        lm = dataclasses.replace(lm, config=lm.config.replace(attn_sparsity=sparsity))
+    return lm
+
+
+# Devices and hosts
+
+
+@refusing
+def parse_mesh(text: str) -> str:
+    """Whether there are so many devices is known when all hosts have joined."""
+    from jaxllama.parallel.mesh import mesh_sizes
+
+    mesh_sizes(text)
+    return text
+
+
+@refusing
+def parse_hosts(text: str) -> str:
+    from jaxllama.parallel.hosts import read_hosts
+
+    read_hosts(text)
+    return text
+
+
+def mesh_option(sub: Parser) -> None:
+    sub.add_argument("--mesh", type=parse_mesh, metavar="AXES",
+                     help="several devices: data=N,model=N (1 where left out)")  # fmt: skip
+
+
+def hosts_options(sub: Parser) -> None:
+    mesh_option(sub)
+    sub.add_argument("--hosts", type=parse_hosts, metavar="ADDRESS:PORT,COUNT,INDEX",
+                     help="one process on each of several hosts: where the first listens, how "
+                          "many there are, which this is; needs --mesh")  # fmt: skip
+
+
+def mesh(args: argparse.Namespace) -> Mesh | None:
+    """The devices of --mesh, all of which are there."""
+    if args.mesh is None:
+        return None
+    from jaxllama.parallel.mesh import make_mesh
+
+    try:
+        return make_mesh(args.mesh)
+    except JaxLlamaError as error:
+        raise JaxLlamaError(f"--{error}") from None
+
+
+def join(args: argparse.Namespace) -> None:
+    """Meet the processes of the other hosts; only the first one prints."""
+    if getattr(args, "hosts", None) is None:
+        return
+    if args.mesh is None:
+        raise JaxLlamaError("--hosts needs --mesh: how the devices of all hosts share the work")
+    from jaxllama.parallel import hosts as parallel_hosts
+
+    if parallel_hosts.join(args.hosts) > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+
+
+# Offloading
+
+
+@refusing
+def parse_policy(text: str) -> Any:
+    from jaxllama.offload.policy import Policy
+
+    return Policy.parse(text)
+
+
+def policy_option(sub: Parser) -> None:
+    sub.add_argument("--policy", type=parse_policy, metavar="TEXT",
+                     help="where weights, cache and activations live: six percentages, device and "
+                          "host of each, then NAME=VALUE, as in '0 100 100 0 100 0 "
+                          "gpu_batch_size=8'")  # fmt: skip
+
+
+def policy(args: argparse.Namespace) -> Policy | None:
+    """--policy, with what other options say of it."""
+    chosen = getattr(args, "policy", None)
+    if chosen is None:
+        return None
+    if getattr(args, "mesh", None) is not None:
+        raise JaxLlamaError("--policy and --mesh exclude each other: one device offloads")
+    from jaxllama.offload.model import kv_dtype_of
+
+    chosen = also(chosen, args)
+    kv_dtype_of(chosen, kv_dtype(args), None)
+    return chosen
+
+
+def also(policy: Policy, args: argparse.Namespace) -> Policy:
+    """``policy`` with what the cache's options say."""
+    if not hasattr(args, "chunk"):  # a command without a cache
+        return policy
+    return policy.also(attn_sparsity=args.attn_sparsity, prefill_batch_size=args.chunk)
+
+
+# The cache
+
+
+def cache_options(sub: Parser) -> None:
+    group = sub.add_argument_group("cache")
+    group.add_argument("--kv-dtype", choices=KV_DTYPES, help="of keys and values (default --dtype)")
+    group.add_argument("--attn-sparsity", type=SHARE, metavar="SHARE",
+                       help="of attention weights that decode keeps, in (0, 1]")  # fmt: skip
+    group.add_argument("--chunk", type=COUNT, metavar="N",
+                       help="tokens of a prompt that are prefilled at once")  # fmt: skip
+
+
+def kv_dtype(args: argparse.Namespace) -> str | None:
+    return "float8_e4m3fn" if args.kv_dtype == "fp8" else args.kv_dtype
+
+
+def chunk(args: argparse.Namespace) -> dict[str, int]:
+    return {} if args.chunk is None else {"chunk": args.chunk}
+
+
+# Sampling
+
+
+def parse_logit_bias(text: str) -> tuple[int, float]:
+    return pair(text, Number(least=0), Number(float, most=sys.float_info.max), "ID=NUMBER")
+
+
+def sampling_options(sub: Parser, max_new_tokens: int) -> None:
+    group = sub.add_argument_group("sampling")
+    group.add_argument("--max-new-tokens", type=COUNT, default=max_new_tokens, metavar="N",
+                       help="(default %(default)s)")  # fmt: skip
+    group.add_argument("--temperature", type=Number(float, 0, 100), default=0.0, metavar="T",
+                       help="0, the default, is greedy")  # fmt: skip
+    group.add_argument("--top-k", type=Number(least=0), default=0, metavar="K",
+                       help="draw from the K most likely tokens; 0 is off")  # fmt: skip
+    group.add_argument("--top-p", type=SHARE, default=1.0, metavar="P",
+                       help="draw from the smallest set of this probability")  # fmt: skip
+    group.add_argument("--min-p", type=Number(float, 0, 1), default=0.0, metavar="P",
+                       help="drop tokens below this share of the best one")  # fmt: skip
+    group.add_argument("--repetition-penalty", type=Number(float, 0, 100, above=True), default=1.0,
+                       metavar="X", help="for tokens of prompt and output; 1 is off")  # fmt: skip
+    group.add_argument("--frequency-penalty", type=Number(float, -2, 2), default=0.0, metavar="X",
+                       help="for every occurrence in the output")  # fmt: skip
+    group.add_argument("--presence-penalty", type=Number(float, -2, 2), default=0.0, metavar="X",
+                       help="for tokens of the output")  # fmt: skip
+    group.add_argument("--logit-bias", action="append", type=parse_logit_bias, default=[],
+                       metavar="ID=X",
+                       help="add X to a token's logit; may be given again")  # fmt: skip
+    group.add_argument("--seed", type=SEED, metavar="N", help="of the draws (default 0)")
+
+
+def sampling(args: argparse.Namespace) -> Sampling:
+    from jaxllama.sampling import Sampling
+
+    chosen = Sampling(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        frequency_penalty=args.frequency_penalty,
+        presence_penalty=args.presence_penalty,
+        logit_bias=dict(args.logit_bias),
+        seed=args.seed or 0,
+    )
+    if chosen.temperature == 0:
+        for flag, used in (("--top-k", args.top_k != 0), ("--top-p", args.top_p != 1),
+                           ("--min-p", args.min_p != 0),
+                           ("--seed", args.seed is not None)):  # fmt: skip
+            if used:
+                raise JaxLlamaError(f"{flag} needs --temperature above 0, which is greedy")
+    return chosen
+
+
+# In and out
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file's text; "-" is the standard input.  JaxLlamaError naming the file."""
+    try:
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        raise JaxLlamaError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise JaxLlamaError(f"{path}: not UTF-8 text: byte {error.start}") from None
+
+
+def json_option(sub: Parser) -> None:
+    sub.add_argument("--json", action="store_true", help="print results as JSON")
+
+
+def show(args: argparse.Namespace, report: dict[str, Any], table: Callable[[Any], str]) -> None:
+    """The report, as JSON or for people."""
+    print_json(report) if args.json else print(table(report))
+
+
+def lines(report: dict[str, Any]) -> str:
+    """A table of one line a figure."""
+
+    def text(value: Any) -> str:
+        return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+    return "\n".join(
+        f"{key:18} {text(value)}" for key, value in report.items() if value is not None
+    )
+
+
+def print_json(value: Any) -> None:
+    """NaN and infinities, which JSON has no word for, become null."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: plain(entry) for key, entry in item.items()}
+        if isinstance(item, list):
+            return [plain(entry) for entry in item]
+        bad = isinstance(item, float) and (item != item or item in (float("inf"), -float("inf")))
+        return None if bad else item
+
+    print(json.dumps(plain(value), ensure_ascii=False, allow_nan=False))

@@ -1,0 +1,172 @@
+"""What one word of the command line may be.  Nothing here needs jax.
+
+    Parser                      argparse's, whose mistakes are JaxLlamaErrors that name the option
+    Number, OutFile, filled...  domains: what an option's ``type`` is
+
+Contract: an option's ``type`` (or ``choices``) is its domain.  What a single word can be wrong in
+is refused here, while the words are read; only what depends on other options, the model or the
+machine is left to the command.  (tests/cli/test_options.py holds every parser to that.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxllama.errors import JaxLlamaError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage and exit."""
+
+    inner: str | None = None  # where the word of a command inside this one is kept
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Also refuses options before the inner command's word: they would have no effect."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        word = None if self.inner is None else getattr(parsed, self.inner)
+        if word is not None and args[0] != word:
+            self.error(f"{args[0]} has no effect before {word}, which takes its own options")
+        return parsed, rest
+
+    def error(self, message: str) -> NoReturn:
+        # A domain says "= 3: why", "'x' is not ..." or ": why" behind the option's name.
+        message = re.sub(r"^argument (\S+):(?: (?=:)|(?= [='\"]))", r"\1", message)
+        raise JaxLlamaError(f"{message} (see {self.prog} --help)")
+
+
+class Bad(argparse.ArgumentTypeError):
+    """What is said behind the option's name, as ``Parser.error`` joins them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A number from ``least`` to ``most``; ``above``: larger than ``least``.  NaN is none."""
+
+    kind: type = int
+    least: float = -math.inf
+    most: float = math.inf
+    above: bool = False
+
+    def __call__(self, text: str) -> Any:
+        try:
+            value = self.kind(text)
+        except ValueError:
+            what = "whole number" if self.kind is int else "number"
+            raise Bad(f"{text!r} is not a {what}") from None
+        low = self.least < value if self.above else self.least <= value
+        if not (low and value <= self.most):
+            start = f"{'above' if self.above else 'at least'} {self.least}"
+            end = "" if self.most == math.inf else f" and at most {self.most}"
+            raise Bad(f"= {value}: must be {start}{end}")
+        return value
+
+
+COUNT = Number(least=1)
+SEED = Number(least=-(2**63), most=2**64 - 1)
+SHARE = Number(float, 0, 1, above=True)
+
+
+def refusing(check: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``check``, whose JaxLlamaErrors become argparse's, without the word that they begin with."""
+
+    @functools.wraps(check)
+    def read(text: str) -> Any:
+        try:
+            return check(text)
+        except JaxLlamaError as error:
+            raise Bad(re.sub("^(scheme|mesh|hosts|policy) ?", "", str(error))) from None
+
+    return read
+
+
+def pair(text: str, key: Callable[[str], Any], value: Number, form: str) -> tuple[Any, Any]:
+    name, equals, number = text.partition("=")
+    try:
+        if equals:
+            return key(name), value(number)
+    except Bad:
+        pass
+    raise Bad(f"{text!r}: expected {form}")
+
+
+def filled(text: str) -> str:
+    if not text:
+        raise Bad("'': must not be empty")
+    return text
+
+
+def api_key(text: str) -> str:
+    if not (text and text.isascii() and text.isprintable() and text.strip() == text):
+        raise Bad(": must be printable ASCII without spaces around it, and not empty")
+    return text
+
+
+def text_file(text: str) -> Path:
+    """A file that can be read; a pipe is left alone until it is read."""
+    path = Path(text)
+    try:
+        path.stat()
+        reason = "Is a directory" if path.is_dir() else "Permission denied"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+    else:
+        if not path.is_dir() and os.access(path, os.R_OK):
+            return path
+    raise Bad(f"= {text}: {reason}")
+
+
+def text_input(text: str) -> Path:
+    """The same, or "-", the standard input."""
+    return Path(text) if text == "-" else text_file(text)
+
+
+def out_folder(text: str) -> Path:
+    """A folder that is there or can be made."""
+    path = Path(text)
+    if not text or (path.exists() and not path.is_dir()):
+        raise Bad(f"= {text}: not a folder")
+    return _writable(path)
+
+
+def new_folder(text: str) -> Path:
+    """One that is not there yet, or empty."""
+    path = Path(text)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise Bad(f"= {text}: already exists; nothing is overwritten")
+    return out_folder(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutFile:
+    """A file to write, of one of these kinds."""
+
+    suffixes: tuple[str, ...]
+
+    def __call__(self, text: str) -> Path:
+        path = Path(text)
+        if path.suffix not in self.suffixes or path.is_dir():
+            raise Bad(f"= {text}: not a {' or '.join(self.suffixes)} file")
+        if not path.absolute().parent.is_dir():
+            raise Bad(f"= {text}: no such folder")
+        if path.suffix != ".json" and importlib.util.find_spec("matplotlib") is None:
+            raise Bad(f"= {text}: a picture needs matplotlib: pip install 'jaxllama[experiment]'")
+        return _writable(path)
+
+
+def _writable(path: Path) -> Path:
+    """Raises unless ``path``, or the nearest thing above it that exists, can be written to."""
+    there = next(part for part in (path, *path.absolute().parents) if part.exists())
+    if there != path and not there.is_dir():
+        raise Bad(f"= {path}: {there} is not a folder")
+    if not os.access(there, os.W_OK):
+        raise Bad(f"= {path}: {there}: Permission denied")
+    return path

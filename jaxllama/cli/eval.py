@@ -1,0 +1,51 @@
+"""``jaxllama eval``: see ``jaxllama.bench.evaluate``."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxllama.cli import common
+from jaxllama.cli.domains import COUNT, Number, Parser, filled, text_input
+from jaxllama.errors import JaxLlamaError
+
+HELP = "Perplexity of a text, and the distance to a reference."
+
+
+def options(sub: Parser) -> None:
+    sub.add_argument("--text", type=text_input, required=True, metavar="FILE", help="UTF-8 text")
+    sub.add_argument("--window", type=Number(least=2), metavar="N",
+                     help="tokens scored together (default 512, or the context)")  # fmt: skip
+    sub.add_argument("--stride", type=COUNT, metavar="N",
+                     help="tokens from window to window (default window - 1)")  # fmt: skip
+    sub.add_argument("--reference", type=filled, metavar="NAME",
+                     help="a model to compare with: adds kl and top1")  # fmt: skip
+    sub.add_argument("--kv-dtype", choices=common.KV_DTYPES,
+                     help="score through a cache of this dtype")  # fmt: skip
+    common.hosts_options(sub)
+    common.json_option(sub)
+    common.model_options(sub)
+    common.policy_option(sub)
+
+
+def run(args: argparse.Namespace) -> None:
+    if None not in (args.window, args.stride) and args.stride >= args.window:
+        raise JaxLlamaError(f"--stride = {args.stride}: must be below --window, {args.window}")
+    from jaxllama.bench.evaluate import perplexity
+
+    text = common.read_text(args.text)
+    lm, reference = common.load(args), None
+    if args.reference is not None:
+        from jaxllama.loading import load
+
+        reference = load(args.reference, args.dtype, mesh=common.mesh(args), progress=True)
+    report = perplexity(
+        lm, text, args.window, args.stride, reference=reference, kv_dtype=common.kv_dtype(args),
+        progress=True,
+    )  # fmt: skip
+    if args.json:
+        common.print_json({"model": args.model, **report})
+    else:
+        print(f"perplexity {report['perplexity']:.4f} over {report['tokens']} tokens")
+        if reference is not None:
+            print(f"against {args.reference}: KL {report['kl']:.4f} nats, "
+                  f"top-1 {100 * report['top1']:.1f}%")  # fmt: skip

@@ -1,0 +1,63 @@
+"""``jaxllama plan``: see ``jaxllama.bench.plan``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from jaxllama.cli import common
+from jaxllama.cli.domains import COUNT, Number, OutFile, Parser
+from jaxllama.errors import JaxLlamaError
+from jaxllama.progress import working
+
+HELP = "Solve for the offloading policy, and measure what it predicts."
+
+
+def options(sub: Parser) -> None:
+    common.random_option(sub)
+    sub.add_argument(
+        "--batch", type=COUNT, default=8, metavar="N", help="rows (default %(default)s)"
+    )
+    sub.add_argument("--prompt-tokens", type=COUNT, default=512, metavar="N",
+                     help="a row (default %(default)s)")  # fmt: skip
+    sub.add_argument("--new-tokens", type=Number(least=3), default=32, metavar="N",
+                     help="a row (default %(default)s)")  # fmt: skip
+    for tier in ("device", "host", "disk"):
+        sub.add_argument(f"--{tier}-gb", type=Number(float, 0, 1e9), metavar="X",
+                         help=f"of {tier} memory to use (default: all there is)")  # fmt: skip
+    sub.add_argument(
+        "--timeline",
+        type=OutFile((".png", ".svg", ".pdf")),
+        metavar="PNG",
+        help="a picture of one step",
+    )
+    sub.add_argument("--recalibrate", action="store_true",
+                     help="measure this machine anew, not as it was found before")  # fmt: skip
+    common.json_option(sub)
+    common.model_options(sub)
+    common.policy_option(sub)
+    common.cache_options(sub)
+
+
+def run(args: argparse.Namespace) -> None:
+    from jaxllama.bench import plan
+    from jaxllama.offload.policy import Policy
+
+    for tier in ("device", "host", "disk"):
+        if args.policy is not None and getattr(args, f"{tier}_gb") is not None:
+            raise JaxLlamaError(f"--{tier}-gb bounds what is solved for, and --policy is given")
+    policy = common.policy(args)
+    base = common.also(Policy(), args) if policy is None else policy
+    sizes = {}
+    for tier in ("device", "host", "disk"):
+        size = getattr(args, f"{tier}_gb")
+        sizes[f"{tier}_bytes"] = None if size is None else int(size * 1e9)
+    with working("planning"):
+        report = plan.run(
+            args.model, policy=policy, base=base, dtype=args.dtype, scheme=args.quantize,
+            kv_dtype=common.kv_dtype(args), rows=args.batch, prompt_tokens=args.prompt_tokens,
+            new_tokens=args.new_tokens, random=args.random, timeline=args.timeline,
+            recalibrate=args.recalibrate, progress=lambda text: print(text, file=sys.stderr),
+            **sizes,
+        )  # fmt: skip
+    common.show(args, report, plan.table)

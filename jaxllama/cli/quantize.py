@@ -1,0 +1,61 @@
+"""``jaxllama quantize``: see ``jaxllama.quantization.checkpoint``."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxllama.cli import common
+from jaxllama.cli.domains import Number, OutFile, Parser, filled, new_folder, refusing, text_input
+
+METHODS = ("rtn", "awq", "gptq", "smoothquant")
+FORMATS = ("native", "awq", "gptq", "compressed-tensors")
+
+HELP = "Make a quantized checkpoint, calibrated on text."
+
+
+@refusing
+def scheme(text: str) -> str:
+    from jaxllama.quantization.scheme import parse
+
+    parse(text)
+    return text
+
+
+def options(sub: Parser) -> None:
+    sub.add_argument("--out", type=new_folder, required=True, metavar="DIR",
+                     help="to make; an interrupted run goes on where it stopped")  # fmt: skip
+    sub.add_argument("--scheme", type=scheme, default="w4a16", metavar="SCHEME",
+                     help="as --quantize of the other commands, or fp8-static "
+                          "(default %(default)s)")  # fmt: skip
+    sub.add_argument("--method", choices=METHODS, default="rtn", help="(default %(default)s)")
+    sub.add_argument("--format", choices=FORMATS, default="native", help="(default %(default)s)")
+    sub.add_argument("--calibration", type=text_input, metavar="FILE",
+                     help="UTF-8 text (default: a packaged one)")  # fmt: skip
+    sub.add_argument("--samples", type=Number(int, 0), metavar="N",
+                     help="windows of it that are used; 0, the default of rtn without --report or "
+                          "--calibration, measures no errors (default 32)")  # fmt: skip
+    sub.add_argument("--window", type=Number(least=2), default=512, metavar="N",
+                     help="tokens of each (default %(default)s)")  # fmt: skip
+    sub.add_argument("--report", type=OutFile((".json", ".png")), action="append", default=[],
+                     metavar="FILE",
+                     help="every weight's errors, .json or .png; may be given again")  # fmt: skip
+    common.json_option(sub)
+    group = sub.add_argument_group("model")
+    group.add_argument("--model", type=filled, default=common.MODEL, metavar="NAME",
+                       help="preset, directory, .gguf or hub id (default %(default)s)")  # fmt: skip
+    group.add_argument("--dtype", choices=common.DTYPES, help="of weights and activations")
+
+
+def run(args: argparse.Namespace) -> None:
+    from jaxllama.loading import default_dtype, load, read_config
+    from jaxllama.quantization import checkpoint
+
+    text = None if args.calibration is None else common.read_text(args.calibration)
+    request = checkpoint.Request(
+        args.out, args.scheme, args.method, args.format, text, args.samples, args.window,
+        tuple(args.report),
+    )  # fmt: skip
+    checkpoint.check(read_config(args.model), request, args.dtype or default_dtype())
+    lm = load(args.model, args.dtype, progress=True)
+    report = checkpoint.quantize_checkpoint(lm, request, progress=True)
+    common.show(args, {"model": args.model, **report}, checkpoint.table)

@@ -1,0 +1,64 @@
+"""What an engine took, and at which step, in a journal; ``Engine.restore`` does it again.
+
+begin(folder, lm, options) -> Journal                     a new one, which says whose it is
+record(journal, step, kind, entry)                        before anything is done about it
+resume(folder, lm) -> (Journal, options, [Entry, ...])    what to do again, in order
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import LanguageModel
+from jaxllama.serving.engine.options import ResolvedOptions
+from jaxllama.serving.journal import Entry, Journal
+
+
+def begin(folder: str | Path, lm: LanguageModel, options: ResolvedOptions) -> Journal:
+    """Raises JaxLlamaError for a journal that another engine has begun."""
+    journal = Journal(folder)
+    if journal.history():
+        journal.close()
+        raise JaxLlamaError(f"{folder}: another engine's journal: Engine.restore goes on")
+    header = {"model": _fingerprint(lm), "options": dataclasses.asdict(options)}
+    journal.accept(None, "options", 0, json.dumps(header))
+    return journal
+
+
+def record(
+    journal: Journal, step: int, kind: Literal["submit", "end"], entry: dict[str, Any]
+) -> None:
+    # numpy's numbers are numbers too
+    journal.accept(None, kind, step, json.dumps(entry, default=lambda number: number.item()))
+
+
+def resume(folder: str | Path, lm: LanguageModel) -> tuple[Journal, dict[str, Any], list[Entry]]:
+    """Raises JaxLlamaError if there is no engine's journal, or one of another model."""
+    if not Path(folder).is_dir():
+        raise JaxLlamaError(f"{folder}: not an engine's journal")
+    journal = Journal(folder)
+    try:
+        entries = journal.history()
+        if not entries:
+            raise JaxLlamaError(f"{folder}: not an engine's journal")
+        header = json.loads(entries[0].body)
+        if header["model"] != _fingerprint(lm):
+            raise JaxLlamaError(f"{folder}: the journal of another model than {lm.config.name}")
+        return journal, header["options"], entries[1:]
+    except BaseException:
+        journal.close()
+        raise
+
+
+def _fingerprint(lm: LanguageModel) -> str:
+    """Of the configuration and of the final norm's weights, which no two models share."""
+    digest = hashlib.sha256(repr(lm.config).encode())
+    digest.update(np.asarray(lm.params["norm"]["weight"]).tobytes())
+    return digest.hexdigest()

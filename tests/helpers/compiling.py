@@ -1,0 +1,24 @@
+"""How tests compile: on CPUs what compiles soonest, for they run a program a few times."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+
+# No LLVM optimization, and no threads for a module's parts.  jaxlib 0.10 may also do without the
+# emitters of fusions (MLIR), which are two thirds of its compile time; newer ones have no others,
+# and end at a flag they do not know.
+SOON = " ".join(
+    (
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_parallel_codegen_split_count=1",
+        *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
+    )
+)
+
+
+def environment(n_devices: int = 1) -> dict[str, str]:
+    """The environment of a child process that has CPU devices alone, this many."""
+    flags = f"{SOON} --xla_force_host_platform_device_count={n_devices}"
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
