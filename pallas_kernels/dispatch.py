@@ -2,9 +2,9 @@
 
 "xla" is plain jax.numpy and runs anywhere.  "mosaic" is the Pallas Mosaic GPU kernel, or
 NotImplementedError that names the fact that rules it out.  None is the kernel where the operands
-are on Hopper, jax is a version that was tested, and the op's ``unsupported(...)`` has no objection;
-XLA everywhere else.  Nothing is tried and caught.  A call with an operand of size 0 is XLA's under
-each: there is nothing to launch.
+are on Hopper, jax is a version that was tested, and the op has a plan for the call (``Plan``) and
+no reason against it (``Reason``); XLA everywhere else.  Nothing is tried and caught.  A call with
+an operand of size 0 is XLA's under each: there is nothing to launch.
 
 Where the operands are: on the devices of committed arrays and of meshes, else on the default
 device.  Inside ``jax.jit`` without a mesh nothing says where the arguments will be, and the default
@@ -20,7 +20,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 from jax.core import Tracer
@@ -29,6 +29,24 @@ Implementation = Literal["xla", "mosaic"]
 # From the first version on, and below the second.
 TESTED_JAX = (0, 11, 2), (0, 13, 0)
 _SPAN = " <= jax < ".join(".".join(map(str, version)) for version in TESTED_JAX)
+
+
+class Plan(Protocol):
+    """How a kernel computes one call: what a planner comes to and its launcher is given.  Hashable;
+    its ``str`` is what ``explain`` prints."""
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a planner has no plan for a call.  plan: it has one, and the text says what was measured
+    to be faster; a caller who names "mosaic" gets it all the same."""
+
+    text: str
+    plan: Plan | None = None
 
 
 def untested_jax() -> str | None:
@@ -97,41 +115,74 @@ def _device_of_mesh(mesh: Any) -> Any | None:
 
 
 def wants_kernel(implementation: Implementation | None, *operands: Any) -> bool:
-    """Can ``choose`` come to "mosaic"?  Only then need an op ask its ``unsupported()``, which may
-    import the kernels: a third of a second, and jax's private modules, that XLA does without."""
+    """Can ``choose_plan`` come to a kernel?"""
     if implementation is None:
         return hopper_reason(*operands) is None
     return implementation == "mosaic"
 
 
-def choose(
+def choose_plan(
     op: str,
     implementation: Implementation | None,
-    reason: str | None,
+    find: Callable[[], Plan | Reason],
     *operands: Any,
     has_xla: bool = True,
-) -> Implementation:
-    """Resolve ``implementation`` for ``op``; ``reason`` is what its ``unsupported()`` returned.
-    has_xla: whether there is a form to fall back on.
+) -> Plan | None:
+    """The plan of ``op``'s kernel for a call, or None where its XLA form is to be taken.
 
-    An explicit "mosaic" is honoured on any platform (lowering for cuda, the interpreter), so only
-    the op's own reason can refuse it.
+    find: asked once, and only where a kernel may run: it may import the kernels, a third of a
+        second and jax's private modules, that XLA does without.
+    has_xla: whether there is a form to fall back on.
+    Raises NotImplementedError naming the fact where "mosaic" was named and there is no plan.
     """
+    found: Plan | Reason
     if implementation not in ("xla", "mosaic", None):
         raise ValueError(f"{op}: implementation {implementation!r} is not 'xla', 'mosaic' or None")
     if implementation == "xla":
-        reason = "it was asked for"
+        found = Reason("it was asked for")
     elif has_xla and is_empty(*operands):
-        reason, implementation = "an operand of size 0", "xla"
-    elif implementation is None:
-        # The device comes first: where it has no kernels the op's own reason was not asked for.
-        reason = hopper_reason(*operands) or reason
-        implementation = "mosaic" if reason is None else "xla"
+        found, implementation = Reason("an operand of size 0"), None
+    elif implementation is None and (reason := hopper_reason(*operands)):
+        found = Reason(reason)
+    else:
+        found = find()
+    named = implementation == "mosaic"
+    reason = found.text if isinstance(found, Reason) else None
+    plan = named_plan(found) if named or reason is None else None
     if (recorder := _recorder.get()) is not None:
-        recorder.choices.append(Choice(op, _described(operands), implementation, reason))
-    if implementation == "mosaic" and reason is not None:
+        choice = Choice(op, _described(operands), "mosaic" if named or plan else "xla", reason)
+        if plan is not None:
+            choice.kernel, choice.plan = plan.kernel, str(plan)
+        recorder.choices.append(choice)
+    if plan is None and named:
         raise NotImplementedError(f"{op}: no Mosaic kernel for this call: {reason}")
-    return implementation
+    if plan is not None and jax.__version_info__ < TESTED_JAX[0]:
+        raise NotImplementedError(f"{plan.kernel}: {untested_jax()}")
+    return plan
+
+
+def has_plan(find: Callable[[], Plan | Reason], *operands: Any) -> bool:
+    """Would ``choose_plan`` with None come to a kernel?"""
+    if is_empty(*operands) or hopper_reason(*operands) is not None:
+        return False
+    return not isinstance(find(), Reason)
+
+
+def named_plan(found: Plan | Reason) -> Plan | None:
+    """What a caller who names "mosaic" gets."""
+    return found.plan if isinstance(found, Reason) else found
+
+
+def first_plan(call: Any, *planners: Callable[[Any], Plan | Reason]) -> Plan | Reason:
+    """What the first planner that has a plan says of the call, be it that another way is faster;
+    where none has one, why."""
+    reasons = []
+    for planner in planners:
+        found = planner(call)
+        if named_plan(found) is not None:
+            return found
+        reasons.append(found.text)
+    return Reason("; ".join(filter(None, reasons)))
 
 
 def is_empty(*operands: Any) -> bool:
@@ -144,7 +195,7 @@ def is_empty(*operands: Any) -> bool:
 
 @dataclasses.dataclass
 class Choice:
-    """What ``choose`` came to; ``kernel`` and its ``plan`` are known when it is launched."""
+    """What ``choose_plan`` came to, with the kernel and its plan where it is one."""
 
     op: str
     operands: str
@@ -169,16 +220,6 @@ class _Recorder(NamedTuple):
 
 
 _recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar("_", default=None)
-
-
-def launching(kernel: str, plan: Callable[[], Any] = lambda: None) -> None:
-    """Said by an op on the way to its kernel.  Raises NotImplementedError where this jax is older
-    than the first that has what kernels are made of."""
-    if (recorder := _recorder.get()) is not None and recorder.choices:
-        choice = recorder.choices[-1]
-        choice.kernel, choice.plan = kernel, str(plan() or "")
-    if jax.__version_info__ < TESTED_JAX[0]:
-        raise NotImplementedError(f"{kernel}: {untested_jax()}")
 
 
 def explain(op: str | Callable[..., Any], *operands: Any, **options: Any) -> str:

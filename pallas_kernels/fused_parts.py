@@ -10,22 +10,25 @@ from collections.abc import Sequence
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
-from pallas_kernels.mosaic import LOG2E, Value
+from pallas_kernels import ptx as p
+from pallas_kernels.ptx import LOG2E, Value
 
 
-def floats(words: Sequence[Value]) -> list[Value]:
-    """The values of words that hold two bfloat16 each."""
-    return [f(word, "bf16") for word in words for f in (p.widen, p.widen_high)]
+def floats(words: Sequence[Value], kind: str = "bf16") -> list[Value]:
+    """The values of words that hold two 16-bit floats each."""
+    return [f(word, kind) for word in words for f in (p.widen, p.widen_high)]
+
+
+def packed(values: Sequence[Value], kind: str = "bf16") -> list[Value]:
+    """Values rounded to 16-bit floats, two to a word."""
+    return [p.pack(*values[i : i + 2], kind) for i in range(0, len(values), 2)]
 
 
 def silu(gate: Value) -> Value:
-    power = a.exp2(arith.mulf(gate, p.cf(-LOG2E)))
-    return a.divide(gate, arith.addf(power, p.cf(1.0)))
+    power = p.exp2(arith.mulf(gate, p.cf(-LOG2E)))
+    return p.divide(gate, arith.addf(power, p.cf(1.0)))
 
 
 def rounded_sum(words: Sequence[Value], addends: Sequence[Value]) -> list[Value]:
     """bfloat16 pairs plus floats, rounded, as pairs again."""
-    sums = [arith.addf(v, more) for v, more in zip(floats(words), addends, strict=True)]
-    return [a.pack(*sums[i : i + 2], "bf16") for i in range(0, len(sums), 2)]
+    return packed([arith.addf(v, more) for v, more in zip(floats(words), addends, strict=True)])

@@ -1,6 +1,8 @@
-"""PTX instructions of the attention and cache kernels, beside those in ``mosaic``.
+"""PTX and MLIR's integers and floats as Python functions, for code inside ``plgpu.inline_mgpu``.
 
-Values are MLIR scalars (f32, i32, i64), as there; everything runs while a kernel is traced.
+Everything runs while a kernel is traced.  Values are MLIR scalars: f32; i32 words, which hold
+integers, a pair of 16-bit floats (the low half first) or packed codes; i64 addresses of device
+memory, i32 addresses of shared memory; i1 conditions.  ``at`` is a number of bytes.
 """
 
 from __future__ import annotations
@@ -8,124 +10,123 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, scf
+from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
+from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.mosaic import Value, ci, f32, i32, i64, ptx
-
-
-def load_shared(base: Value, n: int, at: int, kind: str = "b32") -> list[Value]:
-    """n (1, 2, 4) words or floats."""
-    result = f32() if kind == "f32" else i32()
-    if n == 1:
-        return [ptx(f"ld.shared.{kind} $0, [$1+{at}];", base, results=result)]
-    outs = ",".join(f"${i}" for i in range(n))
-    return list(ptx(f"ld.shared.v{n}.{kind} {{{outs}}}, [${n}+{at}];", base, results=[result] * n))
+Value = ir.Value
+LOG2E = 1.4426950408889634
 
 
-def load_words(base: Value, n: int, at: int = 0, kind: str = "b32", cache: str = "") -> list[Value]:
-    """n (1, 2, 4) words or floats of device memory; cache ".nc" where no thread writes them."""
-    result = f32() if kind == "f32" else i32()
-    if n == 1:
-        return [ptx(f"ld.global{cache}.{kind} $0, [$1+{at}];", base, results=result)]
-    outs = ",".join(f"${i}" for i in range(n))
-    code = f"ld.global{cache}.v{n}.{kind} {{{outs}}}, [${n}+{at}];"
-    return list(ptx(code, base, results=[result] * n))
+def i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
 
 
-def store_words(base: Value, values: Sequence[Value], at: int = 0) -> None:
-    """1, 2 or 4 words, or floats, to device memory."""
-    kind = "f32" if values[0].type == f32() else "b32"
-    if len(values) == 1:
-        ptx(f"st.global.{kind} [$0+{at}], $1;", base, values[0])
-        return
-    names = ",".join(f"${i + 1}" for i in range(len(values)))
-    ptx(f"st.global.v{len(values)}.{kind} [$0+{at}], {{{names}}};", base, *values)
+def i64() -> ir.Type:
+    return ir.IntegerType.get_signless(64)
 
 
-def load_half(base: Value, at: int = 0) -> Value:
-    """16 bits of device memory that no thread writes, in the low half of a word."""
-    code = f"{{ .reg .b16 h; ld.global.nc.u16 h, [$1+{at}]; cvt.u32.u16 $0, h; }}"
-    return ptx(code, base, results=i32())
+def f32() -> ir.Type:
+    return ir.F32Type.get()
 
 
-def store_shared(base: Value, values: Sequence[Value], at: int = 0) -> None:
-    """1, 2 or 4 floats."""
-    if len(values) == 1:
-        ptx(f"st.shared.f32 [$0+{at}], $1;", base, values[0])
-        return
-    names = ",".join(f"${i + 1}" for i in range(len(values)))
-    ptx(f"st.shared.v{len(values)}.f32 [$0+{at}], {{{names}}};", base, *values)
+def ci(value: int) -> Value:
+    """An i32 constant; bit patterns above 2**31 are wrapped."""
+    return mgpu.utils.c(value - (1 << 32) if value >= 1 << 31 else value, i32())
 
 
-def bits(x: Value) -> Value:
-    """The word that an f32 is."""
-    return arith.bitcast(i32(), x)
+def cf(value: float) -> Value:
+    return mgpu.utils.c(float(value), f32())
 
 
-def from_bits(word: Value) -> Value:
-    """The f32 that a word is."""
-    return arith.bitcast(f32(), word)
+def ptx(code: str, *args: Value, results=None, volatile: bool = True, convergent: bool = False):
+    return mgpu.utils.inline_ptx(
+        code, *args, result_types=results, has_side_effects=volatile, convergent=convergent
+    )
 
 
-def store_byte(base: Value, word: Value) -> None:
-    ptx("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h; }", base, word)
+def _i32(code: str, *args: Value) -> Value:
+    return ptx(code, *args, results=i32(), volatile=False)
+
+
+def _f32(code: str, *args: Value) -> Value:
+    return ptx(code, *args, results=f32(), volatile=False)
+
+
+def _vector(kind: str, n: int, first: int) -> tuple[str, str]:
+    names = ",".join(f"${first + i}" for i in range(n))
+    return (kind, names) if n == 1 else (f"v{n}.{kind}", "{" + names + "}")
+
+
+# --- Where a thread is, and addresses ---
+
+
+def register(name: str, volatile: bool = False) -> Value:
+    """A special 32-bit register such as ``%tid.x``.  volatile: read anew where it is used, so that
+    what is computed from it is not carried, and spilled, through a whole loop."""
+    return ptx(f"mov.u32 $0, %{name};", results=i32(), volatile=volatile)
+
+
+def address(ref: Value) -> Value:
+    """The i64 address of a memref in device memory."""
+    return llvm.ptrtoint(i64(), mgpu.utils.memref_ptr(ref))
+
+
+def shared_address(ref: Value) -> Value:
+    """The i32 address of a memref in shared memory."""
+    return arith.trunci(i32(), address(ref))
+
+
+def offset(base: Value, index: Value, stride: int = 1) -> Value:
+    """``base + index * stride`` for an i64 base and a non-negative i32 index."""
+    wide = arith.extui(i64(), index)
+    if stride != 1:
+        wide = arith.muli(wide, mgpu.utils.c(stride, i64()))
+    return arith.addi(base, wide)
 
 
 def offset_rows(base: Value, index: Value, stride: int) -> Value:
-    """``base + index * stride`` in one wide multiply-add; index is a non-negative i32."""
-    return ptx(f"mad.wide.u32 $0, $1, {stride}, $2;", index, base, results=i64(), volatile=False)
+    """The same in one wide multiply-add."""
+    code = f"mad.wide.u32 $0, $1, {stride}, $2;"
+    return ptx(code, index, base, results=i64(), volatile=False)
 
 
-def exp2(x: Value) -> Value:
-    return ptx("ex2.approx.ftz.f32 $0, $1;", x, results=f32(), volatile=False)
+# --- Integers and conditions ---
 
 
-def log2(x: Value) -> Value:
-    return ptx("lg2.approx.ftz.f32 $0, $1;", x, results=f32(), volatile=False)
+def add(*terms: Value | int) -> Value:
+    """Sum of i32 values and Python integers."""
+    total, constant = None, 0
+    for term in terms:
+        if isinstance(term, int):
+            constant += term
+        else:
+            total = term if total is None else arith.addi(total, term)
+    if total is None:
+        return ci(constant)
+    return arith.addi(total, ci(constant)) if constant else total
 
 
-def divide(a: Value, b: Value) -> Value:
-    return ptx("div.rn.f32 $0, $1, $2;", a, b, results=f32(), volatile=False)
+def mul(a: Value, b: int) -> Value:
+    return a if b == 1 else arith.muli(a, ci(b))
 
 
-def maximum(a: Value, b: Value) -> Value:
-    return ptx("max.f32 $0, $1, $2;", a, b, results=f32(), volatile=False)
+def shift_left(word: Value, bits: int) -> Value:
+    return arith.shli(word, ci(bits))
 
 
-def minimum(a: Value, b: Value) -> Value:
-    return ptx("min.f32 $0, $1, $2;", a, b, results=f32(), volatile=False)
+def shift_right(word: Value, bits: int) -> Value:
+    return arith.shrui(word, ci(bits)) if bits else word
 
 
-def absolute(a: Value) -> Value:
-    return ptx("abs.f32 $0, $1;", a, results=f32(), volatile=False)
+def masked(word: Value, mask: int) -> Value:
+    """``word & mask``."""
+    return arith.andi(word, ci(mask))
 
 
-def shuffle_xor(x: Value, lanes: int) -> Value:
-    code = f"shfl.sync.bfly.b32 $0, $1, {lanes}, 31, -1;"
-    return ptx(code, x, results=x.type, convergent=True)
-
-
-def transpose_8x8(word: Value) -> Value:
-    """The warp's 8x8 matrix of 16-bit words, two per lane, transposed."""
-    code = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-    return ptx(code, word, results=i32(), volatile=False, convergent=True)
-
-
-def pack(low: Value, high: Value, kind: str) -> Value:
-    """Two f32 rounded to a pair of 16-bit floats."""
-    return ptx(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", low, high, results=i32(), volatile=False)
-
-
-def mul_pairs(a: Value, b: Value, kind: str) -> Value:
-    """Element-wise product of pairs of 16-bit floats."""
-    op = {"bf16": "mul.rn.bf16x2", "f16": "mul.rn.f16x2"}[kind]
-    return ptx(f"{op} $0, $1, $2;", a, b, results=i32(), volatile=False)
-
-
-def select_bits(a: Value, mask: int, c: Value) -> Value:
-    """``(a & mask) | c``."""
-    code = "lop3.b32 $0, $1, $2, $3, 0xea;"
-    return ptx(code, a, ci(mask), c, results=i32(), volatile=False)
+def less(a: Value, b: Value | int) -> Value:
+    """Unsigned ``a < b``."""
+    b = ci(b) if isinstance(b, int) else b
+    return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
 def below(a: Value, b: Value) -> Value:
@@ -138,30 +139,317 @@ def at_most(a: Value, b: Value) -> Value:
     return arith.cmpi(arith.CmpIPredicate.sle, a, b)
 
 
+def equal(a: Value, b: Value | int) -> Value:
+    b = ci(b) if isinstance(b, int) else b
+    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+
+
+def bit(x: Value, k: int) -> Value:
+    """Whether bit k of x is set."""
+    return arith.cmpi(arith.CmpIPredicate.ne, masked(x, 1 << k), ci(0))
+
+
+def no(condition: Value) -> Value:
+    return arith.xori(condition, arith.cmpi(arith.CmpIPredicate.eq, ci(0), ci(0)))
+
+
 def smaller(a: Value, b: Value) -> Value:
+    """Of signed i32."""
     return arith.minsi(a, b)
 
 
 def larger(a: Value, b: Value) -> Value:
+    """Of signed i32."""
     return arith.maxsi(a, b)
 
 
+def and_xor(word: Value, mask: int, flip: int) -> Value:
+    """``(word & mask) ^ flip`` as one LOP3 (left alone, the compiler makes it two)."""
+    return _i32("lop3.b32 $0, $1, $2, $3, 0x6a;", word, ci(mask), ci(flip))
+
+
+def select_bits(a: Value, mask: int, c: Value) -> Value:
+    """``(a & mask) | c``."""
+    return _i32("lop3.b32 $0, $1, $2, $3, 0xea;", a, ci(mask), c)
+
+
+def permute(a: Value, b: Value, selector: int) -> Value:
+    """PRMT: four bytes picked from the eight of a (0..3) and b (4..7)."""
+    return _i32(f"prmt.b32 $0, $1, $2, {selector};", a, b)
+
+
+# --- Floats ---
+
+
+def bits(x: Value) -> Value:
+    """The word that an f32 is."""
+    return arith.bitcast(i32(), x)
+
+
+def from_bits(word: Value) -> Value:
+    """The f32 that a word is."""
+    return arith.bitcast(f32(), word)
+
+
+def minimum(a: Value, b: Value | int) -> Value:
+    """Of f32; of an unsigned i32 and a Python integer."""
+    if isinstance(b, int):
+        return arith.minui(a, ci(b))
+    return _f32("min.f32 $0, $1, $2;", a, b)
+
+
+def maximum(a: Value, b: Value) -> Value:
+    return _f32("max.f32 $0, $1, $2;", a, b)
+
+
+def absolute(a: Value) -> Value:
+    return _f32("abs.f32 $0, $1;", a)
+
+
+def fma(a: Value, b: Value, c: Value) -> Value:
+    return _f32("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+
+
+def divide(a: Value, b: Value) -> Value:
+    return _f32("div.rn.f32 $0, $1, $2;", a, b)
+
+
+def rsqrt(value: Value) -> Value:
+    return _f32("rsqrt.approx.f32 $0, $1;", value)
+
+
+def exp2(x: Value) -> Value:
+    """2**x, one instruction; exp2(-inf) is 0."""
+    return _f32("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def log2(x: Value) -> Value:
+    return _f32("lg2.approx.ftz.f32 $0, $1;", x)
+
+
+# --- 16-bit floats: kind is "bf16" or "f16" ---
+
+
+def widen(half: Value, kind: str = "bf16") -> Value:
+    """The f32 value of the 16-bit float in the low half of a word."""
+    if kind == "bf16":
+        return arith.bitcast(f32(), arith.shli(half, ci(16)))
+    return _f32("{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.f32.f16 $0, h; }", half)
+
+
+def widen_high(word: Value, kind: str = "bf16") -> Value:
+    """The f32 value of the 16-bit float in the high half of a word."""
+    if kind == "bf16":
+        return arith.bitcast(f32(), arith.andi(word, ci(0xFFFF0000)))
+    return widen(shift_right(word, 16), kind)
+
+
+def narrow(value: Value, kind: str) -> Value:
+    """f32 rounded to a 16-bit float, in the low half of a word."""
+    return _i32(f"{{ .reg .b16 h; cvt.rn.{kind}.f32 h, $1; cvt.u32.u16 $0, h; }}", value)
+
+
+def pack(low: Value, high: Value, kind: str = "bf16") -> Value:
+    """Two f32 rounded to a pair."""
+    return _i32(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", low, high)
+
+
+def add_pairs(a: Value, b: Value, kind: str = "bf16") -> Value:
+    return _i32(f"add.rn.{kind}x2 $0, $1, $2;", a, b)
+
+
+def sub_pairs(a: Value, b: Value, kind: str = "bf16") -> Value:
+    return _i32(f"sub.rn.{kind}x2 $0, $1, $2;", a, b)
+
+
+def mul_pairs(a: Value, b: Value, kind: str = "bf16") -> Value:
+    return _i32(f"mul.rn.{kind}x2 $0, $1, $2;", a, b)
+
+
+def fma_pairs(a: Value, b: Value, c: Value, kind: str = "bf16") -> Value:
+    """a * b + c, rounded once."""
+    return _i32(f"fma.rn.{kind}x2 $0, $1, $2, $3;", a, b, c)
+
+
+def mma(
+    acc: Sequence[Value], a: Sequence[Value], b: Sequence[Value], kind: str = "bf16"
+) -> list[Value]:
+    """acc[16, 8] += a[16, 16] b[16, 8] of one warp, 16-bit floats into f32."""
+    code = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    return list(ptx(code, *a, *b, *acc, results=[f32()] * 4, volatile=False, convergent=True))
+
+
+# --- Other lanes of the warp ---
+
+
+def shuffle_xor(x: Value, lanes: int) -> Value:
+    """The value of the lane whose number differs by xor."""
+    code = f"shfl.sync.bfly.b32 $0, $1, {lanes}, 31, -1;"
+    return ptx(code, x, results=x.type, convergent=True)
+
+
+def transpose_8x8(word: Value) -> Value:
+    """The warp's 8x8 matrix of 16-bit words, two per lane, transposed."""
+    code = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return ptx(code, word, results=i32(), volatile=False, convergent=True)
+
+
+def load_matrices(base: Value, at: int = 0, transposed: bool = False) -> list[Value]:
+    """ldmatrix.x4: four 8x8 tiles of 16-bit floats, one word of each per lane, from 32 addresses of
+    rows in shared memory; every tile transposed on the way if so asked."""
+    trans = ".trans" if transposed else ""
+    code = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0,$1,$2,$3}}, [$4+{at}];"
+    return list(ptx(code, base, results=[i32()] * 4, convergent=True))
+
+
+def store_matrices_transposed(base: Value, words: Sequence[Value], at: int = 0) -> None:
+    """The inverse of ``load_matrices(transposed=True)``."""
+    code = f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+{at}], {{$1,$2,$3,$4}};"
+    ptx(code, base, *words, convergent=True)
+
+
+# --- Memory ---
+
+
+def _load(space: str, base: Value, n: int, at: int, kind: str) -> list[Value]:
+    result, (kind, outs) = f32() if kind == "f32" else i32(), _vector(kind, n, 0)
+    return list(ptx(f"ld.{space}.{kind} {outs}, [${n}+{at}];", base, results=[result] * n))
+
+
+def _store(space: str, base: Value, values: Sequence[Value], at: int) -> None:
+    kind, names = _vector("f32" if values[0].type == f32() else "b32", len(values), 1)
+    ptx(f"st.{space}.{kind} [$0+{at}], {names};", base, *values)
+
+
+def load_global(base: Value, n: int, at: int = 0, kind: str = "b32", cache: str = ".nc"):
+    """n (1, 2, 4) words, or "f32"; cache: "" where a thread may write them during the kernel."""
+    return _load(f"global{cache}", base, n, at, kind)
+
+
+def store_global(base: Value, values: Value | Sequence[Value], at: int = 0) -> None:
+    """A word or float, or 1, 2 or 4 of them at ``at``."""
+    if isinstance(values, Value):
+        ptx(f"st.global.{'f32' if values.type == f32() else 'b32'} [$0], $1;", base, values)
+    else:
+        _store("global", base, values, at)
+
+
+def load_half(base: Value, at: int = 0) -> Value:
+    """16 bits of device memory that no thread writes, in the low half of a word."""
+    code = f"{{ .reg .b16 h; ld.global.nc.u16 h, [$1+{at}]; cvt.u32.u16 $0, h; }}"
+    return ptx(code, base, results=i32())
+
+
+def store_global_half(base: Value, half: Value) -> None:
+    """The low 16 bits of a word."""
+    ptx("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }", base, half)
+
+
+def store_byte(base: Value, word: Value) -> None:
+    ptx("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b8 [$0], h; }", base, word)
+
+
+def load_shared(base: Value, n: int, at: int = 0, kind: str = "b32") -> list[Value]:
+    """n (1, 2, 4) words, or "f32"."""
+    return _load("shared", base, n, at, kind)
+
+
+def store_shared(base: Value, values: Sequence[Value], at: int = 0) -> None:
+    """1, 2 or 4 words or floats."""
+    _store("shared", base, values, at)
+
+
+def load_float(base: Value, at: int = 0) -> Value:
+    """One f32 of shared memory."""
+    return load_shared(base, 1, at, "f32")[0]
+
+
+def load_shared_narrow(base: Value, kind: str, at: int = 0) -> Value:
+    """One u8, s8 or u16 of shared memory, widened to i32."""
+    wide = "s32.s16" if kind == "s8" else "u32.u16"
+    code = f"{{ .reg .b16 h; ld.shared.{kind} h, [$1+{at}]; cvt.{wide} $0, h; }}"
+    return ptx(code, base, results=i32())
+
+
+# --- Control ---
+
+
+def when(condition: Value, body: Callable[[], object]) -> None:
+    """``if condition: body()`` for a body without results."""
+    op = scf.IfOp(condition)
+    with ir.InsertionPoint(op.then_block):
+        body()
+        scf.yield_([])
+
+
+def choose(condition: Value, body: Callable, otherwise: Sequence[Value]) -> list[Value]:
+    """``body()`` if condition, else the values that are there."""
+    op = scf.IfOp(condition, [x.type for x in otherwise], has_else=True)
+    with ir.InsertionPoint(op.then_block):
+        scf.yield_(list(body()))
+    with ir.InsertionPoint(op.else_block):
+        scf.yield_(list(otherwise))
+    return list(op.results)
+
+
 def loop(
-    start: Value, stop: Value, step: Value, carry: Sequence[Value], body: Callable
+    start: Value | int, stop: Value | int, step: Value | int, carry: Sequence[Value], body: Callable
 ) -> list[Value]:
     """``for i in range(start, stop, step): carry = body(i, carry)``."""
-    op = scf.ForOp(start, stop, step, list(carry))
+    bounds = [ci(x) if isinstance(x, int) else x for x in (start, stop, step)]
+    op = scf.ForOp(*bounds, list(carry))
     with ir.InsertionPoint(op.body):
         out = body(op.induction_variable, list(op.inner_iter_args))
         scf.yield_(list(out))
     return list(op.results)
 
 
-def copy_bulk(to: Value, source: Value, size: int, barrier: Value) -> None:
+def barrier() -> None:
+    """All threads of the block."""
+    gpu.barrier()
+
+
+def warp_barrier() -> None:
+    """All threads of the warp; shared memory written before is visible after."""
+    ptx("bar.warp.sync -1;", convergent=True)
+
+
+# --- Copies into shared memory, and the barriers that count them ---
+
+
+def copy_async(
+    to: Value, source: Value, at: int, from_at: int = 0, size: Value | None = None
+) -> None:
+    """16 bytes from device memory to shared memory, past L1, in the open group of copies.
+
+    size: how many of the 16 are read; the rest is zeros.
+    """
+    code = f"cp.async.cg.shared.global [$0+{at}], [$1+{from_at}], 16"
+    if size is None:
+        ptx(f"{code};", to, source)
+    else:
+        ptx(f"{code}, $2;", to, source, size)
+
+
+def copies_commit() -> None:
+    """Close this thread's group of copies."""
+    ptx("cp.async.commit_group;")
+
+
+def copies_wait(pending: int) -> None:
+    """Until at most ``pending`` of this thread's groups are under way."""
+    ptx(f"cp.async.wait_group {pending};")
+
+
+def copy_bulk(to: Value, source: Value, size: int, barrier: Value, at: int | None = None) -> None:
     """``size`` contiguous bytes (a multiple of 16) to shared memory by the copy engine, counted by
     ``barrier``."""
+    to_place = "[$0]" if at is None else f"[$0+{at}]"
     ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], "
+        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes {to_place}, [$1], "
         f"{size}, [$2];",
         to, source, barrier,
     )  # fmt: skip
@@ -194,27 +482,12 @@ def barrier_wait(barrier: Value, parity: Value) -> None:
     )  # fmt: skip
 
 
-def equal(a: Value, b: Value) -> Value:
-    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+# --- The other blocks of a cluster ---
 
 
-def no(condition: Value) -> Value:
-    return arith.xori(condition, arith.cmpi(arith.CmpIPredicate.eq, ci(0), ci(0)))
-
-
-def choose(condition: Value, body: Callable, otherwise: Sequence[Value]) -> list[Value]:
-    """``body()`` if condition, else the values that are there."""
-    op = scf.IfOp(condition, [x.type for x in otherwise], has_else=True)
-    with ir.InsertionPoint(op.then_block):
-        scf.yield_(list(body()))
-    with ir.InsertionPoint(op.else_block):
-        scf.yield_(list(otherwise))
-    return list(op.results)
-
-
-def cluster_arrive() -> None:
-    """Says no more than that this thread is here."""
-    ptx("barrier.cluster.arrive.relaxed.aligned;", convergent=True)
+def cluster_arrive(order: str = "relaxed") -> None:
+    """Says that this thread is here; "release": and what it has written."""
+    ptx(f"barrier.cluster.arrive.{order}.aligned;", convergent=True)
 
 
 def cluster_wait() -> None:
@@ -222,21 +495,24 @@ def cluster_wait() -> None:
     ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
 
 
-def peer_address(shared: Value, rank: Value) -> Value:
+def cluster_barrier() -> None:
+    """All threads of all blocks of the cluster; shared memory written before is visible after."""
+    cluster_arrive("release")
+    cluster_wait()
+
+
+def peer_address(shared: Value, rank: Value | int) -> Value:
     """The cluster address of the same place in another block's shared memory."""
-    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", shared, rank, results=i32(), volatile=False)
+    rank = ci(rank) if isinstance(rank, int) else rank
+    return _i32("mapa.shared::cluster.u32 $0, $1, $2;", shared, rank)
+
+
+def load_peer(base: Value, at: int = 0) -> Value:
+    return ptx(f"ld.shared::cluster.f32 $0, [$1+{at}];", base, results=f32())
 
 
 def send_peer(to: Value, values: Sequence[Value], barrier: Value, at: int = 0) -> None:
     """2 or 4 floats to a ``peer_address``, counted by a barrier of the same block."""
-    n = len(values)
-    names = ",".join(f"${i + 2}" for i in range(n))
-    ptx(
-        f"st.async.shared::cluster.mbarrier::complete_tx::bytes.v{n}.f32 "
-        f"[$0+{at}], {{{names}}}, [$1];",
-        to, barrier, *values,
-    )  # fmt: skip
-
-
-def warp_barrier() -> None:
-    ptx("bar.warp.sync -1;", convergent=True)
+    kind, names = _vector("f32", len(values), 2)
+    code = f"st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind} [$0+{at}], {names}, [$1];"
+    ptx(code, to, barrier, *values)

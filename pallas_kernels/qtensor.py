@@ -1,14 +1,14 @@
-"""QTensor: a quantized array as a pytree node (words, scales), and the way to floats and back.
+"""QTensor: a quantized array as a pytree node (codes, scales), and the way to floats and back.
 
 Invariants, for the logical array ``w[..., K]`` (weights are ``[out, in]``: K is the contraction):
 
-* ``q[..., K]`` holds the words: int8, int4 (signed, -8..7) or float8_e4m3fn.
+* ``q[..., K]`` holds the codes: int8, int4 (signed, -8..7) or float8_e4m3fn.
 * ``scale[..., n_groups]`` is floating; group ``g`` covers ``K // n_groups`` consecutive columns.
   ``n_groups == 1`` is one scale for a whole row: per output channel of a weight, per token of an
   activation.
 * ``zero`` has the shape of ``scale`` or is None.  Its dtype says which of the two affine forms the
   format uses, so that either imports without rounding:
-  integer  ``w = (q - zero) * scale``   (AWQ, GPTQ: unsigned words are stored as ``word - 8``),
+  integer  ``w = (q - zero) * scale``   (AWQ, GPTQ: unsigned codes are stored as ``code - 8``),
   floating ``w = q * scale + zero``     (GGUF Q4_1, Q5_1: a minimum beside the scale).
 * ``activations`` is static, and a note to whoever multiplies by this weight: the dtype that the
   other operand is quantized to (W8A8, FP8), or None for a weight-only scheme.  Each token has a
@@ -17,10 +17,10 @@ Invariants, for the logical array ``w[..., K]`` (weights are ``[out, in]``: K is
   is: GPTQ's act-order, whose groups are not consecutive in w, is stored sorted by group.  A matmul
   takes its other operand's features in that order; ``dequantize`` undoes it.
 
-A row of zeros has scale 0 and words 0, and dequantizes to zeros.
+A row of zeros has scale 0 and codes 0, and dequantizes to zeros.
 
 Sources: LLM.int8 (arXiv 2208.07339) for absmax rows, AWQ (2306.00978) and GPTQ (2210.17323) for
-grouped words with zero points, GGUF for minima.
+grouped codes with zero points, GGUF for minima.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class QTensor:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The words' dtype."""
+        """The codes' dtype."""
         return self.q.dtype
 
     @property
@@ -86,9 +86,9 @@ class QTensor:
 class RowBlocks:
     """A weight ``[out, in]`` in blocks of rows that are stored differently.
 
-    A checkpoint may give the members of a fused weight (q, k and v; gate and up) other word widths,
-    groups or column orders, or leave one in floats.  The product is the blocks' products, one after
-    the other, so nothing has to be rounded to a common form.
+    A checkpoint may give the members of a fused weight (q, k and v; gate and up) codes of other
+    widths, groups or column orders, or leave one in floats.  The product is the blocks' products,
+    one after the other, so nothing has to be rounded to a common form.
     """
 
     blocks: tuple[jax.Array | QTensor, ...]
@@ -131,7 +131,7 @@ def quantize(
 
     group_size: columns per scale; None is the whole row.
     symmetric: False adds an integer zero point per group (int8, int4 only).
-    scale_dtype: defaults to w's dtype; words are computed against the rounded scale, so the
+    scale_dtype: defaults to w's dtype; codes are computed against the rounded scale, so the
         error stays within half a step of the stored scale.
     Plain jax.numpy: every transformation.  Gradients reach w through the scales alone (and through
     8-bit floats, whose rounding passes them on).
@@ -176,7 +176,7 @@ def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
 
 
 def take_columns(x: jax.Array | QTensor, columns: jax.Array) -> jax.Array | QTensor:
-    """Columns of ``x[..., K]`` in another order; of a QTensor with one scale a row, its words'."""
+    """Columns of ``x[..., K]`` in another order; of a QTensor with one scale a row, its codes'."""
     if isinstance(x, QTensor):
         return dataclasses.replace(x, q=take_columns(x.q, columns))
     # "clip" because jnp's own answer to a wrong index, NaN, costs a pass; loaders check them.

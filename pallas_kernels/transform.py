@@ -9,7 +9,7 @@ launch of the kernel, ``linear_p`` a derivative:
                of a kernel) the XLA form takes its place, or an error where the caller named
                "mosaic".
     jvp, grad  of the XLA form, at any order, or what the op gives as ``backward``.  Only operands
-               are kept between the passes; the rest is computed again.  Words (integers and 8-bit
+               are kept between the passes; the rest is computed again.  Codes (integers and 8-bit
                floats) have no derivative.
     vmap       the kernel once for each element.
 
@@ -32,20 +32,25 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, Plan
 
 Leaves = Sequence[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What ``dispatch.choose`` came to, and whether the caller had named it."""
+    """What ``dispatch`` came to, and whether the caller had named it."""
 
     implementation: Implementation
     named: bool = False
 
 
 XLA = Choice("xla")
+
+
+def chosen(plan: Plan | None, implementation: Implementation | None) -> Choice:
+    """Of the plan that ``dispatch.choose_plan`` came to."""
+    return Choice("xla" if plan is None else "mosaic", implementation is not None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,7 +62,7 @@ class Op:
     derivative: the form that is differentiated, by default ``xla``.
     at: ``at(static, operands, out)`` are operands of equal derivatives that cost less to keep.
     backward: ``backward(choice, static, operands, saved, *d_outs)`` -> a cotangent for each
-        operand, None for words; by default the transpose of ``derivative``.
+        operand, None for codes; by default the transpose of ``derivative``.
     forward: ``forward(choice, static, *operands)`` -> (out, what ``backward`` finds in ``saved``).
     """
 
@@ -118,7 +123,7 @@ def _apply_jvp(call: _Call, primals: Leaves, tangents: Leaves) -> tuple[Any, Any
         operands = jax.tree.unflatten(call.tree, primals)
         out, saved = op.forward(call.choice, call.static, *operands)
     moves = tuple(
-        not (isinstance(t, SymbolicZero) or _is_words(x))
+        not (isinstance(t, SymbolicZero) or _is_codes(x))
         for x, t in zip(primals, tangents, strict=True)
     )
     outs, out_tree = jax.tree.flatten(out)
@@ -149,7 +154,7 @@ def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _is_words(x: jax.Array) -> bool:
+def _is_codes(x: jax.Array) -> bool:
     return not _is_float(x) or x.dtype.itemsize == 1
 
 
@@ -313,7 +318,7 @@ def _linear_jvp(primals, tangents, *, f, n_kept, **params):
     bind = functools.partial(linear_p.bind, f=f, n_kept=n_kept, **params)
     out = bind(*primals)
     moves = [
-        not (isinstance(t, ad.Zero) or _is_words(x)) for x, t in zip(primals, tangents, strict=True)
+        not (isinstance(t, ad.Zero) or _is_codes(x)) for x, t in zip(primals, tangents, strict=True)
     ]
     if not any(moves[:n_kept]):
         return out, bind(*primals[:n_kept], *map(ad.instantiate_zeros, tangents[n_kept:]))

@@ -28,7 +28,7 @@ from jaxllama.model.attention import At
 from jaxllama.model.cache import GLAState
 from jaxllama.model.linear import Params, linear
 from pallas_kernels.gla.op import gla, gla_step
-from pallas_kernels.gla.token import gla_token, takes
+from pallas_kernels.gla.token import fusible, gla_token
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
 
@@ -95,7 +95,7 @@ def _token(
     rows = [streams[name]._replace(rows=streams[name].rows[:, 0]) for name in names]
     decay = p["gk_1"]["weight"], p["gk_1"]["bias"]
     given = rows, decay, p["g_norm"]["weight"], lengths, before
-    if not takes(*given):
+    if not fusible(*given):
         return None
     return gla_token(
         *given,

@@ -1,11 +1,11 @@
-"""How the decode kernel's lanes share out a cached head, and how its words become floats.
+"""How the decode kernel's lanes share out a cached head, and how its codes become floats.
 
 A lane takes the features that lie side by side in memory, since sums over features may run in any
 order; the query's pairs and the values' token pairs are put in the same order.
 
-int4 words are not converted at all.  A word u + 8 masked out of its 32 bits is the float16 of that
+int4 codes are not converted at all.  A code u + 8 masked out of its 32 bits is the float16 of that
 many times 2^-24, a subnormal, which the mma multiplies exactly; one masked out 4 bits higher is 16
-times as much.  Who multiplies by them makes good the factors (``Words.steps``), and the 8 goes into
+times as much.  Who multiplies by them makes good the factors (``Codes.steps``), and the 8 goes into
 the zero points.
 """
 
@@ -16,14 +16,14 @@ import functools
 import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
+from pallas_kernels.fused_parts import floats, packed
 
 KIND = {"bfloat16": "bf16", "float16": "f16"}
 _BITS = {"bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "float8_e4m3fn": 8}
 
 
-class Words:
+class Codes:
     """How a token's row of one kv head (``head_dim`` features) is cut up and becomes floats."""
 
     def __init__(self, dtype, head_dim: int, groups: int, q_kind: str):
@@ -31,14 +31,14 @@ class Words:
         self.name, self.bits, self.groups, self.head_dim = name, _BITS[name], groups, head_dim
         self.quantized = name not in KIND
         self.zeros = name == "int4"
-        # What the two mmas multiply in.  Words are exact in bf16, whose range holds any weight
+        # What the two mmas multiply in.  Codes are exact in bf16, whose range holds any weight
         # times any scale; int4's are float16's subnormals, and its scales float16 themselves.
         self.q_kind = "f16" if self.zeros else q_kind
         self.v_kind = "f16" if self.zeros else "bf16" if self.quantized else q_kind
-        # What the word's float i (of ``pairs``, and of a lane's values) has to be multiplied by.
+        # What the code's float i (of ``pairs``, and of a lane's values) has to be multiplied by.
         self.steps = (2.0**24, 2.0**20) if self.zeros else (1.0, 1.0)
         self.scale_size = 2 if self.zeros else 4
-        self.staged = groups * (1 + self.zeros)  # numbers of a token that come with its words
+        self.staged = groups * (1 + self.zeros)  # numbers of a token that come with its codes
         self.row_bytes = head_dim * self.bits // 8
         self.per_word = 32 // self.bits
         self.group_bytes = self.row_bytes // groups
@@ -49,6 +49,12 @@ class Words:
         self.k_chunks = self.row_bytes // (4 * self.k_chunk)
         self.v_chunks = self.row_bytes // (8 * self.v_chunk)
 
+    @classmethod
+    def of(cls, q, k) -> Codes:
+        """Of a call's cache k; q for its dtype."""
+        groups = 1 if k.dtype == q.dtype else k.scale.shape[-1]
+        return cls(k.dtype, k.shape[-1], groups, KIND[q.dtype.name])
+
     def pairs(self, word, kind: str):
         """16-bit pairs of one word: features (i, i + per_word / 2)."""
         if self.bits == 16:
@@ -57,11 +63,11 @@ class Words:
             # Sign, exponent and fraction are moved into place; the exponents' biases differ.
             shift, factor = {"bf16": (4, 0x7B807B80), "f16": (1, 0x5C005C00)}[kind]
             out = []
-            for high in (arith.shli(word, p.ci(8)), word):
-                sign = arith.andi(high, p.ci(0x80008000))
+            for high in (p.shift_left(word, 8), word):
+                sign = p.masked(high, 0x80008000)
                 mask = (0x7F00 >> shift) * 0x00010001
-                moved = a.select_bits(p.shift_right(high, shift), mask, sign)
-                out.append(a.mul_pairs(moved, p.ci(factor), kind))
+                moved = p.select_bits(p.shift_right(high, shift), mask, sign)
+                out.append(p.mul_pairs(moved, p.ci(factor), kind))
             return out
         if self.bits == 4:
             return [
@@ -91,8 +97,8 @@ class Words:
         x, y, z, w = words
         sixteenth = p.ci(0x2C002C00)
         return [
-            p.permute(x, z, 0x5410), a.mul_pairs(p.permute(x, z, 0x7632), sixteenth, "f16"),
-            p.permute(y, w, 0x5410), a.mul_pairs(p.permute(y, w, 0x7632), sixteenth, "f16"),
+            p.permute(x, z, 0x5410), p.mul_pairs(p.permute(x, z, 0x7632), sixteenth, "f16"),
+            p.permute(y, w, 0x5410), p.mul_pairs(p.permute(y, w, 0x7632), sixteenth, "f16"),
         ]  # fmt: skip
 
     def value_pairs(self, first, second):
@@ -104,33 +110,31 @@ class Words:
 def as_float16(raw, factor, kind):
     """Query words as float16, scaled by the power of two that brings the largest of the warp's to
     2^14, and the factor of the scores that undoes it."""
-    floats = [[f(w, kind) for w in words for f in (p.widen, p.widen_high)] for words in raw]
-    best = functools.reduce(a.maximum, [a.absolute(x) for words in floats for x in words])
+    chunks = [floats(words, kind) for words in raw]
+    best = functools.reduce(p.maximum, [p.absolute(x) for values in chunks for x in values])
     for lanes in (1, 2, 4, 8, 16):
-        best = a.maximum(best, a.shuffle_xor(best, lanes))
-    exponent = a.larger(p.shift_right(a.bits(best), 23), p.ci(15))
+        best = p.maximum(best, p.shuffle_xor(best, lanes))
+    exponent = p.larger(p.shift_right(p.bits(best), 23), p.ci(15))
 
     def power(word):
-        return a.from_bits(arith.shli(word, p.ci(23)))
+        return p.from_bits(p.shift_left(word, 23))
 
     up = power(arith.subi(p.ci(127 + 127 + 14), exponent))
-    floats = [[arith.mulf(x, up) for x in words] for words in floats]
-    pairs = [
-        [a.pack(x, y, "f16") for x, y in zip(words[::2], words[1::2], strict=True)]
-        for words in floats
-    ]
-    return pairs, arith.mulf(factor, power(p.add(exponent, -14)))
+    chunks = [[arith.mulf(x, up) for x in values] for values in chunks]
+    return [packed(values, "f16") for values in chunks], arith.mulf(
+        factor, power(p.add(exponent, -14))
+    )
 
 
-def query_sums_of(query, words):
-    """[group][head 2 quad | 2 quad + 1]: sums of what meets the group's words."""
-    sums = [[p.cf(0.0)] * 4 for _ in range(words.groups)]
-    # Those that meet words 16 times too large are that much smaller.
+def query_sums_of(query, codes):
+    """[group][head 2 quad | 2 quad + 1]: sums of what meets the group's codes."""
+    sums = [[p.cf(0.0)] * 4 for _ in range(codes.groups)]
+    # Those that meet codes 16 times too large are that much smaller.
     ones = [p.ci(0x3C003C00)] * 2 + [p.ci(0x4C004C00)] * 2
     for j, pairs in enumerate(query):
-        of = j * 4 * words.k_chunk // words.group_bytes
+        of = j * 4 * codes.k_chunk // codes.group_bytes
         for s in range(0, len(pairs), 2):
-            sums[of] = p.mma(sums[of], ones, pairs[s : s + 2], words.q_kind)
+            sums[of] = p.mma(sums[of], ones, pairs[s : s + 2], codes.q_kind)
     return [x[:2] for x in sums]
 
 
@@ -139,9 +143,9 @@ def hadamard_of_lanes(values, lane, lanes: int):
     a bit of a feature's number has to be one of the lane's number or of the place in ``values``."""
     size = lanes * len(values)
     for bit in range(lanes.bit_length() - 1):
-        upper = arith.andi(p.shift_right(lane, bit), p.ci(1))
+        upper = p.masked(p.shift_right(lane, bit), 1)
         sign = arith.select(p.less(upper, 1), p.cf(1.0), p.cf(-1.0))
-        values = [p.fma(x, sign, a.shuffle_xor(x, 1 << bit)) for x in values]
+        values = [p.fma(x, sign, p.shuffle_xor(x, 1 << bit)) for x in values]
     step = 1
     while step < len(values):
         values = [

@@ -9,50 +9,35 @@
 A row that is over in microseconds has no use for a ring: its bytes are asked for at once, and what
 costs are the launches.  A row's result depends on nothing but the row.
 
-NOTES.  H200, 32/8 heads of 128, bfloat16, microseconds (CUPTI, cold L2), with the kernels of
-``attention.kernel`` in the same run; without RoPE, and of 1152 tokens 1056 there:
-
-                     1 x 1152   2 x 1152   1 x 2048   1 x 8192   1 x 32768
-    direct              4.3        6.3        5.8       13.0        35.8
-    chunks, merge       5.7                             13.5        36.2
-    ring in clusters    6.0        7.7        5.9       13.7
-
-* Floor at 1152: 4.3 MB, 1.0 us.  With RoPE and the cache write 4.9 in a decode step of Llama-3.1-8B
-  at context 1024, where the three kernels before took 1.3 + 3.9 + 2.0 and two launches more: in a
-  chain of layers W4A16 66.8 -> 61.0 us a layer, bfloat16 138.1 -> 132.7 (200 rounds taken in turn,
-  median of the differences 5.5 and 5.1; with the new token loaded late 3.3).
-* 2 rows in clusters of 8: 7.8; an H200 runs 14 of those at a time, and 16 are two waves.  Hence
-  ``BLOCKS``.  8 rows: 19.7, the ring 12.4.
-* 16 warps a block and 128 registers: 13.2 of 13.0 at 8192, spilling.
-* Asking for the whole capacity before the length is known: 4.31 of 4.27.
-* barrier.cluster with release for the exchange puts a MEMBAR.ALL.GPU in front of it; st.async has
-  the data itself count.
-* Asking L2 for the next weights (cp.async.bulk.prefetch.L2 of 8 to 32 MB by RoPE's blocks or by
-  these, before or after their own loads; of this cache by the product before): W4A16 0.4 us a layer
-  of 61 and within the scatter, bfloat16 0.0 to -0.5.  Not done.
+Floor at 1152 tokens: 4.3 MB, 1.0 us, beside a launch.  Result, one H200, 32/8 heads of 128,
+bfloat16: 1 x 1152 4.3 us, 2 x 1152 6.3, 1 x 32768 35.8; with RoPE and the cache write 4.9 in a
+decode step, where three kernels took 7.2.  More, and what was tried, in NOTES.md.  Command:
+``python -m pallas_kernels.bench.attention``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
-from pallas_kernels.attention.codes import KIND, Words
+from pallas_kernels.attention.codes import KIND, Codes
 from pallas_kernels.attention.gather import Gather, write_heads
 from pallas_kernels.attention.source import Source
 from pallas_kernels.attention.tile import NEG_INF, TILE
+from pallas_kernels.dispatch import Reason
+from pallas_kernels.fused_parts import floats
+from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
 
 CLUSTER = 8  # the largest that any Hopper GPU takes
 BLOCKS = 64  # of a call: as many clusters of 8 as run at a time
+ROWS, TOKENS = 2, 32768  # at most
 LEAST = -3.0e38  # a maximum of scores that are all -inf
 
 
@@ -60,21 +45,32 @@ LEAST = -3.0e38  # a maximum of scores that are all -inf
 class Plan:
     """``cluster`` blocks of ``warps`` to a kv head of a row; up to ``steps`` tiles to a warp."""
 
+    kernel: ClassVar[str] = "decode_attention_direct"
     cluster: int
     warps: int
     steps: int
 
-    def gather(self, group: int, words: Words) -> Gather:
-        return Gather(words.head_dim, self.warps, group, self.cluster, self.warps, words.zeros)
+    def gather(self, group: int, codes: Codes) -> Gather:
+        return Gather(codes.head_dim, self.warps, group, self.cluster, self.warps, codes.zeros)
 
 
-def make_plan(batch: int, capacity: int, n_kv: int, group: int, words: Words, **given) -> Plan:
-    """given: ``cluster`` or ``most``, warps of a block, instead of what was fastest."""
-    cluster = given.get("cluster", CLUSTER)
-    while cluster > 1 and "cluster" not in given and cluster * batch * n_kv > BLOCKS:
+def plan(call) -> Plan | Reason:
+    """For (q or the projection, k, query heads) of few rows: 64 SMs at most are at work, 8 to a kv
+    head of a row, and there are no launches beside this one."""
+    q, k, n = call
+    batch, capacity, n_kv, h = k.shape
+    group, longest = n // n_kv, TOKENS
+    if batch * n_kv < 8:
+        longest //= 8
+    if isinstance(k, QTensor):
+        longest //= 16
+    if batch > ROWS or batch * capacity > longest or group > 8:
+        return Reason("")
+    cluster = CLUSTER
+    while cluster > 1 and cluster * batch * n_kv > BLOCKS:
         cluster //= 2
     # Words, queries and outputs of a tile are in registers.
-    most = given.get("most", 12 if words.head_dim <= 128 else 8)
+    most = 12 if h <= 128 else 8  # warps of a block
     tiles = -(-capacity // (TILE * cluster))
     steps = -(-tiles // most)
     return Plan(cluster, -(-max(-(-tiles // steps), group) // 4) * 4, steps)
@@ -83,35 +79,35 @@ def make_plan(batch: int, capacity: int, n_kv: int, group: int, words: Words, **
 class _Kernel:
     """One warp's program.  Everything it does is emitted while the kernel is traced."""
 
-    def __init__(self, refs, *, plan, words, shape, window, scale, kind):
-        self.plan, self.words, self.window, self.scale = plan, words, window, scale
+    def __init__(self, refs, *, plan, codes, shape, window, scale, kind):
+        self.plan, self.codes, self.window, self.scale = plan, codes, window, scale
         self.kind, self.shape = kind, shape
         *self.inputs, self.out, parts, shares, barriers = refs
         thread = p.register("tid.x")
-        self.warp, self.lane = p.shift_right(thread, 5), arith.andi(thread, p.ci(31))
-        self.g, self.quad = p.shift_right(self.lane, 2), arith.andi(self.lane, p.ci(3))
+        self.warp, self.lane = p.shift_right(thread, 5), p.masked(thread, 31)
+        self.g, self.quad = p.shift_right(self.lane, 2), p.masked(self.lane, 3)
         block, self.rank = p.register("ctaid.x"), p.ci(0)
         if plan.cluster > 1:
             block, self.rank = p.register("clusterid.x"), p.register("cluster_ctarank")
         _, _, n_kv, n, _ = shape
         self.group = n // n_kv
         self.row, self.head = (f(block, p.ci(n_kv)) for f in (arith.divui, arith.remui))
-        gather = plan.gather(self.group, words)
+        gather = plan.gather(self.group, codes)
         self.gathering = gather.on(parts, shares, barriers, thread, self.rank)
 
     def run(self) -> None:
         self.gathering.start()
         source = Source(
-            self.inputs, self.words, self.shape, self.kind, self.row, self.head, self.lane
+            self.inputs, self.codes, self.shape, self.kind, self.row, self.head, self.lane
         )
         self.source, self.end, self.begin, first = source, source.end, p.ci(0), p.ci(0)
         if self.window is not None:
-            self.begin = a.larger(p.add(self.end, -self.window), p.ci(0))
-            first = arith.andi(self.begin, p.ci(-TILE))
+            self.begin = p.larger(p.add(self.end, -self.window), p.ci(0))
+            first = p.masked(self.begin, -TILE)
         place = p.add(p.mul(self.warp, self.plan.cluster), self.rank)
         token0 = p.add(first, p.mul(place, TILE))
         query, keys, values = source.first(token0)
-        self.queries = tile.Queries(query, self.words, self.scale, self.kind)
+        self.queries = tile.Queries(query, self.codes, self.scale, self.kind)
         self.write_part(*self.attend(token0, keys, values))
         _, _, _, n, h = self.shape
         first = p.add(p.mul(self.row, n), p.mul(self.head, self.group))
@@ -123,22 +119,21 @@ class _Kernel:
         out = []
         for scales, *zeros in loaded:
             scales = self.floats(scales)
-            zeros = self.floats(zeros[0]) if zeros else [None] * self.words.groups
+            zeros = self.floats(zeros[0]) if zeros else [None] * self.codes.groups
             pairs = [self.queries.adjust(*x, values) for x in zip(scales, zeros, strict=True)]
             out.append(list(zip(*pairs, strict=True)))
         return out or None
 
     def floats(self, loaded):
-        if self.words.scale_size == 4:
-            return [a.from_bits(w) for w in loaded]
-        halves = [f(w, "f16") for w in loaded for f in (p.widen, p.widen_high)]
-        return halves[: self.words.groups]
+        if self.codes.scale_size == 4:
+            return [p.from_bits(w) for w in loaded]
+        return floats(loaded, "f16")[: self.codes.groups]
 
     def attend(self, token0, keys, values):
         """(maximum, sum) of two heads, sums with zero points, outputs of all the warp's tiles."""
-        zero, words = p.cf(0.0), self.words
-        count = 2 * words.groups if words.zeros else 0
-        start = [p.cf(LEAST)] * 2, [zero] * 2, [zero] * count, [zero] * (self.words.head_dim // 4)
+        zero, codes = p.cf(0.0), self.codes
+        count = 2 * codes.groups if codes.zeros else 0
+        start = [p.cf(LEAST)] * 2, [zero] * 2, [zero] * count, [zero] * (self.codes.head_dim // 4)
         if self.plan.steps == 1:
             return self.step(token0, start, keys, values, None)[0]
         apart = self.plan.cluster * self.plan.warps * TILE
@@ -148,7 +143,7 @@ class _Kernel:
             state, keys, values = jax.tree.unflatten(tree, carry)
             return jax.tree.leaves(self.step(token0, state, keys, values, p.add(token0, apart)))
 
-        done = a.loop(token0, self.end, p.ci(apart), flat, body)
+        done = p.loop(token0, self.end, apart, flat, body)
         return jax.tree.unflatten(tree, done)[0]
 
     def step(self, token0, state, keys, values, following):
@@ -157,9 +152,9 @@ class _Kernel:
         scores = self.queries.scores(keys[0], self.adjusted(keys[1], False))
         for i in range(4):
             token = p.add(token0, self.g, 8 * (i // 2))
-            seen = a.below(token, self.end)
+            seen = p.below(token, self.end)
             if self.window is not None:
-                seen = arith.andi(seen, a.at_most(self.begin, token))
+                seen = arith.andi(seen, p.at_most(self.begin, token))
             scores[i] = arith.select(seen, scores[i], p.cf(NEG_INF))
         keys = self.reload(following, keys, self.source.next_keys)
         new_top, fade = tile.maxima([scores], top)
@@ -171,8 +166,8 @@ class _Kernel:
                 for part in (total, zeros, out)
             )
         total = [arith.addf(x, arith.addf(weights[c], weights[c + 2])) for c, x in enumerate(total)]
-        right = tile.right_operand(weights, self.adjusted(values[1], True), zeros, words=self.words)
-        tile.add_values(out, values[0], right, self.words)
+        right = tile.right_operand(weights, self.adjusted(values[1], True), zeros, codes=self.codes)
+        tile.add_values(out, values[0], right, self.codes)
         values = self.reload(following, values, self.source.next_values)
         return (new_top, total, zeros, out), keys, values
 
@@ -180,13 +175,13 @@ class _Kernel:
         if token0 is None:
             return held
         flat, tree = jax.tree.flatten(held)
-        there = a.below(token0, self.end)
+        there = p.below(token0, self.end)
         return jax.tree.unflatten(
-            tree, a.choose(there, lambda: jax.tree.leaves(load(token0)), flat)
+            tree, p.choose(there, lambda: jax.tree.leaves(load(token0)), flat)
         )
 
     def write_part(self, top, total, zeros, out) -> None:
-        run = tile.run_of(self.words)
+        run = tile.run_of(self.codes)
         for c in range(2):
             whole, *parts = [tile.over_tokens(x) for x in (total[c], *zeros[c::2])]
             head = p.add(p.mul(self.quad, 2), c)
@@ -194,20 +189,20 @@ class _Kernel:
             def write(c=c, whole=whole, parts=parts, head=head):
                 at, stats = self.gathering.part(self.warp, head)
                 at = p.add(at, p.mul(self.g, 4 * run))
-                p.when(p.less(self.g, 1), lambda: a.store_shared(stats, [top[c], whole]))
-                for first, values in tile.head_outputs(out, parts, c, self.words):
+                p.when(p.less(self.g, 1), lambda: p.store_shared(stats, [top[c], whole]))
+                for first, values in tile.head_outputs(out, parts, c, self.codes):
                     for i in range(0, run, 4):
-                        a.store_shared(at, values[i : i + 4], 4 * (first + i))
+                        p.store_shared(at, values[i : i + 4], 4 * (first + i))
 
             p.when(p.less(head, self.group), write)
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale", "cluster", "most"))
+@functools.partial(jax.jit, static_argnames=("window", "scale", "plan"))
 def attend(
     q: jax.Array, tables: tuple[jax.Array, jax.Array] | None, lengths: jax.Array,
-    k: jax.Array | QTensor, v: jax.Array | QTensor, *, window: int | None, scale: float, **given,
+    k: jax.Array | QTensor, v: jax.Array | QTensor, *, window: int | None, scale: float, plan: Plan,
 ):  # fmt: skip
-    """See ``pallas_kernels.attention.op``; given: to ``make_plan``, for benchmarks.
+    """See ``pallas_kernels.attention.op``.
 
     With tables (cos, sin) it is ``rope_and_attend``: q is the projection, lengths are the slots,
     and the result is (out, k, v).
@@ -216,38 +211,23 @@ def attend(
     _, capacity, n_kv, _ = k.shape
     n = heads - 2 * n_kv if tables else heads
     kind = KIND[q.dtype.name]
-    words = Words(k.dtype, h, k.scale.shape[-1] if isinstance(k, QTensor) else 1, kind)
-    plan = make_plan(batch, capacity, n_kv, n // n_kv, words, **given)
+    codes = Codes.of(q, k)
 
-    def emit(ctx, *refs):
-        del ctx
+    def body(*refs):
         _Kernel(
-            refs, plan=plan, words=words, shape=(batch, capacity, n_kv, n, h), window=window,
+            refs, plan=plan, codes=codes, shape=(batch, capacity, n_kv, n, h), window=window,
             scale=scale, kind=kind,
         ).run()  # fmt: skip
 
-    def decode_attention_direct(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
+    def run(cache):
+        return launch(
+            body, (q, *(tables or ()), lengths, *jax.tree.leaves(cache)),
+            jax.ShapeDtypeStruct((batch, n, h), q.dtype), name="decode_attention_direct",
+            grid=batch * n_kv, cluster=plan.cluster, warpgroups=plan.warps // 4,
+            scratch=plan.gather(n // n_kv, codes).floats, registers=True,
+        )  # fmt: skip
 
-    kernel = plgpu.kernel(
-        decode_attention_direct,
-        out_type=jax.ShapeDtypeStruct((batch, n, h), q.dtype),
-        grid=(batch * n_kv,),
-        grid_names=("heads",),
-        cluster=(plan.cluster,) if plan.cluster > 1 else (),
-        cluster_names=("tokens",) if plan.cluster > 1 else (),
-        num_threads=plan.warps // 4,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((size,), jnp.float32) for size in plan.gather(n // n_kv, words).floats
-        ],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )
-    leaves, tree = jax.tree.flatten((k, v))
     if not tables:
-        return kernel(q, lengths, *leaves)
-    in_place = [jax.new_ref(leaf) for leaf in leaves]
-    out = kernel(q, *tables, lengths, *in_place)
-    return out, *jax.tree.unflatten(tree, [jax.freeze(ref) for ref in in_place])
+        return run((k, v))
+    out, cache = in_place(run, (k, v))
+    return out, *cache

@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.attention.merge import combine
+from pallas_kernels.fused_parts import packed
 
 PAD = 8  # floats between two heads' parts: neighbouring heads in other banks
 AT_ONCE = 8  # shares that are in registers together
@@ -57,7 +57,7 @@ class Gathering:
 
     def __init__(self, plan: Gather, part_ref, share_ref, barrier_ref, thread, rank):
         self.plan, self.thread, self.rank = plan, thread, rank
-        self.warp, self.lane = p.shift_right(thread, 5), arith.andi(thread, p.ci(31))
+        self.warp, self.lane = p.shift_right(thread, 5), p.masked(thread, 31)
         self.columns = plan.head_dim // 32
         self.line = 4 * (plan.head_dim + PAD)
         self.parts = p.shared_address(part_ref)
@@ -75,13 +75,13 @@ class Gathering:
 
         def initialise():
             for i in range(plan.owned):
-                a.barrier_init(p.add(self.barriers, 8 * i), 1)
-            a.barriers_ready()
+                p.barrier_init(p.add(self.barriers, 8 * i), 1)
+            p.barriers_ready()
             for i in range(plan.owned):
-                a.barrier_expect(p.add(self.barriers, 8 * i), size)
+                p.barrier_expect(p.add(self.barriers, 8 * i), size)
 
         p.when(p.less(self.thread, 1), initialise)
-        a.cluster_arrive()
+        p.cluster_arrive()
 
     def part(self, part, head):
         """Addresses of a part's outputs and of its (maximum, sum)."""
@@ -94,8 +94,8 @@ class Gathering:
             at, at_stats = self.part(part, head)
             at = p.add(at, p.mul(self.lane, 4 * self.columns))
             for c in range(0, self.columns, 4):
-                a.store_shared(at, [p.cf(0.0)] * min(4, self.columns), 4 * c)
-            a.store_shared(at_stats, [p.cf(float("-inf")), p.cf(0.0)])
+                p.store_shared(at, [p.cf(0.0)] * min(4, self.columns), 4 * c)
+            p.store_shared(at_stats, [p.cf(float("-inf")), p.cf(0.0)])
 
     def _combined(self, base, stats, step: int, step_stats: int, count: int):
         """(maximum, sum, this lane's columns) of ``count`` shares."""
@@ -104,9 +104,9 @@ class Gathering:
         for first in range(0, count, AT_ONCE):
             loaded = []
             for i in range(first, min(first + AT_ONCE, count)):
-                peak, whole = a.load_shared(stats, 2, i * step_stats, "f32")
+                peak, whole = p.load_shared(stats, 2, i * step_stats, "f32")
                 x = [v for c in range(0, self.columns, vector)
-                     for v in a.load_shared(base, vector, i * step + 4 * c, "f32")]  # fmt: skip
+                     for v in p.load_shared(base, vector, i * step + 4 * c, "f32")]  # fmt: skip
                 loaded.append((peak, whole, x))
             peak, whole, *x = combine(carry + loaded)
             carry = [(peak, whole, x)]
@@ -124,7 +124,7 @@ class Gathering:
         vector = min(self.columns, 4)
 
         def done(head, whole, x):
-            inverse = a.divide(p.cf(1.0), whole)
+            inverse = p.divide(p.cf(1.0), whole)
             x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
             write(head, hadamard_of_lanes(x, self.lane, 32) if plan.unspread else x)
 
@@ -138,19 +138,19 @@ class Gathering:
             owner = arith.remui(head, p.ci(plan.cluster))
             slot = arith.divui(head, p.ci(plan.cluster))
             at = p.add(p.mul(slot, plan.cluster), self.rank)
-            to = a.peer_address(p.add(self.shares, p.mul(at, self.share_line)), owner)
-            barrier = a.peer_address(p.add(self.barriers, p.mul(slot, 8)), owner)
+            to = p.peer_address(p.add(self.shares, p.mul(at, self.share_line)), owner)
+            barrier = p.peer_address(p.add(self.barriers, p.mul(slot, 8)), owner)
             mine = p.add(to, p.mul(self.lane, 4 * self.columns))
             for c in range(0, self.columns, vector):
-                a.send_peer(mine, x[c : c + vector], barrier, 4 * c)
+                p.send_peer(mine, x[c : c + vector], barrier, 4 * c)
             stats = [peak, whole]
-            p.when(p.less(self.lane, 1), lambda: a.send_peer(to, stats, barrier, 4 * plan.head_dim))
+            p.when(p.less(self.lane, 1), lambda: p.send_peer(to, stats, barrier, 4 * plan.head_dim))
 
         def over_blocks(slot):
             head = p.add(p.mul(slot, plan.cluster), self.rank)
 
             def sum_up():
-                a.barrier_wait(p.add(self.barriers, p.mul(slot, 8)), p.ci(0))
+                p.barrier_wait(p.add(self.barriers, p.mul(slot, 8)), p.ci(0))
                 at = p.add(self.shares, p.mul(slot, plan.cluster * self.share_line))
                 line = self.share_line
                 _, whole, x = self._combined(
@@ -162,7 +162,7 @@ class Gathering:
 
         p.barrier()
         if plan.cluster > 1:
-            a.cluster_wait()
+            p.cluster_wait()
         self._each(plan.heads, over_parts)
         if plan.cluster > 1:
             self._each(plan.owned, over_blocks)
@@ -174,7 +174,6 @@ def write_heads(out_ref, first, lane, kind: str, head_dim: int) -> Callable:
     def write(head, x):
         base = p.offset(p.address(out_ref), p.add(first, head), 2 * head_dim)
         base = p.offset(base, lane, 2 * head_dim // 32)
-        pairs = [a.pack(u, v, kind) for u, v in zip(x[::2], x[1::2], strict=True)]
-        a.store_words(base, pairs)
+        p.store_global(base, packed(x, kind))
 
     return write

@@ -25,35 +25,10 @@ The split depends on the batch, the capacity and the cache's dtype alone, and is
 other rows hold.  Past a row's end the last token is copied once more and its scores are -inf; teams
 with no token leave at once.
 
-NOTES.  Floor: the bytes of K, V and scales at 4.2 TB/s; cuDNN's decode shows that 4.46 can be read.
-H200, 32/8 heads of 128, microseconds of all kernels (XLA: its own), int4 with float16 scales and
-zero points; of 1152 tokens 1056 are there:
-
-                 64 rows x 8192          1 row x 131072          64 x 1152     8 x 1152
-    bfloat16   536  4.00 TB/s  95%     125  4.28 TB/s 102%      66.3           12.4
-    int8       283  3.91 TB/s  93%      78  3.54 TB/s  84%      40.1           12.9
-    int4       155  3.91 TB/s  93%      46  3.29 TB/s  78%      30.7
-    cuDNN      481 (bfloat16 only)     126
-    XLA       3085, 2912, 2854        1100, 1200, 1193
-
-Short rows, in the same run with chunks and the second kernel (another launch besides): 64 x 1152
-bfloat16 72.4, int8 42.6, 8 rows 13.7.  Runs differ by up to 8%; in a decode step 68.9 and 40.4.
-bfloat16 with teams of 4 heads and 16 warps 68.7.  int4 with 4 heads 34.8: its runs of memory are
-short already, so it keeps all heads and the second kernel.  One row of 8192 in a cluster 13.7, in
-chunks 13.2; one or two rows: ``attention.direct``.
-int4's way, 64 rows x 8192 and 1 row x 131072, by the instructions of a warp's 16 tokens x 128:
-* 262 and 71 us, 366 instructions, 32 copies a step by the leader: words to bf16 by shift, LOP3 and
-  subtraction.  193 and 56, about 280: words as float16 subnormals, the bias in the zero points,
-  copies of four tokens shared out among the warps, a lane per token for the scales.  166 and 46: a
-  slot is refilled half a step after it was read, when the others have read it too.
-* Scales used at the end of the step, where ptxas cannot put their use behind the load: 155.
-  Without fading the outputs 165 (of 166), without half of V's mmas 161.  Chunks of 2048 tokens 147:
-  a chunk's start is what is left.
-* 3 steps in the ring 181, 4 tiles a step and one in the ring 183, refills at once 175, all copies
-  by one warp 170, 8 warps a block 210.
-Elsewhere: every warp its own ring of cp.async, 64 bytes a token, 3.1 TB/s.  int8 with 1 tile and
-two steps in the ring 308, 8 warps 477.  bfloat16 with 16 warps 531, chunks of 640 or 1024 tokens
-551.
+Floor: the bytes of K, V and scales at 4.2 TB/s; cuDNN's decode shows that 4.46 can be read.
+Result, one H200, 32/8 heads of 128, 64 rows x 8192, microseconds: bfloat16 536 (95% of the floor's
+speed; cuDNN 481, XLA 3085), int8 283 (93%), int4 155 (93%); more, and what was tried, in NOTES.md.
+Command: ``python -m pallas_kernels.bench.attention``.
 """
 
 from __future__ import annotations
@@ -63,36 +38,34 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile as mma_tile
-from pallas_kernels.attention.codes import KIND, Words
+from pallas_kernels.attention.codes import KIND, Codes
 from pallas_kernels.attention.gather import write_heads
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.plan import (
+    Plan,
     blocks_of,
     gather_of,
-    make_plan,
     shared_bytes,
     team_of,
     units_of,
 )
 from pallas_kernels.attention.ring import Ring, Scales, Tokens, ring_bytes, scale_bytes
 from pallas_kernels.attention.tile import HEADS, NEG_INF, TILE
+from pallas_kernels.launch import launch
 from pallas_kernels.qtensor import QTensor
 
 
-def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
-    del ctx
+def _attend(*refs, plan, codes, shape, window, scale, kind):
     batch, capacity, n_kv, n, h = shape
     refs = list(refs)
 
     def take(count):
         return [refs.pop(0) for _ in range(count)]
 
-    arrays = 1 + words.quantized + words.zeros  # words, scales, zero points
+    arrays = 1 + codes.quantized + codes.zeros  # codes, scales, zero points
     (q_ref,) = take(1)
     k_refs, v_refs, (lengths_ref,) = take(arrays), take(arrays), take(1)
     (out_ref,), stats_refs = take(1), take(0 if plan.cluster else 1)
@@ -103,18 +76,18 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
     blocks = blocks_of(plan, capacity, n_kv, group)
 
     thread, block = p.register("tid.x"), p.register("ctaid.x")
-    warp, lane = p.shift_right(thread, 5), arith.andi(thread, p.ci(31))
-    g, quad = p.shift_right(lane, 2), arith.andi(lane, p.ci(3))
+    warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
+    g, quad = p.shift_right(lane, 2), p.masked(lane, 3)
     row, in_row = arith.divui(block, p.ci(blocks)), arith.remui(block, p.ci(blocks))
     team, member = arith.divui(warp, p.ci(members)), arith.remui(warp, p.ci(members))
     sub, own = arith.remui(member, p.ci(subs)), arith.divui(member, p.ci(subs))
     busy = p.less(team, teams)
-    (length,) = a.load_words(p.offset(p.address(lengths_ref), row, 4), 1, cache=".nc")
-    length = a.larger(a.smaller(length, p.ci(capacity)), p.ci(0))
+    (length,) = p.load_global(p.offset(p.address(lengths_ref), row, 4), 1)
+    length = p.larger(p.smaller(length, p.ci(capacity)), p.ci(0))
     step_tokens = plan.tiles * TILE
     if plan.cluster:
         rank = p.register("cluster_ctarank") if plan.cluster > 1 else p.ci(0)
-        gathering = gather_of(plan, group, words).on(*gather_refs, thread, rank)
+        gathering = gather_of(plan, group, codes).on(*gather_refs, thread, rank)
         gathering.start()
         first_head = p.mul(arith.divui(in_row, p.ci(plan.cluster)), heads)
         # All teams of the row take steps in turn.
@@ -126,31 +99,31 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
         first_head = p.mul(arith.remui(unit, p.ci(n_kv // heads)), heads)
         split = arith.divui(unit, p.ci(n_kv // heads))
         begin = p.mul(split, plan.chunk)
-        end = a.smaller(p.add(begin, plan.chunk), length)
+        end = p.smaller(p.add(begin, plan.chunk), length)
         busy = arith.andi(busy, p.less(unit, units_of(plan, capacity, n_kv)))
         late, apart = p.ci(0), step_tokens
     head = p.add(first_head, own)  # own: kv head within the team
     if window is not None:
-        begin = a.larger(begin, p.add(length, -window))
+        begin = p.larger(begin, p.add(length, -window))
     begin = p.add(begin, late)
 
     order = Ring.order(g)
     barriers = p.shared_address(barrier_ref)
     last = p.add(end, -1)
     ring = Ring(
-        plan, words, heads=heads, n_kv=n_kv, members=members, member=member, lane=lane,
-        ring=p.add(p.shared_address(ring_ref), p.mul(team, ring_bytes(plan, heads, words))),
+        plan, codes, heads=heads, n_kv=n_kv, members=members, member=member, lane=lane,
+        ring=p.add(p.shared_address(ring_ref), p.mul(team, ring_bytes(plan, heads, codes))),
         barriers=p.add(barriers, p.mul(team, 2 * plan.depth * 16)),
         bases=[
             p.offset(
-                p.offset(p.address(refs_[0]), row, capacity * n_kv * words.row_bytes),
-                first_head, words.row_bytes,
+                p.offset(p.address(refs_[0]), row, capacity * n_kv * codes.row_bytes),
+                first_head, codes.row_bytes,
             )
             for refs_ in (k_refs, v_refs)
         ],
         last=last, apart=apart,
     )  # fmt: skip
-    tokens = Tokens(ring, words, own, g, quad)
+    tokens = Tokens(ring, codes, own, g, quad)
     k_token = p.mul(order, ring.per_run)
 
     p.when(p.less(thread, 1), lambda: ring.initialise(teams, barriers))
@@ -165,10 +138,10 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
                     ring.fill(token0, p.ci(i), False)
                     ring.fill(token0, p.ci(i), True)
 
-                p.when(a.below(token0, end), both) if i else both()
+                p.when(p.below(token0, end), both) if i else both()
 
         def sources(refs_):
-            size = words.groups * words.scale_size
+            size = codes.groups * codes.scale_size
             return [
                 p.offset(p.offset(p.address(ref), row, capacity * n_kv * size), head, size)
                 for ref in refs_[1:]
@@ -179,32 +152,32 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
 
         start_ring()
         scales = None
-        if words.quantized:
-            at = p.add(p.shared_address(scale_ref), p.mul(warp, scale_bytes(plan, words)))
-            scales = Scales(plan, words, n_kv=n_kv, lane=lane, at=at, last=last, adjust=adjust,
+        if codes.quantized:
+            at = p.add(p.shared_address(scale_ref), p.mul(warp, scale_bytes(plan, codes)))
+            scales = Scales(plan, codes, n_kv=n_kv, lane=lane, at=at, last=last, adjust=adjust,
                             sources=[sources(k_refs), sources(v_refs)])  # fmt: skip
             coming = scales.load(begin)
         # Heads past the group are copies.
-        query_head = p.add(p.mul(sub, HEADS), a.smaller(g, p.add(p.mul(sub, -HEADS), group - 1)))
+        query_head = p.add(p.mul(sub, HEADS), p.smaller(g, p.add(p.mul(sub, -HEADS), group - 1)))
         query_head = p.add(p.mul(row, n), p.mul(head, group), query_head)
         at = p.offset(p.address(q_ref), query_head, 2 * h)
-        at = p.offset(at, p.mul(quad, 2 * mma_tile.features_of(words)))
-        queries = mma_tile.Queries(mma_tile.load_heads(at, words), words, scale, kind)
-        if words.quantized:
+        at = p.offset(at, p.mul(quad, 2 * mma_tile.features_of(codes)))
+        queries = mma_tile.Queries(mma_tile.load_heads(at, codes), codes, scale, kind)
+        if codes.quantized:
             scales.store(coming)
 
         def numbers_of(u, values):
-            if not words.quantized:
+            if not codes.quantized:
                 return None
             return [scales.read(order, 2 * u + half, values) for half in range(2)]
 
         zero = p.cf(0.0)
-        sums = 2 * words.groups if words.zeros else 0  # of weights times zero points
+        sums = 2 * codes.groups if codes.zeros else 0  # of weights times zero points
 
         def step(token0, carry):
             slot, parity = carry[:2]
             top, total, zeros, out = carry[2:4], carry[4:6], carry[6 : 6 + sums], carry[6 + sums :]
-            coming = scales.load(p.add(token0, apart)) if words.quantized else None
+            coming = scales.load(p.add(token0, apart)) if codes.quantized else None
             ring.wait(slot, parity, False)
             scores = []
             for u in range(plan.tiles):
@@ -214,7 +187,7 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
                 products = queries.scores(rows, numbers_of(u, False))
                 for i in range(4):
                     token = p.add(token0, k_token, 2 * u + i // 2)
-                    products[i] = arith.select(a.below(token, end), products[i], p.cf(NEG_INF))
+                    products[i] = arith.select(p.below(token, end), products[i], p.cf(NEG_INF))
                 scores.append(products)
             new_top, fade = mma_tile.maxima(scores, top)
             weights = mma_tile.weights_of(scores, new_top)
@@ -229,90 +202,79 @@ def _attend(ctx, *refs, plan, words, shape, window, scale, kind):
             out = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(out)]
             zeros = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(zeros)]
             right = [
-                mma_tile.right_operand(w, numbers_of(u, True), zeros, words)
+                mma_tile.right_operand(w, numbers_of(u, True), zeros, codes)
                 for u, w in enumerate(weights)
             ]
             if plan.depth == 1:
                 ring.refill(token0, slot, parity, False)
             else:
                 before, emptied = p.add(token0, -apart), ring.neighbour(slot, parity, -1)
-                p.when(a.at_most(begin, before), lambda: ring.refill(before, *emptied, True))
+                p.when(p.at_most(begin, before), lambda: ring.refill(before, *emptied, True))
             ring.wait(slot, parity, True)
             for u in range(plan.tiles):
                 values = tokens.values(slot, u)
                 if u == plan.tiles - 1:
                     ring.release(slot, True)
-                mma_tile.add_values(out, values, right[u], words)
+                mma_tile.add_values(out, values, right[u], codes)
             ring.refill(token0, slot, parity, plan.depth == 1)
-            if words.quantized:
+            if codes.quantized:
                 scales.store(coming)
             following = ring.neighbour(slot, parity, 1)
             return [*following, *new_top, *total, *zeros, *out]
 
         start = [p.ci(0)] * 2 + [p.cf(NEG_INF)] * 2 + [zero] * (2 + sums + h // 4)
-        carry = a.loop(begin, end, p.ci(apart), start, step)
+        carry = p.loop(begin, end, apart, start, step)
         top, total, zeros, out = carry[2:4], carry[4:6], carry[6 : 6 + sums], carry[6 + sums :]
-        run = mma_tile.run_of(words)
+        run = mma_tile.run_of(codes)
         for c in range(2):
             whole, *parts = [mma_tile.over_tokens(x) for x in (total[c], *zeros[c::2])]
             mine_head = p.add(p.mul(sub, HEADS), p.mul(quad, 2), c)
 
             def write(c=c, whole=whole, parts=parts, mine_head=mine_head):
-                outputs = mma_tile.head_outputs(out, parts, c, words)
+                outputs = mma_tile.head_outputs(out, parts, c, codes)
                 if plan.cluster:
                     at, stats = gathering.part(team, p.add(p.mul(own, group), mine_head))
                     at = p.add(at, p.mul(g, 4 * run))
-                    p.when(p.less(g, 1), lambda: a.store_shared(stats, [top[c], whole]))
+                    p.when(p.less(g, 1), lambda: p.store_shared(stats, [top[c], whole]))
                     for first, values in outputs:
                         for i in range(0, run, 4):
-                            a.store_shared(at, values[i : i + 4], 4 * (first + i))
+                            p.store_shared(at, values[i : i + 4], 4 * (first + i))
                     return
                 line = p.mul(p.add(p.mul(row, -(-capacity // plan.chunk)), split), n)
                 line = p.add(line, p.mul(head, group), mine_head)
                 base = p.offset(p.offset(p.address(out_ref), line, 4 * h), g, 4 * run)
                 stats = p.offset(p.address(stats_refs[0]), line, 8)
-                p.when(p.less(g, 1), lambda: a.store_words(stats, [top[c], whole]))
+                p.when(p.less(g, 1), lambda: p.store_global(stats, [top[c], whole]))
                 for first, values in outputs:
                     for i in range(0, run, 4):
-                        a.store_words(base, values[i : i + 4], 4 * (first + i))
+                        p.store_global(base, values[i : i + 4], 4 * (first + i))
 
             p.when(p.less(mine_head, group), write)
 
-    some = arith.andi(busy, a.below(begin, end))
+    some = arith.andi(busy, p.below(begin, end))
     p.when(some, body)
     if plan.cluster:
         first = p.mul(own, group)
         mine = [p.add(first, i) for i in range(group)]
-        p.when(arith.andi(busy, a.no(some)), lambda: gathering.empty(team, mine))
+        p.when(arith.andi(busy, p.no(some)), lambda: gathering.empty(team, mine))
         first = p.add(p.mul(row, n), p.mul(first_head, group))
         gathering.finish(p.less(p.ci(0), length), write_heads(out_ref, first, lane, kind, h))
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "window", "scale", "chunk", "tiles", "depth", "warps", "heads", "cluster",
-    ),
-)  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("window", "scale", "plan"))
 def decode_attention(
     q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, lengths: jax.Array, *,
-    window: int | None, scale: float, **given,
+    window: int | None, scale: float, plan: Plan,
 ) -> jax.Array:  # fmt: skip
-    """See ``pallas_kernels.attention.op``; given: fields of the Plan, for benchmarks."""
+    """See ``pallas_kernels.attention.op``."""
     batch, n, h = q.shape
     _, capacity, n_kv, _ = k.shape
-    kind = KIND[q.dtype.name]
-    words = Words(k.dtype, h, k.scale.shape[-1] if isinstance(k, QTensor) else 1, kind)
-    plan = make_plan(batch, capacity, n_kv, n // n_kv, words, **given)
+    codes = Codes.of(q, k)
     shape = batch, capacity, n_kv, n, h
-    attend = functools.partial(
-        _attend, plan=plan, words=words, shape=shape, window=window, scale=scale,
-        kind=kind,
+    body = functools.partial(
+        _attend, plan=plan, codes=codes, shape=shape, window=window, scale=scale,
+        kind=KIND[q.dtype.name],
     )  # fmt: skip
-
-    def decode_attention_kernel(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(attend)(*refs)
-
     out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
     if not plan.cluster:
         splits = -(-capacity // plan.chunk)
@@ -320,25 +282,13 @@ def decode_attention(
             jax.ShapeDtypeStruct((batch, splits, n, h), jnp.float32),
             jax.ShapeDtypeStruct((batch, splits, n, 2), jnp.float32),
         )
-    clustered = plan.cluster > 1
-    result = plgpu.kernel(
-        decode_attention_kernel,
-        out_type=out_type,
-        # In clusters, where there are any.
-        grid=(batch * blocks_of(plan, capacity, n_kv, n // n_kv) // max(plan.cluster, 1),),
-        grid_names=("units",),
-        cluster=(plan.cluster,) if clustered else (),
-        cluster_names=("tokens",) if clustered else (),
-        num_threads=plan.warps // 4,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((size // 4,), jnp.float32) for size in shared_bytes(plan, n // n_kv, words)
-        ],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )(q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths)
+    result = launch(
+        body, (q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths), out_type,
+        name="decode_attention_kernel", cluster=plan.cluster, warpgroups=plan.warps // 4,
+        grid=batch * blocks_of(plan, capacity, n_kv, n // n_kv) // max(plan.cluster, 1),
+        scratch=[size // 4 for size in shared_bytes(plan, n // n_kv, codes)], registers=True,
+    )  # fmt: skip
     if plan.cluster:
         return result
     return merge_chunks(*result, lengths, capacity=capacity, chunk=plan.chunk, window=window,
-                        unspread=words.zeros, out_dtype=q.dtype)  # fmt: skip
+                        unspread=codes.zeros, out_dtype=q.dtype)  # fmt: skip

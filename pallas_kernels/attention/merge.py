@@ -14,11 +14,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
 from pallas_kernels.attention.codes import KIND, hadamard_of_lanes
+from pallas_kernels.fused_parts import packed
+from pallas_kernels.launch import launch
 
 NEG_INF = float("-inf")
 
@@ -36,38 +36,26 @@ def merge_chunks(
         kind=KIND[jnp.dtype(out_dtype).name], warps=warps,
         unspread=unspread,
     )  # fmt: skip
-
-    def decode_attention_merge(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(merge)(*refs)
-
-    return plgpu.kernel(
-        decode_attention_merge,
-        out_type=jax.ShapeDtypeStruct((batch, n, h), out_dtype),
-        grid=(batch * n,),
-        grid_names=("heads",),
-        num_threads=warps // 4,
-        thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((warps * 32 * (2 + h // 32),), jnp.float32)],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )(parts, stats, lengths)
+    return launch(
+        merge, (parts, stats, lengths), jax.ShapeDtypeStruct((batch, n, h), out_dtype),
+        name="decode_attention_merge", grid=batch * n, warpgroups=warps // 4,
+        scratch=[warps * 32 * (2 + h // 32)], registers=True,
+    )  # fmt: skip
 
 
-def _merge(ctx, part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, shape, window, kind,
+def _merge(part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, shape, window, kind,
            warps, unspread):  # fmt: skip
     """One block per (row, query head): sum the splits' parts, each faded to the common maximum."""
-    del ctx
     batch, capacity, n, h = shape
     splits = -(-capacity // chunk)
     thread, block = p.register("tid.x"), p.register("ctaid.x")
-    warp, lane = p.shift_right(thread, 5), arith.andi(thread, p.ci(31))
+    warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
     row, head = arith.divui(block, p.ci(n)), arith.remui(block, p.ci(n))
-    (length,) = a.load_words(p.offset(p.address(lengths_ref), row, 4), 1, cache=".nc")
-    length = a.larger(a.smaller(length, p.ci(capacity)), p.ci(0))
+    (length,) = p.load_global(p.offset(p.address(lengths_ref), row, 4), 1)
+    length = p.larger(p.smaller(length, p.ci(capacity)), p.ci(0))
     first = p.ci(0)
     if window is not None:
-        first = arith.divui(a.larger(p.add(length, -window), p.ci(0)), p.ci(chunk))
+        first = arith.divui(p.larger(p.add(length, -window), p.ci(0)), p.ci(chunk))
     stop = arith.divui(p.add(length, chunk - 1), p.ci(chunk))
     line = p.add(p.mul(p.mul(row, splits), n), head)
     stats = p.offset(p.address(stats_ref), line, 8)
@@ -81,41 +69,40 @@ def _merge(ctx, part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, s
         loaded = []
         for b in range(batch_of):
             index = p.add(i, b * warps)
-            inside = a.below(index, stop)
-            index = a.smaller(index, p.add(stop, -1))
-            at, at_part = a.offset_rows(stats, index, 8 * n), a.offset_rows(part, index, 4 * h * n)
-            peak, whole = a.load_words(at, 2, kind="f32", cache=".nc")
+            inside = p.below(index, stop)
+            index = p.smaller(index, p.add(stop, -1))
+            at, at_part = p.offset_rows(stats, index, 8 * n), p.offset_rows(part, index, 4 * h * n)
+            peak, whole = p.load_global(at, 2, kind="f32")
             values = [
                 x
                 for c in range(0, columns, vector)
-                for x in a.load_words(at_part, vector, 4 * c, kind="f32", cache=".nc")
+                for x in p.load_global(at_part, vector, 4 * c, "f32")
             ]
             loaded.append((arith.select(inside, peak, p.cf(NEG_INF)), whole, values))
         return combine([tuple(carry[:2]) + (carry[2:],), *loaded])
 
     start = [p.cf(NEG_INF)] + [p.cf(0.0)] * (1 + columns)
-    sums = a.loop(p.add(first, warp), stop, p.ci(warps * batch_of), start, add)
+    sums = p.loop(p.add(first, warp), stop, warps * batch_of, start, add)
     table = p.add(p.shared_address(sums_ref), p.mul(lane, 4))
     here = p.add(table, p.mul(warp, 4 * 32 * len(sums)))
     for i, x in enumerate(sums):
-        p.store_shared(here, x, 128 * i)
+        p.store_shared(here, [x], 128 * i)
     p.barrier()
 
     def write():
         shares = [
-            [p.load_shared(table, 128 * (w * len(sums) + i)) for i in range(len(sums))]
+            [p.load_float(table, 128 * (w * len(sums) + i)) for i in range(len(sums))]
             for w in range(warps)
         ]
         _, whole, *total = combine([(top, whole, out) for top, whole, *out in shares])
         some = p.less(p.ci(0), length)
-        inverse = a.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
+        inverse = p.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
         values = [arith.mulf(x, inverse) for x in total]
         if unspread:
             values = hadamard_of_lanes(values, lane, 32)
         base = p.offset(p.address(out_ref), p.add(p.mul(row, n), head), 2 * h)
         base = p.offset(base, lane, 2 * columns)
-        pairs = [a.pack(x, y, kind) for x, y in zip(values[::2], values[1::2], strict=True)]
-        a.store_words(base, pairs)
+        p.store_global(base, packed(values, kind))
 
     p.when(p.less(warp, 1), write)
 
@@ -123,12 +110,12 @@ def _merge(ctx, part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, s
 def combine(shares):
     """[maximum, sum, *out] of shares (maximum, sum, out), in order; the maximum of an empty share
     is -inf, and what it holds has to be finite."""
-    top = functools.reduce(a.maximum, [peak for peak, _, _ in shares])
+    top = functools.reduce(p.maximum, [peak for peak, _, _ in shares])
     # Where nothing has been seen, any finite number keeps the weights at zero.
-    base = a.maximum(top, p.cf(-3.0e38))
+    base = p.maximum(top, p.cf(-3.0e38))
     total, sums = p.cf(0.0), [p.cf(0.0)] * len(shares[0][2])
     for peak, whole, out in shares:
-        weight = a.exp2(arith.subf(peak, base))
+        weight = p.exp2(arith.subf(peak, base))
         total = p.fma(whole, weight, total)
         sums = [p.fma(x, weight, y) for x, y in zip(out, sums, strict=True)]
     return [top, total, *sums]

@@ -20,12 +20,11 @@ from jax import lax
 
 from pallas_kernels.attention.blockwise import blockwise_attention, floats, is_visible
 from pallas_kernels.attention.rope_cache import unspread, unusual
-from pallas_kernels.dispatch import Implementation, choose, is_empty, launching
+from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, first_plan, is_empty
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, dequantize
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.transform import Op, chosen
 
-DIRECT_ROWS, DIRECT_TOKENS = 2, 32768
 _OPERANDS = {
     "q": "float [B, N, H]",
     "k": "float|QTensor [B, S, K+, H]",
@@ -63,30 +62,24 @@ def decode_attention(
     """
     _check(q, k, v, lengths, window)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    chosen = choose("decode_attention", implementation, unsupported(q, k, v), q, k, v)
+    found = choose_plan("decode_attention", implementation, lambda: plan(q, k, v), q, k, v)
     if is_empty(q, k):  # nobody asks, or there is nothing to see
         return jnp.zeros(q.shape, q.dtype)
-    if chosen == "mosaic":
-        direct = is_direct(k, q.shape[1] // k.shape[2])
-        name = "decode_attention_direct" if direct else "decode_attention_mosaic"
-        launching(name, lambda: plan_of(direct, q, k, q.shape[1]))
-    choice = Choice(chosen, implementation is not None)
-    return _decode_attention(choice, (window, scale), q, k, v, lengths)
+    call = window, scale, found
+    return _decode_attention(chosen(found, implementation), call, q, k, v, lengths)
 
 
 def _kernel(call, q, k, v, lengths):
-    window, scale = call
-    if is_direct(k, q.shape[1] // k.shape[2]):
-        from pallas_kernels.attention import direct as kernel
+    from pallas_kernels.attention import direct, kernel
 
-        return kernel.attend(q, None, lengths, k, v, window=window, scale=scale)
-    from pallas_kernels.attention import kernel
-
-    return kernel.decode_attention(q, k, v, lengths, window=window, scale=scale)
+    window, scale, plan = call
+    if isinstance(plan, direct.Plan):
+        return direct.attend(q, None, lengths, k, v, window=window, scale=scale, plan=plan)
+    return kernel.decode_attention(q, k, v, lengths, window=window, scale=scale, plan=plan)
 
 
 def _xla(call, q, k, v, lengths):
-    window, scale = call
+    window, scale, _ = call
     out = blockwise_attention(q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale)
     return unspread(v, out[:, 0])
 
@@ -94,7 +87,7 @@ def _xla(call, q, k, v, lengths):
 def attend_at_once(call, q, k, v, lengths):
     """The form that is differentiated: all keys in one block, since a loop whose length is known at
     run time has no transpose.  What no query sees is zeros: NaN there reaches no gradient."""
-    window, scale = call
+    window, scale, _ = call
     position = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
     seen = is_visible(lengths[:, None] - 1, position, window)[:, 0, :, None, None]
     spread, (k, v) = v, (jnp.where(seen, floats(x, q.dtype), 0) for x in (k, v))
@@ -107,54 +100,33 @@ def attend_at_once(call, q, k, v, lengths):
 _decode_attention = Op("decode_attention", _xla, _kernel, derivative=attend_at_once)
 
 
-def is_direct(k: jax.Array | QTensor, group: int) -> bool:
-    """Whether the kernel for one or two rows takes a cache: it has 64 SMs at most at work, 8 to a
-    kv head of a row, and no launches beside its own (``attention.direct``)."""
-    batch, capacity, n_kv, _ = k.shape
-    longest = DIRECT_TOKENS
-    if batch * n_kv < 8:
-        longest //= 8
-    if isinstance(k, QTensor):
-        longest //= 16
-    return batch <= DIRECT_ROWS and batch * capacity <= longest and group <= 8
+def plan(q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor) -> Plan | Reason:
+    """How a kernel computes the call: the one for one or two rows, or the one for many."""
+    from pallas_kernels.attention import direct
+    from pallas_kernels.attention import plan as many
 
-
-def unsupported(q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor) -> str | None:
-    """Why the Mosaic kernel does not take this call, or None."""
     h = q.shape[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"q is {q.dtype.name}; the kernel multiplies bfloat16 and float16"
+        return Reason(f"q is {q.dtype.name}; the kernel multiplies bfloat16 and float16")
     if h not in (64, 128, 256):
-        return f"q has heads of {h} features; the kernel takes 64, 128 and 256"
+        return Reason(f"q has heads of {h} features; the kernel takes 64, 128 and 256")
     name = jnp.dtype(k.dtype).name
-    if q.shape[1] // k.shape[2] > 64:
-        return f"q has {q.shape[1]} heads on {k.shape[2]} kv heads of k; the kernel takes 64 to one"
-    if not isinstance(k, QTensor):
-        return None if k.dtype == q.dtype else f"k and v are {name} where q is {q.dtype.name}"
-    for part_name, part in (("k", k), ("v", v)):
+    n, n_kv = q.shape[1], k.shape[2]
+    if n // n_kv > 64:
+        return Reason(f"q has {n} heads on {n_kv} kv heads of k; the kernel takes 64 to one")
+    if not isinstance(k, QTensor) and k.dtype != q.dtype:
+        return Reason(f"k and v are {name} where q is {q.dtype.name}")
+    for part_name, part in (("k", k), ("v", v)) if isinstance(k, QTensor) else ():
         if reason := unusual(part):
-            return f"{part_name} is {reason}"
+            return Reason(f"{part_name} is {reason}")
         if part.group_size % 64 or part.scale.shape[-1] not in (1, 2, 4):
-            return (
+            return Reason(
                 f"{part_name}.scale is of {part.group_size} features each; the kernel takes "
                 "multiples of 64"
             )
-    if k.scale.shape != v.scale.shape:
-        return f"k.scale {k.scale.shape} is not v.scale {v.scale.shape}"
-    return None
-
-
-def plan_of(direct: bool, q: jax.Array, k: jax.Array | QTensor, n: int):
-    """The plan of a kernel for a call of ``n`` query heads."""
-    from pallas_kernels.attention import direct as decode_attention_direct
-    from pallas_kernels.attention import plan as decode_attention_plan
-    from pallas_kernels.attention.codes import KIND, Words
-
-    batch, capacity, n_kv, h = k.shape
-    groups = k.scale.shape[-1] if isinstance(k, QTensor) else 1
-    words = Words(k.dtype, h, groups, KIND[q.dtype.name])
-    module = decode_attention_direct if direct else decode_attention_plan
-    return module.make_plan(batch, capacity, n_kv, n // n_kv, words)
+    if isinstance(k, QTensor) and k.scale.shape != v.scale.shape:
+        return Reason(f"k.scale {k.scale.shape} is not v.scale {v.scale.shape}")
+    return first_plan((q, k, n), direct.plan, many.plan)
 
 
 def decode_attention_reference(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
-from pallas_kernels.attention.codes import Words
+from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import Gather
 from pallas_kernels.attention.ring import ring_bytes, scale_bytes
 from pallas_kernels.attention.tile import HEADS, TILE
+from pallas_kernels.device import gpu
 
-SHARED_BYTES = 226 * 1024
-SMS = 128  # blocks that fill the GPU
 CLUSTER = 8  # the largest cluster that any Hopper GPU takes
 # A row that would be cut into no more chunks than this is one cluster's instead: about as many SMs
 # then work on a long row beside short ones.  Not of int4, which wants long runs of memory.
@@ -26,6 +26,7 @@ class Plan:
     parts; 0: chunks of ``chunk`` tokens to a team, and a second kernel that sums.
     """
 
+    kernel: ClassVar[str] = "decode_attention_mosaic"
     tiles: int
     depth: int
     warps: int
@@ -34,37 +35,40 @@ class Plan:
     chunk: int = 0
 
 
-def make_plan(batch: int, capacity: int, n_kv: int, group: int, words: Words, **given) -> Plan:
-    """What was fastest, cut down to the shared memory there is; given: fields to set instead.
+def plan(call) -> Plan:
+    """For any (q, k, query heads): what was fastest, cut down to the shared memory there is.
 
     Chunks are as long as leaves every SM a team, but no longer than lets rows of unequal lengths
     share the SMs; then there are 2^k of them to a row, which 2^i rows deal out evenly.
     """
+    q, k, n = call
+    batch, capacity, n_kv, _ = k.shape
+    codes, group = Codes.of(q, k), n // n_kv
+    sms = 1 << gpu().sms.bit_length() - 1  # a power of two of blocks fills the GPU
     # Two blocks of 8 warps fit where a thread needs 128 registers by itself; 16 warps force that.
-    tiles, depth, warps = {16: (1, 1, 8), 8: (2, 1, 16), 4: (2, 2, 16)}[words.bits]
+    tiles, depth, warps = {16: (1, 1, 8), 8: (2, 1, 16), 4: (2, 2, 16)}[codes.bits]
     subs = -(-group // HEADS)
     # A team reads neighbouring heads of the same tokens: what it copies per token is one run.
     widest = max(d for d in range(1, n_kv + 1) if n_kv % d == 0 and d * subs <= 8)
-    longest = {16: max(512, min(1024, capacity // 128)), 8: 512, 4: 1024}[words.bits]
+    longest = {16: max(512, min(1024, capacity // 128)), 8: 512, 4: 1024}[codes.bits]
     needed = 1 << (-(-capacity // longest) - 1).bit_length()
-    if needed <= FEW_CHUNKS and words.bits > 4:
-        at_once = SMS * (16 // warps)  # blocks
+    if needed <= FEW_CHUNKS and codes.bits > 4:
+        at_once = sms * (16 // warps)  # blocks
         heads = max(
             (d for d in range(1, widest + 1) if n_kv % d == 0 and batch * n_kv >= d * at_once),
             default=1,
         )
         cluster = 1
-        while cluster < CLUSTER and 2 * cluster * batch * (n_kv // heads) <= SMS:
+        while cluster < CLUSTER and 2 * cluster * batch * (n_kv // heads) <= sms:
             cluster *= 2
         plan = Plan(tiles, depth, warps, heads, cluster)
     else:
-        if words.quantized and batch * (n_kv // widest) * capacity < 64 * SMS:
+        if codes.quantized and batch * (n_kv // widest) * capacity < 64 * sms:
             tiles, warps = 1, 8  # so little that one small step is all that a team gets
-        splits = max(SMS * (warps // (widest * subs)) // (batch * (n_kv // widest)), needed)
+        splits = max(sms * (warps // (widest * subs)) // (batch * (n_kv // widest)), needed)
         step = tiles * TILE
         plan = Plan(tiles, depth, warps, widest, 0, -(-capacity // (splits * step)) * step)
-    plan = dataclasses.replace(plan, **given)
-    while sum(shared_bytes(plan, group, words)) > SHARED_BYTES:
+    while sum(shared_bytes(plan, group, codes)) > gpu().shared_bytes - 1024:
         if plan.depth > 1:
             plan = dataclasses.replace(plan, depth=plan.depth - 1)
         elif plan.warps > 8:
@@ -92,14 +96,14 @@ def blocks_of(plan: Plan, capacity: int, n_kv: int, group: int) -> int:
     return -(-units_of(plan, capacity, n_kv) // team_of(plan, group)[1])
 
 
-def gather_of(plan: Plan, group: int, words: Words) -> Gather:
+def gather_of(plan: Plan, group: int, codes: Codes) -> Gather:
     teams = team_of(plan, group)[1]
-    return Gather(words.head_dim, teams, plan.heads * group, plan.cluster, plan.warps, words.zeros)
+    return Gather(codes.head_dim, teams, plan.heads * group, plan.cluster, plan.warps, codes.zeros)
 
 
-def shared_bytes(plan: Plan, group: int, words: Words) -> tuple[int, ...]:
+def shared_bytes(plan: Plan, group: int, codes: Codes) -> tuple[int, ...]:
     """Of a block: ring, scales, barriers; where it sums parts the gather's."""
     teams = team_of(plan, group)[1]
-    scales = max(16, plan.warps * scale_bytes(plan, words))
-    own = teams * ring_bytes(plan, plan.heads, words), scales, teams * 2 * plan.depth * 16
-    return own + tuple(4 * n for n in gather_of(plan, group, words).floats) if plan.cluster else own
+    scales = max(16, plan.warps * scale_bytes(plan, codes))
+    own = teams * ring_bytes(plan, plan.heads, codes), scales, teams * 2 * plan.depth * 16
+    return own + tuple(4 * n for n in gather_of(plan, group, codes).floats) if plan.cluster else own

@@ -17,22 +17,22 @@ from collections.abc import Callable, Sequence
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
-from pallas_kernels.attention.codes import Words
+from pallas_kernels import ptx as p
+from pallas_kernels.attention.codes import Codes
+from pallas_kernels.fused_parts import floats
 
 RUNS = 8
 PAD = 32  # bytes between two runs in shared memory
 
 
-def ring_bytes(plan, heads: int, words: Words) -> int:
+def ring_bytes(plan, heads: int, codes: Codes) -> int:
     """Of one team: keys and values, every step of the ring."""
-    return 2 * plan.depth * RUNS * (2 * plan.tiles * heads * words.row_bytes + PAD)
+    return 2 * plan.depth * RUNS * (2 * plan.tiles * heads * codes.row_bytes + PAD)
 
 
-def scale_bytes(plan, words: Words) -> int:
+def scale_bytes(plan, codes: Codes) -> int:
     """Of one warp: keys and values of one step."""
-    return 2 * RUNS * 2 * plan.tiles * 4 * words.staged if words.quantized else 0
+    return 2 * RUNS * 2 * plan.tiles * 4 * codes.staged if codes.quantized else 0
 
 
 class Ring:
@@ -43,14 +43,14 @@ class Ring:
     apart: tokens from one step of the team to its next.
     """
 
-    def __init__(self, plan, words, *, heads, n_kv, members, member, lane, ring, barriers, bases,
+    def __init__(self, plan, codes, *, heads, n_kv, members, member, lane, ring, barriers, bases,
                  last, apart):  # fmt: skip
         self.depth, self.heads, self.n_kv, self.members = plan.depth, heads, n_kv, members
         self.member, self.lane, self.ring, self.barriers = member, lane, ring, barriers
         self.bases, self.last, self.apart = bases, last, apart
         self.per_run = 2 * plan.tiles
-        self.token_bytes = heads * words.row_bytes  # of the team, in shared memory
-        self.from_bytes = n_kv * words.row_bytes  # in the cache
+        self.token_bytes = heads * codes.row_bytes  # of the team, in shared memory
+        self.from_bytes = n_kv * codes.row_bytes  # in the cache
         self.stride = self.per_run * self.token_bytes + PAD
         self.slot_bytes = RUNS * self.stride
 
@@ -59,14 +59,14 @@ class Ring:
         """The run of an mma's row: neighbours, and every second row, lie in different banks."""
         even = p.shift_right(row, 1)
         odd = p.add(arith.xori(even, p.ci(2)), 4)
-        return arith.select(p.less(arith.andi(row, p.ci(1)), 1), even, odd)
+        return arith.select(p.less(p.masked(row, 1), 1), even, odd)
 
     def initialise(self, teams: int, first) -> None:
         """All barriers of all teams, by one thread; first: the address of the first."""
         for i in range(2 * self.depth * teams):
-            a.barrier_init(p.add(first, 16 * i), RUNS)
-            a.barrier_init(p.add(first, 16 * i + 8), self.members)
-        a.barriers_ready()
+            p.barrier_init(p.add(first, 16 * i), RUNS)
+            p.barrier_init(p.add(first, 16 * i + 8), self.members)
+        p.barriers_ready()
 
     def barrier(self, slot, values: bool, empty: bool):
         at = (16 * self.depth if values else 0) + 8 * empty
@@ -78,36 +78,36 @@ class Ring:
         mine = p.less(self.lane, RUNS)
         if self.members > 1:
             turn = arith.remui(self.lane, p.ci(self.members))
-            mine = arith.andi(mine, arith.cmpi(arith.CmpIPredicate.eq, turn, self.member))
+            mine = arith.andi(mine, p.equal(turn, self.member))
 
         def run():
             to = p.add(self.ring, p.mul(slot, self.slot_bytes), p.mul(self.lane, self.stride),
                        self.depth * self.slot_bytes if values else 0)  # fmt: skip
             first = p.add(token0, p.mul(self.lane, self.per_run))
             size = self.per_run * self.token_bytes
-            a.barrier_expect(full, size)
+            p.barrier_expect(full, size)
 
             def tokens():
                 def one(i, _):
-                    token = a.smaller(p.add(first, i), self.last)
-                    source = a.offset_rows(self.bases[values], token, self.from_bytes)
+                    token = p.smaller(p.add(first, i), self.last)
+                    source = p.offset_rows(self.bases[values], token, self.from_bytes)
                     at = p.add(to, p.mul(i, self.token_bytes))
-                    a.copy_bulk(at, source, self.token_bytes, full)
+                    p.copy_bulk(at, source, self.token_bytes, full)
                     return []
 
-                a.loop(p.ci(0), p.ci(self.per_run), p.ci(1), [], one)
+                p.loop(0, self.per_run, 1, [], one)
 
             if self.heads < self.n_kv:
                 tokens()
                 return
-            whole = a.below(p.add(first, self.per_run - 2), self.last)
+            whole = p.below(p.add(first, self.per_run - 2), self.last)
 
             def together():
-                source = a.offset_rows(self.bases[values], first, self.from_bytes)
-                a.copy_bulk(to, source, size, full)
+                source = p.offset_rows(self.bases[values], first, self.from_bytes)
+                p.copy_bulk(to, source, size, full)
 
             p.when(whole, together)
-            p.when(a.at_most(self.last, p.add(first, self.per_run - 2)), tokens)
+            p.when(p.at_most(self.last, p.add(first, self.per_run - 2)), tokens)
 
         p.when(mine, run)
 
@@ -116,30 +116,30 @@ class Ring:
         if self.depth == 1:
             return slot, arith.xori(parity, p.ci(1))
         edge, over = (self.depth - 1, 0) if step > 0 else (0, self.depth - 1)
-        wraps = arith.cmpi(arith.CmpIPredicate.eq, slot, p.ci(edge))
+        wraps = p.equal(slot, edge)
         return (
             arith.select(wraps, p.ci(over), p.add(slot, step)),
             arith.select(wraps, arith.xori(parity, p.ci(1)), parity),
         )
 
     def wait(self, slot, parity, values: bool) -> None:
-        a.barrier_wait(self.barrier(slot, values, False), parity)
+        p.barrier_wait(self.barrier(slot, values, False), parity)
 
     def release(self, slot, values: bool) -> None:
         """This warp has read the slot."""
-        a.warp_barrier()
+        p.warp_barrier()
         empty = self.barrier(slot, values, True)
-        p.when(p.less(self.lane, 1), lambda: a.barrier_arrive(empty))
+        p.when(p.less(self.lane, 1), lambda: p.barrier_arrive(empty))
 
     def refill(self, token0, slot, parity, values: bool) -> None:
         """The step that follows ``depth`` steps after the one at ``token0``, into its slot."""
         token = p.add(token0, self.depth * self.apart)
 
         def go():
-            a.barrier_wait(self.barrier(slot, values, True), parity)
+            p.barrier_wait(self.barrier(slot, values, True), parity)
             self.fill(token, slot, values)
 
-        p.when(a.at_most(token, self.last), go)
+        p.when(p.at_most(token, self.last), go)
 
 
 class Tokens:
@@ -148,25 +148,25 @@ class Tokens:
     own: the warp's kv head within the team; g, quad: the lane's place (``attention.tile``).
     """
 
-    def __init__(self, ring: Ring, words: Words, own, g, quad):
-        self.words, self.token_bytes, self.slot_bytes = words, ring.token_bytes, ring.slot_bytes
-        at = p.add(ring.ring, p.mul(own, words.row_bytes))
-        self.k_at = p.add(at, p.mul(Ring.order(g), ring.stride), p.mul(quad, words.k_chunk))
-        at = p.add(at, p.mul(g, words.v_chunk), ring.depth * ring.slot_bytes)
+    def __init__(self, ring: Ring, codes: Codes, own, g, quad):
+        self.codes, self.token_bytes, self.slot_bytes = codes, ring.token_bytes, ring.slot_bytes
+        at = p.add(ring.ring, p.mul(own, codes.row_bytes))
+        self.k_at = p.add(at, p.mul(Ring.order(g), ring.stride), p.mul(quad, codes.k_chunk))
+        at = p.add(at, p.mul(g, codes.v_chunk), ring.depth * ring.slot_bytes)
         self.v_at = [
             p.add(at, p.mul(Ring.order(p.add(p.mul(quad, 2), i)), ring.stride)) for i in range(2)
         ]
 
     def keys(self, slot, tile: int) -> list[list]:
         """Of the tile's rows g and g + 8."""
-        words, at = self.words, p.add(self.k_at, p.mul(slot, self.slot_bytes))
+        codes, at = self.codes, p.add(self.k_at, p.mul(slot, self.slot_bytes))
         return [
             [
                 w
-                for j in range(words.k_chunks)
-                for w in a.load_shared(
-                    at, words.k_chunk // 4,
-                    (2 * tile + half) * self.token_bytes + j * 4 * words.k_chunk,
+                for j in range(codes.k_chunks)
+                for w in p.load_shared(
+                    at, codes.k_chunk // 4,
+                    (2 * tile + half) * self.token_bytes + j * 4 * codes.k_chunk,
                 )
             ]
             for half in range(2)
@@ -174,14 +174,14 @@ class Tokens:
 
     def values(self, slot, tile: int) -> list[list]:
         """Of the tile's rows 2 quad, 2 quad + 1, + 8 and + 9."""
-        words, at = self.words, p.mul(slot, self.slot_bytes)
+        codes, at = self.codes, p.mul(slot, self.slot_bytes)
         return [
             [
                 w
-                for j in range(words.v_chunks)
-                for w in a.load_shared(
-                    p.add(self.v_at[t % 2], at), words.v_chunk // 4,
-                    (2 * tile + t // 2) * self.token_bytes + j * 8 * words.v_chunk,
+                for j in range(codes.v_chunks)
+                for w in p.load_shared(
+                    p.add(self.v_at[t % 2], at), codes.v_chunk // 4,
+                    (2 * tile + t // 2) * self.token_bytes + j * 8 * codes.v_chunk,
                 )
             ]
             for t in range(4)
@@ -195,13 +195,13 @@ class Scales:
     adjust: (scale, zero or None, values?) -> the float32 numbers to be kept, as many.
     """
 
-    def __init__(self, plan, words: Words, *, n_kv, lane, at, sources, last, adjust: Callable):
-        self.words, self.lane, self.at, self.sources = words, lane, at, sources
+    def __init__(self, plan, codes: Codes, *, n_kv, lane, at, sources, last, adjust: Callable):
+        self.codes, self.lane, self.at, self.sources = codes, lane, at, sources
         self.last, self.adjust = last, adjust
         self.per_run = 2 * plan.tiles
         self.per_step = RUNS * self.per_run
-        self.from_bytes = n_kv * words.groups * words.scale_size
-        self.token_bytes = 4 * words.staged
+        self.from_bytes = n_kv * codes.groups * codes.scale_size
+        self.token_bytes = 4 * codes.staged
         self.half = self.per_step * self.token_bytes  # keys, then values
 
     def _rounds(self):
@@ -209,52 +209,52 @@ class Scales:
         for first in range(0, self.per_step, 32):
             token = p.add(self.lane, first)
             if self.per_step < 32:  # the upper lanes repeat the lower
-                token = arith.andi(token, p.ci(self.per_step - 1))
+                token = p.masked(token, self.per_step - 1)
             shift = self.per_run.bit_length() - 1
-            place = p.add(p.mul(arith.andi(token, p.ci(self.per_run - 1)), RUNS),
+            place = p.add(p.mul(p.masked(token, self.per_run - 1), RUNS),
                           p.shift_right(token, shift))  # fmt: skip
             yield token, p.add(self.at, p.mul(place, self.token_bytes))
 
     def load(self, token0) -> list:
         """The words of the step at ``token0``."""
         loaded = []
-        size = self.words.groups * self.words.scale_size
+        size = self.codes.groups * self.codes.scale_size
         for token, _ in self._rounds():
-            token = a.smaller(p.add(token0, token), self.last)
+            token = p.smaller(p.add(token0, token), self.last)
             for source in (source for pair in self.sources for source in pair):
-                at = a.offset_rows(source, token, self.from_bytes)
-                loaded += [a.load_half(at)] if size == 2 else a.load_words(at, size // 4)
+                at = p.offset_rows(source, token, self.from_bytes)
+                loaded += [p.load_half(at)] if size == 2 else p.load_global(at, size // 4, cache="")
         return loaded
 
     def store(self, loaded: Sequence) -> None:
         """After every lane has read what was there."""
-        words, rest = self.words, list(loaded)
-        a.warp_barrier()
+        codes, rest = self.codes, list(loaded)
+        p.warp_barrier()
         for _, to in self._rounds():
             for values in (False, True):
                 parts = [self._floats(rest) for _ in self.sources[values]]
-                scale, zero = parts if words.zeros else (parts[0], [None] * words.groups)
+                scale, zero = parts if codes.zeros else (parts[0], [None] * codes.groups)
                 pairs = [self.adjust(s, z, values) for s, z in zip(scale, zero, strict=True)]
                 kept = [x for column in zip(*pairs, strict=True) for x in column]
                 for i in range(0, len(kept), 4):
-                    a.store_shared(to, kept[i : i + 4], 4 * i + self.half * values)
-        a.warp_barrier()
+                    p.store_shared(to, kept[i : i + 4], 4 * i + self.half * values)
+        p.warp_barrier()
 
     def _floats(self, rest: list) -> list:
         """One leaf of one token, a float per group, taken off the loaded words."""
-        groups = self.words.groups
-        if self.words.scale_size == 4:
-            return [a.from_bits(rest.pop(0)) for _ in range(groups)]
+        groups = self.codes.groups
+        if self.codes.scale_size == 4:
+            return [p.from_bits(rest.pop(0)) for _ in range(groups)]
         count = max(1, groups // 2)
         words = [rest.pop(0) for _ in range(count)]
-        return [f(w, "f16") for w in words for f in (p.widen, p.widen_high)][:groups]
+        return floats(words, "f16")[:groups]
 
     def read(self, run, i: int, values: bool) -> list:
         """[scale, zero][group] (without zero points, [scale]) of token i of a run."""
         at = p.add(self.at, p.mul(run, self.token_bytes))
         offset = i * RUNS * self.token_bytes + self.half * values
-        groups, kept = self.words.groups, []
-        for first in range(0, self.words.staged, 4):
-            count = min(4, self.words.staged - first)
-            kept += a.load_shared(at, count, offset + 4 * first, "f32")
+        groups, kept = self.codes.groups, []
+        for first in range(0, self.codes.staged, 4):
+            count = min(4, self.codes.staged - first)
+            kept += p.load_shared(at, count, offset + 4 * first, "f32")
         return [kept[j : j + groups] for j in range(0, len(kept), groups)]

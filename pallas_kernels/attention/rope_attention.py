@@ -14,16 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import rope_cache
-from pallas_kernels.attention.op import (
-    DIRECT_ROWS,
-    DIRECT_TOKENS,
-    decode_attention,
-    is_direct,
-    plan_of,
-)
-from pallas_kernels.dispatch import Implementation, choose, launching
+from pallas_kernels.attention.op import decode_attention
+from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.transform import Op, chosen
 
 
 def rope_and_attend(
@@ -54,12 +48,11 @@ def rope_and_attend(
     rope_cache.check_operands("rope_and_attend", qkv, cos, sin, k, v, slots)
     if window is not None and window < 1:
         raise ValueError(f"rope_and_attend: window {window} is below 1")
-    if choose("rope_and_attend", implementation, unsupported(qkv, k, v), qkv, k, v) == "mosaic":
-        n = qkv.shape[1] - 2 * k.shape[2]
-        launching("decode_attention_direct", lambda: plan_of(True, qkv, k, n))
+    found = choose_plan("rope_and_attend", implementation, lambda: plan(qkv, k), qkv, k, v)
+    if found is not None:
         scale = qkv.shape[-1] ** -0.5 if scale is None else float(scale)
-        choice = Choice("mosaic", implementation is not None)
-        return _rope_and_attend(choice, (window, scale), qkv, cos, sin, k, v, slots)
+        call = window, scale, found
+        return _rope_and_attend(chosen(found, implementation), call, qkv, cos, sin, k, v, slots)
     q, k, v = rope_cache.rope_and_write(qkv, cos, sin, k, v, slots, implementation=implementation)
     seen = jnp.where((slots >= 0) & (slots < k.shape[1]), slots + 1, 0)
     out = decode_attention(q, k, v, seen, window=window, scale=scale, implementation=implementation)
@@ -67,14 +60,14 @@ def rope_and_attend(
 
 
 def _kernel(call, qkv, cos, sin, k, v, slots):
-    from pallas_kernels.attention import direct as decode_attention_direct
+    from pallas_kernels.attention import direct
 
-    window, scale = call
-    return decode_attention_direct.attend(qkv, (cos, sin), slots, k, v, window=window, scale=scale)
+    window, scale, plan = call
+    return direct.attend(qkv, (cos, sin), slots, k, v, window=window, scale=scale, plan=plan)
 
 
 def _xla(call, qkv, cos, sin, k, v, slots):
-    window, scale = call
+    window, scale, _ = call
     return rope_and_attend(
         qkv, cos, sin, k, v, slots, window=window, scale=scale, implementation="xla"
     )
@@ -83,17 +76,21 @@ def _xla(call, qkv, cos, sin, k, v, slots):
 _rope_and_attend = Op("rope_and_attend", _xla, _kernel)
 
 
-def unsupported(qkv: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor) -> str | None:
-    """Why the one kernel does not take this call, or None."""
+def plan(qkv: jax.Array, k: jax.Array | QTensor) -> Plan | Reason:
+    """How the one kernel computes the call."""
+    from pallas_kernels.attention import direct
+
     if isinstance(k, QTensor):
-        return f"k is a cache of {jnp.dtype(k.dtype).name} words; the kernel writes 16-bit floats"
-    if reason := rope_cache.unsupported(qkv, k, v):
-        return reason
+        codes = jnp.dtype(k.dtype).name
+        return Reason(f"k is a cache of {codes} words; the kernel writes 16-bit floats")
+    if isinstance(written := rope_cache.plan(qkv, k), Reason):
+        return written
     batch, capacity, n_kv, _ = k.shape
     group = qkv.shape[1] // n_kv - 2
-    if is_direct(k, group):
-        return None
-    return (
+    found = direct.plan((qkv, k, group * n_kv))
+    if not isinstance(found, Reason):
+        return found
+    return Reason(
         f"k holds {batch} rows, {capacity} tokens, {n_kv} kv heads, {group} query heads to each; "
-        f"the kernel takes {DIRECT_ROWS} rows, {DIRECT_TOKENS} tokens, 8 to each"
+        f"the kernel takes {direct.ROWS} rows, {direct.TOKENS} tokens, 8 to each"
     )

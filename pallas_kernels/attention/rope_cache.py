@@ -18,17 +18,18 @@ Left out: more than one token per row.
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.hadamard import hadamard
-from pallas_kernels.dispatch import Implementation, choose, launching
+from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.rounding import reciprocal, to_words
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.transform import Op, chosen
 
 Cached = jax.Array | QTensor
 _OPERANDS = {
@@ -66,11 +67,8 @@ def rope_and_write(
     "mosaic" is asked for and has no kernel for the call.
     """
     check_operands("rope_and_write", qkv, cos, sin, k, v, slots)
-    chosen = choose("rope_and_write", implementation, unsupported(qkv, k, v), qkv, k, v)
-    if chosen == "mosaic":
-        launching("rope_cache_mosaic")
-    choice = Choice(chosen, implementation is not None)
-    return _rope_and_write(choice, None, qkv, cos, sin, k, v, slots)
+    found = choose_plan("rope_and_write", implementation, lambda: plan(qkv, k), qkv, k, v)
+    return _rope_and_write(chosen(found, implementation), None, qkv, cos, sin, k, v, slots)
 
 
 def _kernel(_: None, qkv, cos, sin, k: Cached, v: Cached, slots):
@@ -112,17 +110,26 @@ def check_operands(op: str, qkv, cos, sin, k: Cached, v: Cached, slots) -> None:
                 raise ValueError(f"{op}: {name}.scale {kv.scale.shape} is not of {group} features")
 
 
-def unsupported(qkv: jax.Array, k: Cached, v: Cached) -> str | None:
-    """Why the Mosaic kernel does not take this call, or None."""
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A warp for each head of each row: there is nothing to choose."""
+
+    kernel: ClassVar[str] = "rope_cache_mosaic"
+
+    def __str__(self) -> str:
+        return ""
+
+
+def plan(qkv: jax.Array, k: Cached) -> Plan | Reason:
+    """How the kernel writes the heads of qkv into caches like k."""
     if qkv.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"qkv is {qkv.dtype.name}; the kernel rotates bfloat16 and float16"
+        return Reason(f"qkv is {qkv.dtype.name}; the kernel rotates bfloat16 and float16")
     h = qkv.shape[-1]
     if h not in (64, 128, 256):
-        return f"qkv has heads of {h} features; the kernel takes 64, 128 and 256"
-    if not isinstance(k, QTensor):
-        alike = k.dtype == qkv.dtype
-        return None if alike else f"k and v are {k.dtype.name} where qkv is {qkv.dtype.name}"
-    return None
+        return Reason(f"qkv has heads of {h} features; the kernel takes 64, 128 and 256")
+    if not isinstance(k, QTensor) and k.dtype != qkv.dtype:
+        return Reason(f"k and v are {k.dtype.name} where qkv is {qkv.dtype.name}")
+    return Plan()
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import jax
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
-from pallas_kernels.attention.codes import Words
+from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.tile import TILE
+from pallas_kernels.fused_parts import floats, packed
 
 
 class Source:
@@ -25,17 +25,17 @@ class Source:
     and values of a tile are (words of each token, its scales and zero points).
     """
 
-    def __init__(self, refs, words: Words, shape, kind: str, row, head, lane):
-        self.words, self.kind, self.row, self.head = words, kind, row, head
+    def __init__(self, refs, codes: Codes, shape, kind: str, row, head, lane):
+        self.codes, self.kind, self.row, self.head = codes, kind, row, head
         _, self.capacity, self.n_kv, self.n, self.h = shape
-        self.g, self.quad = p.shift_right(lane, 2), arith.andi(lane, p.ci(3))
-        arrays = 1 + words.quantized + words.zeros  # words, scales, zero points
+        self.g, self.quad = p.shift_right(lane, 2), p.masked(lane, 3)
+        arrays = 1 + codes.quantized + codes.zeros  # codes, scales, zero points
         self.k, self.v = refs[-2 * arrays : -arrays], refs[-arrays:]
         self.q, *self.tables, lengths = refs[: -2 * arrays]
         # Memory that the kernel writes is not read through the path of constants.
         self.cache = "" if self.tables else ".nc"
 
-        (number,) = a.load_words(p.offset(p.address(lengths), row, 4), 1, cache=".nc")
+        (number,) = p.load_global(p.offset(p.address(lengths), row, 4), 1)
         group = self.n // self.n_kv
         mine = p.add(p.mul(head, group), p.minimum(self.g, group - 1))  # past the group copies
         self.raw_query = self.projected(mine)
@@ -44,8 +44,8 @@ class Source:
             self.new_key, self.new_value = self.load_new_key(), self.load_new_value()
             self.slot, self.there = number, p.less(number, self.capacity)
             number = arith.select(self.there, p.add(number, 1), p.ci(0))
-        self.end = a.larger(a.smaller(number, p.ci(self.capacity)), p.ci(0))
-        self.last = a.larger(p.add(self.end, -1), p.ci(0))
+        self.end = p.larger(p.smaller(number, p.ci(self.capacity)), p.ci(0))
+        self.last = p.larger(p.add(self.end, -1), p.ci(0))
 
     def first(self, token0):
         """Query, keys and values for a warp's first tile."""
@@ -69,53 +69,53 @@ class Source:
     def line(self, ref, token, size: int):
         """A token's ``size`` bytes of this head."""
         base = p.offset(p.address(ref), self.row, self.capacity * self.n_kv * size)
-        return a.offset_rows(p.offset(base, self.head, size), token, self.n_kv * size)
+        return p.offset_rows(p.offset(base, self.head, size), token, self.n_kv * size)
 
     def key_tokens(self, token0) -> list:
-        return [a.smaller(p.add(token0, self.g, 8 * i), self.last) for i in range(2)]
+        return [p.smaller(p.add(token0, self.g, 8 * i), self.last) for i in range(2)]
 
     def value_tokens(self, token0) -> list:
         own = p.add(token0, p.mul(self.quad, 2))
-        return [a.smaller(p.add(own, t % 2 + t // 2 * 8), self.last) for t in range(4)]
+        return [p.smaller(p.add(own, t % 2 + t // 2 * 8), self.last) for t in range(4)]
 
     def load_keys(self, token0):
-        words, tokens = self.words, self.key_tokens(token0)
-        at = p.mul(self.quad, words.k_chunk)
+        codes, tokens = self.codes, self.key_tokens(token0)
+        at = p.mul(self.quad, codes.k_chunk)
         return [
             [
                 w
-                for j in range(words.k_chunks)
-                for w in a.load_words(
-                    p.offset(self.line(self.k[0], t, words.row_bytes), at),
-                    words.k_chunk // 4, j * 4 * words.k_chunk, cache=self.cache,
+                for j in range(codes.k_chunks)
+                for w in p.load_global(
+                    p.offset(self.line(self.k[0], t, codes.row_bytes), at),
+                    codes.k_chunk // 4, j * 4 * codes.k_chunk, cache=self.cache,
                 )
             ]
             for t in tokens
         ], self.load_numbers(self.k, tokens)  # fmt: skip
 
     def load_values(self, token0):
-        lines = [self.line(self.v[0], t, self.words.row_bytes) for t in self.value_tokens(token0)]
+        lines = [self.line(self.v[0], t, self.codes.row_bytes) for t in self.value_tokens(token0)]
         numbers = self.load_numbers(self.v, self.key_tokens(token0))
         return [self.value_words(at, self.cache) for at in lines], numbers
 
     def value_words(self, base, cache: str) -> list:
-        words = self.words
-        base = p.offset(base, p.mul(self.g, words.v_chunk))
+        codes = self.codes
+        base = p.offset(base, p.mul(self.g, codes.v_chunk))
         return [
             w
-            for j in range(words.v_chunks)
-            for w in a.load_words(base, words.v_chunk // 4, j * 8 * words.v_chunk, cache=cache)
+            for j in range(codes.v_chunks)
+            for w in p.load_global(base, codes.v_chunk // 4, j * 8 * codes.v_chunk, cache=cache)
         ]
 
     def load_numbers(self, refs, tokens) -> list:
         """[token][scale, zero point] words."""
-        size = self.words.groups * self.words.scale_size
+        size = self.codes.groups * self.codes.scale_size
         return [
             [
-                [a.load_half(at)] if size == 2 else a.load_words(at, size // 4, cache=".nc")
+                [p.load_half(at)] if size == 2 else p.load_global(at, size // 4)
                 for at in [self.line(ref, t, size) for ref in refs[1:]]
             ]
-            for t in (tokens if self.words.quantized else ())
+            for t in (tokens if self.codes.quantized else ())
         ]
 
     # --- the projection ---
@@ -130,21 +130,21 @@ class Source:
 
     def projected(self, head) -> list:
         """A head's features that meet this lane's chunks of keys."""
-        at = p.mul(self.quad, 2 * tile.features_of(self.words))
-        return tile.load_heads(p.offset(self.head_of(head), at), self.words)
+        at = p.mul(self.quad, 2 * tile.features_of(self.codes))
+        return tile.load_heads(p.offset(self.head_of(head), at), self.codes)
 
     def load_new_key(self):
         """The new token's features, not rotated, and (cos, sin) of a head's first half of them."""
-        features = tile.features_of(self.words)
+        features = tile.features_of(self.codes)
         at = p.mul(self.quad, 4 * features)
         turns = [
             [
                 x
-                for j in range(self.words.k_chunks // 2)
+                for j in range(self.codes.k_chunks // 2)
                 for i in range(features // 4)
-                for x in a.load_words(
+                for x in p.load_global(
                     p.offset(p.offset(p.address(t), self.row, 2 * self.h), at),
-                    4, 16 * features * j + 16 * i, "f32", ".nc",
+                    4, 16 * features * j + 16 * i, "f32",
                 )
             ]
             for t in self.tables
@@ -158,7 +158,7 @@ class Source:
         """RoPE of a head; a lane has feature i + H / 2 in the chunk half of them after i's."""
         half = len(chunks) // 2
         low, high = (
-            [f(w, self.kind) for chunk in part for w in chunk for f in (p.widen, p.widen_high)]
+            floats([w for chunk in part for w in chunk], self.kind)
             for part in (chunks[:half], chunks[half:])
         )
         cos, sin = turns
@@ -170,25 +170,24 @@ class Source:
             arith.addf(arith.mulf(y, c), arith.mulf(x, s))
             for x, y, c, s in zip(low, high, cos, sin, strict=True)
         ]
-        pairs = [a.pack(u, v, self.kind) for u, v in zip(out[::2], out[1::2], strict=True)]
-        per = len(chunks[0])
-        return [pairs[i : i + per] for i in range(0, len(pairs), per)]
+        words, per = packed(out, self.kind), len(chunks[0])
+        return [words[i : i + per] for i in range(0, len(words), per)]
 
     def with_new_key(self, token0, keys, loaded=None):
         """loaded: by ``load_new_key``, where there are registers for it."""
-        own, chunk = a.equal(arith.andi(self.slot, p.ci(7)), self.g), self.words.k_chunk
+        own, chunk = p.equal(p.masked(self.slot, 7), self.g), self.codes.k_chunk
 
         def new():
             return [w for part in self.turned(*(loaded or self.load_new_key())) for w in part]
 
         at = p.offset(
-            self.line(self.k[0], self.slot, self.words.row_bytes), p.mul(self.quad, chunk)
+            self.line(self.k[0], self.slot, self.codes.row_bytes), p.mul(self.quad, chunk)
         )
         return self.with_new(token0, keys, self.key_tokens(token0), new, own, at, 4 * chunk)
 
     def with_new_value(self, token0, values, loaded=None):
-        own, chunk = p.less(self.quad, 1), self.words.v_chunk
-        at = p.offset(self.line(self.v[0], self.slot, self.words.row_bytes), p.mul(self.g, chunk))
+        own, chunk = p.less(self.quad, 1), self.codes.v_chunk
+        at = p.offset(self.line(self.v[0], self.slot, self.codes.row_bytes), p.mul(self.g, chunk))
         return self.with_new(
             token0, values, self.value_tokens(token0), lambda: loaded or self.load_new_value(),
             own, at, 8 * chunk,
@@ -203,16 +202,16 @@ class Source:
 
             def store():
                 for i in range(0, len(fresh), 4):
-                    a.store_words(at, fresh[i : i + 4], i // 4 * apart)
+                    p.store_global(at, fresh[i : i + 4], i // 4 * apart)
 
-            p.when(arith.andi(own, a.at_most(token0, self.slot)), store)
+            p.when(arith.andi(own, p.at_most(token0, self.slot)), store)
             return [
-                arith.select(a.equal(t, self.slot), y, x)
+                arith.select(p.equal(t, self.slot), y, x)
                 for t, old in zip(tokens, held[0], strict=True)
                 for x, y in zip(old, fresh, strict=True)
             ]
 
         # Tiles past the row's end hold its last token over and over.
-        reached = arith.andi(self.there, a.below(self.slot, p.add(token0, TILE)))
+        reached = arith.andi(self.there, p.below(self.slot, p.add(token0, TILE)))
         flat, tree = jax.tree.flatten(held)  # no scales: the words alone
-        return jax.tree.unflatten(tree, a.choose(reached, replaced, flat))
+        return jax.tree.unflatten(tree, p.choose(reached, replaced, flat))

@@ -5,8 +5,8 @@
     out^T[features, 8 heads] += V^T weights     a lane: features that lie side by side, both heads
 
 g is a lane's number / 4, quad the rest.  The kernels bring the words: of keys those of tokens g and
-g + 8, in ``words.k_chunks`` runs of four lanes' chunks; of values those of tokens 2 quad and + 1,
-+ 8, + 9, in ``words.v_chunks`` runs of eight lanes' chunks.
+g + 8, in ``codes.k_chunks`` runs of four lanes' chunks; of values those of tokens 2 quad and + 1,
++ 8, + 9, in ``codes.v_chunks`` runs of eight lanes' chunks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import math
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
-from pallas_kernels.attention.codes import Words, as_float16, query_sums_of
+from pallas_kernels import ptx as p
+from pallas_kernels.attention.codes import Codes, as_float16, query_sums_of
 
 LOG2E = math.log2(math.e)
 NEG_INF = float("-inf")
@@ -26,22 +25,22 @@ TILE = 16  # tokens
 HEADS = 8  # query heads
 
 
-def load_heads(base, words: Words, kind: str = ".nc") -> list[list]:
+def load_heads(base, codes: Codes, kind: str = ".nc") -> list[list]:
     """A head's 16-bit features that meet a lane's key words, by chunk; base: of the first."""
-    features = features_of(words)
+    features = features_of(codes)
     return [
         [
             w
             for i in range(features // 8)
-            for w in a.load_words(base, 4, 8 * features * j + 16 * i, cache=kind)
+            for w in p.load_global(base, 4, 8 * features * j + 16 * i, cache=kind)
         ]
-        for j in range(words.k_chunks)
+        for j in range(codes.k_chunks)
     ]
 
 
-def features_of(words: Words) -> int:
+def features_of(codes: Codes) -> int:
     """Of a lane's chunk of keys."""
-    return words.k_chunk * 8 // words.bits
+    return codes.k_chunk * 8 // codes.bits
 
 
 class Queries:
@@ -50,30 +49,30 @@ class Queries:
     raw: what ``load_heads`` gave for head g.  Scores are base 2: ``scale`` and log2(e) are in them.
     """
 
-    def __init__(self, raw, words: Words, scale: float, kind: str):
-        self.words, self.factor = words, p.cf(scale * LOG2E)
-        if words.zeros:
+    def __init__(self, raw, codes: Codes, scale: float, kind: str):
+        self.codes, self.factor = codes, p.cf(scale * LOG2E)
+        if codes.zeros:
             raw, self.factor = as_float16(raw, self.factor, kind)
-        per = words.per_word // 2
+        per = codes.per_word // 2
         self.pairs = [
             [
                 pair
                 for w in range(0, len(loaded), per)
-                for pair in words.query_pairs(loaded[w : w + per])
+                for pair in codes.query_pairs(loaded[w : w + per])
             ]
             for loaded in raw
         ]
-        self.sums = query_sums_of(self.pairs, words) if words.zeros else None
+        self.sums = query_sums_of(self.pairs, codes) if codes.zeros else None
 
     def adjust(self, scale, zero, values: bool):
-        """A product is scale times the words' and zero times the sum of what they meet."""
+        """A product is scale times the codes' and zero times the sum of what they meet."""
         if zero is None:
             return (scale if values else arith.mulf(scale, self.factor),)
-        # Words come 8 too large.
+        # Codes come 8 too large.
         zero = p.fma(scale, p.cf(-8.0), zero)
         if values:
             return scale, zero
-        step = arith.mulf(self.factor, p.cf(self.words.steps[0]))
+        step = arith.mulf(self.factor, p.cf(self.codes.steps[0]))
         return arith.mulf(scale, step), arith.mulf(zero, self.factor)
 
     def scores(self, rows, numbers) -> list:
@@ -81,24 +80,24 @@ class Queries:
 
         rows: key words of tokens g and g + 8; numbers: theirs by ``adjust``, [scale, zero][group].
         """
-        words, zero = self.words, p.cf(0.0)
-        acc = [[zero] * 4 for _ in range(words.groups)]
-        count = words.k_chunk // 4
-        for j in range(words.k_chunks):
-            of = j * 4 * words.k_chunk // words.group_bytes
+        codes, zero = self.codes, p.cf(0.0)
+        acc = [[zero] * 4 for _ in range(codes.groups)]
+        count = codes.k_chunk // 4
+        for j in range(codes.k_chunks):
+            of = j * 4 * codes.k_chunk // codes.group_bytes
             mine = slice(j * count, (j + 1) * count)
-            low, high = ([x for w in r[mine] for x in words.pairs(w, words.q_kind)] for r in rows)
+            low, high = ([x for w in r[mine] for x in codes.pairs(w, codes.q_kind)] for r in rows)
             for s in range(0, len(low), 2):
                 left = [low[s], high[s], low[s + 1], high[s + 1]]
-                acc[of] = p.mma(acc[of], left, self.pairs[j][s : s + 2], words.q_kind)
+                acc[of] = p.mma(acc[of], left, self.pairs[j][s : s + 2], codes.q_kind)
         if numbers is None:
             return [arith.mulf(x, self.factor) for x in acc[0]]
         out = []
         for i in range(4):
             total = zero
-            for of in range(words.groups):
+            for of in range(codes.groups):
                 total = p.fma(acc[of][i], numbers[i // 2][0][of], total)
-                if words.zeros:
+                if codes.zeros:
                     total = p.fma(self.sums[of][i % 2], numbers[i // 2][1][of], total)
             out.append(total)
         return out
@@ -109,47 +108,47 @@ def maxima(scores, top) -> tuple[list, list]:
     sums up to ``top`` fade by."""
     new, fade = [], []
     for c in range(2):
-        best = functools.reduce(a.maximum, [s[i] for s in scores for i in (c, c + 2)])
+        best = functools.reduce(p.maximum, [s[i] for s in scores for i in (c, c + 2)])
         for lanes in (4, 8, 16):
-            best = a.maximum(best, a.shuffle_xor(best, lanes))
-        best = a.maximum(best, top[c])
+            best = p.maximum(best, p.shuffle_xor(best, lanes))
+        best = p.maximum(best, top[c])
         new.append(best)
-        fade.append(a.exp2(arith.subf(top[c], best)))
+        fade.append(p.exp2(arith.subf(top[c], best)))
     return new, fade
 
 
 def weights_of(scores, top) -> list:
-    return [[a.exp2(arith.subf(s[i], top[i % 2])) for i in range(4)] for s in scores]
+    return [[p.exp2(arith.subf(s[i], top[i % 2])) for i in range(4)] for s in scores]
 
 
-def right_operand(weights, numbers, zeros: list, words: Words) -> list:
+def right_operand(weights, numbers, zeros: list, codes: Codes) -> list:
     """A tile's weights times the values' scales, transposed, by group; what zero points they meet
     is added to ``zeros``, [group][head]."""
     right = []
-    for of in range(words.groups):
+    for of in range(codes.groups):
         w = weights
-        if words.zeros:
+        if codes.zeros:
             for i, x in enumerate(w):
                 at = 2 * of + i % 2
                 zeros[at] = p.fma(x, numbers[i // 2][1][of], zeros[at])
-        if words.quantized:
+        if codes.quantized:
             w = [arith.mulf(x, numbers[i // 2][0][of]) for i, x in enumerate(w)]
-        halves = [a.pack(w[2 * i], w[2 * i + 1], words.v_kind) for i in range(2)]
-        right.append([a.transpose_8x8(x) for x in halves])
+        halves = [p.pack(w[2 * i], w[2 * i + 1], codes.v_kind) for i in range(2)]
+        right.append([p.transpose_8x8(x) for x in halves])
     return right
 
 
-def add_values(out: list, tokens, right, words: Words) -> None:
+def add_values(out: list, tokens, right, codes: Codes) -> None:
     """out += V^T weights of a tile; tokens: value words of tokens 2 quad, + 1, + 8 and + 9."""
     tile = 0
-    for w in range(words.v_chunks * words.v_chunk // 4):
-        of = w // (words.v_chunk // 4) * 8 * words.v_chunk // words.group_bytes
-        early = words.value_pairs(tokens[0][w], tokens[1][w])
-        late = words.value_pairs(tokens[2][w], tokens[3][w])
+    for w in range(codes.v_chunks * codes.v_chunk // 4):
+        of = w // (codes.v_chunk // 4) * 8 * codes.v_chunk // codes.group_bytes
+        early = codes.value_pairs(tokens[0][w], tokens[1][w])
+        late = codes.value_pairs(tokens[2][w], tokens[3][w])
         for s in range(0, len(early), 2):
             left = [early[s], early[s + 1], late[s], late[s + 1]]
             out[4 * tile : 4 * tile + 4] = p.mma(
-                out[4 * tile : 4 * tile + 4], left, right[of], words.v_kind
+                out[4 * tile : 4 * tile + 4], left, right[of], codes.v_kind
             )
             tile += 1
 
@@ -157,23 +156,23 @@ def add_values(out: list, tokens, right, words: Words) -> None:
 def over_tokens(x):
     """The sum over the lanes that share a quad's place."""
     for lanes in (4, 8, 16):
-        x = arith.addf(x, a.shuffle_xor(x, lanes))
+        x = arith.addf(x, p.shuffle_xor(x, lanes))
     return x
 
 
-def run_of(words: Words) -> int:
+def run_of(codes: Codes) -> int:
     """Features of a lane that lie side by side in out."""
-    return words.v_chunk * 8 // words.bits
+    return codes.v_chunk * 8 // codes.bits
 
 
-def head_outputs(out, zeros, c: int, words: Words):
+def head_outputs(out, zeros, c: int, codes: Codes):
     """Of head 2 quad + c: [(first feature, beside the lane's own; values)], each a run; zeros: the
     weights' sums with the zero points, over all tokens, by group."""
-    run = run_of(words)
-    for j in range(words.v_chunks):
+    run = run_of(codes)
+    for j in range(codes.v_chunks):
         first = j * run * 2  # of out's floats: two features and two heads an mma tile
         values = [out[first + 4 * (i // 2) + 2 * (i % 2) + c] for i in range(run)]
-        if words.zeros:
-            of = j * 8 * words.v_chunk // words.group_bytes
-            values = [p.fma(x, p.cf(words.steps[i % 2]), zeros[of]) for i, x in enumerate(values)]
+        if codes.zeros:
+            of = j * 8 * codes.v_chunk // codes.group_bytes
+            values = [p.fma(x, p.cf(codes.steps[i % 2]), zeros[of]) for i, x in enumerate(values)]
         yield j * 8 * run, values

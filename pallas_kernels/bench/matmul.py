@@ -21,8 +21,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import hopper_reason
-from pallas_kernels.matmul.op import quantized_matmul, unsupported
+from pallas_kernels.dispatch import hopper_reason, named_plan
+from pallas_kernels.matmul.op import product_plan, quantized_matmul
 from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.shapes import LLAMA_8B
 
@@ -92,11 +92,12 @@ def quantized_matmul_rows(schemes, shapes, tokens, copies=None):
 
                     return device_us(jax.jit(run), x, ws) / len(ws)
 
-                reason = unsupported(x, ws[0], out_dtype=jnp.bfloat16)
+                found = product_plan(x, ws[0], out_dtype=jnp.bfloat16)
+                has_kernel = named_plan(found) is not None
                 rate = RATE[words] if quantized else RATE["bfloat16"]
                 moved = ws[0].nbytes + x.nbytes + 2 * m * n
                 floor = 1e6 * max(moved / BANDWIDTH, 2 * m * n * k / rate)
-                ours = reason if reason is not None else times("mosaic")
+                ours = times("mosaic") if has_kernel else found.text
                 yield scheme, name, m, ours, times("xla"), dense_us(m, n, k), floor
 
 

@@ -14,7 +14,13 @@ from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gla import ptx as p
+from pallas_kernels import ptx as p
+
+
+def thread_in_warpgroup():
+    """0..127, read anew where it is used: addresses computed from it are then not carried, and
+    spilled, through a whole persistent loop."""
+    return p.masked(p.register("tid.x", volatile=True), 127)
 
 
 def bundle_layout(n: int):
@@ -51,28 +57,27 @@ class ChannelLane:
     """A thread's place: warp w owns channels 16w..16w+15; g = lane // 4, c = lane % 4."""
 
     def __init__(self):
-        thread = p.thread_in_warpgroup()
-        self.warp = arith.shrui(thread, p.ci(5))
-        self.lane = arith.andi(thread, p.ci(31))
-        self.g = arith.shrui(self.lane, p.ci(2))
-        self.c = arith.andi(self.lane, p.ci(3))
+        thread = thread_in_warpgroup()
+        self.warp = p.shift_right(thread, 5)
+        self.lane = p.masked(thread, 31)
+        self.g = p.shift_right(self.lane, 2)
+        self.c = p.masked(self.lane, 3)
 
     def row_matrices(self, base):
         """ldmatrix addresses of 16 rows of a [rows, 64] bf16 tile, by 16-column step."""
-        row, side = arith.andi(self.lane, p.ci(15)), arith.shrui(self.lane, p.ci(4))
-        low, seven = p.add(base, arith.shli(row, p.ci(7))), arith.andi(row, p.ci(7))
+        row, side = p.masked(self.lane, 15), p.shift_right(self.lane, 4)
+        low, seven = p.add(base, p.shift_left(row, 7)), p.masked(row, 7)
         return [
-            p.add(low, arith.shli(arith.xori(p.add(side, 2 * kk), seven), p.ci(4)))
-            for kk in range(4)
+            p.add(low, p.shift_left(arith.xori(p.add(side, 2 * kk), seven), 4)) for kk in range(4)
         ]
 
     def column_matrices(self, base):
         """The transposed kind: 16 rows x the warp's 16 channels; add 2048 per further 16 rows."""
-        inner = arith.andi(self.lane, p.ci(7))
-        half = arith.andi(arith.shrui(self.lane, p.ci(3)), p.ci(1))
-        row = p.add(arith.shli(arith.shrui(self.lane, p.ci(4)), p.ci(3)), inner)
-        chunk = arith.xori(p.add(arith.shli(self.warp, p.ci(1)), half), inner)
-        return p.add(base, arith.shli(row, p.ci(7)), arith.shli(chunk, p.ci(4)))
+        inner = p.masked(self.lane, 7)
+        half = p.masked(p.shift_right(self.lane, 3), 1)
+        row = p.add(p.shift_left(p.shift_right(self.lane, 4), 3), inner)
+        chunk = arith.xori(p.add(p.shift_left(self.warp, 1), half), inner)
+        return p.add(base, p.shift_left(row, 7), p.shift_left(chunk, 4))
 
     def gate_words(self, base):
         """Addresses [h][e] of f32 (token 2c + e, channel 16w + 8h + g); add 1024 per 8 tokens."""
@@ -80,19 +85,19 @@ class ChannelLane:
         for h in range(2):
             row = []
             for e in range(2):
-                token = p.add(arith.shli(self.c, p.ci(1)), e)
+                token = p.add(p.shift_left(self.c, 1), e)
                 chunk = p.add(
-                    arith.shli(arith.andi(self.warp, p.ci(1)), p.ci(2)),
+                    p.shift_left(p.masked(self.warp, 1), 2),
                     2 * h,
-                    arith.shrui(self.g, p.ci(2)),
+                    p.shift_right(self.g, 2),
                 )
                 row.append(
                     p.add(
                         base,
-                        arith.shli(arith.shrui(self.warp, p.ci(1)), p.ci(13)),
-                        arith.shli(token, p.ci(7)),
-                        arith.shli(arith.xori(chunk, token), p.ci(4)),
-                        arith.shli(arith.andi(self.g, p.ci(3)), p.ci(2)),
+                        p.shift_left(p.shift_right(self.warp, 1), 13),
+                        p.shift_left(token, 7),
+                        p.shift_left(arith.xori(chunk, token), 4),
+                        p.shift_left(p.masked(self.g, 3), 2),
                     )
                 )
             out.append(row)

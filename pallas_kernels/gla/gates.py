@@ -29,14 +29,9 @@ channels, with three slots:
     copies  : | load n+2 | store n-1 draining          | load n+3 ...
     compute : | exp2, levels 1 2 4 8 | exchange | y16 y32 qg kg | 16, 32 | last slice: A | store n
 
-NOTES
 Floor: 13 bytes per element of q at Dk = 128 (8 in, 5 out): 0.203 ms at (8, 4096, 16, 128, 128).
-    0.316 ms  three workers of one chunk-sized buffer each, levels 16 and 32 by wgmma: a chunk's
-              load, compute and store follow each other, 0.4 instructions per cycle and scheduler
-    0.246 ms  two workers, three slots of one slice: loads and stores behind the compute; one
-              barrier less; the blocks off the diagonal by mma.sync, shared evenly by the warps
-Registers: 216 a thread, nothing spilled (255 before addresses were computed where they are used).
-Accuracy: gating multiplies in bf16 pairs, two roundings an operand: A, qg and kg carry 2.5e-3.
+Result: 0.246 ms on one H200; gating multiplies in bf16 pairs, two roundings an operand: A, qg and
+kg carry 2.5e-3.  What was tried: NOTES.md.  Command: ``python -m pallas_kernels.bench.gla``.
 """
 
 from __future__ import annotations
@@ -53,7 +48,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gla import ptx as p
+from pallas_kernels import ptx as p
+from pallas_kernels.device import gpu
 from pallas_kernels.gla.gates_registers import (
     ACCUMULATORS,
     TILE,
@@ -62,6 +58,7 @@ from pallas_kernels.gla.gates_registers import (
     merge,
     zero_acc,
 )
+from pallas_kernels.launch import launch
 
 CHUNK = 64
 SLICE = 64  # key channels per step of the gate loop
@@ -100,16 +97,16 @@ def _slice_call(scale: float, first: bool, last: bool, ragged: bool):
         del ctx
         rest = list(rest)
         limit = rest.pop(0).registers.flat[0] if ragged else None
-        lane = Lane(p.address(slot))
+        lane = Lane(p.shared_address(slot))
         if first:
             acc = {name: zero_acc() for name in ACCUMULATORS}
         else:
             words = [llvm.extractelement(x, p.ci(0)) for x in rest.pop(0).registers.flat]
             acc = {name: words[4 * i : 4 * i + 4] for i, name in enumerate(ACCUMULATORS)}
-        gate_slice(lane, acc, p.address(table), p.global_address(decay), limit, scale)
+        gate_slice(lane, acc, p.shared_address(table), p.address(decay), limit, scale)
         if last:
             mgpu.utils.warpgroup_barrier()  # every warp has read y: A may overwrite it
-            merge(lane, acc, p.add(p.address(slot), 2 * TILE), scale)
+            merge(lane, acc, p.add(p.shared_address(slot), 2 * TILE), scale)
         kind = ir.VectorType.get((1,), p.f32())
         registers = np.empty((_N_ACC,), dtype=object)
         for i, x in enumerate(x for name in ACCUMULATORS for x in acc[name]):
@@ -139,7 +136,7 @@ def _gates_body(
     if ragged:
         lengths, *rest = rest
     qg, kg, attention, decay, (words_all, gates_all), tables, ready_all = rest
-    wg = lax.axis_index("worker")
+    wg = lax.axis_index("warpgroup")
     worker = lax.axis_index("block") * WARPGROUPS + wg
     words, gate_words, ready = words_all.at[wg], gates_all.at[wg], ready_all.at[wg]
     stride = n_blocks * WARPGROUPS
@@ -242,7 +239,7 @@ def gates(q, k, log_decay, lengths, scale: float):
     pieces, n_slices = dk // width, width // SLICE
     nc = -(-t // CHUNK)
     n_work = nc * pieces * h * b
-    n_blocks = min(132, -(-n_work // WARPGROUPS))
+    n_blocks = min(gpu().sms, -(-n_work // WARPGROUPS))
     body = functools.partial(
         _gates_body,
         n_slices=n_slices,
@@ -255,20 +252,19 @@ def gates(q, k, log_decay, lengths, scale: float):
         ragged=lengths is not None,
     )
     slots = (WARPGROUPS, SLOTS, 4, CHUNK)
-    kernel = plgpu.kernel(
+    return launch(
         body,
-        out_type=(
+        (q, k, log_decay, lengths),
+        (
             jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), jnp.bfloat16),
             jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), jnp.bfloat16),
             jax.ShapeDtypeStruct((b, h, pieces, nc * CHUNK, CHUNK), jnp.bfloat16),
             jax.ShapeDtypeStruct((b, h, nc, dk), jnp.float32),
         ),
-        kernel_name="gla_gates",
-        grid=(n_blocks,),
-        grid_names=("block",),
-        num_threads=WARPGROUPS,
-        thread_name="worker",
-        scratch_types=[
+        name="gla_gates",
+        grid=n_blocks,
+        warpgroups=WARPGROUPS,
+        scratch=[
             plgpu.RefUnion(
                 plgpu.SMEM((*slots, SLICE), jnp.bfloat16, transforms=ROWS),
                 plgpu.SMEM((*slots, 32), jnp.float32, transforms=ROWS),
@@ -276,9 +272,4 @@ def gates(q, k, log_decay, lengths, scale: float):
             plgpu.SMEM((WARPGROUPS, 4, SLICE), jnp.float32),
             plgpu.Barrier(num_arrivals=4, num_barriers=(WARPGROUPS, SLOTS)),
         ],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
     )
-    args = (q, k, log_decay) + (() if lengths is None else (lengths,))
-    return kernel(*args)

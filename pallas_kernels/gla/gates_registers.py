@@ -11,7 +11,8 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.gla import ptx as p
+from pallas_kernels import ptx as p
+from pallas_kernels.gla.channels import thread_in_warpgroup
 
 TILE = 8192  # bytes of a bf16 [64, 64] or an f32 [64, 32] tile
 
@@ -20,66 +21,63 @@ class Lane:
     """What a thread knows about its place: warp w owns rows 16w..16w+15, a lane two columns."""
 
     def __init__(self, base):
-        thread = p.thread_in_warpgroup()
+        thread = thread_in_warpgroup()
         self.thread = thread
-        self.warp = arith.shrui(thread, p.ci(5))
-        self.lane = arith.andi(thread, p.ci(31))
+        self.warp = p.shift_right(thread, 5)
+        self.lane = p.masked(thread, 31)
         # mma's own numbering of the lanes: row of an 8x8 tile, and column pair.
-        self.group = arith.shrui(self.lane, p.ci(2))
-        self.col = arith.andi(self.lane, p.ci(3))
-        self.row = p.add(arith.shli(self.warp, p.ci(4)), self.group)
+        self.group = p.shift_right(self.lane, 2)
+        self.col = p.masked(self.lane, 3)
+        self.row = p.add(p.shift_left(self.warp, 4), self.group)
         # Address of the thread's word in row 16w of a swizzled bf16 [64, 64] tile, by row & 7.
-        chunk, word = arith.shrui(self.lane, p.ci(2)), arith.andi(self.lane, p.ci(3))
-        start = p.add(base, arith.shli(self.warp, p.ci(11)))
-        low = p.add(start, arith.shli(word, p.ci(2)))
-        self.pairs = [p.add(low, arith.shli(arith.xori(chunk, p.ci(r)), p.ci(4))) for r in range(8)]
+        chunk, word = p.shift_right(self.lane, 2), p.masked(self.lane, 3)
+        start = p.add(base, p.shift_left(self.warp, 11))
+        low = p.add(start, p.shift_left(word, 2))
+        self.pairs = [p.add(low, p.shift_left(arith.xori(chunk, p.ci(r)), 4)) for r in range(8)]
         # The same two columns in two swizzled f32 [64, 32] tiles.
-        half = arith.shrui(self.lane, p.ci(4))
-        inner = arith.andi(self.lane, p.ci(15))
-        chunk, word = arith.shrui(inner, p.ci(1)), arith.andi(inner, p.ci(1))
-        low = p.add(start, arith.shli(half, p.ci(13)), arith.shli(word, p.ci(3)))
-        self.floats = [
-            p.add(low, arith.shli(arith.xori(chunk, p.ci(r)), p.ci(4))) for r in range(8)
-        ]
+        half = p.shift_right(self.lane, 4)
+        inner = p.masked(self.lane, 15)
+        chunk, word = p.shift_right(inner, 1), p.masked(inner, 1)
+        low = p.add(start, p.shift_left(half, 13), p.shift_left(word, 3))
+        self.floats = [p.add(low, p.shift_left(arith.xori(chunk, p.ci(r)), 4)) for r in range(8)]
         # Where this lane points ldmatrix for 16 rows of a tile, by k-step of 16 columns.
-        row = arith.andi(self.lane, p.ci(15))
-        side = arith.shrui(self.lane, p.ci(4))
-        low = p.add(base, arith.shli(row, p.ci(7)))
-        seven = arith.andi(row, p.ci(7))
+        row = p.masked(self.lane, 15)
+        side = p.shift_right(self.lane, 4)
+        low = p.add(base, p.shift_left(row, 7))
+        seven = p.masked(row, 7)
         self.matrix = [
-            p.add(low, arith.shli(arith.xori(p.add(side, 2 * kk), seven), p.ci(4)))
-            for kk in range(4)
+            p.add(low, p.shift_left(arith.xori(p.add(side, 2 * kk), seven), 4)) for kk in range(4)
         ]
 
     def rows_of(self, block):
         """ldmatrix addresses of row block ``block`` (an i32 value)."""
-        start = arith.shli(block, p.ci(11))
+        start = p.shift_left(block, 11)
         return [p.add(x, start) for x in self.matrix]
 
     def far_block(self):
         """(row block, column block) of the level-32 product this warp computes."""
-        return arith.subi(p.ci(3), arith.shrui(self.warp, p.ci(1))), arith.andi(self.warp, p.ci(1))
+        return arith.subi(p.ci(3), p.shift_right(self.warp, 1)), p.masked(self.warp, 1)
 
     def near_block(self):
         """The same for level 16; warps 0 and 2 repeat their neighbour's."""
-        return arith.ori(self.warp, p.ci(1)), arith.andi(self.warp, p.ci(2))
+        return arith.ori(self.warp, p.ci(1)), p.masked(self.warp, 2)
 
 
 def _load_slice(lane, q_at, k_at, g_at, limit):
     """q, k as 16 bf16 pairs and a = exp(log_decay) as [16 rows][2 columns]."""
     q, k, a = [], [], []
     for r in range(16):
-        (qw,) = p.load_words(lane.pairs[r % 8], 1, offset=q_at + 128 * r)
-        (kw,) = p.load_words(lane.pairs[r % 8], 1, offset=k_at + 128 * r)
-        gs = p.load_floats(lane.floats[r % 8], 2, offset=g_at + 128 * r)
+        (qw,) = p.load_shared(lane.pairs[r % 8], 1, q_at + 128 * r)
+        (kw,) = p.load_shared(lane.pairs[r % 8], 1, k_at + 128 * r)
+        gs = p.load_shared(lane.floats[r % 8], 2, g_at + 128 * r, "f32")
         if limit is not None:
-            row = p.add(arith.shli(lane.warp, p.ci(4)), r)
-            inside = arith.cmpi(arith.CmpIPredicate.slt, row, limit)
-            qw, kw = p.select(inside, qw, p.ci(0)), p.select(inside, kw, p.ci(0))
-            gs = [p.select(inside, x, p.cf(0.0)) for x in gs]
+            row = p.add(p.shift_left(lane.warp, 4), r)
+            inside = p.below(row, limit)
+            qw, kw = arith.select(inside, qw, p.ci(0)), arith.select(inside, kw, p.ci(0))
+            gs = [arith.select(inside, x, p.cf(0.0)) for x in gs]
         q.append(qw)
         k.append(kw)
-        a.append([p.exp2(p.mul(x, p.cf(p.LOG2E))) for x in gs])
+        a.append([p.exp2(arith.mulf(x, p.cf(p.LOG2E))) for x in gs])
     return q, k, a
 
 
@@ -89,7 +87,7 @@ def _gate(word, factors):
 
 
 def _times(xs, ys):
-    return [p.mul(x, y) for x, y in zip(xs, ys, strict=True)]
+    return [arith.mulf(x, y) for x, y in zip(xs, ys, strict=True)]
 
 
 class Tree:
@@ -126,7 +124,7 @@ class Tree:
 
 def _store_rows(lane, at, words):
     for r in range(16):
-        p.store_words(lane.pairs[r % 8], [words[r]], offset=at + 128 * r)
+        p.store_shared(lane.pairs[r % 8], [words[r]], at + 128 * r)
 
 
 def zero_acc():
@@ -146,7 +144,7 @@ def half_products(acc, a, b):
 def _warp_products(lane, acc, level, at):
     """y y^T of a warp's 16 rows, from its rows of the [64, 64] tile at byte ``at``."""
     for address in lane.rows_of(lane.warp):
-        a = p.load_matrices(address, offset=at)
+        a = p.load_matrices(address, at=at)
         if level == 8:
             acc[8] = p.mma(acc[8], a, [a[0], a[2]])
         else:
@@ -155,8 +153,8 @@ def _warp_products(lane, acc, level, at):
 
 def _diagonal_products(lane, acc, q_at, k_at):
     for address in lane.rows_of(lane.warp):
-        a = p.load_matrices(address, offset=q_at)
-        b = p.load_matrices(address, offset=k_at)
+        a = p.load_matrices(address, at=q_at)
+        b = p.load_matrices(address, at=k_at)
         acc[0] = half_products(acc[0], a, b)
 
 
@@ -164,8 +162,8 @@ def _block_products(lane, acc, name, block, at):
     """y y^T of one 16x16 block away from the diagonal: acc[name + 0], [name + 1]."""
     rows, columns = (lane.rows_of(x) for x in block)
     for row, column in zip(rows, columns, strict=True):
-        a = p.load_matrices(row, offset=at)
-        b = p.load_matrices(column, offset=at)
+        a = p.load_matrices(row, at=at)
+        b = p.load_matrices(column, at=at)
         acc[name] = p.mma(acc[name], a, [b[0], b[2]])
         acc[name + 1] = p.mma(acc[name + 1], a, [b[1], b[3]])
 
@@ -180,18 +178,16 @@ def _diagonal_block(lane, acc):
             if row_half != tile:
                 regs.append(acc[8][r] if (row_half, tile) == (1, 0) else p.cf(0.0))
                 continue
-            j = p.add(arith.shli(lane.col, p.ci(1)), e)
+            j = p.add(p.shift_left(lane.col, 1), e)
             differ = arith.xori(lane.group, j)
             below = arith.cmpi(arith.CmpIPredicate.ugt, lane.group, j)
-            value = p.select(
-                arith.cmpi(arith.CmpIPredicate.eq, differ, p.ci(0)), acc[0][r], p.cf(0.0)
-            )
-            low = p.select(
+            value = arith.select(p.equal(differ, 0), acc[0][r], p.cf(0.0))
+            low = arith.select(
                 p.bit(differ, 2),
                 acc[4][r],
-                p.select(p.bit(differ, 1), acc[2][r], acc[1][r]),
+                arith.select(p.bit(differ, 1), acc[2][r], acc[1][r]),
             )
-            regs.append(p.select(below, low, value))
+            regs.append(arith.select(below, low, value))
         out.append(regs)
     return out
 
@@ -217,9 +213,9 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
             _store_rows(lane, at, tree.operand(level, q, k))
             tree.raise_level(level)
         if pair[1] == 8:  # the 16-row products of the four warps, exchanged through a table
-            column = arith.shli(lane.lane, p.ci(3))
+            column = p.shift_left(lane.lane, 3)
             total = tree.p[15]
-            p.store_words(p.add(table, arith.shli(lane.warp, p.ci(8)), column), total)
+            p.store_shared(p.add(table, p.shift_left(lane.warp, 8), column), total)
         mgpu.utils.warp_barrier()
         if pair[0] == 1:
             _diagonal_products(lane, acc, q_at, k_at)
@@ -230,34 +226,34 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
 
     def of_warp(mask):
         warp = arith.xori(lane.warp, p.ci(mask))
-        return p.load_floats(p.add(table, arith.shli(warp, p.ci(8)), column), 2)
+        return p.load_shared(p.add(table, p.shift_left(warp, 8), column), 2, 0, "f32")
 
     near, across = of_warp(1), _times(of_warp(2), of_warp(3))
     one = p.cf(1.0)
     query16, query32 = p.bit(lane.warp, 0), p.bit(lane.warp, 1)
-    same_side = arith.cmpi(arith.CmpIPredicate.eq, query16, query32)
+    same_side = p.equal(query16, query32)
     # Level 32's operand is p or t of the 16 rows times the partner's product where that lies
     # between the row and its 32-row block's border.
-    between = p.pack(*[p.select(same_side, x, one) for x in near])
+    between = p.pack(*[arith.select(same_side, x, one) for x in near])
     before, after = [], []
     for x, y in zip(near, across, strict=True):
-        b = p.mul(p.select(query16, x, one), p.select(query32, y, one))
-        before.append(p.mul(b, p.cf(scale)))
-        after.append(p.mul(p.select(query16, one, x), p.select(query32, one, y)))
+        b = arith.mulf(arith.select(query16, x, one), arith.select(query32, y, one))
+        before.append(arith.mulf(b, p.cf(scale)))
+        after.append(arith.mulf(arith.select(query16, one, x), arith.select(query32, one, y)))
     y16, y32, qg, kg = [], [], [], []
     for r in range(16):
         suffix = tree.suffix(r)
         yq, yk = _gate(q[r], tree.p[r]), _gate(k[r], suffix)
-        y16.append(p.select(query16, yq, yk))
-        y32.append(p.mul_pairs(p.select(query32, yq, yk), between))
+        y16.append(arith.select(query16, yq, yk))
+        y32.append(p.mul_pairs(arith.select(query32, yq, yk), between))
         qg.append(_gate(q[r], _times(tree.p[r], before)))
         kg.append(_gate(k[r], _times(suffix, after)))
     for at, words in ((low, y16), (high, y32), (q_at, qg), (k_at, kg)):
         _store_rows(lane, at, words)
-    first = arith.cmpi(arith.CmpIPredicate.eq, lane.warp, p.ci(0))
+    first = p.equal(lane.warp, 0)
     with mgpu.when(first):
         offset = arith.extui(ir.IntegerType.get_signless(64), column)
-        p.store_floats_global(arith.addi(decay_at, offset), _times(_times(total, near), across))
+        p.store_global(arith.addi(decay_at, offset), _times(_times(total, near), across))
     mgpu.utils.warpgroup_barrier()
     _block_products(lane, acc, 16, lane.near_block(), low)
     _block_products(lane, acc, 32, lane.far_block(), high)
@@ -268,16 +264,16 @@ def _put_block(lane, base, block, tiles, scale):
     rows, columns = block
     for tile, regs in enumerate(tiles):
         for half in range(2):
-            row = p.add(arith.shli(rows, p.ci(4)), lane.group, 8 * half)
-            chunk = p.add(arith.shli(columns, p.ci(1)), tile)
-            chunk = arith.xori(chunk, arith.andi(row, p.ci(7)))
-            values = [p.mul(x, p.cf(scale)) for x in regs[2 * half : 2 * half + 2]]
-            p.store_words(
+            row = p.add(p.shift_left(rows, 4), lane.group, 8 * half)
+            chunk = p.add(p.shift_left(columns, 1), tile)
+            chunk = arith.xori(chunk, p.masked(row, 7))
+            values = [arith.mulf(x, p.cf(scale)) for x in regs[2 * half : 2 * half + 2]]
+            p.store_shared(
                 p.add(
                     base,
-                    arith.shli(row, p.ci(7)),
-                    arith.shli(chunk, p.ci(4)),
-                    arith.shli(lane.col, p.ci(2)),
+                    p.shift_left(row, 7),
+                    p.shift_left(chunk, 4),
+                    p.shift_left(lane.col, 2),
                 ),
                 [p.pack(*values)],
             )
@@ -291,6 +287,6 @@ def merge(lane, acc, base, scale):
         _put_block(lane, base, lane.near_block(), [acc[16], acc[17]], scale)
     zero = [zero_acc(), zero_acc()]
     for column in range(1, 4):
-        above = arith.cmpi(arith.CmpIPredicate.ult, lane.warp, p.ci(column))
+        above = p.less(lane.warp, column)
         with mgpu.when(above):
             _put_block(lane, base, (lane.warp, p.ci(column)), zero, scale)

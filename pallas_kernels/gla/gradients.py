@@ -31,19 +31,9 @@ a stage is the tiles do, v, S^T, E^T of 64 value channels, and there are two slo
     above   : dA once per chunk in ``chunk_products`` | q k g G in | six levels | stages stream
               through the two slots | next q k g in | dg scan | results out of a stage's slot
 
-NOTES
-Floor: 26 bytes per element of q at Dk = Dv = 128, 0.41 ms at (8, 4096, 16, 128, 128).
-    1.204 ms  first version; its counters: 48% of all stall is on register spills, because lane
-              addresses were hoisted out of the loop and then spilled, with no L1 left to spill to
-    0.812 ms  addresses from a volatile read of the thread's number; q and k read again by ldmatrix
-              instead of carried; the flux in the gates' tile.  0.41 instructions per cycle and
-              scheduler, DRAM 51%; what is left is latency: two warps per scheduler, 230 KB in use
-    0.909 ms  + 0.105 with dA in a kernel of its own: worse here, nothing hides the draining stores
-(32, 2048, 4, 256, 512): 2.99 ms unrolled over value blocks; 5.06 with the flux registers added
-(spills, and code beyond the instruction cache); 1.79 + 0.15 with stages streamed in a loop and dA
-in its own kernel.
-dg from sums of q dq - k dk had 1.2e-2 relative error under strong gates; with the rounded y on both
-sides 3e-3, and an absolute error of 5e-7 at g = -20 where it was 8e-3.
+Floor: 26 bytes per element of q at Dk = Dv = 128, 0.41 ms at (8, 4096, 16, 128, 128).  Result:
+0.812 ms on one H200, dg with 3e-3 relative error under strong gates.  What was tried: NOTES.md.
+Command: ``python -m pallas_kernels.bench.gla``.
 """
 
 from __future__ import annotations
@@ -56,6 +46,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import gpu
 from pallas_kernels.gla.channels import zeros
 from pallas_kernels.gla.gates import CHUNK, ROWS, SLICE
 from pallas_kernels.gla.gradients_registers import (
@@ -65,7 +56,8 @@ from pallas_kernels.gla.gradients_registers import (
     levels_call,
     states_call,
 )
-from pallas_kernels.gla.products import PARAMS, chunk_products, products_call, symmetric_call
+from pallas_kernels.gla.products import chunk_products, products_call, symmetric_call
+from pallas_kernels.launch import launch
 
 WARPGROUPS = 2
 
@@ -92,7 +84,7 @@ def _gradients_body(
         pair_in, diagonal_in, *rest = rest
     dq, dk, dg, *scratch = rest
     (words_all, gates_all), (stages_all, gate_out_all), pairs_all, diagonals, bar_q, bar_s = scratch
-    wg = lax.axis_index("worker")
+    wg = lax.axis_index("warpgroup")
     words, gate_words, stages, gate_out = (
         x.at[wg] for x in (words_all, gates_all, stages_all, gate_out_all)
     )
@@ -225,7 +217,7 @@ def chunk_gradients(q, k, log_decay, v, d_out, before, after, scale: float):
     nc, n_slices = -(-t // CHUNK), dk // SLICE
     streamed = v.shape[-1] > 128
     n_work = nc * n_slices * h * b
-    n_blocks = min(132, -(-n_work // WARPGROUPS))
+    n_blocks = min(gpu().sms, -(-n_work // WARPGROUPS))
     wgs = WARPGROUPS
     body = functools.partial(
         _gradients_body,
@@ -241,19 +233,19 @@ def chunk_gradients(q, k, log_decay, v, d_out, before, after, scale: float):
     def rows(*shape, dtype=jnp.bfloat16):
         return plgpu.SMEM((wgs, *shape), dtype, transforms=ROWS)
 
-    kernel = plgpu.kernel(
+    products = chunk_products(d_out, v, scale) if streamed else ()
+    return launch(
         body,
-        out_type=(
+        (q, k, log_decay, v, d_out, before, after, *products),
+        (
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct(k.shape, k.dtype),
             jax.ShapeDtypeStruct(log_decay.shape, jnp.float32),
         ),
-        kernel_name="gla_chunk_gradients",
-        grid=(n_blocks,),
-        grid_names=("block",),
-        num_threads=wgs,
-        thread_name="worker",
-        scratch_types=[
+        name="gla_chunk_gradients",
+        grid=n_blocks,
+        warpgroups=wgs,
+        scratch=[
             plgpu.RefUnion(rows(4, CHUNK, SLICE), rows(4, CHUNK, 32, dtype=jnp.float32)),
             plgpu.RefUnion(rows(2, 4, CHUNK, 64), rows(2, 4, CHUNK, 32, dtype=jnp.float32)),
             rows(2, CHUNK, CHUNK),
@@ -261,7 +253,4 @@ def chunk_gradients(q, k, log_decay, v, d_out, before, after, scale: float):
             plgpu.Barrier(num_arrivals=7 if streamed else 4, num_barriers=wgs),
             plgpu.Barrier(num_arrivals=4, num_barriers=(wgs, 2)),
         ],
-        compiler_params=PARAMS,
     )
-    products = chunk_products(d_out, v, scale) if streamed else ()
-    return kernel(q, k, log_decay, v, d_out, before, after, *products)

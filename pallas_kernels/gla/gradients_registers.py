@@ -9,7 +9,8 @@ from __future__ import annotations
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gla import ptx as p
+from pallas_kernels import ptx as p
+from pallas_kernels.fused_parts import floats
 from pallas_kernels.gla.channels import (
     ChannelLane,
     b_tiles,
@@ -31,7 +32,7 @@ N_STATE = 4 * 32 + 2 + 1
 
 def _load_block(columns, at, b):
     """bf16 token pairs of 16 tokens, [h][half], from the q (at = 0) or k (TILE) tile."""
-    r = p.load_matrices_transposed(columns, offset=at + 2048 * b)
+    r = p.load_matrices(columns, at=at + 2048 * b, transposed=True)
     return [[r[0], r[2]], [r[1], r[3]]]
 
 
@@ -52,15 +53,15 @@ def levels_call():
     def call(ctx, slot_ref, pair_ref, diagonal_ref):
         del ctx
         lane = ChannelLane()
-        base = p.address(slot_ref)
+        base = p.shared_address(slot_ref)
         columns, gates = lane.column_matrices(base), lane.gate_words(base)
-        pair = lane.row_matrices(p.address(pair_ref))
+        pair = lane.row_matrices(p.shared_address(pair_ref))
         a = [
             [
                 [
                     p.exp2(
-                        p.mul(
-                            p.load_floats(gates[h][e], 1, offset=2 * TILE + 1024 * m)[0],
+                        arith.mulf(
+                            p.load_shared(gates[h][e], 1, 2 * TILE + 1024 * m, "f32")[0],
                             p.cf(p.LOG2E),
                         )
                     )
@@ -74,8 +75,8 @@ def levels_call():
         gone = p.ci(0)
         for i, x in enumerate(_flat(a)):
             is_zero = arith.cmpf(arith.CmpFPredicate.OEQ, x, zero)
-            mask = p.ci((1 << i) if i < 31 else -(1 << 31))
-            gone = arith.ori(gone, p.select(is_zero, mask, p.ci(0)))
+            mask = p.ci(1 << i)
+            gone = arith.ori(gone, arith.select(is_zero, mask, p.ci(0)))
         flux = [[[zero, zero] for _ in range(8)] for _ in range(2)]
         pp = a
         tt = [[[one, one] for _ in range(8)] for _ in range(2)]
@@ -96,7 +97,7 @@ def levels_call():
                 steps = [(fragment(kb), pair[kb], 0) for kb in blocks]
             acc = [zero_acc(), zero_acc()]
             for fragment_a, address, tile in steps:
-                tiles = b_tiles(p.load_matrices(address, offset=tile + 2048 * b))
+                tiles = b_tiles(p.load_matrices(address, at=tile + 2048 * b))
                 acc = [p.mma(x, fragment_a, y_) for x, y_ in zip(acc, tiles, strict=True)]
             return [[acc[half][2 * h : 2 * h + 2] for half in range(2)] for h in range(2)]
 
@@ -118,15 +119,15 @@ def levels_call():
                         if level == 1:
                             gated = p.mul_pairs(q[h][half], p.pack(one, pp[h][m][1]))
                             y[h][m] = arith.ori(
-                                arith.andi(k[h][half], p.ci(0xFFFF)),
-                                arith.andi(gated, p.ci(-65536)),
+                                p.masked(k[h][half], 0xFFFF),
+                                p.masked(gated, -65536),
                             )
                             factor[h][m] = [one, pp[h][m][1]]
                             continue
                         if bit is not None:
-                            word = p.select(bit, q[h][half], k[h][half])
+                            word = arith.select(bit, q[h][half], k[h][half])
                             f = [
-                                p.select(bit, x, y_)
+                                arith.select(bit, x, y_)
                                 for x, y_ in zip(pp[h][m], tt[h][m], strict=True)
                             ]
                         else:
@@ -143,8 +144,8 @@ def levels_call():
                         m = 2 * b + half
                         word = y[h][m]
                         if bit is not None:
-                            word = arith.xori(word, p.select(bit, p.ci(0), p.ci(-0x7FFF8000)))
-                        rounded = list(p.unpack(word))
+                            word = arith.xori(word, arith.select(bit, p.ci(0), p.ci(-0x7FFF8000)))
+                        rounded = floats([word])
                         if level == 1:
                             rounded[0] = arith.negf(rounded[0])
                         elif level >= 8 and not m & (level // 8):
@@ -158,9 +159,9 @@ def levels_call():
                                 else:
                                     dk[h][m][e] = arith.addf(dk[h][m][e], zz)
                             elif bit is not None:
-                                fz = p.mul(f, zz)
-                                dq[h][m][e] = arith.addf(dq[h][m][e], p.select(bit, fz, zero))
-                                dk[h][m][e] = arith.addf(dk[h][m][e], p.select(bit, zero, fz))
+                                fz = arith.mulf(f, zz)
+                                dq[h][m][e] = arith.addf(dq[h][m][e], arith.select(bit, fz, zero))
+                                dk[h][m][e] = arith.addf(dk[h][m][e], arith.select(bit, zero, fz))
                             elif m & (level // 8):
                                 dq[h][m][e] = p.fma(f, zz, dq[h][m][e])
                             else:
@@ -179,33 +180,33 @@ def levels_call():
                 for m in range(8):
                     if level == 1:
                         a0, a1 = pp[h][m]
-                        both = p.mul(a0, a1)
+                        both = arith.mulf(a0, a1)
                         pp[h][m], tt[h][m], block[h][m] = [a0, both], [a1, one], both
                     elif bit is not None:
                         other = p.shuffle_xor(old[h][m], level // 2)
-                        before, after = p.select(bit, other, one), p.select(bit, one, other)
-                        pp[h][m] = [p.mul(x, before) for x in pp[h][m]]
-                        tt[h][m] = [p.mul(x, after) for x in tt[h][m]]
-                        block[h][m] = p.mul(old[h][m], other)
+                        before, after = arith.select(bit, other, one), arith.select(bit, one, other)
+                        pp[h][m] = [arith.mulf(x, before) for x in pp[h][m]]
+                        tt[h][m] = [arith.mulf(x, after) for x in tt[h][m]]
+                        block[h][m] = arith.mulf(old[h][m], other)
                     else:
                         other = old[h][m ^ (level // 8)]
                         if m & (level // 8):
-                            pp[h][m] = [p.mul(x, other) for x in pp[h][m]]
+                            pp[h][m] = [arith.mulf(x, other) for x in pp[h][m]]
                         else:
-                            tt[h][m] = [p.mul(x, other) for x in tt[h][m]]
-                        block[h][m] = p.mul(old[h][m], other)
-        diagonal = p.add(p.address(diagonal_ref), arith.shli(lane.c, p.ci(3)))
+                            tt[h][m] = [arith.mulf(x, other) for x in tt[h][m]]
+                        block[h][m] = arith.mulf(old[h][m], other)
+        diagonal = p.add(p.shared_address(diagonal_ref), p.shift_left(lane.c, 3))
         for b in range(4):
             q, k = _load_block(columns, 0, b), _load_block(columns, TILE, b)
             for half in range(2):
                 m = 2 * b + half
-                weight = p.load_floats(diagonal, 2, offset=32 * m)
+                weight = p.load_shared(diagonal, 2, 32 * m, "f32")
                 for h in range(2):
-                    qs, ks = p.unpack(q[h][half]), p.unpack(k[h][half])
+                    qs, ks = floats([q[h][half]]), floats([k[h][half]])
                     for e in range(2):
                         dq[h][m][e] = p.fma(weight[e], ks[e], dq[h][m][e])
                         dk[h][m][e] = p.fma(weight[e], qs[e], dk[h][m][e])
-                        p.store_words(gates[h][e], [flux[h][m][e]], offset=2 * TILE + 1024 * m)
+                        p.store_shared(gates[h][e], [flux[h][m][e]], 2 * TILE + 1024 * m)
         decay = [block[0][0], block[1][0]]
         return bundle([*_flat(dq), *_flat(dk), *_flat(pp), *_flat(tt), *decay, gone])
 
@@ -232,14 +233,14 @@ def states_call(scale: float, blocks: int):
         lane = ChannelLane()
         dq, dk, pp, tt, rest = unbundle(state, 32, 32, 32, 32, 3)
         dq, dk, pp, tt = (_nested(x) for x in (dq, dk, pp, tt))
-        slot, stage = p.address(slot_ref), p.address(stage_ref)
+        slot, stage = p.shared_address(slot_ref), p.shared_address(stage_ref)
         own, gates = lane.column_matrices(slot), lane.gate_words(slot)
         total, inner = unbundle(extra, 2, 4)
         tokens, columns = lane.row_matrices(stage), lane.column_matrices(stage)
 
         def states(kv):
             at = 4 * TILE * (kv // 4) + 2 * TILE + 2048 * (kv % 4)
-            return [p.load_matrices_transposed(columns, offset=at + x) for x in (0, TILE)]
+            return [p.load_matrices(columns, at=at + x, transposed=True) for x in (0, TILE)]
 
         for kv in range(4 * blocks):
             inner = half_products(inner, *states(kv))
@@ -248,26 +249,26 @@ def states_call(scale: float, blocks: int):
             for kv in range(4 * blocks):
                 s, e = states(kv)
                 at = 4 * TILE * (kv // 4) + 2048 * b
-                d = p.load_matrices(tokens[kv % 4], offset=at)
-                v = p.load_matrices(tokens[kv % 4], offset=TILE + at)
+                d = p.load_matrices(tokens[kv % 4], at=at)
+                v = p.load_matrices(tokens[kv % 4], at=TILE + at)
                 zq = [p.mma(x, s, y) for x, y in zip(zq, b_tiles(d), strict=True)]
                 zk = [p.mma(x, e, y) for x, y in zip(zk, b_tiles(v), strict=True)]
             q, k = _load_block(own, 0, b), _load_block(own, TILE, b)
             for half in range(2):
                 m = 2 * b + half
                 for h in range(2):
-                    qs, ks = p.unpack(q[h][half]), p.unpack(k[h][half])
+                    qs, ks = floats([q[h][half]]), floats([k[h][half]])
                     for i in range(2):
                         at = 2 * TILE + 1024 * m
-                        (flux,) = p.load_floats(gates[h][i], 1, offset=at)
-                        f = p.mul(pp[h][m][i], p.cf(scale))
-                        x = p.mul(f, zq[half][2 * h + i])
+                        (flux,) = p.load_shared(gates[h][i], 1, at, "f32")
+                        f = arith.mulf(pp[h][m][i], p.cf(scale))
+                        x = arith.mulf(f, zq[half][2 * h + i])
                         dq[h][m][i] = arith.addf(dq[h][m][i], x)
                         flux = p.fma(qs[i], x, flux)
-                        x = p.mul(tt[h][m][i], zk[half][2 * h + i])
+                        x = arith.mulf(tt[h][m][i], zk[half][2 * h + i])
                         dk[h][m][i] = arith.addf(dk[h][m][i], x)
-                        x = p.mul(ks[i], x)
-                        p.store_words(gates[h][i], [arith.subf(flux, x)], offset=at)
+                        x = arith.mulf(ks[i], x)
+                        p.store_shared(gates[h][i], [arith.subf(flux, x)], at)
                         total[h] = arith.addf(total[h], x)
         return (
             bundle([*_flat(dq), *_flat(dk), *_flat(pp), *_flat(tt), *rest]),
@@ -283,10 +284,10 @@ def flux_call():
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS),), return_type=bundle_type(32))
     def call(ctx, slot_ref):
         del ctx
-        gates = ChannelLane().gate_words(p.address(slot_ref))
+        gates = ChannelLane().gate_words(p.shared_address(slot_ref))
         return bundle(
             [
-                p.load_floats(gates[h][e], 1, offset=2 * TILE + 1024 * m)[0]
+                p.load_shared(gates[h][e], 1, 2 * TILE + 1024 * m, "f32")[0]
                 for h in range(2)
                 for m in range(8)
                 for e in range(2)
@@ -315,18 +316,18 @@ def finish_call():
         dq, dk = _nested(dq), _nested(dk)
         flux = _nested(unbundle(fluxes, 32)[0])
         total, inner = unbundle(extra, 2, 4)
-        base = p.address(out_ref)
+        base = p.shared_address(out_ref)
         columns, gates = lane.column_matrices(base), lane.gate_words(base)
         odd, upper = p.bit(lane.c, 0), p.bit(lane.c, 1)
         zero = p.cf(0.0)
         out_q, out_k = [[None] * 8, [None] * 8], [[None] * 8, [None] * 8]
         for h in range(2):
             # <S, E> of channel 8h + g sits in the lane whose columns hold the same channel.
-            twice = arith.shli(lane.c, p.ci(1))
+            twice = p.shift_left(lane.c, 1)
             states = zero
             for e in range(2):
-                here = arith.cmpi(arith.CmpIPredicate.eq, p.add(twice, e), lane.g)
-                states = arith.addf(states, p.select(here, inner[2 * h + e], zero))
+                here = p.equal(p.add(twice, e), lane.g)
+                states = arith.addf(states, arith.select(here, inner[2 * h + e], zero))
             sums = total[h]
             for lanes in (1, 2):
                 states = arith.addf(states, p.shuffle_xor(states, lanes))
@@ -338,19 +339,19 @@ def finish_call():
                 near = p.shuffle_xor(mine, 1)
                 two = arith.addf(mine, near)
                 far = p.shuffle_xor(two, 2)
-                later = arith.addf(p.select(odd, zero, near), p.select(upper, zero, far))
+                later = arith.addf(arith.select(odd, zero, near), arith.select(upper, zero, far))
                 high = arith.addf(arith.addf(running, later), x[1])
                 dg = [arith.addf(high, x[0]), high]
                 running = arith.addf(running, arith.addf(two, far))
                 for e in range(2):
                     dead = p.bit(gone, 16 * h + 2 * m + e)
-                    p.store_words(
-                        gates[h][e], [p.select(dead, zero, dg[e])], offset=2 * TILE + 1024 * m
+                    p.store_shared(
+                        gates[h][e], [arith.select(dead, zero, dg[e])], 2 * TILE + 1024 * m
                     )
                 out_q[h][m], out_k[h][m] = p.pack(*dq[h][m]), p.pack(*dk[h][m])
         for b in range(4):
             for out, at in ((out_q, 0), (out_k, TILE)):
                 four = [out[0][2 * b], out[1][2 * b], out[0][2 * b + 1], out[1][2 * b + 1]]
-                p.store_matrices_transposed(columns, four, offset=at + 2048 * b)
+                p.store_matrices_transposed(columns, four, at=at + 2048 * b)
 
     return call

@@ -9,7 +9,7 @@
 
 The document's two choices, "store chunk states and scan" and "loop inside the kernel", become one:
 the loop runs inside the kernel over a segment of chunks, and ``segments_for`` picks how many
-segments a row has, so that value blocks x heads x rows x segments just fits the GPU's 132 SMs.
+segments a row has, so that value blocks x heads x rows x segments just fits the GPU's SMs.
 
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length;
 Dk in 64, 128, 256; Dv a multiple of 64, padded here with channels of zeros to one of 128 where it
@@ -17,60 +17,46 @@ is none (``gla_step`` takes multiples of 128 only).  Everything is read and writ
 [B, T, H, D].  A reset inside a row (packed sequences) is log_decay = -inf at the first token of the
 new segment.
 
-NOTES.  H200, sum of the kernels of one jitted call in ms (bench_gla.py), and what follows the
-slash: flash-linear-attention 0.6.0, run after it on the same machine (* on another of the kind).
-Values at these shapes against the float64 recurrence: o 3.7e-3, state 2.2e-3 relative RMS.
-
-    B, T, H, Dk, Dv          forward        + backward, states saved   all saved (a later run)
-    8, 4096, 16, 128, 128    0.407 / 1.363  1.780 / 5.852              1.521
-    1, 16384, 16, 128, 128   0.253 / 1.022  1.006 / 3.896              0.884
-    1, 8192, 96, 128, 128    0.565 / 2.068* 2.670 / 8.948*             2.286
-    32, 2048, 4, 256, 512    0.707 / 2.374* 4.001 / -                  3.768
-
-Memory's floor for the two forward passes is 0.343 ms in the first row; they run at 85% of it.
-Linear in T: 0.031 ms at 1k, 0.142 at 8k, 0.906 at 64k, 3.57 at 256k (16 heads of 128, one row);
-cuDNN's causal attention of the same width is slower from T = 2048 on (0.051 against 0.048 ms).
-Compute-sanitizer's memcheck and racecheck find nothing.
+Memory's floor for the two forward passes is 0.343 ms at (8, 4096, 16, 128, 128).  Result: 0.407 ms
+on one H200, forward and backward 1.521; errors against the float64 recurrence: o 3.7e-3, state
+2.2e-3 relative RMS.  The table: NOTES.md.  Command: ``python -m pallas_kernels.bench.gla``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.device import gpu
+from pallas_kernels.dispatch import Reason
 from pallas_kernels.gla.gates import CHUNK, gates
 from pallas_kernels.gla.gradients import chunk_gradients
 from pallas_kernels.gla.scan import VALUE_BLOCK, scan
 from pallas_kernels.gla.step_kernel import gla_step as gla_step
-
-N_SM = 132
-
-
-def unsupported(
-    q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array | None = None, **_: object
-) -> str | None:
-    """Why ``gla_forward`` and ``gla_backward`` cannot take these operands, or None."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype != jnp.bfloat16:
-            return f"{name} is {x.dtype}, the kernel takes bfloat16"
-    if log_decay is not None and log_decay.dtype != jnp.float32:
-        return f"log_decay is {log_decay.dtype}, the kernel takes float32"
-    dk, dv = q.shape[-1], v.shape[-1]
-    if dk not in (64, 128, 256):
-        return f"q has Dk = {dk}, which is not 64, 128 or 256"
-    if dv % 64:
-        return f"v has Dv = {dv}, not a multiple of 64"
-    return None
+from pallas_kernels.gla.step_kernel import operands_reason
 
 
-def step_unsupported(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> str | None:
-    """The same for ``gla_step``, whose state is updated in place and so cannot be padded."""
-    if v.shape[-1] % VALUE_BLOCK:
-        return f"v has Dv = {v.shape[-1]}, not a multiple of {VALUE_BLOCK}"
-    return unsupported(q, k, v, log_decay)
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """segments: parts of a row that are scanned side by side."""
+
+    kernel: ClassVar[str] = "gla_mosaic"
+    segments: int
+
+    def __str__(self) -> str:
+        return f"{self.segments} segments a row"
+
+
+def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
+    """How ``gla_forward`` and ``gla_backward`` compute ``gla``."""
+    if reason := operands_reason(q, k, v, 64):
+        return Reason(reason)
+    batch, length, heads, dv = v.shape
+    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)))
 
 
 def _padded(x: jax.Array | None) -> jax.Array | None:
@@ -83,7 +69,7 @@ def _padded(x: jax.Array | None) -> jax.Array | None:
 def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
     """Segments per row: as many as still run in one wave, each of at least four chunks."""
     blocks = n_rows * n_heads * -(-dv // VALUE_BLOCK)
-    return max(1, min(N_SM // blocks, n_chunks // 4))
+    return max(1, min(gpu().sms // blocks, n_chunks // 4))
 
 
 def segment_starts(local, decay, start, lengths, n_segments, *, reverse=False):

@@ -24,10 +24,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, choose, is_empty, launching, wants_kernel
+from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
 from pallas_kernels.gla.chunked import chunked_backward, chunked_forward
 from pallas_kernels.operands import check
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.transform import Choice, Op, chosen
 
 _OPERANDS = {
     "q": "float [B, T, H, Dk]",
@@ -85,8 +85,10 @@ def gla(
     log_decay is then taken as it is.  NotImplementedError when "mosaic" is asked for and has no
     kernel for the call.
     """
-    given = {"initial_state": initial_state, "lengths": lengths, "segment_ids": segment_ids}
-    check("gla", _OPERANDS, q=q, k=k, v=v, log_decay=log_decay, **given)
+    check(
+        "gla", _OPERANDS, q=q, k=k, v=v, log_decay=log_decay, initial_state=initial_state,
+        lengths=lengths, segment_ids=segment_ids,
+    )  # fmt: skip
     batch, length, heads, d_k = q.shape
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"gla: chunk {chunk} is not a power of two")
@@ -98,16 +100,13 @@ def gla(
         starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
         log_decay = jnp.where(starts[:, :, None, None], -jnp.inf, log_decay)
     operands = q, k, v, log_decay
-    reason = unsupported(*operands) if wants_kernel(implementation, *operands) else None
-    chosen = choose("gla", implementation, reason, *operands)
+    found = choose_plan("gla", implementation, lambda: plan(q, k, v), *operands)
     if is_empty(*operands):  # no tokens, or none that hold anything
         if initial_state is None:
             initial_state = jnp.zeros((batch, heads, d_k, v.shape[-1]), jnp.float32)
         return jnp.zeros(v.shape, v.dtype), initial_state if return_state else None
-    if chosen == "mosaic":
-        launching("gla_mosaic", lambda: _segments(*v.shape))
-    choice = Choice(chosen, implementation is not None)
-    o, state = _gla(choice, (scale, chunk), q, k, v, log_decay, initial_state, lengths)
+    choice, call = chosen(found, implementation), (scale, chunk, found)
+    o, state = _gla(choice, call, *operands, initial_state, lengths)
     return o, state if return_state else None
 
 
@@ -134,41 +133,32 @@ def gla_step(
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     _check_decay(log_decay)
     log_decay = log_decay.astype(jnp.float32)
-    operands, reason = (q, k, v, log_decay, state), None
-    if wants_kernel(implementation, *operands):
-        from pallas_kernels.gla import kernel as gla_mosaic
-
-        reason = gla_mosaic.step_unsupported(q, k, v, log_decay)
-    chosen = choose("gla_step", implementation, reason, *operands)
-    if chosen == "mosaic":
-        from pallas_kernels.gla import step_kernel as gla_step_mosaic
-
-        launching("gla_step_mosaic", lambda: gla_step_mosaic.describe(*state.shape))
-    choice = Choice(chosen, implementation is not None)
-    return _gla_step(choice, scale, q, k, v, log_decay, state)
+    operands = q, k, v, log_decay, state
+    found = choose_plan("gla_step", implementation, lambda: _step_plan(q, k, v), *operands)
+    return _gla_step(chosen(found, implementation), (scale, found), *operands)
 
 
-def unsupported(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> str | None:
-    """Why ``gla`` has no Mosaic kernel for these operands, or None."""
-    from pallas_kernels.gla import kernel as gla_mosaic
+def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
+    """How the kernels compute ``gla``."""
+    from pallas_kernels.gla import kernel
 
-    return gla_mosaic.unsupported(q, k, v, log_decay)
+    return kernel.plan(q, k, v)
 
 
-def _segments(batch: int, length: int, heads: int, d_v: int) -> str:
-    from pallas_kernels.gla import kernel as gla_mosaic
+def _step_plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
+    from pallas_kernels.gla import step_kernel
 
-    n = gla_mosaic.segments_for(batch, heads, d_v, -(-length // gla_mosaic.CHUNK))
-    return f"{n} segments a row"
+    return step_kernel.plan(q, k, v)
 
 
 def _kernel(static, q, k, v, g, initial_state, lengths):
     from pallas_kernels.gla import kernel as gla_mosaic
 
-    scale, _ = static
+    scale, _, plan = static
     return gla_mosaic.gla_forward(
-        q, k, v, g, scale=scale, initial_state=initial_state, lengths=lengths
-    )
+        q, k, v, g, scale=scale, initial_state=initial_state, lengths=lengths,
+        segments=plan.segments,
+    )  # fmt: skip
 
 
 def _xla(static, q, k, v, g, initial_state, lengths):
@@ -177,7 +167,7 @@ def _xla(static, q, k, v, g, initial_state, lengths):
 
 def _chunked(static, q, k, v, g, initial_state):
     """((o, state), the states that ``chunked_backward`` takes)."""
-    scale, chunk = static
+    scale, chunk, _ = static
     if initial_state is None:
         # Of q, so that inside a shard_map it varies over the axes that q does.
         zero = jnp.zeros_like(q[:, 0, :, :, None], jnp.float32)
@@ -199,7 +189,7 @@ def _backward(choice: Choice, static, operands, saved, d_o, d_state):
     if choice.implementation == "mosaic":
         gradients = _kernel_backward(choice, static, *inputs, initial_state, saved, d_o, d_state)
     else:
-        scale, chunk = static
+        scale, chunk, _ = static
         gradients = chunked_backward(*inputs, saved, d_o, d_state, scale=scale, chunk=chunk)
     *gradients, d_initial = gradients
     d_initial = None if initial_state is None else d_initial
@@ -209,9 +199,10 @@ def _backward(choice: Choice, static, operands, saved, d_o, d_state):
 def _keeping(static, q, k, v, g, initial_state):
     from pallas_kernels.gla import kernel as gla_mosaic
 
+    scale, _, plan = static
     # What it saves is linear in T: a bf16 state per 64 tokens, 5 bytes per element of q.
     o, state, saved = gla_mosaic.gla_forward(
-        q, k, v, g, scale=static[0], initial_state=initial_state, save="all"
+        q, k, v, g, scale=scale, initial_state=initial_state, segments=plan.segments, save="all"
     )
     return (o, state), saved
 
@@ -224,13 +215,15 @@ def _keeping_nothing(static, *inputs):
 def _gradients(static, q, k, v, g, initial_state, saved, d_o, d_state):
     from pallas_kernels.gla import kernel as gla_mosaic
 
+    scale, _, plan = static
     return gla_mosaic.gla_backward(
-        q, k, v, g, d_o, d_state, scale=static[0], initial_state=initial_state, saved=saved
-    )
+        q, k, v, g, d_o, d_state, scale=scale, initial_state=initial_state, saved=saved,
+        segments=plan.segments,
+    )  # fmt: skip
 
 
 def _gradients_from_inputs(static, q, k, v, g, initial_state, saved, d_o, d_state):
-    scale, chunk = static
+    scale, chunk, _ = static
     _, borders = _chunked(static, q, k, v, g, initial_state)
     return chunked_backward(q, k, v, g, borders, d_o, d_state, scale=scale, chunk=chunk)
 
@@ -240,13 +233,15 @@ _kernel_backward = Op("gla", _gradients_from_inputs, _gradients)
 _gla = Op("gla", _xla, _kernel, forward=_forward, backward=_backward)
 
 
-def _step_kernel(scale, q, k, v, g, state):
-    from pallas_kernels.gla import kernel as gla_mosaic
+def _step_kernel(static, q, k, v, g, state):
+    from pallas_kernels.gla import step_kernel
 
-    return gla_mosaic.gla_step(q, k, v, g, state, scale)
+    scale, plan = static
+    return step_kernel.gla_step(q, k, v, g, state, scale, plan)
 
 
-def _step_xla(scale, q, k, v, g, state):
+def _step_xla(static, q, k, v, g, state):
+    scale, _ = static
     q_f, k_f, v_f = (x.astype(jnp.float32) for x in (q, k, v))
     state = jnp.exp(g)[..., None] * state + k_f[..., None] * v_f[..., None, :]
     o = scale * jnp.sum(q_f[..., None] * state, axis=-2)

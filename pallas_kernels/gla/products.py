@@ -22,7 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gla import ptx as p
+from pallas_kernels import ptx as p
+from pallas_kernels.device import gpu
 from pallas_kernels.gla.channels import (
     ChannelLane,
     b_tiles,
@@ -34,6 +35,7 @@ from pallas_kernels.gla.channels import (
 )
 from pallas_kernels.gla.gates import CHUNK, ROWS
 from pallas_kernels.gla.gates_registers import TILE
+from pallas_kernels.launch import launch
 
 PRODUCT_WARPGROUPS, PRODUCT_SLOTS = 3, 3
 
@@ -51,18 +53,18 @@ def products_call():
     def call(ctx, tiles_ref, acc):
         del ctx
         lane = ChannelLane()
-        base = p.address(tiles_ref)
+        base = p.shared_address(tiles_ref)
         flat = unbundle(acc, 40)[0]
         regs = [flat[4 * i : 4 * i + 4] for i in range(10)]
-        mine = arith.shli(lane.warp, p.ci(11))
+        mine = p.shift_left(lane.warp, 11)
         for at in lane.row_matrices(base):
             own = p.add(at, mine)
-            d_own, v_own = p.load_matrices(own), p.load_matrices(own, offset=TILE)
+            d_own, v_own = p.load_matrices(own), p.load_matrices(own, at=TILE)
             for block in range(4):
                 above = arith.cmpi(arith.CmpIPredicate.ugt, p.ci(block), lane.warp)
-                shift = p.select(above, p.ci(0), p.ci(TILE))
-                b = p.load_matrices(p.add(at, shift), offset=2048 * block)
-                a = [p.select(above, y, x) for x, y in zip(d_own, v_own, strict=True)]
+                shift = arith.select(above, p.ci(0), p.ci(TILE))
+                b = p.load_matrices(p.add(at, shift), at=2048 * block)
+                a = [arith.select(above, y, x) for x, y in zip(d_own, v_own, strict=True)]
                 for half, fragment in enumerate(b_tiles(b)):
                     regs[2 * block + half] = p.mma(regs[2 * block + half], a, fragment)
             for half, fragment in enumerate(b_tiles(d_own)):
@@ -80,58 +82,57 @@ def symmetric_call(scale: float):
         del ctx
         lane = ChannelLane()
         flat = unbundle(acc, 40)[0]
-        regs = [[p.mul(x, p.cf(scale)) for x in flat[4 * i : 4 * i + 4]] for i in range(10)]
-        base, diagonal = p.address(pair_ref), p.address(diagonal_ref)
+        regs = [[arith.mulf(x, p.cf(scale)) for x in flat[4 * i : 4 * i + 4]] for i in range(10)]
+        base, diagonal = p.shared_address(pair_ref), p.shared_address(diagonal_ref)
 
         def put(tile, row, chunk, values):
-            chunk = arith.xori(chunk, arith.andi(row, p.ci(7)))
-            p.store_words(
+            chunk = arith.xori(chunk, p.masked(row, 7))
+            p.store_shared(
                 p.add(
                     base,
-                    arith.shli(row, p.ci(7)),
-                    arith.shli(chunk, p.ci(4)),
-                    arith.shli(lane.c, p.ci(2)),
+                    p.shift_left(row, 7),
+                    p.shift_left(chunk, 4),
+                    p.shift_left(lane.c, 2),
                 ),
                 [p.pack(*values)],
-                offset=TILE * tile,
+                TILE * tile,
             )
 
         for block in range(4):
             for half in range(2):
                 for h in range(2):
-                    row = p.add(arith.shli(lane.warp, p.ci(4)), lane.g, 8 * h)
+                    row = p.add(p.shift_left(lane.warp, 4), lane.g, 8 * h)
                     put(0, row, p.ci(2 * block + half), regs[2 * block + half][2 * h : 2 * h + 2])
         # The diagonal block of the warp: lower part do v^T, upper part v do^T.
         lower = []
         for half in range(2):
             picked = [p.cf(0.0)] * 4
             for block in range(4):
-                here = arith.cmpi(arith.CmpIPredicate.eq, lane.warp, p.ci(block))
+                here = p.equal(lane.warp, block)
                 picked = [
-                    p.select(here, x, y)
+                    arith.select(here, x, y)
                     for x, y in zip(regs[2 * block + half], picked, strict=True)
                 ]
             lower.append(picked)
         for half in range(2):
             for h in range(2):
                 i = p.add(lane.g, 8 * h)
-                row = p.add(arith.shli(lane.warp, p.ci(4)), i)
+                row = p.add(p.shift_left(lane.warp, 4), i)
                 masked = {level: [] for level in (1, 2, 4, 8)}
                 for e in range(2):
-                    j = p.add(arith.shli(lane.c, p.ci(1)), 8 * half + e)
+                    j = p.add(p.shift_left(lane.c, 1), 8 * half + e)
                     below = arith.cmpi(arith.CmpIPredicate.ugt, i, j)
-                    value = p.select(below, lower[half][2 * h + e], regs[8 + half][2 * h + e])
+                    value = arith.select(below, lower[half][2 * h + e], regs[8 + half][2 * h + e])
                     differ = arith.xori(i, j)
                     for level, out in masked.items():
                         top = arith.shrui(differ, p.ci(level.bit_length() - 1))
-                        here = arith.cmpi(arith.CmpIPredicate.eq, top, p.ci(1))
-                        out.append(p.select(here, value, p.cf(0.0)))
+                        here = p.equal(top, 1)
+                        out.append(arith.select(here, value, p.cf(0.0)))
                     if half == h:
-                        same = arith.cmpi(arith.CmpIPredicate.eq, i, j)
+                        same = p.equal(i, j)
                         with mgpu.when(same):
-                            p.store_words(
-                                p.add(diagonal, arith.shli(row, p.ci(2))),
-                                [lower[half][2 * h + e]],
+                            p.store_shared(
+                                p.add(diagonal, p.shift_left(row, 2)), [lower[half][2 * h + e]]
                             )
                 for n, values in enumerate(masked.values()):
                     put(1, row, p.ci(2 * n + half), values)
@@ -156,7 +157,7 @@ def _products_body(
     n_blocks: int,
     scale: float,
 ):
-    wg = lax.axis_index("worker")
+    wg = lax.axis_index("warpgroup")
     worker = lax.axis_index("block") * PRODUCT_WARPGROUPS + wg
     stride = n_blocks * PRODUCT_WARPGROUPS
     n_items = (n_work - worker + stride - 1) // stride
@@ -197,19 +198,14 @@ def _products_body(
     plgpu.wait_smem_to_gmem(0)
 
 
-PARAMS = plgpu.CompilerParams(
-    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-)
-
-
 def chunk_products(d_out, v, scale: float):
     """G and its level-masked diagonal blocks, bf16 [B, H, NC, 2, 64, 64]; dA's diagonal, f32."""
     b, t, h, dv = v.shape
     nc = -(-t // CHUNK)
     n_work = nc * h * b
     wgs = PRODUCT_WARPGROUPS
-    n_blocks = min(132, -(-n_work // wgs))
-    kernel = plgpu.kernel(
+    n_blocks = min(gpu().sms, -(-n_work // wgs))
+    return launch(
         functools.partial(
             _products_body,
             n_heads=h,
@@ -219,21 +215,18 @@ def chunk_products(d_out, v, scale: float):
             n_blocks=n_blocks,
             scale=scale,
         ),
-        out_type=(
+        (d_out, v),
+        (
             jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK, CHUNK), jnp.bfloat16),
             jax.ShapeDtypeStruct((b, h, nc, CHUNK), jnp.float32),
         ),
-        kernel_name="gla_chunk_products",
-        grid=(n_blocks,),
-        grid_names=("block",),
-        num_threads=wgs,
-        thread_name="worker",
-        scratch_types=[
+        name="gla_chunk_products",
+        grid=n_blocks,
+        warpgroups=wgs,
+        scratch=[
             plgpu.SMEM((wgs, PRODUCT_SLOTS, 2, CHUNK, 64), jnp.bfloat16, transforms=ROWS),
             plgpu.SMEM((wgs, 2, CHUNK, CHUNK), jnp.bfloat16, transforms=ROWS),
             plgpu.SMEM((wgs, CHUNK), jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=(wgs, PRODUCT_SLOTS)),
         ],
-        compiler_params=PARAMS,
     )
-    return kernel(d_out, v)

@@ -13,15 +13,9 @@ loop; it is the register operand of out^T = S^T qg^T + v^T A^T, so it never visi
     feeder    : TMA c+1 | TMA c+2 | ...                      two slots, full / empty barriers
     compute i : wait | S -> bf16 | wgmma out | out -> smem -> TMA | S *= decay, wgmma S | release
 
-NOTES
-Floor: 9 bytes per element of q at Dk = Dv = 128, 0.140 ms at (8, 4096, 16, 128, 128); 0.147-0.156
-measured, memory-bound.  With the states at the chunks' borders written too (13 bytes): 0.235.
-(32, 2048, 4, 256, 512): 0.527 ms with one [64, 256] state per warpgroup, whose 64 bf16 operand
-registers came on top of 128; 0.477 as two [64, 128] halves, one half's operand at a time.  Borders
-there are stored straight from registers (their tiles do not fit): 0.82 ms, after 1.35 with 4-byte
-stores that filled half of each sector.
-Segments: 8 of them at one row of 16 heads, T = 16384: 0.042 for their own states, 0.080 for the
-outputs, 0.013 for joining the states in XLA, against 0.24 unsplit.
+Floor: 9 bytes per element of q at Dk = Dv = 128, 0.140 ms at (8, 4096, 16, 128, 128).  Result:
+0.147-0.156 on one H200, memory-bound; with the states at the chunks' borders written too (13 bytes)
+0.235.  More, and what was tried: NOTES.md.  Command: ``python -m pallas_kernels.bench.gla``.
 """
 
 from __future__ import annotations
@@ -37,8 +31,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gla import ptx as p
+from pallas_kernels import ptx as p
+from pallas_kernels.gla.channels import thread_in_warpgroup
 from pallas_kernels.gla.gates import BF16_TILE, CHUNK, ROWS, piece_width
+from pallas_kernels.launch import launch
 
 STAGES = 2
 VALUE_BLOCK = 128  # value channels of a block: two warpgroups of 64
@@ -48,12 +44,12 @@ _WGMMA = plgpu.Layout.WGMMA
 def _state_pointer(ref, column: int, rows_stride: int):
     """Device address of the thread's element (channel ``column`` + its pair offset, its row)."""
     i64 = ir.IntegerType.get_signless(64)
-    thread = p.thread_in_warpgroup()
-    warp, lane = arith.shrui(thread, p.ci(5)), arith.andi(thread, p.ci(31))
-    row = p.add(arith.shli(warp, p.ci(4)), arith.shrui(lane, p.ci(2)))
-    dk = arith.shli(arith.andi(lane, p.ci(3)), p.ci(1))
+    thread = thread_in_warpgroup()
+    warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
+    row = p.add(p.shift_left(warp, 4), p.shift_right(lane, 2))
+    dk = p.shift_left(p.masked(lane, 3), 1)
     offset = arith.addi(arith.muli(p.add(dk, column), p.ci(rows_stride)), row)
-    return arith.addi(p.global_address(ref), arith.extui(i64, arith.shli(offset, p.ci(2))))
+    return arith.addi(p.address(ref), arith.extui(i64, p.shift_left(offset, 2)))
 
 
 def _read_state(dk: int, dv: int):
@@ -99,7 +95,7 @@ def _write_state(dv: int):
             tile, half = i // 2, i % 2
             for e in range(2):
                 value = llvm.extractelement(register, p.ci(e))
-                p.store_floats_global(base, [value], 4 * ((8 * tile + e) * dv + 8 * half))
+                p.store_global(base, [value], 4 * ((8 * tile + e) * dv + 8 * half))
 
     return write
 
@@ -115,12 +111,12 @@ def _write_rows(width: int, dk: int):
     def write(ctx, ref, rows):
         del ctx
         i64 = ir.IntegerType.get_signless(64)
-        thread = p.thread_in_warpgroup()
-        warp, lane = arith.shrui(thread, p.ci(5)), arith.andi(thread, p.ci(31))
-        row = p.add(arith.shli(warp, p.ci(4)), arith.shrui(lane, p.ci(2)))
-        c = arith.andi(lane, p.ci(3))
-        offset = p.add(arith.muli(row, p.ci(2 * dk)), arith.shli(c, p.ci(4)))
-        base = arith.addi(p.global_address(ref), arith.extui(i64, offset))
+        thread = thread_in_warpgroup()
+        warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
+        row = p.add(p.shift_left(warp, 4), p.shift_right(lane, 2))
+        c = p.masked(lane, 3)
+        offset = p.add(arith.muli(row, p.ci(2 * dk)), p.shift_left(c, 4))
+        base = arith.addi(p.address(ref), arith.extui(i64, offset))
         words = [mgpu.utils.bitcast(x, p.i32()) for x in rows.registers.reshape(-1)]
         for half in range(2):
             for first in range(0, width // 8, 4):
@@ -129,14 +125,10 @@ def _write_rows(width: int, dk: int):
                     side = p.bit(c, step)
                     for a in (0, 1) if step else (0, 2):
                         b = a + (1 << step)
-                        other = p.shuffle_xor(p.select(side, w[a], w[b]), 1 << step)
-                        w[a], w[b] = p.select(side, other, w[a]), p.select(side, w[b], other)
-                mgpu.utils.inline_ptx(
-                    f"st.global.v4.b32 [$0+{16 * first + 16 * dk * half}], {{$1,$2,$3,$4}};",
-                    base,
-                    *w,
-                    has_side_effects=True,
-                )
+                        x, y = w[a], w[b]
+                        other = p.shuffle_xor(arith.select(side, x, y), 1 << step)
+                        w[a], w[b] = arith.select(side, other, x), arith.select(side, y, other)
+                p.store_global(base, w, 16 * first + 16 * dk * half)
 
     return write
 
@@ -172,7 +164,7 @@ def _scan_body(
     j, b = lax.axis_index("values"), lax.axis_index("row")
     head = lax.axis_index("head") // segments
     segment = lax.axis_index("head") % segments
-    wg = lax.axis_index("wg")
+    wg = lax.axis_index("warpgroup")
     per = -(-n_chunks // segments)
     first, last = segment * per, jnp.minimum((segment + 1) * per, n_chunks)
     stop = last
@@ -358,15 +350,14 @@ def scan(
     width = min(dk, 128)
     parts = dk // width
     copies = (parts + pieces if want_out else 0) + parts + 2 + 1
-    kernel = plgpu.kernel(
+    results = launch(
         body,
-        out_type=tuple(out_type),
-        kernel_name="gla_scan" + ("_reverse" if reverse else ""),
-        grid=(blocks, h * segments, b),
-        grid_names=("values", "head", "row"),
-        num_threads=3,
-        thread_name="wg",
-        scratch_types=[
+        (qg, kg, attention, decay, v, lengths, start),
+        tuple(out_type),
+        name="gla_scan" + ("_reverse" if reverse else ""),
+        grid={"values": blocks, "head": h * segments, "row": b},
+        warpgroups=3,
+        scratch=[
             tiles(STAGES, parts, CHUNK, width) if want_out else unused,
             tiles(STAGES, parts, CHUNK, width),
             tiles(STAGES, pieces, CHUNK, CHUNK) if want_out else unused,
@@ -377,16 +368,8 @@ def scan(
             plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         ],
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
     )
-    args = [qg, kg, attention, decay, v]
-    if lengths is not None:
-        args.append(lengths)
-    if start is not None:
-        args.append(start)
-    results = list(kernel(*args))
+    results = list(results)
     out = results.pop(0) if want_out else None
     borders = results.pop(0) if want_borders else None
     return out, borders, results.pop(0)

@@ -6,7 +6,7 @@
     y         = rms_norm(o, norm) * silu(gate)                        per head
 
 What it computes is the module ``jaxllama.model.gla`` for one token; there is no other form of it
-here. ``unsupported`` says where the kernel does not go.  The projections come as columns of wider
+here. ``plan`` says where the kernel does not go.  The projections come as columns of wider
 arrays, as a product with several weights leaves them, and are read there.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import choose, is_empty, launching, wants_kernel
+from pallas_kernels.dispatch import Plan, Reason, choose_plan, has_plan, is_empty
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.operands import check
 from pallas_kernels.transform import Choice, Op
@@ -57,64 +57,67 @@ def gla_token(
     decay: weight ``[Hkv * Dk, rank]`` and bias ``[Hkv * Dk]``.  norm: ``[Dv]``.
     lengths: int32 ``[B]``; where it is 0 the row's state stays, and its y means nothing.
     Raises ValueError naming the operand for shapes and dtypes that no layer has,
-    NotImplementedError, naming the fact, for what ``unsupported`` does not let pass.
+    NotImplementedError, naming the fact, where ``plan`` has none.
     """
-    reason = unsupported(streams, decay, norm, lengths, state)
+    found = plan(streams, decay, norm, lengths, state)
     batch, heads, _, dv = state.shape
     if is_empty(state):
         return jnp.zeros((batch, heads, dv), jnp.bfloat16), state
     rows = tuple(x.rows for x in streams)
-    choose("gla_token", "mosaic", reason, rows, decay, norm, state, has_xla=False)
-    launching("gla_step_mosaic", lambda: _plan(state))
-    call = tuple(x.start for x in streams), (float(eps), float(normalizer), clamp_min)
+    found = choose_plan(
+        "gla_token", "mosaic", lambda: found, rows, decay, norm, state, has_xla=False
+    )
+    call = tuple(x.start for x in streams), (float(eps), float(normalizer), clamp_min), found
     return _gla_token(Choice("mosaic"), call, rows, decay, norm, lengths, state)
 
 
 def _kernel(call, rows, decay, norm, lengths, state):
-    from pallas_kernels.gla import step_kernel as gla_step_mosaic
+    from pallas_kernels.gla import step_kernel
 
-    starts, options = call
-    return gla_step_mosaic.gla_token(
-        rows, decay, norm, lengths, state, starts=starts, options=options
+    starts, options, plan = call
+    return step_kernel.gla_token(
+        rows, decay, norm, lengths, state, starts=starts, options=options, plan=plan
     )
 
 
 _gla_token = Op("gla_token", None, _kernel)
 
 
-def unsupported(
+def plan(
     streams: Sequence[Columns],
     decay: tuple[jax.Array, jax.Array],
     norm: jax.Array,
     lengths: jax.Array,
     state: jax.Array,
-) -> str | None:
-    """Why the kernel does not take this call, or None."""
+) -> Plan | Reason:
+    """How the kernel computes a call.  Raises ValueError as ``gla_token`` does."""
+    from pallas_kernels.gla import step_kernel
+
     _check(streams, decay, norm, lengths, state)
     named = dict(zip(NAMES, (stream.rows for stream in streams), strict=False))
     named |= {"decay weight": decay[0], "decay bias": decay[1], "norm": norm}
     for name, x in named.items():
         if x.dtype != jnp.bfloat16:
-            return f"{name} is {x.dtype}; the kernel takes bfloat16"
+            return Reason(f"{name} is {x.dtype}; the kernel takes bfloat16")
     dk, dv = state.shape[2:]
     if dk not in (64, 128, 256):
-        return f"state {state.shape}: Dk = {dk} is not 64, 128 or 256"
+        return Reason(f"state {state.shape}: Dk = {dk} is not 64, 128 or 256")
     if dv % COLUMNS or dv > CLUSTER * COLUMNS:
         most = CLUSTER * COLUMNS
-        return f"state {state.shape}: Dv = {dv} is not a multiple of {COLUMNS} up to {most}"
+        return Reason(f"state {state.shape}: Dv = {dv} is not a multiple of {COLUMNS} up to {most}")
     rank = decay[0].shape[1]
     if rank % 8 or rank == 0:
-        return f"decay weight and low have a rank of {rank}, not a multiple of 8"
+        return Reason(f"decay weight and low have a rank of {rank}, not a multiple of 8")
     for name, x in zip(NAMES, streams, strict=False):
         if x.start % 8 or x.rows.shape[1] % 8:
-            return f"{name} is columns that do not begin at multiples of 16 bytes"
-    return None
+            return Reason(f"{name} is columns that do not begin at multiples of 16 bytes")
+    return step_kernel.divided(*state.shape)
 
 
-def takes(*operands) -> bool:
-    """Is ``gla.token`` of these operands to be called here?"""
+def fusible(*operands) -> bool:
+    """Has ``gla_token`` a plan for these operands, where they are?"""
     *_, state = operands
-    return wants_kernel(None, state) and not is_empty(state) and unsupported(*operands) is None
+    return has_plan(lambda: plan(*operands), state)
 
 
 def _check(streams, decay, norm, lengths, state) -> None:
@@ -139,9 +142,3 @@ def _check(streams, decay, norm, lengths, state) -> None:
                 f"gla_token: {name} is {x.width} columns from {x.start} of {x.rows.shape}, not "
                 f"{width}, for state {state.shape} and decay weight {decay[0].shape}"
             )
-
-
-def _plan(state: jax.Array) -> str:
-    from pallas_kernels.gla import step_kernel as gla_step_mosaic
-
-    return gla_step_mosaic.describe(*state.shape)

@@ -26,14 +26,14 @@ _WHOLE_BYTES = 1 << 29
 
 
 def weight_only_sums(x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array):
-    """``x[M, K]`` times the dequantized words ``[N, K]``, in float32."""
+    """``x[M, K]`` times the dequantized codes ``[N, K]``, in float32."""
     return lax.platform_dependent(
         x, scale, zero, q, default=_weight_only_whole, cpu=_weight_only_tiled
     )
 
 
 def pair_sums(xq: jax.Array, wq: jax.Array) -> jax.Array:
-    """``xq[M, K]`` times ``wq[N, K]`` of words, without scales, in float32."""
+    """``xq[M, K]`` times ``wq[N, K]`` of codes, without scales, in float32."""
     whole, tiled = (_int8_whole, _int8_tiled) if xq.dtype == jnp.int8 else (_fp8_whole, _fp8_tiled)
     return lax.platform_dependent(xq, wq, default=whole, cpu=tiled).astype(jnp.float32)
 
@@ -137,10 +137,10 @@ def _int8_tiled(xq, wq):
     columns = xq.astype(jnp.float32).T
 
     def one(tile):
-        words = tile.astype(jnp.float32)
+        codes = tile.astype(jnp.float32)
         parts = [
             jnp.dot(
-                words[:, i : i + _EXACT_BLOCK],
+                codes[:, i : i + _EXACT_BLOCK],
                 columns[i : i + _EXACT_BLOCK],
                 precision=lax.Precision.HIGHEST,
             ).astype(jnp.int32)

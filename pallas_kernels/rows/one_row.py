@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
-from pallas_kernels.mosaic import LOG2E
-from pallas_kernels.rows.plan import BYTES, QMAX, Op, Plan
+from pallas_kernels import ptx as p
+from pallas_kernels.ptx import LOG2E
+from pallas_kernels.rows.plan import BYTES, QMAX, Plan
 
 _FLOAT_MAX = 3.4028234663852886e38
 _ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves round(v), ties to even, in the low byte
@@ -108,8 +108,8 @@ def _pack(values: Sequence[p.Value], kind: str) -> list[p.Value]:
 class Rows:
     """One thread's share of a row: every ``threads``-th chunk of 8 columns."""
 
-    def __init__(self, refs: Sequence[p.Value], op: Op, plan: Plan):
-        refs = list(refs)
+    def __init__(self, refs: Sequence[p.Value], plan: Plan):
+        refs, op = list(refs), plan.op
         self.op, self.plan = op, plan
         self.thread = p.register("tid.x")
         chunks = op.width // 8 // plan.split
@@ -165,7 +165,7 @@ class Rows:
             for chunk, inside in enumerate(self.inside):
                 for half in self.halves():
                     at = source * self.op.row_bytes + self.at(chunk, 2) + half
-                    got = p.load_shared_words(base, 4, at)
+                    got = p.load_shared(base, 4, at)
                     if inside is not None:
                         got = [arith.select(inside, word, p.ci(0)) for word in got]
                     words += got
@@ -236,14 +236,12 @@ class Rows:
         peak = None if peak is None else _warp_max(peak)
         pair = [_bits(zero if value is None else value) for value in (total, peak)]
         here = p.add(self.partial, p.mul(turn, 8 * warps))
-        warp, lane = p.shift_right(self.thread, 5), arith.andi(self.thread, p.ci(31))
+        warp, lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
         mine = p.add(here, p.mul(warp, 8))
         p.when(p.less(lane, 1), lambda: p.ptx("st.shared.v2.b32 [$0], {$1,$2};", mine, *pair))
         if split == 1:
             p.barrier()
-            words = [
-                w for first in range(0, warps, 2) for w in p.load_shared_words(here, 4, 8 * first)
-            ]
+            words = [w for first in range(0, warps, 2) for w in p.load_shared(here, 4, 8 * first)]
             sums, peaks = [_float(w) for w in words[::2]], [_float(w) for w in words[1::2]]
             return (
                 None if total is None else _tree(sums, arith.addf),

@@ -1,11 +1,17 @@
-"""What the row-wise kernel is asked for, as plain data: the operation, the launch, the kinds of
-elements.  Nothing here needs Pallas, so that calls which end in XLA do not import it."""
+"""What the row-wise kernel computes of a call, and how it runs, as plain data.  Nothing here needs
+Pallas, so that calls which end in XLA do not import it."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
-SMS = 132
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.device import gpu
+from pallas_kernels.dispatch import Reason
+
 QMAX = {"s8": 127.0, "e4m3": 448.0}
 KIND = {
     "bfloat16": "bf16",
@@ -15,6 +21,9 @@ KIND = {
     "float8_e4m3fn": "e4m3",
 }
 BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s8": 1, "e4m3": 1}
+# Below the first most of a block's 128 threads would have nothing to do.
+MIN_WIDTH, MAX_WIDTH = 1024, 32768
+_RING_BYTES = 200 * 1024  # of the 227 KB that a multiprocessor's blocks share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +49,68 @@ class Plan:
     """threads: of a block.  split: blocks of a cluster, side by side in a row.  ring: rows in
     shared memory, 0 for none; then ``blocks`` of them take turns at all rows."""
 
+    kernel: ClassVar[str] = "rowwise_mosaic"
+    op: Op = dataclasses.field(repr=False)
     threads: int
     split: int = 1
     ring: int = 0
     blocks: int = 0
+
+
+def plan(
+    form: str,
+    x: jax.Array,
+    out: str,
+    weight: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    eps: float = 0.0,
+    *,
+    name: str = "x",
+) -> Plan | Reason:
+    """How the kernel computes ``out`` (a dtype) from the rows of x, the operand called ``name``."""
+    width = x.shape[-1] // (2 if form == "gate" else 1)
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return Reason(f"{name} has rows of {x.dtype}; the kernel reads bfloat16 and float16")
+    if out not in KIND:
+        return Reason(f"a result of {out}")
+    if width % 8 or not 8 <= width <= MAX_WIDTH:
+        return Reason(f"{name} {x.shape}: width {width} is not a multiple of 8 up to {MAX_WIDTH}")
+    scales = None if weight is None else KIND[weight.dtype.name]
+    op = Op(form, width, KIND[x.dtype.name], KIND[out], scales, residual is not None, eps)
+    found = divided(op, x.size // x.shape[-1])
+    if width < MIN_WIDTH:
+        return Reason(f"XLA is as fast below {MIN_WIDTH} columns", found)
+    return found
+
+
+def divided(op: Op, rows: int) -> Plan:
+    """How the rows are cut; the numbers behind it are in ``rows/NOTES.md``."""
+    if op.form != "gate":
+        few = rows <= 64 or op.out not in QMAX
+        return Plan(op, _threads(op.width, 2 if few else 4))
+    if rows >= 1024:
+        threads = _threads(op.width, 2)
+        blocks = max(1, 1024 // threads)
+        if 2 * blocks * op.row_bytes <= _RING_BYTES:
+            return Plan(op, threads, ring=2, blocks=gpu().sms * blocks)
+    if rows <= 32 and op.width >= 4096 and op.width % 32 == 0:
+        return Plan(op, 256, split=4)
+    return Plan(op, _threads(op.width, 8))
+
+
+def _threads(width: int, chunks: int) -> int:
+    """Threads of a block, each with ``chunks`` times 8 columns where that makes 128 to 1024."""
+    return min(1024, max(128, -(-width // (8 * chunks * 128)) * 128))
+
+
+def run(
+    plan: Plan, x: jax.Array, residual: jax.Array | None = None, weight: jax.Array | None = None
+) -> list[jax.Array]:
+    """[result, its scales if it is quantized, the sum if there is a residual], shaped as x is."""
+    from pallas_kernels.rows import kernel
+
+    lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    if residual is not None:
+        residual = residual.reshape(rows.shape)
+    out = kernel.run(plan, rows, residual, weight)
+    return [jnp.reshape(a, (*lead, a.shape[-1])) for a in out]

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.rounding import to_words
-from pallas_kernels.rows import op as rowwise
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.rows.plan import plan, run
+from pallas_kernels.transform import Op, chosen
 
 _OPERANDS = {"x": "float [..., D+]", "scale": "float [] ?"}
 
@@ -29,7 +29,7 @@ def quantize_tokens(
     scale: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> QTensor:
-    """``x[..., D]`` as words of ``dtype`` (int8, float8_e4m3fn) and a float32 scale per row.
+    """``x[..., D]`` as codes of ``dtype`` (int8, float8_e4m3fn) and a float32 scale per row.
 
     scale: a float32 scalar, every row's scale; by default each row's own.  What lies beyond its
         range is clipped.
@@ -43,28 +43,22 @@ def quantize_tokens(
     kernel that is not there.
     """
     check("quantize_tokens", _OPERANDS, x=x, scale=scale)
-    words = jnp.dtype(dtype).name
-    if words not in ("int8", "float8_e4m3fn"):
-        raise ValueError(f"quantize_tokens: dtype {words!r} is not int8 or float8_e4m3fn")
+    codes = jnp.dtype(dtype).name
+    if codes not in ("int8", "float8_e4m3fn"):
+        raise ValueError(f"quantize_tokens: dtype {codes!r} is not int8 or float8_e4m3fn")
     if scale is not None:
         rows = jnp.broadcast_to(scale.astype(jnp.float32), (*x.shape[:-1], 1))
-        return QTensor(to_words(x.astype(jnp.float32) / rows, words), rows)
-    reason = unsupported(x, words)
-    chosen = rowwise.choose("quantize_tokens", implementation, reason, x.shape[-1], x)
-    return _quantize(Choice(chosen, implementation is not None), words, x)
+        return QTensor(to_words(x.astype(jnp.float32) / rows, codes), rows)
+    found = choose_plan("quantize_tokens", implementation, lambda: plan("copy", x, codes), x)
+    return _quantize(chosen(found, implementation), (codes, found), x)
 
 
-def unsupported(x: jax.Array, dtype: str) -> str | None:
-    """Why the Mosaic kernel does not take this call, or None."""
-    return rowwise.unsupported(x, x.shape[-1], dtype)
+def _kernel(static, x):
+    return QTensor(*run(static[1], x))
 
 
-def _kernel(words: str, x):
-    return rowwise.tokens(x, quantize=words)
-
-
-def _xla(words: str, x):
-    return quantize(x, words, scale_dtype=jnp.float32)
+def _xla(static, x):
+    return quantize(x, static[0], scale_dtype=jnp.float32)
 
 
 _quantize = Op("quantize_tokens", _xla, _kernel)

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, choose_plan
 from pallas_kernels.operands import FLOATS, check
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.qtensor import quantize as quantize_rows
-from pallas_kernels.rows import op as rowwise
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.rows.plan import plan, run
+from pallas_kernels.transform import Op, chosen
 
 _OPERANDS = {"x": "float [..., D+]", "weight": "float [D]", "residual": "x [..., D] ?"}
 
@@ -60,34 +60,28 @@ def rms_norm(
     kernel that is not there.
     """
     check("rms_norm", _OPERANDS, x=x, weight=weight, residual=residual)
-    words = None if quantize is None else jnp.dtype(quantize).name
+    codes = None if quantize is None else jnp.dtype(quantize).name
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype).name
     if out not in FLOATS:
         raise ValueError(f"rms_norm: out_dtype {out} is not a float")
-    reason = unsupported(x, weight, quantize=words, out_dtype=out)
-    operands = [a for a in (x, residual, weight) if a is not None]
-    chosen = rowwise.choose("rms_norm", implementation, reason, x.shape[-1], *operands)
-    choice = Choice(chosen, implementation is not None)
-    return _rms_norm(choice, _Call(float(eps), words, out), x, residual, weight)
+    found = choose_plan(
+        "rms_norm", implementation,
+        lambda: plan("norm", x, codes or out, weight, residual, float(eps)),
+        *(a for a in (x, residual, weight) if a is not None),
+    )  # fmt: skip
+    call = _Call(float(eps), codes, out), found
+    return _rms_norm(chosen(found, implementation), call, x, residual, weight)
 
 
-def unsupported(
-    x: jax.Array, weight: jax.Array, *, quantize: str | None, out_dtype: str
-) -> str | None:
-    """Why the Mosaic kernel does not take this call, or None.  The residual makes no difference."""
-    reason = rowwise.unsupported(x, x.shape[-1], quantize or out_dtype)
-    if reason is None and weight.dtype.name not in FLOATS:
-        reason = f"weight is {weight.dtype.name}"
-    return reason
+def _kernel(static, x, residual, weight):
+    call, plan = static
+    out = run(plan, x, residual, weight)
+    y = out[0] if call.quantize is None else QTensor(out[0], out[1])
+    return y if residual is None else (y, out[-1])
 
 
-def _kernel(call: _Call, x, residual, weight):
-    return rowwise.norm(
-        x, residual, weight, call.eps, quantize=call.quantize, out_dtype=call.out_dtype
-    )
-
-
-def _xla(call: _Call, x, residual, weight):
+def _xla(static, x, residual, weight):
+    call, _ = static
     total = x if residual is None else x + residual
     s = total.astype(jnp.float32)
     y = s * lax.rsqrt(jnp.mean(s * s, axis=-1, keepdims=True) + call.eps)
@@ -96,7 +90,7 @@ def _xla(call: _Call, x, residual, weight):
     return y if residual is None else (y, total)
 
 
-def _at_the_sum(call: _Call, operands, out):
+def _at_the_sum(static, operands, out):
     """The sum is kept anyway, as the next residual; x and the residual need not be."""
     x, residual, weight = operands
     return operands if residual is None else (out[1], jnp.zeros_like(residual), weight)

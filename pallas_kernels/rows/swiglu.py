@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Implementation
+from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.qtensor import quantize as quantize_rows
-from pallas_kernels.rows import op as rowwise
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.rows.plan import Plan, plan, run
+from pallas_kernels.transform import Op, chosen
 
 
 def swiglu(
@@ -39,27 +39,28 @@ def swiglu(
     width = check("swiglu", {"gate_up": "float [..., 2F+]"}, gate_up=gate_up)["2F"]
     if width % 2:
         raise ValueError(f"swiglu: the last axis of gate_up {gate_up.shape} is not gate and up")
-    words = None if quantize is None else jnp.dtype(quantize).name
-    reason = unsupported(gate_up, quantize=words)
-    chosen = rowwise.choose("swiglu", implementation, reason, width // 2, gate_up)
-    return _swiglu(Choice(chosen, implementation is not None), words, gate_up)
+    codes = None if quantize is None else jnp.dtype(quantize).name
+    found = choose_plan("swiglu", implementation, lambda: _plan(gate_up, codes), gate_up)
+    return _swiglu(chosen(found, implementation), (codes, found), gate_up)
 
 
-def unsupported(gate_up: jax.Array, *, quantize: str | None) -> str | None:
-    """Why the Mosaic kernel does not take this call, or None."""
-    if quantize is None:
-        return "without a quantize it is element-wise, and XLA's fusion runs at memory speed"
-    return rowwise.unsupported(gate_up, gate_up.shape[-1] // 2, quantize, "gate_up")
+def _plan(gate_up: jax.Array, codes: str | None) -> Plan | Reason:
+    if codes is None:
+        return Reason(
+            "without a quantize it is element-wise, and XLA's fusion runs at memory speed"
+        )
+    return plan("gate", gate_up, codes, name="gate_up")
 
 
-def _kernel(words: str | None, gate_up):
-    return rowwise.gate(gate_up, quantize=words)
+def _kernel(static, gate_up):
+    return QTensor(*run(static[1], gate_up))
 
 
-def _xla(words: str | None, gate_up):
+def _xla(static, gate_up):
+    codes, _ = static
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     y = jax.nn.silu(gate) * up
-    return y.astype(gate_up.dtype) if words is None else quantize_rows(y, words)
+    return y.astype(gate_up.dtype) if codes is None else quantize_rows(y, codes)
 
 
 _swiglu = Op("swiglu", _xla, _kernel)

@@ -1,7 +1,7 @@
 """Runs the bodies of the attention kernels on the CPU: every thread of a block a lane of numpy.
 
-Those bodies are Python that calls ``pallas_kernels.mosaic``, ``ptx`` and MLIR's ``arith``
-while a kernel is traced.  Here the same calls compute: a value becomes an array with one entry per
+Those bodies are Python that calls ``pallas_kernels.ptx`` and MLIR's ``arith`` while a kernel is
+traced.  Here the same calls compute: a value becomes an array with one entry per
 thread, memory one array of bytes.  All threads of a block take each step together, so a wait that
 is not satisfied when it is reached is a deadlock; reads that no barrier protects go unnoticed.
 """
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import fused_parts
+from pallas_kernels import fused_parts, launch, transform
 
 _HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 U32 = np.uint32
@@ -61,6 +61,18 @@ class Block:
         raw = raw.reshape(self.n, -1)
         keep = self.masks[-1]
         self.memory[self.at(np.asarray(address, np.int64) + offset, raw.shape[1])[keep]] = raw[keep]
+
+    def copy_async(self, to, source, at, from_at=0, size=None):
+        whole = 16 if size is None else size[:, None]
+        raw = np.where(np.arange(16) < whole, self.memory[self.at(source + from_at, 16)], 0)
+        keep = self.masks[-1]
+        assert not ((source + from_at) % 16)[keep].any() and not ((to + at) % 16)[keep].any()
+        self.memory[self.at(to + at, 16)[keep]] = raw[keep]
+
+    def narrow(self, address, kind, offset=0):
+        dtype = {"u8": np.uint8, "s8": np.int8, "u16": np.uint16}[kind]
+        raw = self.memory[self.at(np.asarray(address, np.int64) + offset, np.dtype(dtype).itemsize)]
+        return raw.view(dtype)[:, 0].astype(np.int32).view(U32)
 
     def copy(self, to, source, size):
         for i in np.flatnonzero(self.masks[-1]):
@@ -130,16 +142,25 @@ class Block:
         return x[np.arange(self.n) ^ lanes]
 
 
+def _halves(word, kind):
+    return np.ascontiguousarray(word).view(np.uint16).view(_HALF[kind])
+
+
 def _pairs(op):
-    def run(a, b, kind):
-        x, y = (np.ascontiguousarray(v).view(np.uint16).view(_HALF[kind]) for v in (a, b))
+    def run(a, b, kind="bf16"):
+        x, y = (_halves(v, kind) for v in (a, b))
         wide = op(x.astype(np.float32), y.astype(np.float32))
         return wide.astype(_HALF[kind]).view(U32)
 
     return run
 
 
-def _pack(low, high, kind):
+def _fma_pairs(a, b, c, kind="bf16"):
+    x, y, z = (_halves(v, kind).astype(np.float32) for v in (a, b, c))
+    return (x * y + z).astype(_HALF[kind]).view(U32)
+
+
+def _pack(low, high, kind="bf16"):
     return np.stack([low, high], 1).astype(_HALF[kind]).view(U32)[:, 0]
 
 
@@ -170,24 +191,6 @@ def _modules(block: Block):
 
     def wide(base, index, stride=1):
         return np.asarray(base, np.int64) + index.astype(np.int64) * stride
-
-    p = SimpleNamespace(
-        register=lambda name: block.special[name], ci=ci, add=add,
-        cf=lambda v: block.c(v, np.float32), mul=lambda x, k: x * U32(k & 0xFFFFFFFF),
-        address=lambda ref: block.c(ref, np.int64),
-        shared_address=lambda ref: block.c(ref) + block.rank * U32(block.apart),
-        offset=wide, less=lambda x, y: x < number(y), when=block.when, barrier=lambda: None,
-        shift_right=lambda x, k: x >> U32(k), minimum=lambda x, y: np.minimum(x, U32(y)),
-        and_xor=lambda w, m, f: (w & U32(m)) ^ U32(f), permute=_permute,
-        sub_pairs=_pairs(np.subtract), mma=block.mma, copies_commit=lambda: None,
-        copies_wait=lambda n: None, fma=lambda x, y, z: (x * y + z).astype(np.float32),
-        load_shared=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
-        store_shared=lambda base, v, at=0: block.store(base, [v], at),
-        widen=lambda w, kind: _half(w, 0, kind), widen_high=lambda w, kind: _half(w, 1, kind),
-        rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32),
-        narrow=lambda x, kind: x.astype(_HALF[kind]).view(np.uint16).astype(U32),
-        store_global_half=lambda base, half: block.store(base, [half.astype(np.uint16)]),
-    )  # fmt: skip
 
     def expect(barrier, size):
         def act(state, _):
@@ -230,46 +233,79 @@ def _modules(block: Block):
         block.masks.pop()
         return values
 
-    a = SimpleNamespace(
-        equal=lambda x, y: x == y, no=np.logical_not, choose=choose, send_peer=send_peer,
-        cluster_arrive=lambda: None, cluster_wait=lambda: None,
-        peer_address=lambda x, rank: x + (rank - block.rank) * U32(block.apart),
-        load_half=lambda base, at=0: block.load(base, 1, at, U32)[0] & U32(0xFFFF),
-        store_shared=lambda base, values, at=0: block.store(base, values, at),
+    def kind_of(kind):
+        return np.float32 if kind == "f32" else U32
+
+    p = SimpleNamespace(
+        register=lambda name: block.special[name], ci=ci, add=add,
+        cf=lambda v: block.c(v, np.float32), mul=lambda x, k: x * U32(k & 0xFFFFFFFF),
+        address=lambda ref: block.c(ref, np.int64),
+        shared_address=lambda ref: block.c(ref) + block.rank * U32(block.apart),
+        offset=wide, offset_rows=wide, shift_right=lambda x, k: x >> U32(k),
+        shift_left=lambda x, k: x << U32(k), masked=lambda x, m: x & U32(m & 0xFFFFFFFF),
+        less=lambda x, y: x < number(y), equal=lambda x, y: x == number(y), no=np.logical_not,
+        below=lambda x, y: signed(x) < signed(y), at_most=lambda x, y: signed(x) <= signed(y),
+        smaller=lambda x, y: np.minimum(signed(x), signed(y)).view(U32),
+        larger=lambda x, y: np.maximum(signed(x), signed(y)).view(U32),
+        minimum=lambda x, y: np.minimum(x, U32(y)) if isinstance(y, int) else np.fmin(x, y),
+        maximum=np.fmax, absolute=np.abs, exp2=lambda x: np.exp2(x), log2=np.log2,
+        divide=lambda x, y: x / y, fma=lambda x, y, z: (x * y + z).astype(np.float32),
+        rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32),
         bits=lambda x: x.astype(np.float32).view(U32), from_bits=lambda w: w.view(np.float32),
-        absolute=np.abs, at_most=lambda x, y: signed(x) <= signed(y),
-        load_shared=lambda base, n, at, kind="b32": block.load(
-            base, n, at, np.float32 if kind == "f32" else U32),
-        load_words=lambda base, n, at=0, kind="b32", cache="": block.load(
-            base, n, at, np.float32 if kind == "f32" else U32),
-        store_words=lambda base, values, at=0: block.store(base, values, at),
-        offset_rows=wide, exp2=lambda x: np.exp2(x), log2=np.log2, divide=lambda x, y: x / y,
-        maximum=np.fmax, minimum=np.fmin, shuffle_xor=block.shuffle,
-        transpose_8x8=block.transpose, pack=_pack,
-        mul_pairs=_pairs(np.multiply), select_bits=lambda x, m, c: (x & U32(m)) | c,
-        below=lambda x, y: signed(x) < signed(y), smaller=lambda x, y: np.minimum(
-            signed(x), signed(y)).view(U32),
-        larger=lambda x, y: np.maximum(signed(x), signed(y)).view(U32), loop=block.loop,
-        copy_bulk=copy_bulk, barrier_init=barrier_init, barriers_ready=lambda: None,
-        barrier_expect=expect, barrier_arrive=arrive, barrier_wait=block.wait,
-        warp_barrier=lambda: None,
+        and_xor=lambda w, m, f: (w & U32(m)) ^ U32(f),
+        select_bits=lambda x, m, c: (x & U32(m)) | c, permute=_permute,
+        sub_pairs=_pairs(np.subtract), mul_pairs=_pairs(np.multiply), pack=_pack,
+        widen=lambda w, kind="bf16": _half(w, 0, kind),
+        widen_high=lambda w, kind="bf16": _half(w, 1, kind),
+        narrow=lambda x, kind: x.astype(_HALF[kind]).view(np.uint16).astype(U32),
+        mma=block.mma, shuffle_xor=block.shuffle, transpose_8x8=block.transpose,
+        load_global=lambda base, n, at=0, kind="b32", cache=".nc": block.load(
+            base, n, at, kind_of(kind)),
+        store_global=lambda base, values, at=0: block.store(base, values, at),
+        store_global_half=lambda base, half: block.store(base, [half.astype(np.uint16)]),
+        load_half=lambda base, at=0: block.load(base, 1, at, U32)[0] & U32(0xFFFF),
+        load_shared=lambda base, n, at=0, kind="b32": block.load(base, n, at, kind_of(kind)),
+        load_float=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
+        load_peer=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
+        load_shared_narrow=block.narrow, copy_async=block.copy_async,
+        fma_pairs=_fma_pairs, cluster_barrier=lambda: None,
+        store_shared=lambda base, values, at=0: block.store(base, values, at),
+        when=block.when, choose=choose,
+        loop=lambda start, stop, step, *rest: block.loop(
+            number(start), number(stop), number(step), *rest),
+        barrier=lambda: None, warp_barrier=lambda: None, copies_commit=lambda: None,
+        copies_wait=lambda n: None, copy_bulk=copy_bulk, barrier_init=barrier_init,
+        barriers_ready=lambda: None, barrier_expect=expect, barrier_arrive=arrive,
+        barrier_wait=block.wait, cluster_arrive=lambda: None, cluster_wait=lambda: None,
+        peer_address=lambda x, rank: x + (rank - block.rank) * U32(block.apart),
+        send_peer=send_peer,
     )  # fmt: skip
     arith = SimpleNamespace(
         andi=np.bitwise_and, ori=np.bitwise_or, xori=np.bitwise_xor,
         shli=lambda x, k: x << k, divui=lambda x, k: x // k, remui=lambda x, k: x % k,
-        subi=lambda x, y: x - y, muli=lambda x, y: x * y, select=np.where,
+        addi=lambda x, y: x + y, subi=lambda x, y: x - y, muli=lambda x, y: x * y, select=np.where,
         addf=np.add, subf=np.subtract, mulf=np.multiply, negf=np.negative,
         cmpi=lambda predicate, x, y: x == y, CmpIPredicate=SimpleNamespace(eq=None),
     )  # fmt: skip
-    return {"p": p, "a": a, "arith": arith}
+    return {"p": p, "arith": arith}
+
+
+def registers(threads: int) -> SimpleNamespace:
+    """``ptx`` for code that touches no memory."""
+    return _modules(Block(threads, 0))["p"]
+
+
+def _directly(op, choice, static, *operands):
+    """An op that neither traces its kernel nor has derivatives."""
+    return (op.kernel if choice.implementation == "mosaic" else op.xla)(static, *operands)
 
 
 @contextlib.contextmanager
 def emulated(*modules):
     """Within, the kernels of ``modules`` compute here, on concrete arrays."""
-    modules = *modules, fused_parts
+    modules = *modules, fused_parts, launch
 
-    def kernel(body, *, out_type, grid, scratch_types, num_threads=1, cluster=(), **_):
+    def kernel(body, *, out_type, grid, scratch_types, num_threads=None, cluster=(), **_):
         outs = out_type if isinstance(out_type, tuple) else (out_type,)
 
         def run(*operands):
@@ -282,14 +318,15 @@ def emulated(*modules):
             apart = starts[-1] - starts[shared]
             blocks = math.prod(cluster)
             size = starts[shared] + blocks * apart
-            block = Block(128 * num_threads, size, blocks, apart)
+            block = Block(128 * (num_threads or 1), size, blocks, apart)
             for start, x in zip(starts, data, strict=False):
                 block.memory[start : start + len(x)] = x
             with contextlib.ExitStack() as patches, np.errstate(all="ignore"):
                 names = _modules(block)
                 for module in modules:
                     mine = {name: x for name, x in names.items() if hasattr(module, name)}
-                    patches.enter_context(mock.patch.multiple(module, **mine))
+                    if mine:
+                        patches.enter_context(mock.patch.multiple(module, **mine))
                 for i in range(grid[0]):
                     block.special["clusterid.x"] = block.c(i)
                     block.special["ctaid.x"] = block.c(i) * U32(blocks) + block.rank
@@ -313,6 +350,7 @@ def emulated(*modules):
     )  # fmt: skip
     with contextlib.ExitStack() as patches:
         patches.enter_context(jax.disable_jit())  # the arrays have to be concrete
+        patches.enter_context(mock.patch.object(transform.Op, "__call__", _directly))
         for module in modules:
             if hasattr(module, "plgpu"):
                 patches.enter_context(mock.patch.object(module, "plgpu", fake))

@@ -9,6 +9,7 @@ consume it.  The ring runs on across tiles: the next tile's operands arrive duri
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,12 @@ import numpy as np
 from jax import lax
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, memref, vector
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic as p
+from pallas_kernels import ptx as p
 
-N_SM = 132
 # Registers a thread of the feeder and of a compute warpgroup, by the number of the latter: their
 # sum may not pass what the launch gave (3 * 168, 5 * 96), or setmaxnreg waits for ever.
 REGISTERS = {2: (40, 232), 4: (32, 112)}
@@ -128,6 +129,45 @@ def ring_next(at: jax.Array, by: int, stages: int) -> jax.Array:
     return jnp.where(at >= stages, at - stages, at)
 
 
+def feeder(wg: jax.Array, computing: int) -> Callable[[Callable[[], None]], None]:
+    """Runs a function in one warp of the last warpgroup: each of its four would arrive on a slot's
+    barrier for every copy."""
+
+    def run(copy_tiles):
+        @pl.when(wg == computing)
+        def feed():
+            plgpu.set_max_registers(REGISTERS[computing][0], action="decrease")
+
+            @plgpu.warp_map
+            def of_warp(warp):
+                pl.when(warp == 0)(copy_tiles)
+
+    return run
+
+
+def meet_peer(t, acc, part, finishing, sums, full, empty, finish, sent=lambda: None) -> None:
+    """One of a cluster's two blocks sends its sums of half of K to the other, which finishes them.
+
+    part: this block's half.  finishing: () -> the half whose block finishes.  sums: memory of the
+    finishing block; full, empty: what tells that they are there, and have been read.
+    """
+
+    @pl.when(part != finishing())
+    def _():
+        pl.when(t > 0)(lambda: plgpu.barrier_wait(empty))
+        plgpu.async_store_smem(acc, sums, full, cluster_idx=1 - part, cluster_dim="part")
+        plgpu.barrier_arrive(empty)
+        sent()
+
+    @pl.when(part == finishing())
+    def _():
+        plgpu.barrier_wait(full)
+        other = plgpu.load(sums, layout=plgpu.Layout.WGMMA)
+        plgpu.commit_smem()  # all of the warpgroup have read
+        plgpu.barrier_arrive(empty)
+        finish(acc + other)
+
+
 def drain(empty, last: jax.Array, stages: int) -> None:
     """Waits for the last slots' release: a block must not leave while another may signal it.
 
@@ -140,22 +180,20 @@ def drain(empty, last: jax.Array, stages: int) -> None:
     lax.fori_loop(jnp.maximum(last - stages, 0), last, wait, None)
 
 
-def launch(
-    name: str, body, args, out_type, scratch_types, cluster: int, split: int = 1, computing: int = 2
-):
+def launch(name: str, body, args, out_type, scratch_types, tile, computing: int = 2):
     """Runs a kernel body on every SM: ``computing`` warpgroups and, the last, a feeder.
 
     name: in profiles.
-    cluster, split: blocks of a cluster that share an operand, axis "pair", and that have a part of
-        K each, axis "part".
+    tile: its ``cluster`` blocks that share an operand are axis "pair" of a cluster, its ``split``
+        that have a part of K each axis "part".
     """
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
         kernel_name=name,
-        grid=(N_SM // (cluster * split),),
+        grid=(tile.sms // (tile.cluster * tile.split),),
         grid_names=("cluster",),
-        cluster=(cluster, split),
+        cluster=(tile.cluster, tile.split),
         cluster_names=("pair", "part"),
         num_threads=computing + 1,
         thread_name="wg",

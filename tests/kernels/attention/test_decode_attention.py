@@ -5,6 +5,7 @@ Errors are relative RMS: 1e-5 in float32, 4e-3 in 16-bit (a bf16 output alone ro
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from unittest import mock
@@ -18,9 +19,11 @@ from pallas_kernels.attention.hadamard import hadamard
 from pallas_kernels.attention.op import (
     decode_attention,
     decode_attention_reference,
-    unsupported,
+    plan,
 )
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
+from pallas_kernels.device import H200
+from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers import warp_emulator
 from tests.helpers.warp_emulator import emulated
@@ -131,7 +134,8 @@ def test_bad_arguments_are_named():
 
 def test_what_the_kernel_refuses_is_said():
     def reason(h=128, cache="bfloat16", q_dtype="bfloat16"):
-        return unsupported(*make(1, 8, 4, 2, h, cache, q_dtype)[:3])
+        found = plan(*make(1, 8, 4, 2, h, cache, q_dtype)[:3])
+        return found.text if isinstance(found, Reason) else None
 
     assert reason() is None and reason(64, "int4") is None and reason(256, "float8_e4m3fn") is None
     assert "96" in reason(96)
@@ -189,12 +193,15 @@ KERNELS = ("codes", "direct", "gather", "merge", "kernel", "ring", "source", "ti
 
 def form_given(monkeypatch, form):
     """Of decode_attention's Mosaic forms, always this one."""
-    op, plan = (importlib.import_module(f"pallas_kernels.attention.{x}") for x in ("op", "plan"))
-    monkeypatch.setattr(op, "DIRECT_ROWS", 100 if form == "direct" else 0)
-    monkeypatch.setattr(op, "DIRECT_TOKENS", 1 << 30)
+    direct, plan = (
+        importlib.import_module(f"pallas_kernels.attention.{x}") for x in ("direct", "plan")
+    )
+    monkeypatch.setattr(direct, "ROWS", 100 if form == "direct" else 0)
+    monkeypatch.setattr(direct, "TOKENS", 1 << 30)
     monkeypatch.setattr(plan, "FEW_CHUNKS", 0 if "chunks" in form else 100)
     # For a GPU of one SM there are few chunks, and no clusters.
-    monkeypatch.setattr(plan, "SMS", 1 if form in ("few chunks", "blocks") else 128)
+    sms = 1 if form in ("few chunks", "blocks") else 132
+    monkeypatch.setattr(plan, "gpu", lambda: dataclasses.replace(H200, sms=sms))
 
 
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
@@ -274,7 +281,7 @@ def test_rope_and_write_rotates_and_stores(cache):
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
 @pytest.mark.parametrize("h", [64, 128, 256])
 def test_the_rope_kernels_rotation_emulated_is_the_matrix(h):
-    from pallas_kernels.attention import codes as attention_words
+    from pallas_kernels.attention import codes
 
     block = warp_emulator.Block(32, 128)
     lane = block.special["tid.x"]
@@ -283,8 +290,9 @@ def test_the_rope_kernels_rotation_emulated_is_the_matrix(h):
     runs = max(1, h // 128)
     first = np.asarray([part * h // 2 + 64 * r for part in range(2) for r in range(runs)])
     index = (2 * (lane % (h // 4)))[:, None] + np.repeat(first, 2) + np.tile([0, 1], 2 * runs)
-    with mock.patch.multiple(attention_words, **warp_emulator._modules(block)):
-        got = attention_words.hadamard_of_lanes(list(x[index].T), lane, min(32, h // 4))
+    names = {name: warp_emulator._modules(block)[name] for name in ("p", "arith")}
+    with mock.patch.multiple(codes, **names):
+        got = codes.hadamard_of_lanes(list(x[index].T), lane, min(32, h // 4))
     np.testing.assert_allclose(np.stack(got, 1), (x @ rotation(h))[index], atol=1e-5)
 
 

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.rope_attention import rope_and_attend, unsupported
+from pallas_kernels.attention.rope_attention import plan, rope_and_attend
 from pallas_kernels.attention.rope_cache import rope_and_write
+from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.warp_emulator import emulated
 from tests.kernels.attention.test_decode_attention import NEWEST, error, make, oracle, poison
 
-# The package's attribute of that name is the function.
-OP = importlib.import_module("pallas_kernels.attention.op")
+DIRECT = importlib.import_module("pallas_kernels.attention.direct")
 
 
 def case(capacity, heads, dtype, batch=5, cache=None):
@@ -71,34 +71,27 @@ EMULATED = [  # capacity, heads, dtype, window
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
 @pytest.mark.parametrize("given", EMULATED, ids=str)
 def test_the_one_kernel_emulated(given, monkeypatch):
-    from pallas_kernels.attention import codes as attention_words
-    from pallas_kernels.attention import direct as decode_attention_direct
-    from pallas_kernels.attention import gather as decode_attention_gather
-    from pallas_kernels.attention import merge as decode_attention_merge
-    from pallas_kernels.attention import source as decode_attention_source
-    from pallas_kernels.attention import tile as decode_attention_tile
+    from pallas_kernels.attention import codes, gather, merge, source, tile
 
-    monkeypatch.setattr(OP, "DIRECT_ROWS", 5)
-    monkeypatch.setattr(OP, "DIRECT_TOKENS", 1 << 30)
-    kernels = (
-        decode_attention_direct, decode_attention_gather, decode_attention_merge,
-        decode_attention_source, decode_attention_tile, attention_words,
-    )  # fmt: skip
+    monkeypatch.setattr(DIRECT, "ROWS", 5)
+    monkeypatch.setattr(DIRECT, "TOKENS", 1 << 30)
     capacity, heads, dtype, window = given
     args = case(capacity, heads, dtype)
-    with emulated(*kernels):
+    with emulated(DIRECT, codes, gather, merge, source, tile):
         check(args, window, 4e-3, "emulated")
 
 
 def test_what_the_one_kernel_refuses_is_said():
     def reason(capacity=1152, heads=(8, 2, 128), batch=1, cache=None, dtype="bfloat16"):
         args = case(8, heads, dtype, batch, cache)
-        k, v = (jax.eval_shape(lambda x: jnp.repeat(x, -(-capacity // 8), 1), x)
-                for x in args[3:5]) if cache is None else args[3:5]  # fmt: skip
-        return unsupported(args[0], k, v)
+        k = args[3]
+        if cache is None:
+            k = jax.eval_shape(lambda x: jnp.repeat(x, -(-capacity // 8), 1), k)
+        found = plan(args[0], k)
+        return found.text if isinstance(found, Reason) else None
 
     assert reason() is None and reason(4096) is None and reason(32768, (32, 8, 128)) is None
-    assert "rows" in reason(batch=OP.DIRECT_ROWS + 1)
+    assert "rows" in reason(batch=DIRECT.ROWS + 1)
     assert "4104 tokens" in reason(4104)
     assert "32776 tokens" in reason(32776, (32, 8, 128))
     assert "16 query heads" in reason(heads=(16, 1, 128))
@@ -126,8 +119,8 @@ def test_it_lowers_for_cuda_as_one_kernel(shape):
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 1, 64), (7, 1, 128), (8, 4, 256)], ids=str)
 def test_the_one_kernel(heads, window, monkeypatch):
-    monkeypatch.setattr(OP, "DIRECT_ROWS", 5)
-    monkeypatch.setattr(OP, "DIRECT_TOKENS", 1 << 30)
+    monkeypatch.setattr(DIRECT, "ROWS", 5)
+    monkeypatch.setattr(DIRECT, "TOKENS", 1 << 30)
     for capacity, dtype in ((100, "bfloat16"), (1152, "float16"), (3000, "bfloat16")):
         check(case(capacity, heads, dtype), window, 4e-3, "mosaic")
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gla.token import gla_token, unsupported
+from pallas_kernels.dispatch import Reason
+from pallas_kernels.gla.token import gla_token, plan
 from pallas_kernels.matmul.blocks import Columns
 from tests.helpers.warp_emulator import emulated
 
@@ -89,7 +90,7 @@ CASES = {  # rows, heads, kv heads, Dk, Dv, and what is special
 def test_the_kernel_s_code_on_numpy(name, divided, clamp_min, monkeypatch):
     from pallas_kernels.gla import step_kernel as gla_step_mosaic
 
-    monkeypatch.setattr(gla_step_mosaic, "division", lambda *_: divided)
+    monkeypatch.setattr(gla_step_mosaic, "divided", lambda *_: gla_step_mosaic.Plan(*divided))
     shape, special = CASES[name]
     with emulated(gla_step_mosaic):
         check(case(*shape, **special), clamp_min)
@@ -108,14 +109,16 @@ def test_the_step_s_code_on_numpy(divided):
     wide = [np.asarray(x, np.float64) for x in (q, k, v, g, state)]
     want = np.exp(wide[3])[..., None] * wide[4] + wide[1][..., None] * wide[2][:, :, None]
     with emulated(gla_step_mosaic):
-        o, new = gla_step_mosaic.gla_step(q, k, v, g.astype(jnp.float32), state, 0.1, divided)
+        plan = gla_step_mosaic.Plan(*divided)
+        o, new = gla_step_mosaic.gla_step(q, k, v, g.astype(jnp.float32), state, 0.1, plan)
     assert relative_rms(new, want) < 1e-6
     assert relative_rms(o, 0.1 * np.einsum("bhk,bhkv->bhv", wide[0], want)) < 3e-3
 
 
 def test_what_the_kernel_refuses_is_said():
     def reason(shape=(1, 2, 2, 64, 128), **special):
-        return unsupported(*case(*shape, **special))
+        found = plan(*case(*shape, **special))
+        return found.text if isinstance(found, Reason) else None
 
     assert reason() is None and reason((1, 2, 1, 256, 512)) is None
     assert "Dk = 32" in reason((1, 2, 2, 32, 128))
@@ -124,7 +127,7 @@ def test_what_the_kernel_refuses_is_said():
     assert "rank of 12" in reason(rank=12)
     streams, decay, norm, lengths, state = case(1, 2, 2, 64, 128)
     moved = [x._replace(start=x.start - 4) for x in streams]
-    assert "16 bytes" in unsupported(moved, decay, norm, lengths, state)
+    assert "16 bytes" in plan(moved, decay, norm, lengths, state).text
     options = {"eps": EPS, "normalizer": NORMALIZER, "clamp_min": None}
     with pytest.raises(NotImplementedError, match="float32"):
         gla_token(streams, decay, norm.astype(jnp.float32), lengths, state, **options)

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import QTensor, dequantize, quantize, rms_norm, swiglu
-from pallas_kernels.rows import op as rowwise
+from pallas_kernels.dispatch import Reason
+from pallas_kernels.rows import plan as planning
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 
 BOUND = {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-10}
@@ -219,7 +220,8 @@ def test_the_kernel_lowers_for_cuda(call):
 def test_every_way_to_run_the_gate_lowers(rows, width, plan):
     if tuple(int(part) for part in jax.__version__.split(".")[:3]) < (0, 11, 2):
         pytest.skip("Mosaic kernels need jax >= 0.11.2")
-    got = rowwise.plan(rowwise.Op("gate", width, "bf16", "s8"), rows)
+    got = planning.plan("gate", jax.ShapeDtypeStruct((rows, 2 * width), jnp.bfloat16), "int8")
+    got = got.plan if isinstance(got, Reason) else got
     assert (got.threads, got.split, got.ring) == plan
     x = jax.ShapeDtypeStruct((rows, 2 * width), jnp.bfloat16)
     f = jax.jit(lambda x: swiglu(x, quantize="int8", implementation="mosaic"))
@@ -228,8 +230,10 @@ def test_every_way_to_run_the_gate_lowers(rows, width, plan):
 
 
 def test_narrow_rows_are_left_to_xla():
-    assert rowwise.choose("rms_norm", None, None, 512) == "xla"
-    assert rowwise.choose("rms_norm", "mosaic", None, 512) == "mosaic"
+    narrow, wide = (jax.ShapeDtypeStruct((2, n), jnp.bfloat16) for n in (512, 1024))
+    found = planning.plan("copy", narrow, "int8")
+    assert "XLA is as fast" in found.text and found.plan.threads == 128
+    assert isinstance(planning.plan("copy", wide, "int8"), planning.Plan)
 
 
 def test_calls_without_a_kernel_say_why():

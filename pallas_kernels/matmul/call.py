@@ -1,0 +1,60 @@
+"""One call of a product as what chooses its kernel sees it: shapes and dtypes, no values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.device import H200
+from pallas_kernels.qtensor import QTensor
+
+Weight = jax.ShapeDtypeStruct | QTensor
+N_SM = H200.sms  # which the plans' tables were measured on
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """``x[M, K] w[N, K]^T`` and what is fused around it.  Of what is only added or multiplied, the
+    dtype; None where it is not there."""
+
+    m: int
+    x: jnp.dtype  # of a quantized x, its codes'
+    w: Weight
+    out: jnp.dtype
+    quantized_x: bool = False
+    bias: bool = False
+    norm: jnp.dtype | None = None
+    eps: float | None = None
+    residual: jnp.dtype | None = None
+    swiglu: bool = False
+    pending: jnp.dtype | None = None
+
+    @classmethod
+    def of(cls, x, w, out_dtype, *, bias=None, gamma=None, residual=None, pending=None, **fixed):
+        """Of arrays or of their shapes; x ``[..., K]``.  fixed: eps, swiglu."""
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
+        added = {"norm": gamma, "residual": residual, "pending": pending}
+        dtypes = {name: None if v is None else jnp.dtype(v.dtype) for name, v in added.items()}
+        call = math.prod(x.shape[:-1]), jnp.dtype(x.dtype), shapes, jnp.dtype(out_dtype)
+        return cls(*call, isinstance(x, QTensor), bias is not None, **dtypes, **fixed)
+
+    @property
+    def n(self) -> int:
+        return self.w.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.w.shape[1]
+
+    @property
+    def plain(self) -> bool:
+        """Is w in floats?"""
+        return not isinstance(self.w, QTensor)
+
+    @property
+    def alone(self) -> bool:
+        """Is nothing fused but what the kernels of many rows fuse, SwiGLU behind plain weights?"""
+        return self.norm is None and self.residual is None and (self.plain or not self.swiglu)
