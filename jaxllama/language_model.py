@@ -234,10 +234,10 @@ class LanguageModel:
             raise JaxLlamaError(f"chunk = {chunk}: must be at least 1")
         stops = _stops(stop)
         self._check(rows, max_new_tokens, stops)
-        kv_dtype, chunk = self._cache_options(kv_dtype, chunk)
         numbers = self._numbers(adapter, len(rows))
-        options = _Options(max_new_tokens, stops, kv_dtype, chunk, watched)
         per_row = _per_row(sampling, seed, len(rows))
+        kv_dtype, chunk = self._cache_options(kv_dtype, chunk)
+        options = _Options(max_new_tokens, stops, kv_dtype, chunk, watched)
         return self._batches(rows, per_row, numbers, options)
 
     def _cache_options(

@@ -305,7 +305,7 @@ def test_beside_a_quantized_base_it_is_the_dequantized_one_with_the_product_adde
 def test_a_batch_with_several_adapters_is_each_row_under_its_own(deterministic):
     """Ragged prompts in chunks, then the loop."""
     params = attach(ONE_LAYER, jax.device_put(seeded_params(ONE_LAYER)), two_adapters(ONE_LAYER))
-    lm = LanguageModel(ONE_LAYER, params, None, deterministic, ("one", "two"))
+    lm = LanguageModel(ONE_LAYER, params, None, deterministic, adapters=("one", "two"))
     prompts = [tokens_of("llama-gqa")[:n].tolist() for n in (13, 13, 13, 9)]
     names = ["two", None, "one", "two"]
     mixed = lm.generate(prompts, 8, adapter=names, chunk=7)
