@@ -19,7 +19,8 @@ def device_us(
     sets: operands, which the calls take in turn: more of them than pass the L2 keep it cold.
     only: part of the names of the kernels that count.
     """
-    f = f if hasattr(f, "lower") or isinstance(f, jax.stages.Compiled) else jax.jit(f)
+    if not isinstance(f, jax.stages.Wrapped | jax.stages.Compiled):
+        f = jax.jit(f)
     extension = profiler.mosaic_gpu_lib._mosaic_gpu_ext
     for args in sets:
         jax.block_until_ready(f(*args))
