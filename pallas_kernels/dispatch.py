@@ -121,36 +121,6 @@ def wants_kernel(implementation: Implementation | None, *operands: Any) -> bool:
     return implementation == "mosaic"
 
 
-def choose(
-    op: str,
-    implementation: Implementation | None,
-    reason: str | None,
-    *operands: Any,
-    has_xla: bool = True,
-) -> Implementation:
-    """Resolve ``implementation`` for ``op``; ``reason`` is what its ``unsupported()`` returned.
-    has_xla: whether there is a form to fall back on.
-
-    An explicit "mosaic" is honoured on any platform (lowering for cuda, the interpreter), so only
-    the op's own reason can refuse it.
-    """
-    if implementation not in ("xla", "mosaic", None):
-        raise ValueError(f"{op}: implementation {implementation!r} is not 'xla', 'mosaic' or None")
-    if implementation == "xla":
-        reason = "it was asked for"
-    elif has_xla and is_empty(*operands):
-        reason, implementation = "an operand of size 0", "xla"
-    elif implementation is None:
-        # The device comes first: where it has no kernels the op's own reason was not asked for.
-        reason = hopper_reason(*operands) or reason
-        implementation = "mosaic" if reason is None else "xla"
-    if (recorder := _recorder.get()) is not None:
-        recorder.choices.append(Choice(op, _described(operands), implementation, reason))
-    if implementation == "mosaic" and reason is not None:
-        raise NotImplementedError(f"{op}: no Mosaic kernel for this call: {reason}")
-    return implementation
-
-
 def choose_plan(
     op: str,
     implementation: Implementation | None,
@@ -176,11 +146,9 @@ def choose_plan(
         found = Reason(reason)
     else:
         found = find()
-    named, plan = implementation == "mosaic", None
-    if not isinstance(found, Reason):
-        plan, reason = found, None
-    else:
-        plan, reason = found.plan if named else None, found.text
+    named = implementation == "mosaic"
+    reason = found.text if isinstance(found, Reason) else None
+    plan = named_plan(found) if named or reason is None else None
     if (recorder := _recorder.get()) is not None:
         choice = Choice(op, _described(operands), "mosaic" if named or plan else "xla", reason)
         if plan is not None:
@@ -200,13 +168,18 @@ def has_plan(find: Callable[[], Plan | Reason], *operands: Any) -> bool:
     return not isinstance(find(), Reason)
 
 
+def named_plan(found: Plan | Reason) -> Plan | None:
+    """What a caller who names "mosaic" gets."""
+    return found.plan if isinstance(found, Reason) else found
+
+
 def first_plan(call: Any, *planners: Callable[[Any], Plan | Reason]) -> Plan | Reason:
     """What the first planner that has a plan says of the call, be it that another way is faster;
     where none has one, why."""
     reasons = []
     for planner in planners:
         found = planner(call)
-        if not isinstance(found, Reason) or found.plan is not None:
+        if named_plan(found) is not None:
             return found
         reasons.append(found.text)
     return Reason("; ".join(filter(None, reasons)))
@@ -247,16 +220,6 @@ class _Recorder(NamedTuple):
 
 
 _recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar("_", default=None)
-
-
-def launching(kernel: str, plan: Callable[[], Any] = lambda: None) -> None:
-    """Said by an op on the way to its kernel.  Raises NotImplementedError where this jax is older
-    than the first that has what kernels are made of."""
-    if (recorder := _recorder.get()) is not None and recorder.choices:
-        choice = recorder.choices[-1]
-        choice.kernel, choice.plan = kernel, str(plan() or "")
-    if jax.__version_info__ < TESTED_JAX[0]:
-        raise NotImplementedError(f"{kernel}: {untested_jax()}")
 
 
 def explain(op: str | Callable[..., Any], *operands: Any, **options: Any) -> str:

@@ -516,11 +516,3 @@ def send_peer(to: Value, values: Sequence[Value], barrier: Value, at: int = 0) -
     kind, names = _vector("f32", len(values), 2)
     code = f"st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind} [$0+{at}], {names}, [$1];"
     ptx(code, to, barrier, *values)
-
-
-def load_words(base: Value, n: int, at: int = 0, kind: str = "b32", cache: str = ""):
-    """``load_global`` in matmul's words."""
-    return load_global(base, n, at, kind, cache)
-
-
-store_words = store_global

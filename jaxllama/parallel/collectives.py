@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import wants_kernel
-from pallas_kernels.matmul.op import fusible, quantized_matmul, unsupported
+from pallas_kernels.dispatch import named_plan, wants_kernel
+from pallas_kernels.matmul.op import fusible, product_plan, quantized_matmul
 from pallas_kernels.qtensor import QTensor, dequantize, quantize, take_columns
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 
@@ -76,9 +76,8 @@ def _quantized_sum(x: jax.Array | QTensor, weight: QTensor, dtype: jnp.dtype) ->
         return sums * (x.scale * weight.scale.astype(jnp.float32)[:, 0])
     out = jnp.dtype(jnp.float32)
     if wants_kernel(None, x, weight):
-        rows = x.reshape(-1, x.shape[-1])
-        has_kernel = [unsupported(rows, weight, out_dtype=d) is None for d in (out, dtype)]
-        out = dtype if has_kernel == [False, True] else out
+        whole, rounded = (named_plan(product_plan(x, weight, out_dtype=d)) for d in (out, dtype))
+        out = dtype if whole is None and rounded is not None else out
     partial = quantized_matmul(x, weight, out_dtype=out)
     return lax.psum(partial.astype(jnp.float32), MODEL_AXIS)
 

@@ -2,7 +2,7 @@
 
 Every row is the sum of the device time of all kernels of one jitted call, over distinct weights,
 so that what XLA adds around a kernel is counted.  ``--tiles`` prints the sweep that the table in
-``matmul.many_rows.kernel`` came from.  ``--shares`` prints what share of its floor every
+``matmul.many_rows.plan`` came from.  ``--shares`` prints what share of its floor every
 Llama-3.1-8B shape reaches, beside the share of 14336 x 4096 in the same row; ``--few`` the products
 of 64 rows beside XLA's.
 """
@@ -20,7 +20,10 @@ from jax import lax
 
 from pallas_kernels.bench.timing import device_us
 from pallas_kernels.device import gpu
+from pallas_kernels.dispatch import named_plan
+from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.many_rows import kernel as prefill
+from pallas_kernels.matmul.many_rows import plan as plans
 from pallas_kernels.qtensor import QTensor
 
 MAIN = (14336, 4096)
@@ -61,9 +64,14 @@ def operands(scheme: str, m: int, n: int, k: int, seed: int = 0):
 
 
 def kernel(x, w, bias, tile=None):
-    op = prefill.matmul_w8a8 if isinstance(x, QTensor) else prefill.matmul_weight_only
-    op = op if isinstance(w, QTensor) else prefill.matmul_plain
-    return op(x, w, bias, jnp.bfloat16, tile)
+    """With the kernel's own tile, or another."""
+    call = Call.of(x, w, jnp.bfloat16, bias=bias)
+    if isinstance(tile, plans.WeightTile):
+        tile = plans.weight_plan(call, tile)
+    elif tile is None:
+        by_form = plans.weight_plan if isinstance(w, QTensor) else plans.plain_plan
+        tile = named_plan((plans.quantized_plan if isinstance(x, QTensor) else by_form)(call))
+    return prefill.matmul(x, w, bias, jnp.bfloat16, tile)
 
 
 def xla(x, w, bias):
@@ -105,7 +113,7 @@ def table(shapes, rows, schemes, with_xla: bool) -> None:
 def tiles(rows=(64, 128, 256, 1024, 8192)) -> None:
     n, k = MAIN
     for m in rows:
-        for scheme, options in (("w8a8", prefill._PAIR), ("w4a16-sym", prefill._WEIGHT)):
+        for scheme, options in (("w8a8", plans.PAIR), ("w4a16-sym", plans.WEIGHT)):
             sets = [operands(scheme, m, n, k, seed) for seed in range(copies(m))]
             for tile, _ in options:
                 label = f"{scheme} {'/'.join(str(v) for v in dataclasses.astuple(tile))}"

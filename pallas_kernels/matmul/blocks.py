@@ -9,7 +9,7 @@ another form, such as a low-rank projection that stays in floats beside quantize
 blocks of their own, if they are small.
 
 Leaves out: bias, residual and SwiGLU; more than 16 rows; several large weights of different forms.
-There is no XLA form: where ``unsupported`` objects, callers take one product after the other.
+There is no XLA form: where ``find_plan`` has none, callers take one product after the other.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import choose, is_empty, launching, wants_kernel
-from pallas_kernels.matmul.choice import Call, slower_fused, unfusible
+from pallas_kernels.dispatch import Reason, choose_plan, has_plan, is_empty
+from pallas_kernels.matmul import choice
+from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.few_rows.plan import BlocksPlan, divide_blocks
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks, stacked
 from pallas_kernels.rows.rms_norm import rms_norm
@@ -56,15 +58,13 @@ def blocks_matmul(
     """``x[..., K]`` and ``w_i[N_i, K]`` -> each ``[..., N_i]``, in x's dtype by default.
 
     norm: (weight ``[K]``, eps) of the RMSNorm of x that comes first.
-    Raises NotImplementedError, naming the fact, for what ``unsupported`` does not let pass.
+    Raises NotImplementedError, naming the fact, for what ``find_plan`` has no plan for.
     """
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    reason = unsupported(x, weights, norm=norm, out_dtype=out_dtype)
-    choose("blocks_matmul", "mosaic", reason, x, list(weights), has_xla=False)
-    gamma, eps = norm
-    rows, groups = x.reshape(-1, x.shape[-1]), alike(weights)
-    launching("quantized_matmul_blocks_mosaic", lambda: _plans(rows, groups))
-    outs = _blocks(Choice("mosaic"), (float(eps), out_dtype), rows, groups, gamma)
+    find = functools.partial(find_plan, x, weights, norm=norm, out_dtype=out_dtype)
+    plan = choose_plan("blocks_matmul", "mosaic", find, x, list(weights), has_xla=False)
+    (gamma, eps), rows, groups = norm, x.reshape(-1, x.shape[-1]), alike(weights)
+    outs = _blocks(Choice("mosaic"), (float(eps), out_dtype, plan), rows, groups, gamma)
     columns = []
     for group, out in zip(groups, outs, strict=True):
         out, start = out.reshape(*x.shape[:-1], out.shape[-1]), 0
@@ -74,15 +74,15 @@ def blocks_matmul(
     return columns
 
 
-def _kernel(call, rows, groups, gamma):
+def _kernel(static, rows, groups, gamma):
     from pallas_kernels.matmul.few_rows import blocks as kernel
 
-    eps, out_dtype = call
-    return kernel.matmul(rows, groups, gamma, eps=eps, out_dtype=out_dtype)
+    eps, out_dtype, plan = static
+    return kernel.matmul(rows, groups, gamma, eps=eps, out_dtype=out_dtype, plan=plan)
 
 
-def _one_by_one(call, rows, groups, gamma):
-    eps, out_dtype = call
+def _one_by_one(static, rows, groups, gamma):
+    eps, out_dtype, _ = static
     y = rms_norm(rows, gamma, eps, implementation="xla")
     one = functools.partial(quantized_matmul, y, out_dtype=out_dtype, implementation="xla")
     return [jnp.concatenate([one(w) for w in group], axis=-1) for group in groups]
@@ -95,44 +95,33 @@ def fusible(
     x: jax.Array, weights: Sequence[Weight | RowBlocks], *, norm: tuple[jax.Array, float]
 ) -> bool:
     """Is ``blocks_matmul`` of these to be called here?"""
-    if not wants_kernel(None, x, list(weights)) or any(isinstance(w, RowBlocks) for w in weights):
+    if any(isinstance(w, RowBlocks) for w in weights):
         return False
-    return unsupported(x, weights, norm=norm) is None
+    return has_plan(lambda: find_plan(x, weights, norm=norm), x, list(weights))
 
 
-def unsupported(
+def find_plan(
     x: jax.Array,
     weights: Sequence[Weight],
     *,
     norm: tuple[jax.Array, float],
     out_dtype: DTypeLike | None = None,
-) -> str | None:
-    """Why no one kernel computes them, or why that is the slower way; None where it is the way."""
+) -> BlocksPlan | Reason:
+    """How one kernel divides them, or why there is none or it is not the faster way."""
     if is_empty(x, list(weights)):
-        return "an operand of size 0"
+        return Reason("an operand of size 0")
     if any(w.shape[0] % 16 for w in weights):
-        return f"rows {', '.join(str(w.shape[0]) for w in weights)}, not all multiples of 16"
-    gamma, eps = norm
-    call = Call(float(eps), False, jnp.dtype(x.dtype if out_dtype is None else out_dtype))
-    stacks = [stacked(group) for group in alike(weights)]
-    for w in stacks:
-        given = x, w, call, gamma, None
-        if reason := unfusible(*given) or slower_fused(*given):
-            return reason
-    if sum(w.shape[0] > SMALL for w in stacks) > 1:
-        return "several large weights that are stored differently"
-    if len(stacks) > 1:
-        from pallas_kernels.matmul.few_rows.plan import make_plan
-
-        if any(make_plan(x.size // x.shape[-1], w).split > 1 for w in stacks):
-            return "weights that are stored differently, and K divided among blocks"
-    return None
-
-
-def _plans(rows: jax.Array, groups) -> list:
-    from pallas_kernels.matmul.few_rows.plan import make_plan
-
-    return [make_plan(rows.shape[0], stacked(group)) for group in groups]
+        rows = ", ".join(str(w.shape[0]) for w in weights)
+        return Reason(f"rows {rows}, not all multiples of 16")
+    (gamma, eps), groups = norm, alike(weights)
+    out = x.dtype if out_dtype is None else out_dtype
+    calls = [Call.of(x, stacked(group), out, gamma=gamma, eps=float(eps)) for group in groups]
+    for call in calls:
+        if isinstance(found := choice.plan(call), Reason):
+            return Reason(found.text)
+    if sum(call.n > SMALL for call in calls) > 1:
+        return Reason("several large weights that are stored differently")
+    return divide_blocks(calls, [tuple(w.shape[0] for w in group) for group in groups])
 
 
 def alike(weights: Sequence[Weight]) -> tuple[tuple[Weight, ...], ...]:

@@ -33,6 +33,7 @@ Sources: LLM.int8 (arXiv 2208.07339), AWQ (2306.00978), GPTQ (2210.17323), Smoot
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -40,16 +41,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Implementation, choose, is_empty, wants_kernel
-from pallas_kernels.matmul.choice import (
-    Call,
-    run_fused,
-    run_kernel,
-    slower,
-    slower_fused,
-    unfusible,
-    unsupported,
+from pallas_kernels.dispatch import (
+    Implementation,
+    Plan,
+    Reason,
+    choose_plan,
+    has_plan,
+    is_empty,
 )
+from pallas_kernels.matmul import choice
+from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.xla import (
     contract_rows,
     outer_sums,
@@ -104,19 +105,17 @@ def quantized_matmul(
     if norm is None and residual is None and not swiglu and isinstance(w, QTensor):
         return _product(x, w, bias, out_dtype, implementation)
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
-    call = Call(eps, swiglu, out_dtype)
-    asked, reason = wants_kernel(implementation, x, w) and not is_empty(x, w), None
-    if asked:
-        reason = unfusible(x, w, call, gamma, residual, pending)
-    if asked and implementation is None and reason is None:
-        reason = slower_fused(x, w, call, gamma, residual, pending)
+    fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
+    call = Call.of(x, w, out_dtype, bias=bias, pending=pending, **fused)
+    find = functools.partial(choice.plan, call)
     given = x, w, gamma, residual, pending
-    if choose("quantized_matmul", implementation, reason, *given) == "xla":
+    plan = choose_plan("quantized_matmul", implementation, find, *given)
+    if plan is None:
         parts = "xla" if is_empty(x, w) else implementation
         return _composed(call, parts, x, w, bias, gamma, residual, pending)
     residual, pending = _flatten(residual), _flatten(pending)
-    choice = Choice("mosaic", implementation is not None)
-    out = _fused(choice, call, _flatten(x), w, bias, gamma, residual, pending)
+    chosen = Choice("mosaic", implementation is not None)
+    out = _fused(chosen, (call, plan), _flatten(x), w, bias, gamma, residual, pending)
     return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out)
 
 
@@ -132,36 +131,37 @@ def fusible(
 ) -> bool:
     """Is ``quantized_matmul`` of these one kernel here, and the faster way?  Only shapes and dtypes
     are looked at."""
-    if isinstance(x, QTensor) or isinstance(w, RowBlocks) or not wants_kernel(None, x, w):
+    if isinstance(x, QTensor) or isinstance(w, RowBlocks):
         return False
-    if is_empty(x, w):
-        return False
-    eps = None if norm is None else float(norm[1])
-    call = Call(eps, swiglu, jnp.dtype(x.dtype if out_dtype is None else out_dtype))
-    given = x, w, call, None if norm is None else norm[0], residual, pending
-    return unfusible(*given) is None and slower_fused(*given) is None
+    gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
+    fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
+    call = Call.of(x, w, x.dtype if out_dtype is None else out_dtype, pending=pending, **fused)
+    return has_plan(lambda: choice.plan(call), x, w)
+
+
+def product_plan(
+    x: jax.Array | QTensor, w: QTensor, *, out_dtype: DTypeLike, bias: jax.Array | None = None
+) -> Plan | Reason:
+    """The kernel of ``quantized_matmul`` of these with nothing else, on a GPU that has it."""
+    return choice.plan(Call.of(x, QTensor(w.q, w.scale, w.zero), out_dtype, bias=bias))
 
 
 def _product(x, w, bias, out_dtype, implementation) -> jax.Array:
     """The product of a QTensor alone."""
-    if is_empty(x, w):
-        choose("quantized_matmul", implementation, None, x, w)
-        return _finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), bias, out_dtype)
-    if w.columns is not None:
+    if w.columns is not None and not is_empty(x, w):
         x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
-    lead = x.shape[:-1]
-    rows = _flatten(x)
-    asked = wants_kernel(implementation, x, w)
-    reason = unsupported(rows, w, out_dtype=out_dtype) if asked else None
-    if asked and implementation is None and reason is None:
-        reason = slower(rows, w)
-    chosen = choose("quantized_matmul", implementation, reason, rows, w)
-    choice = Choice(chosen, implementation is not None)
+    rows, w = _flatten(x), QTensor(w.q, w.scale, w.zero)
+    call = Call.of(rows, w, out_dtype, bias=bias)
+    find = functools.partial(choice.plan, call)
+    plan = choose_plan("quantized_matmul", implementation, find, rows, w)
+    if is_empty(x, w):
+        return _finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), bias, out_dtype)
+    chosen = Choice("xla" if plan is None else "mosaic", implementation is not None)
     if isinstance(x, QTensor):
-        out = _quantized_pair(choice, out_dtype, rows.scale, w.scale, bias, rows.q, w.q)
+        out = _quantized_pair(chosen, (call, plan), rows.scale, w.scale, bias, rows.q, w.q)
     else:
-        out = _weight_only(choice, out_dtype, rows, w.scale, w.zero, bias, w.q)
-    return out.reshape(*lead, w.shape[0])
+        out = _weight_only(chosen, (call, plan), rows, w.scale, w.zero, bias, w.q)
+    return out.reshape(*x.shape[:-1], w.shape[0])
 
 
 def _composed(call: Call, implementation, x, w, bias, gamma, residual, pending=None):
@@ -172,9 +172,9 @@ def _composed(call: Call, implementation, x, w, bias, gamma, residual, pending=N
     if gamma is not None:
         x = rms_norm(x, gamma, call.eps, implementation=implementation)
     if isinstance(w, QTensor):
-        y = _product(x, w, bias, call.out_dtype, implementation)
+        y = _product(x, w, bias, call.out, implementation)
     else:
-        y = _dense(x, w, bias, call.out_dtype)
+        y = _dense(x, w, bias, call.out)
     if call.swiglu:
         y = gate(y, implementation=implementation)
     return y if residual is None else residual + y
@@ -272,15 +272,15 @@ def _finish(acc: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> jax
 # --- weight-only ---------------------------------------------------------------------------------
 
 
-def _weight_only_kernel(out_dtype, x, scale, zero, bias, q):
-    return run_kernel(x, QTensor(q, scale, zero), bias, out_dtype)
+def _weight_only_kernel(static, x, scale, zero, bias, q):
+    return choice.run(static, x, QTensor(q, scale, zero), bias)
 
 
-def _weight_only_xla(out_dtype, x, scale, zero, bias, q):
-    return _finish(weight_only_sums(x, scale, zero, q), bias, out_dtype)
+def _weight_only_xla(static, x, scale, zero, bias, q):
+    return _finish(weight_only_sums(x, scale, zero, q), bias, static[0].out)
 
 
-def _weight_only_backward(choice, out_dtype, operands, saved, dy):
+def _weight_only_backward(chosen, static, operands, saved, dy):
     x, scale, zero, bias, q = operands
     dy = dy.astype(jnp.float32)
     dx = contract_rows(dy, QTensor(q, scale, zero), x.dtype).astype(x.dtype)
@@ -305,13 +305,13 @@ _weight_only = Op(
 # --- quantized x quantized -----------------------------------------------------------------------
 
 
-def _pair_kernel(out_dtype, x_scale, w_scale, bias, xq, wq):
-    return run_kernel(QTensor(xq, x_scale), QTensor(wq, w_scale), bias, out_dtype)
+def _pair_kernel(static, x_scale, w_scale, bias, xq, wq):
+    return choice.run(static, QTensor(xq, x_scale), QTensor(wq, w_scale), bias)
 
 
-def _pair_xla(out_dtype, x_scale, w_scale, bias, xq, wq):
+def _pair_xla(static, x_scale, w_scale, bias, xq, wq):
     scales = x_scale.astype(jnp.float32) * w_scale.astype(jnp.float32)[:, 0]
-    return _finish(pair_sums(xq, wq) * scales, bias, out_dtype)
+    return _finish(pair_sums(xq, wq) * scales, bias, static[0].out)
 
 
 _quantized_pair = Op("quantized_matmul", _pair_xla, _pair_kernel)
@@ -320,12 +320,12 @@ _quantized_pair = Op("quantized_matmul", _pair_xla, _pair_kernel)
 # --- fused products ------------------------------------------------------------------------------
 
 
-def _fused_xla(call: Call, *operands):
-    return _composed(call, "xla", *operands)
+def _fused_xla(static, *operands):
+    return _composed(static[0], "xla", *operands)
 
 
-def _fused_parts(call: Call, *operands):
-    return _composed(call, None, *operands)
+def _fused_parts(static, *operands):
+    return _composed(static[0], None, *operands)
 
 
-_fused = Op("quantized_matmul", _fused_xla, run_fused, derivative=_fused_parts)
+_fused = Op("quantized_matmul", _fused_xla, choice.run, derivative=_fused_parts)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels import fused_parts, launch, mosaic, transform
+from pallas_kernels import fused_parts, launch, transform
 
 _HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 U32 = np.uint32
@@ -61,6 +61,18 @@ class Block:
         raw = raw.reshape(self.n, -1)
         keep = self.masks[-1]
         self.memory[self.at(np.asarray(address, np.int64) + offset, raw.shape[1])[keep]] = raw[keep]
+
+    def copy_async(self, to, source, at, from_at=0, size=None):
+        whole = 16 if size is None else size[:, None]
+        raw = np.where(np.arange(16) < whole, self.memory[self.at(source + from_at, 16)], 0)
+        keep = self.masks[-1]
+        assert not ((source + from_at) % 16)[keep].any() and not ((to + at) % 16)[keep].any()
+        self.memory[self.at(to + at, 16)[keep]] = raw[keep]
+
+    def narrow(self, address, kind, offset=0):
+        dtype = {"u8": np.uint8, "s8": np.int8, "u16": np.uint16}[kind]
+        raw = self.memory[self.at(np.asarray(address, np.int64) + offset, np.dtype(dtype).itemsize)]
+        return raw.view(dtype)[:, 0].astype(np.int32).view(U32)
 
     def copy(self, to, source, size):
         for i in np.flatnonzero(self.masks[-1]):
@@ -130,13 +142,22 @@ class Block:
         return x[np.arange(self.n) ^ lanes]
 
 
+def _halves(word, kind):
+    return np.ascontiguousarray(word).view(np.uint16).view(_HALF[kind])
+
+
 def _pairs(op):
     def run(a, b, kind="bf16"):
-        x, y = (np.ascontiguousarray(v).view(np.uint16).view(_HALF[kind]) for v in (a, b))
+        x, y = (_halves(v, kind) for v in (a, b))
         wide = op(x.astype(np.float32), y.astype(np.float32))
         return wide.astype(_HALF[kind]).view(U32)
 
     return run
+
+
+def _fma_pairs(a, b, c, kind="bf16"):
+    x, y, z = (_halves(v, kind).astype(np.float32) for v in (a, b, c))
+    return (x * y + z).astype(_HALF[kind]).view(U32)
 
 
 def _pack(low, high, kind="bf16"):
@@ -245,6 +266,9 @@ def _modules(block: Block):
         load_half=lambda base, at=0: block.load(base, 1, at, U32)[0] & U32(0xFFFF),
         load_shared=lambda base, n, at=0, kind="b32": block.load(base, n, at, kind_of(kind)),
         load_float=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
+        load_peer=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
+        load_shared_narrow=block.narrow, copy_async=block.copy_async,
+        fma_pairs=_fma_pairs, cluster_barrier=lambda: None,
         store_shared=lambda base, values, at=0: block.store(base, values, at),
         when=block.when, choose=choose,
         loop=lambda start, stop, step, *rest: block.loop(
@@ -256,20 +280,19 @@ def _modules(block: Block):
         peer_address=lambda x, rank: x + (rank - block.rank) * U32(block.apart),
         send_peer=send_peer,
     )  # fmt: skip
-    older = SimpleNamespace(**vars(p) | {
-        "load_shared": p.load_float, "load_shared_words": p.load_shared,
-        "store_shared": lambda base, v, at=0: block.store(base, [v], at),
-        "loop": lambda count, *rest: p.loop(0, count, 1, *rest),
-    })  # fmt: skip
-    a = SimpleNamespace(**vars(p), load_words=p.load_global, store_words=p.store_global)
     arith = SimpleNamespace(
         andi=np.bitwise_and, ori=np.bitwise_or, xori=np.bitwise_xor,
         shli=lambda x, k: x << k, divui=lambda x, k: x // k, remui=lambda x, k: x % k,
-        subi=lambda x, y: x - y, muli=lambda x, y: x * y, select=np.where,
+        addi=lambda x, y: x + y, subi=lambda x, y: x - y, muli=lambda x, y: x * y, select=np.where,
         addf=np.add, subf=np.subtract, mulf=np.multiply, negf=np.negative,
         cmpi=lambda predicate, x, y: x == y, CmpIPredicate=SimpleNamespace(eq=None),
     )  # fmt: skip
-    return {"p": p, "a": a, "older": older, "arith": arith}
+    return {"p": p, "arith": arith}
+
+
+def registers(threads: int) -> SimpleNamespace:
+    """``ptx`` for code that touches no memory."""
+    return _modules(Block(threads, 0))["p"]
 
 
 def _directly(op, choice, static, *operands):
@@ -302,8 +325,6 @@ def emulated(*modules):
                 names = _modules(block)
                 for module in modules:
                     mine = {name: x for name, x in names.items() if hasattr(module, name)}
-                    if getattr(module, "p", None) is mosaic:
-                        mine["p"] = names["older"]
                     if mine:
                         patches.enter_context(mock.patch.multiple(module, **mine))
                 for i in range(grid[0]):

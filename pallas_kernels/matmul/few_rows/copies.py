@@ -1,75 +1,116 @@
-"""The decode matmul's copies from device memory: words into the ring, a tile's parameters."""
+"""The tile kernel's copies from device memory: codes into the ring, a tile's parameters."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
+
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
+from pallas_kernels import ptx as p
+from pallas_kernels.matmul.few_rows.block import Block, Params
+from pallas_kernels.matmul.few_rows.operands import Operands
 from pallas_kernels.matmul.few_rows.plan import SLOT
+from pallas_kernels.ptx import Value
 
 
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the 16 rows of a tile's codes (the lane's of them), scales or zeros begin.
+
+    stride: bytes of a tile.  firsts, moves: of other weights behind the first, the first tile, and
+    bytes from where it would lie behind the first to where it does.
+    """
+
+    base: Value | None
+    stride: int
+    firsts: Sequence[int] = ()
+    moves: Sequence[Value] | None = None
+
+    def and_others(self, start: Value, firsts: Sequence[int], refs: Sequence[Value]) -> Places:
+        near = [p.offset(start, p.ci(first), self.stride) for first in firsts]
+        moves = [arith.subi(p.address(ref), at) for ref, at in zip(refs, near, strict=True)]
+        return dataclasses.replace(self, firsts=firsts, moves=moves)
+
+    def of(self, tile: Value) -> Value:
+        at = p.offset(self.base, tile, self.stride)
+        if self.moves is None:
+            return at
+        shift = arith.subi(at, at)
+        for first, other in zip(self.firsts, self.moves, strict=True):
+            shift = arith.select(p.less(tile, first), shift, other)
+        return arith.addi(at, shift)
+
+
+@dataclasses.dataclass(frozen=True)
 class Copies:
-    """The part of a block's program that copies; see ``matmul.few_rows.kernel``."""
+    """ring: the lane's place in its first slot.  places: of "w", "scale" and "zero"."""
 
-    def copy_pieces(self, batch, buffer, count: int, pieces: int, start: int, source) -> None:
+    block: Block
+    given: Operands
+    params: Params
+    ring: Value
+    places: Mapping[str, Places]
+
+    def pieces(self, batch, buffer, count: int, pieces: int, start: int, source) -> None:
         """For each tile of the batch, ``pieces`` times 16 bytes from source(tile, piece) to byte
         ``start`` of its parameters."""
+        plan, params = self.block.plan, self.params
 
         def copy(index):
             t, piece = arith.divui(index, p.ci(pieces)), arith.remui(index, p.ci(pieces))
-            tile = self.tile_of(p.add(p.mul(batch, self.plan.batch), t))
-            slot = p.add(p.mul(buffer, self.plan.batch), t)
-            to = p.add(self.params, p.mul(slot, self.plan.param_bytes), p.mul(piece, 16))
+            tile = self.block.tile_of(p.add(p.mul(batch, plan.batch), t))
+            slot = p.add(p.mul(buffer, plan.batch), t)
+            to = p.add(params.base, p.mul(slot, params.tile_bytes), p.mul(piece, 16))
             p.copy_async(to, source(tile, piece), start)
 
-        self.threads(count * pieces, copy)
+        self.block.threads(count * pieces, copy)
 
-    def copy_scales(self, batch, buffer) -> None:
+    def scales(self, batch, buffer) -> None:
         """Scales and zeros of the batch's tiles: the tile's 16 rows are one run of bytes."""
+        params = self.params
         for name, row, start in (
-            ("scale", self.scale_row, 0),
-            ("zero", self.zero_row, 16 * self.scale_row),
+            ("scale", params.scale_row, 0),
+            ("zero", params.zero_row, 16 * params.scale_row),
         ):
-            if getattr(self, name) is not None:
+            if self.places[name].base is not None:
 
-                def source(tile, piece, name=name, row=row):
-                    return p.offset(self.rows_of(name, tile, row), piece, 16)
+                def source(tile, piece, name=name):
+                    return p.offset(self.places[name].of(tile), piece, 16)
 
-                self.copy_pieces(batch, buffer, self.plan.batch, row, start, source)
+                self.pieces(batch, buffer, self.block.plan.batch, row, start, source)
 
-    def rows_of(self, name: str, tile, row: int):
-        """Address of a tile's 16 rows of ``row`` bytes in ``name``; of the words, the lane's."""
-        return p.offset(self.w_mine if name == "w" else getattr(self, name), tile, 16 * row)
-
-    def copy_addends(self, batch, buffer, count: int) -> None:
+    def addends(self, batch, buffer, count: int) -> None:
         """Bias and residual of the batch's tiles, which are read when it ends: they replace those
         of the batch before the last, whose readers are known to be through only now."""
-        if self.bias is not None:
+        given, params = self.given, self.params
+        if given.bias is not None:
 
             def biases(tile, piece):
-                return p.offset(p.offset(self.bias, tile, 64), piece, 16)
+                return p.offset(p.offset(given.bias, tile, 64), piece, 16)
 
-            self.copy_pieces(batch, buffer, count, 4, self.bias_at, biases)
-        if self.residual is not None:
+            self.pieces(batch, buffer, count, 4, params.bias_at, biases)
+        if given.residual is not None:
 
             def residuals(tile, piece):
                 token, half = p.shift_right(piece, 1), arith.andi(piece, p.ci(1))
-                at = p.add(p.mul(token, self.n), p.mul(tile, 16), p.mul(half, 8))
-                return p.offset(self.residual, at, 2)
+                at = p.add(p.mul(token, self.block.n), p.mul(tile, 16), p.mul(half, 8))
+                return p.offset(given.residual, at, 2)
 
-            pieces = 2 * self.plan.m
-            self.copy_pieces(batch, buffer, count, pieces, self.residual_at, residuals)
+            pieces = 2 * self.block.plan.m
+            self.pieces(batch, buffer, count, pieces, params.residual_at, residuals)
 
-    def copy_words(self, step, block: int, slot) -> None:
-        """The lane's words of one block of columns, rows r and r + 8."""
-        at = self.rows_of("w", self.tile_of(step), self.row_bytes)
+    def codes(self, step, piece: int, slot) -> None:
+        """The lane's codes of one block of columns, rows r and r + 8."""
+        at = self.places["w"].of(self.block.tile_of(step))
         for half in range(2):
-            source = block * 64 + half * 8 * self.row_bytes
+            source = piece * 64 + half * self.places["w"].stride // 2
             p.copy_async(slot, at, 512 * half, source)
 
     def fill(self) -> None:
-        for u in range(self.plan.depth):
-            if u < self.plan.per * self.n_blocks:
+        plan, n_blocks = self.block.plan, self.block.n_blocks
+        for u in range(plan.depth):
+            if u < plan.per * n_blocks:
                 slot = p.add(self.ring, u * SLOT)
-                self.copy_words(p.ci(u // self.n_blocks), u % self.n_blocks, slot)
+                self.codes(p.ci(u // n_blocks), u % n_blocks, slot)
             p.copies_commit()

@@ -1,26 +1,132 @@
-"""What the decode matmul takes, and how it divides ``x[M, K] w[N, K]^T`` among blocks and warps of
-an H200.
+"""Which kernel of few rows takes a product, and how it divides ``x[M, K] w[N, K]^T`` among the
+blocks and warps of an H200: arithmetic only.
 
-Arithmetic only; ``matmul.few_rows.kernel`` tells what the parts do.
+``row`` is the kernel of one row, ``tile`` that of up to 16; their docstrings tell what the parts
+do.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import Reason, named_plan
+from pallas_kernels.matmul.call import N_SM, Call
 from pallas_kernels.matmul.few_rows.scheme import KIND, Scheme
 from pallas_kernels.qtensor import QTensor
 
 WARPS = 16
 THREADS = 32 * WARPS
 TOKENS = 16  # at most
+
+
+def plan(call: Call) -> RowPlan | TilePlan | Reason:
+    if call.quantized_x or (call.alone and call.m > TOKENS):
+        return Reason("")
+    one = row_plan(call)
+    return tile_plan(call) if isinstance(one, Reason) else one
+
+
+# --- one row -------------------------------------------------------------------------------------
+
+MAX_K = 48 * 1024  # x is in shared memory as floats
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlan:
+    """The division of one row's product among warps."""
+
+    kernel: ClassVar[str] = "quantized_matmul_row_mosaic"
+    k: int
+    rows: int  # of w that a warp has at a time
+    units: int  # of so many rows
+    bits: int  # of a value of w
+    loads: int = 4  # of 16 bytes that a lane multiplies while as many more are under way
+    sms: int = N_SM
+
+    @property
+    def per_load(self) -> int:
+        """Values of w in 16 bytes."""
+        return 128 // self.bits
+
+    @property
+    def chunks(self) -> int:
+        """Instructions that read one row."""
+        return self.k // (32 * self.per_load)
+
+    @property
+    def blocks(self) -> int:
+        return min(self.sms, -(-self.units // WARPS))
+
+    @property
+    def rounds(self) -> int:
+        return -(-self.units // (self.blocks * WARPS))
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The chunks of a row by the groups in which they are loaded."""
+        each = max(1, self.loads // self.rows)
+        return [list(range(c, min(c + each, self.chunks))) for c in range(0, self.chunks, each)]
+
+    def scratch_sizes(self, normed: bool) -> list[int]:
+        """Bytes of x, as floats or as pairs beside int4, and of the warps' sums of its squares."""
+        del normed
+        return [self.k * (4 if self.bits > 4 else 2), 4 * WARPS]
+
+
+def divide_row(w: jax.Array | QTensor, swiglu: bool = False) -> RowPlan:
+    n, k = w.shape
+    bits = 8 * w.dtype.itemsize if w.dtype != jnp.int4 else 4
+    # Two rows share what is read of x; one round of short rows is better than two.
+    one_round = bits == 8 and n % 2 == 0 and n <= 2 * N_SM * WARPS and k <= 4096
+    rows = 2 if swiglu or bits == 4 or one_round else 1
+    return RowPlan(k, rows, n // rows, bits)
+
+
+def row_plan(call: Call) -> RowPlan | Reason:
+    w, n, k = call.w, call.n, call.k
+    if call.m != 1 or call.x != jnp.bfloat16:
+        return Reason(f"{call.m} rows of {call.x.name}; the kernel takes one of bfloat16")
+    if call.plain:
+        if w.dtype != jnp.bfloat16:
+            return Reason(f"plain weights {w.dtype.name}")
+    elif w.zero is not None or (w.dtype, w.group_size) not in ((jnp.int8, k), (jnp.int4, 128)):
+        return Reason(
+            "codes other than int8 with one scale a row and int4 in groups of 128, without zeros"
+        )
+    divided = divide_row(w, call.swiglu)
+    wanted = 32 * divided.per_load
+    if k % wanted or k > MAX_K:
+        return Reason(f"K = {k} is not a multiple of {wanted} up to {MAX_K}")
+    if call.norm is not None and KIND.get(call.norm.name) not in ("bf16", "f32"):
+        return Reason(f"a norm with weights {call.norm.name}")
+    if call.residual is not None and (call.swiglu or call.residual != jnp.bfloat16):
+        return Reason(f"a residual {call.residual.name}, or one behind SwiGLU")
+    if n % 2 and (call.swiglu or w.dtype == jnp.int4):
+        return Reason(f"N = {n} is odd")
+    if call.alone and not call.plain and n % (16 if call.out == jnp.float32 else 8):
+        return Reason(f"N = {n} with nothing around the product is left to XLA", divided)
+    # 2048 x 2048 plain 3.9 us, and 3.8 by tiles.  int4: 4096 x 7168 6.8 us and 7.1, 128256 x 4096
+    # 64.9 and 69.2, but 14336 x 4096 10.0 and 9.9, 4096 x 4096 4.9 and 4.8.
+    few = 8e6
+    if w.dtype == jnp.int4:
+        few = 0 if call.swiglu else 28e6 if k >= 7168 else 1e8
+    if n * k < few:
+        return Reason(f"tiles are as fast below {few / 1e6:.0f} million values", divided)
+    return divided
+
+
+# --- tiles ---------------------------------------------------------------------------------------
+
 # How many clusters of a size an H200 runs at a time: 4 does not divide the SMs of all of its
 # processing clusters.  One cluster more waits for the first to end.  (8: from the sizes that give
 # 30 clusters of 4, not measured.)
-CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 14}
+CLUSTERS = {1: N_SM, 2: 66, 4: 30, 8: 14}
 SHARED = 226 * 1024
 SLOT = WARPS * 1024  # bytes of a ring slot: one block of columns of a tile, 2 x 16 bytes per lane
 # Up to so many rows of x stay in shared memory rather than divide K among the blocks of a cluster.
@@ -32,9 +138,10 @@ PITCH = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """The division of one product among blocks and warps."""
 
+    kernel: ClassVar[str] = "quantized_matmul_decode_mosaic"
     m: int
     split: int
     warps: int  # of a block that have columns of their own
@@ -95,7 +202,7 @@ def slices(k: int, bits: int, m: int) -> list[tuple[int, int, int, bool]]:
     cuts = []
     for split in CLUSTERS:
         # Floats get as many warps as there are: 6160 x 2048 9.1 to 8.2 us, 11264 x 2048 with SwiGLU
-        # 16.5 to 14.2.  Words were not measured.
+        # 16.5 to 14.2.  Codes were not measured.
         for k_warp in (64, 128, 256, 512) if bits == 16 else (256, 128, 64, 512):
             if k_warp % block or k % (k_warp * split) or n_tiles * k_warp > 512:
                 continue
@@ -122,20 +229,19 @@ def _straddles(split: int, warps: int, k_warp: int, resident: bool, scheme: Sche
     return bool(k_warp % group and group % k_warp) or (resident and group > scheme.columns)
 
 
-def make_plan(
+def divide_tiles(
     m: int,
     w: jax.Array | QTensor,
     *,
-    depth: int | None = None,
     bias: bool = False,
     residual: bool = False,
     pairs: bool = False,
-) -> Plan | None:
+) -> TilePlan | None:
     """The plan for m tokens and w, or None if nothing fits shared memory."""
     n, k = w.shape
     parts = 2 if pairs else 1
     tiles = n // 16 // parts
-    scheme = Scheme(w, "bf16")
+    scheme = Scheme.of(w, "bf16")
     param_bytes = 16 * scheme.n_groups * (scheme.scale_bytes + scheme.zero_bytes)
     param_bytes += (64 if bias else 0) + (32 * m if residual else 0)
     cuts = slices(k, scheme.bits, m)
@@ -143,73 +249,115 @@ def make_plan(
     for cut in cuts:
         clusters = min(tiles, CLUSTERS[cut[0]])
         per = -(-tiles // clusters)
-        # Words that arrive while others are multiplied are not late, and a ring that is full at the
+        # Codes that arrive while others are multiplied are not late, and a ring that is full at the
         # start delays the first of them; without arithmetic to wait for, or with x to load at
         # every step, more is better.
-        best = 4 if scheme.plain or cut[3] else 2
-        for slots in (depth or best, 2):
+        for slots in (4 if scheme.plain or cut[3] else 2, 2):
             for batch in (-(-per // i) for i in range(1, per + 1)):
                 sizes = clusters, parts * per, parts * batch, slots, param_bytes
-                plan = Plan(m, *cut, *sizes, pairs=pairs)
-                if plan.shared_bytes <= SHARED:
-                    return plan
+                divided = TilePlan(m, *cut, *sizes, pairs=pairs)
+                if divided.shared_bytes <= SHARED:
+                    return divided
     return None
 
 
-def unsupported(
-    m: int,
-    x_dtype,
-    w: jax.Array | QTensor,
-    out_dtype=None,
-    *,
-    norm=None,
-    residual=None,
-    swiglu: bool = False,
-) -> str | None:
-    """Why the kernel does not take ``[m, K] x w``, or None.  norm, residual: the dtypes of a norm's
-    weight and of a residual."""
-    n, k = w.shape
-    x_kind = KIND.get(jnp.dtype(x_dtype).name)
-    plain = not isinstance(w, QTensor)
-    if plain and w.dtype != x_dtype:
-        return f"plain weights {w.dtype.name} in w where x is {jnp.dtype(x_dtype).name}"
-    if not plain and w.dtype not in (jnp.int4, jnp.int8):
-        return f"w has words of {jnp.dtype(w.dtype).name}; the kernel reads int4 and int8"
+def tile_plan(call: Call) -> TilePlan | Reason:
+    m, w, n, k, x_kind = call.m, call.w, call.n, call.k, KIND.get(call.x.name)
+    if call.plain and w.dtype != call.x:
+        return Reason(f"plain weights {w.dtype.name} in w where x is {call.x.name}")
+    if not call.plain and w.dtype not in (jnp.int4, jnp.int8):
+        return Reason(f"w has codes of {w.dtype.name}; the kernel reads int4 and int8")
     if x_kind not in ("bf16", "f16"):
-        return f"x is {jnp.dtype(x_dtype).name}; the kernel multiplies bfloat16 and float16"
-    if not plain and jnp.dtype(w.scale.dtype).name not in KIND:
-        return f"w.scale is {w.scale.dtype}"
-    if out_dtype is not None and jnp.dtype(out_dtype).name not in KIND:
-        return f"the output would be {jnp.dtype(out_dtype).name}"
+        return Reason(f"x is {call.x.name}; the kernel multiplies bfloat16 and float16")
     if not 1 <= m <= TOKENS:
-        return f"x has {m} tokens; the decode kernel takes 1 to {TOKENS}"
-    if n % (32 if swiglu else 16):
-        return f"w has N = {n}, not a multiple of {32 if swiglu else 16}"
-    if norm is not None and (
-        x_kind != "bf16" or KIND.get(jnp.dtype(norm).name) not in ("bf16", "f32")
+        return Reason(f"x has {m} tokens; the decode kernel takes 1 to {TOKENS}")
+    if n % (32 if call.swiglu else 16):
+        return Reason(f"w has N = {n}, not a multiple of {32 if call.swiglu else 16}")
+    if call.norm is not None and (
+        x_kind != "bf16" or KIND.get(call.norm.name) not in ("bf16", "f32")
     ):
-        return f"the norm's weight is {jnp.dtype(norm).name} where x is {jnp.dtype(x_dtype).name}"
-    if residual is not None and (swiglu or jnp.dtype(residual).itemsize != 2):
-        return f"a residual {jnp.dtype(residual).name}, or one behind SwiGLU"
-    scheme = Scheme(w, x_kind)
+        return Reason(f"the norm's weight is {call.norm.name} where x is {call.x.name}")
+    if call.residual is not None and (call.swiglu or call.residual.itemsize != 2):
+        return Reason(f"a residual {call.residual.name}, or one behind SwiGLU")
+    scheme = Scheme.of(w, x_kind)
     if not slices(k, scheme.bits, m):
-        return f"w has K = {k}, not a multiple of {scheme.columns} from {8 * scheme.columns} on"
-    plan = make_plan(m, w, bias=True, residual=residual is not None, pairs=swiglu)
-    if plan is None:
-        return f"K = {k} of w and {m} tokens of x need more than shared memory holds"
-    if plain:
-        return None
+        wanted = scheme.columns
+        return Reason(f"w has K = {k}, not a multiple of {wanted} from {8 * wanted} on")
+    # Room for a bias is asked for in any case: who fuses what does not know of one.
+    fused = {"residual": call.residual is not None, "pairs": call.swiglu}
+    whole = divide_tiles(m, w, bias=True, **fused)
+    if whole is None:
+        return Reason(f"K = {k} of w and {m} tokens of x need more than shared memory holds")
+    divided = whole if call.bias else divide_tiles(m, w, **fused)
+    if call.plain:
+        # M = 16: 6144 x 4096 15.0 us, XLA 16.4; 4096 x 4096 10.8 and 11.3; 28672 x 4096 59.7 and
+        # 56.5.  A kernel that is saved is worth under 1 us.
+        saved = sum(v is not None for v in (call.norm, call.residual, call.pending)) + call.swiglu
+        if n * k * w.dtype.itemsize > 60e6 + 50e6 * saved:
+            return Reason("XLA's product with a plain weight of this size is faster", divided)
+        return divided
     if scheme.bits == 8 and w.zero is not None:
-        return "w has int8 words with zero points"
+        return Reason("w has int8 codes with zero points")
     if scheme.zero == "float" and w.zero.dtype != w.scale.dtype:
-        return f"w.zero is {w.zero.dtype} where w.scale is {w.scale.dtype}"
+        return Reason(f"w.zero is {w.zero.dtype} where w.scale is {w.scale.dtype}")
     if scheme.zero == "int" and w.zero.dtype != jnp.int8:
-        return f"w.zero is {w.zero.dtype}; the kernel reads int8"
+        return Reason(f"w.zero is {w.zero.dtype}; the kernel reads int8")
     if scheme.fold:
         if scheme.kind != "bf16":
-            return f"w has groups of {scheme.group} or floating zeros where x is float16"
+            return Reason(f"w has groups of {scheme.group} or floating zeros where x is float16")
         if scheme.group % (scheme.columns // 4):
-            return f"w has groups of {scheme.group}; multiples of {scheme.columns // 4} are needed"
-    elif _straddles(plan.split, plan.warps, plan.k_warp, plan.resident, scheme):
-        return f"w's groups of {scheme.group} columns straddle runs of {plan.k_warp}"
-    return None
+            return Reason(
+                f"w has groups of {scheme.group}; multiples of {scheme.columns // 4} are needed"
+            )
+    elif _straddles(whole.split, whole.warps, whole.k_warp, whole.resident, scheme):
+        return Reason(f"w's groups of {scheme.group} columns straddle runs of {whole.k_warp}")
+    return divided
+
+
+# --- several weights -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Weights of one form, their numbers of rows, and the blocks that they have from ``begin``."""
+
+    tiles: TilePlan
+    rows: tuple[int, ...]
+    begin: int
+
+    @property
+    def firsts(self) -> list[int]:
+        """The first tile of each weight but the first."""
+        return [end // 16 for end in itertools.accumulate(self.rows[:-1])]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlocksPlan:
+    """The division of one x's products with several weights."""
+
+    kernel: ClassVar[str] = "quantized_matmul_blocks_mosaic"
+    groups: tuple[Group, ...]
+
+    def __str__(self) -> str:
+        return str([group.tiles for group in self.groups])
+
+
+def divide_blocks(calls: Sequence[Call], rows: Sequence[tuple[int, ...]]) -> BlocksPlan | Reason:
+    """calls: with each group's weights as one; rows: those of every weight in it.  The largest
+    group leaves SMs to the others where that costs it no time."""
+    plans = []
+    for call in calls:
+        found = named_plan(divided := tile_plan(call))
+        if found is None:
+            return divided
+        plans.append(found)
+    if len(plans) > 1:
+        if any(found.split > 1 for found in plans):
+            return Reason("weights that are stored differently, and K divided among blocks")
+        main = max(range(len(plans)), key=lambda i: calls[i].n)
+        fewest = -(-calls[main].n // 16 // plans[main].per)
+        others = sum(found.clusters for i, found in enumerate(plans) if i != main)
+        clusters = max(fewest, min(plans[main].clusters, N_SM - others))
+        plans[main] = dataclasses.replace(plans[main], clusters=clusters)
+    begins = itertools.accumulate((found.clusters for found in plans), initial=0)
+    return BlocksPlan(tuple(Group(*parts) for parts in zip(plans, rows, begins, strict=False)))

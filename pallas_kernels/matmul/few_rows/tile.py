@@ -1,128 +1,199 @@
-"""The decode matmul's inner part: a tile of 16 rows of w times a warp's run of x."""
+"""The matmul of a decode step on Hopper: ``x[M, K] w[N, K]^T``, M <= 16, and what stands around it.
+
+w is int4 or int8 in groups or whole rows, or 16-bit floats, in the plain layout (no re-layout at
+load); x is bf16 or f16.  The weights are the 16-row operand of mma.m16n8k16, so 8 tokens cost one
+instruction.
+
+Who does what.  One block of 16 warps per SM, alone or in clusters of ``split`` that share K.  A
+cluster walks over tiles of 16 rows of w; a warp owns the same run of columns of every tile and
+keeps x's fragments for it in registers (or, ``resident``, in shared memory).  Each lane brings its
+own weights, 16 bytes of one row at a time, through its own places in a ring in shared memory
+(cp.async), and reads back only what it wrote: between the first and the last barrier no warp waits
+for another.
+
+    all      x, scales of the first batch -> smem, ring filled         (``tile_x``, ``copies``)
+    warp     its run of x -> registers | barrier
+    warp     per tile: wait, codes -> registers, refill, dequantize, mma, partial sum -> smem
+                                                                        (``tile_loop``, ``widen``)
+    all      barrier | sum of the warps' partials in a fixed order (with split > 1 through the
+             peers' shared memory), what is fused, one rounding, store  (``tile_sums``)
+
+What is fused.  A norm, out = rsqrt(mean x^2 + eps) * ((x * gamma) W): x comes by registers instead
+of cp.async, is multiplied on its way to shared memory, and the factor meets the sum at the end.  So
+can what is still to be added to x come: every block adds it, and the first cluster stores the sum.
+Bias and residual are copied beside the scales, a batch ahead of their use.  SwiGLU: the steps are
+pairs of a tile of gate and its tile of up, and the sum over the warps is taken of both at once.
+
+Order of columns.  mma does not care which column is called which as long as both operands agree.
+A lane with quad index c takes columns 32 c .. 32 c + 31 of a block of 128 (int8: 16 of 64, floats:
+8 of 32).  The bit trick that widens two weights at once takes nibbles i and i + 4 of a word (bytes
+i and i + 2), so x's pairs are permuted once to match.
+
+Numerics.  A code minus its zero point is exact in bf16 and f16.  Groups of at least one block and
+symmetric or integer zeros: the group's sum is scaled in float32.  Smaller groups and floating
+zeros (bf16 only): the weight is rounded once to bf16 (``fold``).  x * gamma is rounded once to
+bf16.  Everything else is float32, added in an order that depends on K and M alone.
+
+Floor, K = 4096, N = 14336, int4 in groups of 128 on an H200: 29.4 MB of codes + 0.9 of scales at
+4.3 TB/s, 7.0 us; measured 9.9 with one row, 10.7 with 8, 12.4 with 16.  The other shapes and what
+was tried: ``matmul/NOTES.md``; ``python -m pallas_kernels.bench.matmul quantized_matmul``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
+from pallas_kernels import ptx as p
+from pallas_kernels.matmul.few_rows.block import Block, Params
+from pallas_kernels.matmul.few_rows.copies import Copies, Places
+from pallas_kernels.matmul.few_rows.operands import Operands
+from pallas_kernels.matmul.few_rows.plan import SLOT, TilePlan
+from pallas_kernels.matmul.few_rows.scheme import Scheme
+from pallas_kernels.matmul.few_rows.tile_loop import TileLoop
+from pallas_kernels.matmul.few_rows.tile_sums import Sums
+from pallas_kernels.matmul.few_rows.tile_x import NormedX, StagedX
+from pallas_kernels.ptx import Value
 
 
-class TileProduct:
-    """The part of a block's program that multiplies; see ``matmul.few_rows.kernel``."""
+@dataclasses.dataclass(frozen=True)
+class Several:
+    """Weights behind the first one, of which the operands are.
 
-    def load_scale(self, at, byte: int = 0):
-        """A scale or floating zero of shared memory, as f32."""
-        if self.scheme.scale_kind == "f32":
-            return p.load_shared(at, byte)
-        return p.widen(p.load_shared_narrow(at, "u16", byte), self.scheme.scale_kind)
+    begin: the first block (or cluster) that runs the program.  firsts: the first tile of each.
+    others: references to each one's codes, scales and zeros, None where there is none.
+    """
 
-    def load_scales(self, slot, groups: range):
-        """By row half: scales, pairs to take off the words, floating zeros of these groups.
+    begin: int
+    firsts: Sequence[int]
+    others: Sequence[Sequence[Value | None]]
 
-        A group of the warp; with ``fold`` a block, and what its columns of the lane need.
-        """
-        scheme = self.scheme
-        scales, biases, zeros = [], [], []
-        at_slot = p.mul(slot, self.plan.param_bytes)
-        offset = p.ci(scheme.bias)
-        for half in range(2):
-            at = p.add(self.my_scales, at_slot, half * 8 * self.scale_row)
-            at_zero = p.add(self.my_zeros, at_slot, half * 8 * self.zero_row)
-            if scheme.fold:
-                in_block = [
-                    arith.divui(p.add(self.lane_k, b * scheme.columns), p.ci(scheme.group))
-                    for b in groups
-                ]
-                scale_at = [p.add(at, p.mul(g, scheme.scale_bytes)) for g in in_block]
-                zero_at = [p.add(at_zero, p.mul(g, scheme.zero_bytes)) for g in in_block]
-                scales.append([self.doubled(self.load_scale(a)) for a in scale_at])
-                if scheme.zero == "float":
-                    zeros.append([self.doubled(self.load_scale(a)) for a in zero_at])
-            else:
-                zero_at = [p.add(at_zero, g) for g in groups]
-                scales.append(self.group_scales(at, groups))
-            biases.append([offset] * len(groups))
-            if scheme.zero == "int":
-                raw = [p.load_shared_narrow(a, "s8") for a in zero_at]
-                biases[half] = [arith.addi(offset, p.mul(z, 0x00010001)) for z in raw]
-        return scales, biases, zeros
 
-    def group_scales(self, at, groups: range):
-        scheme = self.scheme
-        if scheme.scale_kind != "f32" and len(groups) % 2 == 0 and scheme.n_groups % 2 == 0:
-            words = [p.load_shared_words(at, 1, 2 * g)[0] for g in groups[::2]]
-            return [f(w, scheme.scale_kind) for w in words for f in (p.widen, p.widen_high)]
-        return [self.load_scale(at, scheme.scale_bytes * g) for g in groups]
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """One block's program."""
 
-    def doubled(self, value):
-        half = p.narrow(value, self.scheme.kind)
-        return p.permute(half, half, 0x1010)
+    block: Block
+    copies: Copies
+    staged: StagedX
+    normed: NormedX | None
+    loop: TileLoop
+    sums: Sums
 
-    def weights(self, word, bias, scale, zero):
-        pairs = self.scheme.word_pairs(word, bias)
-        if self.scheme.zero == "float":
-            return [p.fma_pairs(v, scale, zero) for v in pairs]
-        if self.scheme.fold:
-            return [p.mul_pairs(v, scale) for v in pairs]
-        return pairs
+    def run(self) -> None:
+        block, plan, copies = self.block, self.block.plan, self.copies
+        depth, n_blocks = plan.depth, block.n_blocks
+        if self.normed is None:
+            block.working_warps(self.staged.copy)
+        else:
+            loaded = self.normed.begin()
+        copies.scales(p.ci(0), p.ci(0))
+        p.copies_commit()
+        copies.fill()
+        if self.normed is not None:
+            self.normed.end(loaded)
+        p.copies_wait(depth)
+        p.warp_barrier()
+        x = self.staged.fragments()
+        p.barrier()
+        if self.normed is not None:
+            self.normed.sum_squares()
 
-    def compute_tile(self, slot, x, take):
-        """The warp's partial sums [8 tokens][4]; ``take(block)`` gives two rows' words."""
-        if self.scheme.plain:
-            return self.compute_plain(x, take)
-        scheme, tokens = self.scheme, range(self.plan.n_tiles)
-        total, acc = self.nothing(), self.nothing()
-        in_group = max(1, min(self.n_blocks, scheme.group // scheme.columns))
-        groups = self.n_blocks // in_group
-        if scheme.fold:
-            in_group, groups = 1, self.n_blocks
-        at_once = groups if groups <= 4 else 1  # more scales than that crowd the registers
-        pairs = scheme.per_word // 2  # of a word
-        for b in range(self.n_blocks):
-            g = b // in_group
-            if b % (in_group * at_once) == 0:
-                scales, biases, zeros = self.load_scales(slot, range(g, g + at_once))
-            g %= at_once
-            rows = take(b)
-            columns = self.block_of_x(x, b)
-            for j in range(4):
-                low, high = (
-                    self.weights(
-                        rows[half][j],
-                        biases[half][g],
-                        scales[half][g],
-                        zeros[half][g] if zeros else None,
-                    )
-                    for half in range(2)
-                )
-                for s in range(0, pairs, 2):
-                    left = [low[s], high[s], low[s + 1], high[s + 1]]
-                    for t in tokens:
-                        right = columns[t][j * pairs + s : j * pairs + s + 2]
-                        acc[t] = p.mma(acc[t], left, right, scheme.kind)
-            if not scheme.fold and b % in_group == in_group - 1:
-                by_row = [scales[0][g]] * 2 + [scales[1][g]] * 2
-                total = [
-                    [p.fma(*v) for v in zip(acc[t], by_row, total[t], strict=True)] for t in tokens
-                ]
-                acc = self.nothing()
-        return acc if scheme.fold else total
+        def run_tile(batch, buffer, i, slot, left):
+            """Tile i of a batch.  slot: byte offset in the ring of the codes that come next; left:
+            how many tiles there are from this one on, or None if they outlast the ring."""
+            slots = [slot]
 
-    def compute_plain(self, x, take):
-        acc = self.nothing()
-        for b in range(self.n_blocks):
-            low, high = take(b)
-            columns = self.block_of_x(x, b)
-            for j in (0, 2):
-                left = [low[j], high[j], low[j + 1], high[j + 1]]
-                for t in range(self.plan.n_tiles):
-                    acc[t] = p.mma(acc[t], left, columns[t][j : j + 2], self.scheme.kind)
-        return acc
+            def next_codes(piece):
+                place = p.add(copies.ring, slots[-1])
+                p.copies_wait(depth - 1)
+                rows = [p.load_shared(place, 4, 512 * half) for half in range(2)]
+                later = piece + depth
+                if left is None or later < left * n_blocks:
+                    step = p.add(p.mul(batch, plan.batch), i, later // n_blocks)
+                    copies.codes(step, later % n_blocks, place)
+                p.copies_commit()
+                moved = p.add(slots[-1], SLOT)
+                slots.append(arith.select(p.less(moved, depth * SLOT), moved, p.ci(0)))
+                return rows
 
-    def block_of_x(self, x, block: int):
-        if x is None:
-            return [self.load_x(block, t) for t in range(self.plan.n_tiles)]
-        return x[block]
+            at = p.add(p.mul(buffer, plan.batch), i)
+            self.sums.store_partial(at, self.loop.run(at, x, next_codes))
+            return slots[-1]
 
-    def nothing(self):
-        return [[p.cf(0.0)] * 4 for _ in range(self.plan.n_tiles)]
+        def run_batch(batch, slot, count, final):
+            buffer = arith.andi(batch, p.ci(1)) if plan.buffers == 2 else p.ci(0)
+            copies.addends(batch, buffer, count)
+            if not final:
+                copies.scales(p.add(batch, 1), arith.xori(buffer, p.ci(1)))
+            last = min(count, -(-depth // n_blocks)) if final else 0
+            if count > last:
+
+                def of_many(i, carried):
+                    return [run_tile(batch, buffer, i, carried[0], None)]
+
+                (slot,) = p.loop(0, count - last, 1, [slot], of_many)
+            for i in range(count - last, count):
+                slot = run_tile(batch, buffer, p.ci(i), slot, count - i)
+            # The next batch's scales are in the first group of this one.
+            p.copies_wait(min(depth, count * n_blocks) - 1)
+            p.barrier()
+            self.sums.reduce(batch, buffer, count)
+            return [slot]
+
+        full = (plan.per - 1) // plan.batch
+        slot = [p.ci(0)]
+        if full:
+            slot = p.loop(0, full, 1, slot, lambda b, c: run_batch(b, c[0], plan.batch, False))
+        run_batch(p.ci(full), slot[0], plan.per - full * plan.batch, True)
+        if plan.split > 1:
+            p.cluster_barrier()  # no block may leave while others read its shared memory
+
+
+def run(
+    plan: TilePlan,
+    scheme: Scheme,
+    n: int,
+    given: Operands,
+    scratch: Sequence[Value],
+    several: Several | None = None,
+) -> None:
+    """One block's program, emitted while the kernel is traced.  scratch: partial sums and x, the
+    ring, scales and what else a tile needs, squares of x."""
+    partial, ring, params, *squares = (p.shared_address(r) for r in scratch)
+    block = Block.here(plan, scheme, n, given.k)
+    x_mine = p.add(partial, p.mul(block.working, 2 * plan.m * plan.k_warp))
+    if plan.resident:
+        x_mine = p.add(x_mine, plan.partial_bytes)
+    lane_k = p.add(block.k0, p.mul(block.quad, scheme.columns // 4))
+    row_bytes = given.k * scheme.bits // 8
+    w = p.offset(given.w, block.row, row_bytes)
+    shift = 1 if scheme.bits == 4 else 0
+    w = p.offset(w, p.mul(block.k0, 2) if scheme.plain else p.shift_right(block.k0, shift))
+    w = p.offset(w, block.quad, 16)
+    ring = p.add(ring, p.mul(block.warp, 1024), p.mul(block.lane, 16))
+    layout = Params.of(params, plan, scheme, given)
+    loop = TileLoop.of(block, layout, lane_k)
+    places = {
+        "w": Places(w, 16 * row_bytes),
+        "scale": Places(given.scale, 16 * layout.scale_row),
+        "zero": Places(given.zero, 16 * layout.zero_row),
+    }
+    if several is not None:
+        block = dataclasses.replace(block, cluster=p.add(block.cluster, -several.begin))
+        starts = given.w, given.scale, given.zero
+        for name, start, refs in zip(places, starts, _by_part(several.others), strict=True):
+            if start is not None:
+                places[name] = places[name].and_others(start, several.firsts, refs)
+    copies = Copies(block, given, layout, ring, places)
+    loop = dataclasses.replace(loop, block=block)
+    staged = StagedX(block, given, x_mine)
+    normed = None if given.gamma is None else NormedX(block, given, staged, *squares)
+    Tiles(block, copies, staged, normed, loop, Sums(block, given, layout, partial, normed)).run()
+
+
+def _by_part(others: Sequence[Sequence[Value | None]]):
+    """All codes, all scales, all zeros."""
+    return zip(*others, strict=True) if others else [()] * 3

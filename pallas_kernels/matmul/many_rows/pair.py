@@ -23,29 +23,9 @@ FP8 sums.  ``promote`` gives the tensor cores a fresh accumulator every few step
 to a float32 one in registers.  Two accumulators of 256 columns do not fit 232 registers, so fp8
 tiles have at most 192 columns.
 
-NOTES (H200, K=4096, N=14336, M=8192, bf16 output, bias; TOPS)
-    floor: 132 SMs x 8192 op/cycle x ~1.75 GHz = 1890; XLA's bare int8 dot 1493, with scales 929
-    128 x 256 tile, cluster of 2, 4 stages, snake of 16      1616-1625
-    snake of 8: same; of 32: 1533 (the wave's operands leave L2); of 4: 1575
-    no cluster: 1568; 3 stages: 1588; 256 x 128: 1560-1589; 128 x 192: 1605
-    one or no wgmma left in flight at the wait: same
-    e4m3, one sum of K=4096                1493, error 1.3e-3 (7e-2 on positive operands)
-    e4m3, promote every 128 columns        1301, 1.3e-4 (6e-4)
-    e4m3, promote every 256                1461-1489, 2.2e-4 (2.2e-3)     <- the default
-    e4m3, promote every 512 / 1024         1434 / 1428, 3.5e-4 / 5.7e-4
-    64-column partial sums instead of 192  530: the wait after each is not hidden
-M=64, microseconds (XLA in the same run)   bf16          int8 with scales
-    4096 x 4096                            12.2 (17.0)    8.2 (14.1)
-    6144 x 4096                            16.1 (19.4)   10.1 (13.3)
-    4096 x 14336                           31.8 (36.7)   18.7 (24.8)
-    28672 x 4096                           60.1 (60.2)   32.6 (32.4)
-      with SwiGLU                          59.7 (63.7)
-    128256 x 4096                         255.4 (255.3)
-    About 4.4 us of each are there whatever the size (int8 and bf16 alike).  4096 x 4096 in bf16:
-    nothing copied 7.3, no x 12.1, no wgmma 11.5, no exchange of sums 11.3; K undivided in tiles of
-    32 12.5, of 64 (64 SMs) 13.2; one arrival a warpgroup on a slot's barrier instead of 128: same.
-    A ring of 80 KB 13.8, 128 KB 12.0, 192 KB 12.4.  28672 x 4096 in tiles of 64 / 128 / 160 / 224 /
-    256: 66.5 / 60.1 / 69.6 / 60.1 / 64.5.
+Floor: 132 SMs x 8192 op/cycle x ~1.75 GHz = 1890 TOPS.  On an H200, K = 4096, N = 14336, M = 8192,
+bf16 output, bias: int8 1616 to 1625 (XLA's bare int8 dot 1493, with scales 929), e4m3 1461 to 1489;
+M = 64 18.1 us.  What was tried: ``matmul/NOTES.md``; ``python -m pallas_kernels.bench.prefill``.
 """
 
 from __future__ import annotations
@@ -71,38 +51,9 @@ from pallas_kernels.matmul.many_rows.pipeline import (
     ring_slot,
     tile_of,
 )
+from pallas_kernels.matmul.many_rows.plan import BLOCK_BYTES, PairTile
 
-BLOCK_BYTES = 128  # of a row in a slot: one swizzle
 _LAYOUT = plgpu.Layout.WGMMA
-
-
-@dataclasses.dataclass(frozen=True)
-class PairTile:
-    """One block's tile and pipeline.
-
-    m, n: rows of x and of w.  m == 64 puts the two warpgroups side by side in n.
-    cluster: 2 blocks that lie below each other in m share (multicast) the weight tile.
-    width: of the planar snake, in tiles of m.
-    promote: 0, or fp8: steps of 128 after which the tensor cores' sum is added to a float32 one.
-    split: 2 (with m == 64) gives each block of a cluster half of K.  Each sends the columns of one
-        of its warpgroups to the other's shared memory and finishes those of the other.
-    """
-
-    m: int = 128
-    n: int = 256
-    stages: int = 4
-    cluster: int = 2
-    width: int = 16
-    promote: int = 0
-    split: int = 1
-
-    @property
-    def rows(self) -> int:
-        return 64 if self.m == 64 else self.m // 2
-
-    @property
-    def cols(self) -> int:
-        return self.n // 2 if self.m == 64 else self.n
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +74,7 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
     vectors_sm = (*((sx_sm, sw_sm) if has_scales else ()), b_sm)
     (x_rows, x_sm), (w_rows, w_sm), (o_rows, o_sm) = map(pipeline.views, buffers)
     wg, pair = lax.axis_index("wg"), lax.axis_index("pair")
-    n_clusters, stages = pipeline.N_SM // (tile.cluster * tile.split), tile.stages
+    n_clusters, stages = tile.sms // (tile.cluster * tile.split), tile.stages
     out_cols = tile.cols // 2 if swiglu else tile.cols  # of a warpgroup
     wide = tile.n // 2 if swiglu else tile.n
     grid = pl.cdiv(pl.cdiv(m, tile.m), tile.cluster), pl.cdiv(n, wide)
@@ -346,4 +297,4 @@ def pair_matmul(
     ]
     args = [a for a in (x, w, scale_x, scale_w, bias) if a is not None]
     out_type = jax.ShapeDtypeStruct((m, n), out_dtype)
-    return launch(name, body, args, out_type, scratch, tile.cluster, tile.split)
+    return launch(name, body, args, out_type, scratch, tile)

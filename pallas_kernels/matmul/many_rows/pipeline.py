@@ -19,9 +19,8 @@ from jax._src.lib.mlir.dialects import arith, memref, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic as p
+from pallas_kernels import ptx as p
 
-N_SM = 132
 # Registers a thread of the feeder and of a compute warpgroup, by the number of the latter: their
 # sum may not pass what the launch gave (3 * 168, 5 * 96), or setmaxnreg waits for ever.
 REGISTERS = {2: (40, 232), 4: (32, 112)}
@@ -140,22 +139,20 @@ def drain(empty, last: jax.Array, stages: int) -> None:
     lax.fori_loop(jnp.maximum(last - stages, 0), last, wait, None)
 
 
-def launch(
-    name: str, body, args, out_type, scratch_types, cluster: int, split: int = 1, computing: int = 2
-):
+def launch(name: str, body, args, out_type, scratch_types, tile, computing: int = 2):
     """Runs a kernel body on every SM: ``computing`` warpgroups and, the last, a feeder.
 
     name: in profiles.
-    cluster, split: blocks of a cluster that share an operand, axis "pair", and that have a part of
-        K each, axis "part".
+    tile: its ``cluster`` blocks that share an operand are axis "pair" of a cluster, its ``split``
+        that have a part of K each axis "part".
     """
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
         kernel_name=name,
-        grid=(N_SM // (cluster * split),),
+        grid=(tile.sms // (tile.cluster * tile.split),),
         grid_names=("cluster",),
-        cluster=(cluster, split),
+        cluster=(tile.cluster, tile.split),
         cluster_names=("pair", "part"),
         num_threads=computing + 1,
         thread_name="wg",

@@ -1,16 +1,66 @@
-"""How a weight-only product is divided among blocks and warpgroups; arithmetic only.
+"""Which kernel of many rows takes a product, and its tile: arithmetic only.
 
-``matmul.many_rows.weight`` tells what the parts do.
+    pair     int8 x int8 and e4m3 x e4m3, any M; bf16 x bf16 and f16 x f16, 17 to 64 rows
+    weight   bf16 or f16 x int4 or int8
+
+The tile comes from a small table of measured costs: the blocks are persistent, so a product takes
+(rounds of tiles) x (time of a tile).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
-from pallas_kernels.matmul.many_rows.pipeline import N_SM
+import jax.numpy as jnp
 
-BLOCK_K = 64  # columns in a slot: one swizzle of 16-bit activations
+from pallas_kernels.dispatch import Reason
+from pallas_kernels.matmul.call import N_SM, Call
+from pallas_kernels.matmul.few_rows.plan import TOKENS
+from pallas_kernels.qtensor import QTensor
+
+BLOCK_BYTES = 128  # of a row in a slot of the pair kernel: one swizzle
+BLOCK_K = 64  # columns in a slot of the weight kernel: one swizzle of 16-bit activations
 _SHARED_BYTES = 224 * 1024  # of a block, without its barriers
+
+
+def plan(call: Call) -> PairTile | WeightTile | Reason:
+    if not call.alone or (call.plain and call.m <= TOKENS):
+        return Reason("")
+    if call.quantized_x:
+        return quantized_plan(call)
+    return plain_plan(call) if call.plain else weight_plan(call)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairTile:
+    """One block's tile and pipeline.
+
+    m, n: rows of x and of w.  m == 64 puts the two warpgroups side by side in n.
+    cluster: 2 blocks that lie below each other in m share (multicast) the weight tile.
+    width: of the planar snake, in tiles of m.
+    promote: 0, or fp8: steps of 128 after which the tensor cores' sum is added to a float32 one.
+    split: 2 (with m == 64) gives each block of a cluster half of K.  Each sends the columns of one
+        of its warpgroups to the other's shared memory and finishes those of the other.
+    """
+
+    kernel: ClassVar[str] = "quantized_matmul_prefill_pair"
+    m: int = 128
+    n: int = 256
+    stages: int = 4
+    cluster: int = 2
+    width: int = 16
+    promote: int = 0
+    split: int = 1
+    sms: int = N_SM
+
+    @property
+    def rows(self) -> int:
+        return 64 if self.m == 64 else self.m // 2
+
+    @property
+    def cols(self) -> int:
+        return self.n // 2 if self.m == 64 else self.n
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +76,10 @@ class WeightTile:
     parts: sets of warpgroups that take turns at the slots; their sums meet in shared memory.
     split: 2 gives each block of a cluster half of K.  Each sends the sums of half of its rows to
         the other's shared memory and finishes the other half.
+    stored: the groups' scales and zeros come as they are stored, [N, K / group], once a tile.
     """
 
+    kernel: ClassVar[str] = "quantized_matmul_prefill_weight"
     tokens: int = 256
     rows: int = 128
     stages: int = 4
@@ -37,6 +89,8 @@ class WeightTile:
     store: int = 64
     parts: int = 1
     split: int = 1
+    stored: bool = False
+    sms: int = N_SM
 
     def unrolled(self, k: int) -> int:
         """Slots that are dequantized together: all of a block's, in steps of as many."""
@@ -50,7 +104,8 @@ class WeightTile:
         return rest == 0 and (self.parts == 1 or steps % turn == self.stages % turn == 0)
 
     def fitted(self, m: int, n: int, bits: int, row_bytes: int) -> WeightTile:
-        """With as many stages as fit.  row_bytes: of the groups' vectors of a row, if stored."""
+        """With as many stages as fit.  row_bytes: of a row's scales and zeros if they come as they
+        are stored, else 0."""
         across, sum_bytes = self.rows // 64, 256 * self.tokens
         used = across * (self.parts - 1) * sum_bytes
         used += -(-across // 2) * (self.split - 1) * sum_bytes
@@ -60,30 +115,176 @@ class WeightTile:
         slot = BLOCK_K * (2 * self.tokens + self.rows * bits // 8) + 8 * self.rows * (not row_bytes)
         stages = min(self.stages, (_SHARED_BYTES - used) // slot)
         turn = self.parts * self.unroll if self.parts > 1 else 1
-        return dataclasses.replace(self, stages=stages // turn * turn)
+        return dataclasses.replace(self, stages=stages // turn * turn, stored=row_bytes > 0)
 
     def vector_slots(self, m: int, n: int) -> int:
         """Two tiles' vectors are in shared memory, unless no block has two tiles."""
         blocks = self.cluster * self.split
         tiles = -(-m // self.tokens) * -(-n // (self.rows * self.cluster))
-        return min(2, -(-tiles // (N_SM // blocks)))
+        return min(2, -(-tiles // (self.sms // blocks)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Scheme:
-    """Which vectors there are, and how many columns a group has."""
+# Microseconds of one round of tiles at K = 4096 on an H200 (``bench.prefill --tiles``).
+PAIR = (
+    (PairTile(128, 256, stages=4), 21.3),
+    (PairTile(128, 192, stages=4), 16.3),
+    (PairTile(128, 128, stages=6), 11.5),
+    (PairTile(64, 128, stages=8, cluster=1), 8.5),
+)
+WEIGHT = (
+    (WeightTile(256, stages=4, width=16), 43.5),
+    (WeightTile(128, stages=6), 31.0),
+    (WeightTile(64, stages=8, parts=2), 22.5),
+    (WeightTile(32, stages=12, parts=2), 18.0),
+    (WeightTile(64, stages=8), 25.3),
+)
+# One tile of tokens: microseconds a slot of 64 columns (M = 64, int4).
+FEW_WEIGHT = (
+    (WeightTile(64, 128, stages=12, store=16, parts=2), 0.285),
+    (WeightTile(64, 256, stages=10, store=16, cluster=1), 0.56),
+    (WeightTile(64, 128, stages=12, store=16, parts=2, cluster=1, split=2), 0.3),
+    (WeightTile(64, 64, stages=12, store=16, parts=4, cluster=1, split=2, unroll=1), 0.18),
+    (WeightTile(64, 128, stages=12, store=16), 0.34),
+)
+_RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
+_PLAIN_SIZE = 1 << 26
+_FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum beside the tensor cores' needs cols <= 192
 
-    group: int
-    stored: bool  # the groups' vectors come as they are stored, [N, K / group], once a tile
-    scale: bool  # per group, in the loop
-    zero: str | None  # per group, in the loop: "int" before the scale, "float" after it
-    row: bool  # per row, in the epilogue
-    bias: bool
 
-    @property
-    def groups_per_slot(self) -> int:
-        return max(1, BLOCK_K // self.group)
+def _rounds(m_tiles: int, n_tiles: int, cluster: int) -> int:
+    return -(-m_tiles * n_tiles // (N_SM // cluster))
 
-    @property
-    def slots_per_group(self) -> int:
-        return max(1, self.group // BLOCK_K)
+
+def pair_tile(m: int, n: int, k: int, dtype=jnp.int8) -> PairTile:
+    """The tile for int8 or e4m3 operands x [m, k], w [n, k]."""
+    fp8 = dtype != jnp.int8
+    if m <= 64:
+        return stream_tile(n, k, _FP8_PROMOTE if fp8 else 0)
+    options = [(t, us) for t, us in PAIR if not (fp8 and t.cols > 192)]
+
+    def cost(option):
+        tile, us = option
+        return _rounds(-(-m // (tile.m * tile.cluster)), -(-n // tile.n), tile.cluster) * us
+
+    tile = min(options, key=cost)[0]
+    return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0)
+
+
+def stream_tile(n: int, row_bytes: int, promote: int = 0, swiglu: bool = False) -> PairTile:
+    """For one tile of rows, where the bytes of w [N, row_bytes] decide: what an SM copies at 80
+    bytes a nanosecond, or all of w at the memory's 4200, and a microsecond to add the two halves of
+    a split K.  At M = 64 it is within 10% of what was measured, less the 4 us that every launch
+    takes; of equals the one that copies least.
+
+    swiglu: K is not split, and a warpgroup has at least 16 columns of gate.
+    """
+
+    def nanoseconds(tile: PairTile) -> tuple[float, float]:
+        tiles = -(-n // tile.n)
+        copied = _rounds(1, tiles, tile.split) * (tile.m + tile.n) * row_bytes / tile.split
+        return max(copied / 80, n * row_bytes / 4200) + 1000 * (tile.split - 1), copied
+
+    def tile(width: int, split: int) -> PairTile:
+        stages = _RING_BYTES // ((64 + width) * BLOCK_BYTES)
+        return PairTile(64, width, stages, cluster=1, promote=promote, split=split)
+
+    splits = (1,) if swiglu or row_bytes % (2 * BLOCK_BYTES) else (1, 2)
+    widths = (64, 128) if swiglu else (32, 64, 96, 128)
+    return min((tile(n, s) for s in splits for n in widths), key=nanoseconds)
+
+
+def weight_tile(m: int, n: int, k: int) -> WeightTile:
+    """The tile for float activations x [m, K] and a quantized w [n, K]."""
+    if m <= 64:
+        return _few_tokens_tile(m, n, k)
+
+    def cost(option):
+        tile, us = option
+        n_tiles = -(-n // (tile.rows * tile.cluster))
+        return _rounds(-(-m // tile.tokens), n_tiles, tile.cluster) * us
+
+    return min((option for option in WEIGHT if option[0].divides(k)), key=cost)[0]
+
+
+def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
+    """For one tile of tokens: what gives the busiest block the least to do."""
+
+    def cost(option):
+        tile, us = option
+        rounds = _rounds(1, -(-n // (tile.rows * tile.cluster)), tile.cluster * tile.split)
+        return rounds * (k // BLOCK_K // tile.split) * us + (tile.split - 1)
+
+    tile = min((option for option in FEW_WEIGHT if option[0].divides(k)), key=cost)[0]
+    return dataclasses.replace(tile, tokens=32 if m <= 32 else 64)
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+
+def quantized_plan(call: Call) -> PairTile | Reason:
+    """Of x and w both int8 or both e4m3, x with a scale a row, w with one a row."""
+    n, k = call.w.shape
+    if n % 8:
+        return Reason(f"w has N = {n}, not a multiple of 8")
+    if k % 16:
+        return Reason(f"w has K = {k}, not a multiple of 16")
+    tile = pair_tile(call.m, n, k, call.x)
+    if call.x == jnp.int8 and call.m == 1 and n >= k:
+        # 14336 x 4096 18.2 us by XLA and 19.8 by the kernel, 4096 x 4096 7.5 and 8.7; but 4096 x
+        # 14336 21.9 and 18.8.  e4m3's is 19.5 and 17.3.
+        return Reason("XLA's matrix-vector product of one int8 row is faster", tile)
+    return tile
+
+
+def plain_plan(call: Call) -> PairTile | Reason:
+    """Of x and w both bf16 or both f16."""
+    m, n, k, w = call.m, call.n, call.k, call.w
+    if not 1 <= m <= 64:
+        return Reason(f"x has {m} rows: 1 to 64 of plain weights' products have a kernel")
+    if call.x != w.dtype or call.x not in (jnp.bfloat16, jnp.float16):
+        return Reason(f"no kernel multiplies x of {call.x} by w of {w.dtype}")
+    if n % 16 or k % 64:
+        return Reason(f"w [{n}, {k}]: N is not a multiple of 16 or K not of 64")
+    tile = stream_tile(n, k * w.dtype.itemsize, swiglu=call.swiglu and not call.bias)
+    if m <= TOKENS:
+        return Reason(f"{m} rows of plain weights' products: XLA is as fast", tile)
+    if n * k > _PLAIN_SIZE and not call.swiglu:
+        return Reason(f"w [{n}, {k}] is so large that XLA is as fast", tile)
+    return tile
+
+
+def weight_plan(call: Call, tile: WeightTile | None = None) -> WeightTile | Reason:
+    """Of x in 16-bit floats and w in int4 or int8 codes.  tile: another than the table's."""
+    w, n, k = call.w, call.n, call.k
+    if n % 8:
+        return Reason(f"w has N = {n}, not a multiple of 8")
+    if call.x not in (jnp.bfloat16, jnp.float16):
+        return Reason(f"x is {call.x}, the kernel takes bfloat16 and float16")
+    if w.dtype not in (jnp.int4, jnp.int8):
+        return Reason(f"no kernel multiplies x of {call.x} by w of {w.dtype} codes")
+    if call.out not in (jnp.bfloat16, jnp.float16):
+        return Reason(f"the output would be {call.out}, the kernel writes 16-bit floats")
+    if k % BLOCK_K:
+        return Reason(f"w has K = {k}, not a multiple of {BLOCK_K}")
+    if w.group_size != 32 and w.group_size % BLOCK_K:
+        return Reason(f"w has group size {w.group_size}, neither 32 nor a multiple of {BLOCK_K}")
+    tile, bits = tile or weight_tile(call.m, n, k), 4 if w.dtype == jnp.int4 else 8
+    if call.m <= 64 and (row_bytes := _stored_bytes(w, call.x, tile.split)):
+        stored = tile.fitted(call.m, n, bits, row_bytes)
+        if stored.stages >= 4:
+            return stored
+    return tile.fitted(call.m, n, bits, 0)
+
+
+def _stored_bytes(w: QTensor, dtype, split: int) -> int:
+    """Bytes of a row's scales and zeros if the kernel can take them in the weight's own layout, or
+    0: of bfloat16 (f16 needs its rows divided by their largest), and a row is a TMA box's."""
+    groups = w.scale.shape[1]
+    kinds = [v.dtype for v in (w.scale, w.zero) if v is not None]
+    fits = (
+        dtype == w.scale.dtype == jnp.bfloat16
+        and 1 < groups <= 256
+        and all(kind in (jnp.bfloat16, jnp.int8) for kind in kinds)
+        and all(groups * kind.itemsize % (16 * split) == 0 for kind in kinds)
+    )
+    return groups * sum(kind.itemsize for kind in kinds) if fits else 0

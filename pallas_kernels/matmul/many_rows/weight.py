@@ -25,44 +25,14 @@ Up to 64 tokens blocks are short of work rather than of operands: ``parts`` lets
 take turns at the slots, ``split`` gives the two blocks of a cluster half of K each, and the groups'
 vectors come once a tile, as they are stored (``stored``).
 
-NOTES (H200, K=4096, N=14336, int4 in groups of 128 unless said; TFLOP/s at M = 8192 / 2048)
-    floor: XLA's bf16 product 840 / 826; humming 702 / 680 in the same run
-    one slot at a time, 5 stages               722 / 730
-      ... the next slot dequantized while wgmmas run: 623; ptxas serializes wgmma (C7513)
-    4 stages                                   753 / 760   (with 5, a 64-bit remainder by 5 a slot)
-    two slots a step                           759 / 771;  four: 501, the ring is one step long
-    snake of 16 instead of 8                   776 / 771
-    the ring's place carried in the loop, slots released one by one
-                                               785 / 786;  int8 745 -> 758
-    5 stages: same; int8 with stores of 32 tokens, to make room: 771 (timed, values not checked)
-    integer zeros 762 / 751; tokens = 128: 563, 192: 661 (a weight is dequantized more often)
-    M=64, microseconds: 28.8 with one pair of warpgroups, 25.9 with two (``parts``); scales as they
-    are stored, one copy a tile, instead of XLA's transpose of them (1.4): 23.8; 12 stages: 23.0.
-      256 rows a block, K in halves (x copied half as often): 24.2; slot by slot 25.6.  Nothing
-      copied: 23.0; nothing dequantized: 18.7; a slot dequantized while the wgmmas of the one before
-      run (without C7513): 23.1, M=2048 the same too.  So memory is not the limit: less the 4.4 us
-      of any launch, 512 wgmmas an SM take 14.3 us, about 49 cycles each, where 64 tokens should
-      take 32.  The operand is not why: m64n64k16 alone, from a register operand, takes 43 cycles
-      with one warpgroup and 32.3 with two or four (from shared memory 33 and 32; n = 112 57, n =
-      224 113).  Nor is it that all dequantize at once: warpgroups that pass a token, so that one
-      at a time issues wgmma, take 23.3 (23.2 without in the same run; 4096 x 4096 11.2 and 10.8,
-      4096 x 14336 24.8 and 23.5); one slot a step 25.3, 64 rows and four parts 27.1, two
-      warpgroups 25.0.
-      Weights to shared memory as 16-bit floats by warpgroups of their own, for one that issues
-      wgmma with tokens as the 64 rows and 224 weights as the columns, K in halves: two
-      dequantizing warpgroups 28.0, three 30.0, two taking turns at the slots 26.4; 112 weights and
-      all of K 32.2; 4096 x 4096 13.2, 4096 x 14336 36.7.  Of the 28.0: copies and barriers alone
-      16.3, with wgmma 17.2, with dequantization but no wgmma 22.5, without its arithmetic 28.3: it
-      is the traffic of shared memory, written, read by wgmma and copied in rows of 32 bytes.
-      Not timed, and not seen to run on a GPU: tokens' columns reordered in shared memory, so that
-      an int4 word needs neither shuffle nor permute (by count 180 instead of 290 instructions a
-      thread for two slots).
-      4096 x 4096: tiles of 128 rows 21.8, K in halves 14.7, 64 rows and four parts 10.9; 4096 x
-      14336: 66.6, 37.4, 23.7; 6144 x 4096 15.1; 28672 x 4096: 42.2, 256 rows 40.6.
+Floor: XLA's bf16 product, 840 TFLOP/s at K = 4096, N = 14336, M = 8192 on an H200 (humming 702 in
+the same run); int4 in groups of 128 785, int8 758; M = 64 23.0 us.  What was tried:
+``matmul/NOTES.md``; ``python -m pallas_kernels.bench.prefill``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -83,9 +53,28 @@ from pallas_kernels.matmul.many_rows.pipeline import (
     tile_of,
     tiled,
 )
-from pallas_kernels.matmul.many_rows.plan import BLOCK_K, Scheme, WeightTile
+from pallas_kernels.matmul.many_rows.plan import BLOCK_K, WeightTile
 
 _LAYOUT = plgpu.Layout.WGMMA
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """Which vectors there are, and how many columns a group has."""
+
+    group: int
+    scale: bool  # per group, in the loop
+    zero: str | None  # per group, in the loop: "int" before the scale, "float" after it
+    row: bool  # per row, in the epilogue
+    bias: bool
+
+    @property
+    def groups_per_slot(self) -> int:
+        return max(1, BLOCK_K // self.group)
+
+    @property
+    def slots_per_group(self) -> int:
+        return max(1, self.group // BLOCK_K)
 
 
 def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
@@ -99,7 +88,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
     (x_rows, x_sm), (o_rows, o_sm) = map(pipeline.views, (x_buffer, o_buffer))
     full, empty, r_full, r_empty, sum_full, sum_empty, *peer = barriers
     wg, pair, k_part = (lax.axis_index(axis) for axis in ("wg", "pair", "part"))
-    n_clusters = pipeline.N_SM // (tile.cluster * tile.split)
+    n_clusters = tile.sms // (tile.cluster * tile.split)
     tokens, stages = tile.tokens, tile.stages
     grid = pl.cdiv(m, tokens), pl.cdiv(n, tile.rows * tile.cluster)
     box = pipeline.rows_of_box(m, tokens)
@@ -114,7 +103,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
     axes = "pair" if tile.cluster > 1 else None
     grouped = [(v, v_sm) for v, v_sm in ((scale, s_sm), (zero, z_sm)) if v is not None]
     vectors = [(v, v_sm) for v, v_sm in ((row, r_sm), (bias, b_sm)) if v is not None]
-    if scheme.stored:
+    if tile.stored:
         grouped, vectors = [], grouped + vectors
 
     def origin(t):
@@ -185,7 +174,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
             """[64, BLOCK_K]: what the groups' vectors say of each weight."""
 
             def of_group(g):
-                if scheme.stored:
+                if tile.stored:
                     v = pipeline.load_column(
                         ref.at[lax.rem(t, slots), mine, group_of(j) + g], x.dtype
                     )
@@ -235,7 +224,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
 
         def one_tile(t, _):
             m0, n0 = origin(t)
-            if scheme.stored:
+            if tile.stored:
                 plgpu.barrier_wait(r_full.at[lax.rem(t, slots)])
             ref = plgpu.ACC((64, tokens), jnp.float32)
             acc = pl.run_scoped(functools.partial(accumulate, t), ref)
@@ -248,7 +237,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
                 pl.when(t > 0)(lambda: plgpu.barrier_wait(sum_empty.at[place]))
                 sum_sm[place] = acc
                 plgpu.barrier_arrive(sum_full.at[place])
-                if scheme.stored:
+                if tile.stored:
                     plgpu.barrier_arrive(r_empty.at[lax.rem(t, slots)])
 
             @pl.when(part == 0)
@@ -292,7 +281,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
         def finish(t, m0, n0, acc):
             chunk = o_sm.shape[2]
             slot = lax.rem(t, slots)
-            if vectors and not scheme.stored:
+            if vectors and not tile.stored:
                 plgpu.barrier_wait(r_full.at[slot])
 
             def vector(ref):
@@ -326,7 +315,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "stored", "float_zero", "tile"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "group", "float_zero", "tile"))
 def weight_matmul(
     x: jax.Array,
     w: jax.Array,
@@ -337,18 +326,17 @@ def weight_matmul(
     out_dtype,
     *,
     group: int,
-    stored: bool = False,
     float_zero: bool = False,
     tile: WeightTile,
 ) -> jax.Array:
     """x [M, K] bf16 or f16; w [N, K] int4 or int8; scale, zero [K / group, N] in x's dtype, or
-    ``stored`` [N, K / group]; row (a scale), bias [N] floats.  Returns [M, N] in out_dtype, 16 bits
-    wide."""
+    ``tile.stored`` [N, K / group]; row (a scale), bias [N] floats.  Returns [M, N] in out_dtype, 16
+    bits wide."""
     (m, k), n = x.shape, w.shape[0]
     if not tile.divides(k):
         raise ValueError(f"quantized_matmul: {tile} does not divide K = {k}")
     kind = None if zero is None else "float" if float_zero else "int"
-    scheme = Scheme(group, stored, scale is not None, kind, row is not None, bias is not None)
+    scheme = Scheme(group, scale is not None, kind, row is not None, bias is not None)
     bits = 4 if w.dtype == jnp.int4 else 8
     unused = plgpu.SMEM((32,), jnp.float32)
     across = tile.rows // 64
@@ -356,7 +344,7 @@ def weight_matmul(
     def of_groups(v):
         if v is None:
             return unused
-        if stored:
+        if tile.stored:
             groups = v.shape[1] // tile.split
             return plgpu.SMEM((tile.vector_slots(m, n), tile.rows, groups), v.dtype)
         return plgpu.SMEM((tile.stages, scheme.groups_per_slot, tile.rows), v.dtype)
@@ -370,10 +358,10 @@ def weight_matmul(
         return unused if v is None else plgpu.SMEM((tile.vector_slots(m, n), tile.rows), v.dtype)
 
     n_grouped = (scale is not None) + (zero is not None)
-    copies = 2 + n_grouped * (not stored)
-    n_vectors = (row is not None) + (bias is not None) + n_grouped * stored
+    copies = 2 + n_grouped * (not tile.stored)
+    n_vectors = (row is not None) + (bias is not None) + n_grouped * tile.stored
     # Who tells the feeder that a tile's vectors have been read.
-    readers = across * tile.parts if stored else across
+    readers = across * tile.parts if tile.stored else across
     peer = []
     if tile.split > 1:
         peer = [
@@ -406,6 +394,4 @@ def weight_matmul(
     args = [a for a in (x, w, scale, zero, row, bias) if a is not None]
     out_type = jax.ShapeDtypeStruct((m, n), out_dtype)
     name = f"quantized_matmul_w{bits}a16"
-    return launch(
-        name, body, args, out_type, scratch, tile.cluster, tile.split, across * tile.parts
-    )
+    return launch(name, body, args, out_type, scratch, tile, computing=across * tile.parts)

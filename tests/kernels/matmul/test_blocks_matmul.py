@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +11,14 @@ from pallas_kernels import dispatch
 from pallas_kernels.matmul.blocks import (
     alike,
     blocks_matmul,
+    find_plan,
     fusible,
     stacked,
-    unsupported,
 )
+from pallas_kernels.matmul.few_rows import blocks as kernel
+from pallas_kernels.matmul.few_rows.plan import BlocksPlan
 from pallas_kernels.qtensor import QTensor, RowBlocks
-from tests.helpers.matmul_machine import ARITH, Machine, install, raw
+from tests.helpers.few_rows import few_rows
 from tests.kernels.matmul.test_fused_matmul import EPS, expected, hostile, weight
 from tests.kernels.matmul.test_quantized_matmul import activations, check
 
@@ -48,46 +48,30 @@ EMULATED = [  # forms, m, K, rows
 
 @newest
 @pytest.mark.parametrize("given", EMULATED, ids=str)
-def test_the_kernel_s_code_on_numpy(given, monkeypatch):
-    from pallas_kernels.matmul.few_rows import blocks as kernel
-    from pallas_kernels.matmul.few_rows import kernel as decode
-
+def test_the_kernel_s_code_on_numpy(given):
     x, weights, norm = case(*given)
-    m, k = x.shape
-    groups = alike(weights)
-    outs, kinds = [], {"out": "bf16", "gamma": "bf16", "eps": EPS}
-    for group, own in zip(kernel.divide(m, groups, "bf16"), groups, strict=True):
-        first, *others = (decode.parts_of(w) for w in own)
-        out = np.full((m, sum(group.rows)), np.nan, DTYPE)
-        for block in range(group.begin, group.begin + group.plan.clusters):
-            arrays = [x, *first, None, norm[0], None, out, None, None, *itertools.chain(*others)]
-            sizes = group.plan.scratch_sizes(normed=True)
-            machine = Machine([raw(a) for a in arrays], sizes, block, 1)
-            install(monkeypatch, machine)
-            for attribute, fake in (("p", machine), ("arith", ARITH)):
-                monkeypatch.setattr(kernel, attribute, fake)
-            refs = iter(machine.refs)
-            operands = decode.Operands(*(next(refs) for _ in decode.Operands._fields))
-            parts = [[next(refs) for _ in range(3)] for _ in others]
-            group.program(k, operands, parts, list(refs), kinds).run()
-            out = machine.memory[7].view(out.dtype).reshape(out.shape)
-        outs.append(out)
+    plan = find_plan(x, weights, norm=norm)
+    fixed = {"eps": EPS, "out_dtype": jnp.dtype(DTYPE), "plan": plan}
+    with few_rows():
+        outs = kernel.matmul(x, alike(weights), norm[0], **fixed)
     want = [expected(x, w, norm=norm) for w in weights]
-    check(jnp.asarray(np.concatenate(outs, -1)), np.concatenate(want, -1), DTYPE)
+    check(jnp.concatenate(outs, -1), np.concatenate(want, -1), DTYPE)
 
 
 def test_blocks_are_shared_out():
-    from pallas_kernels.matmul.few_rows.blocks import divide
+    def divide(*weights):
+        norm = (shape((2048,), plain), EPS)
+        return find_plan(shape((1, 2048), plain), weights, norm=norm).groups
 
     shape, plain = jax.ShapeDtypeStruct, jnp.bfloat16
     low = shape((16, 2048), plain)
     for n, blocks in ((6144, 131), (132 * 16, 132), (5 * 16, 5)):
         words = QTensor(shape((n, 2048), jnp.int4), shape((n, 16), plain))
-        large, small = divide(1, ((words,), (low,)), "bf16")
-        assert (large.plan.clusters, small.plan.clusters) == (blocks, 1)
-        assert large.plan.clusters * large.plan.per * 16 >= n and small.begin == blocks
-    (whole,) = divide(1, ((shape((6144, 2048), plain), low),), "bf16")
-    assert whole.plan.clusters == 132 and whole.firsts == [384]
+        large, small = divide(words, low)
+        assert (large.tiles.clusters, small.tiles.clusters) == (blocks, 1)
+        assert large.tiles.clusters * large.tiles.per * 16 >= n and small.begin == blocks
+    (whole,) = divide(shape((6144, 2048), plain), low)
+    assert whole.tiles.clusters == 132 and whole.firsts == [384]
 
 
 def test_what_is_one_kernel(monkeypatch):
@@ -96,9 +80,9 @@ def test_what_is_one_kernel(monkeypatch):
     large = weight("plain", 80, 2048, DTYPE)
     assert [len(group) for group in alike(weights)] == [2, 1]
     assert stacked(weights[:2]).shape == (112, 2048) and stacked(weights[:2]).group_size == 128
-    assert unsupported(x, weights, norm=norm) is None
-    assert "several large weights" in unsupported(x, [words, large], norm=norm)
-    assert "32, 24" in unsupported(x, [low, low[:24]], norm=norm)
+    assert isinstance(find_plan(x, weights, norm=norm), BlocksPlan)
+    assert "several large weights" in find_plan(x, [words, large], norm=norm).text
+    assert "32, 24" in find_plan(x, [low, low[:24]], norm=norm).text
     with pytest.raises(NotImplementedError, match="17 tokens"):
         blocks_matmul(jnp.zeros((17, 2048), DTYPE), weights, norm=norm)
     assert not fusible(x, weights, norm=norm)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import quantized_matmul
+from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.op import fusible
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from pallas_kernels.shapes import LLAMA_8B
-from tests.helpers.matmul_machine import run_decode
+from tests.helpers.few_rows import run_tiles
 from tests.kernels.matmul.test_quantized_matmul import activations, check, exact, weights
 
 EPS = 1e-5
@@ -84,14 +85,13 @@ EMULATED = [  # weights, m, K, fused, changes to the plan
 @pytest.mark.parametrize(
     "name,m,k,kinds,changes", EMULATED, ids=[f"{c[0]}-{c[1]}x{c[2]}-{c[3]}" for c in EMULATED]
 )
-def test_emulated(name, m, k, kinds, changes, monkeypatch):
+def test_emulated(name, m, k, kinds, changes):
     n, dtype = (96 if "s" in kinds else 80), jnp.bfloat16
     w, x = weight(name, n, k, dtype), activations((m, k), dtype)
     bias = activations((n,), jnp.float32, 2) if "b" in kinds else None
     given = extras(m, n, k, dtype, kinds, jnp.float32 if m % 2 else dtype)
     ref = expected(x, w, bias, **given)
-    given["pairs"] = given.pop("swiglu", False)
-    out = run_decode(monkeypatch, x, w, bias, dtype, **given, **changes)
+    out = run_tiles(x, w, bias, dtype, **given, **changes)
     check(jnp.asarray(out), ref, dtype)
 
 
@@ -105,15 +105,14 @@ def test_emulated(name, m, k, kinds, changes, monkeypatch):
         ("w8-row", 16, 1024, "ns", {}),
     ],
 )
-def test_what_is_pending_is_added_and_stored(name, m, k, kinds, changes, monkeypatch):
+def test_what_is_pending_is_added_and_stored(name, m, k, kinds, changes):
     """The same bits as with a sum that was rounded before."""
     n, dtype = (96 if "s" in kinds else 80), jnp.bfloat16
     w, x = weight(name, n, k, dtype), activations((m, k), dtype)
     pending = activations((m, k), jnp.float32, 9)
     total = (x.astype(jnp.float32) + pending).astype(dtype)
     given = extras(m, n, k, dtype, kinds)
-    given["pairs"] = given.pop("swiglu", False)
-    run = functools.partial(run_decode, monkeypatch, w=w, bias=None, out_dtype=dtype)
+    run = functools.partial(run_tiles, w=w, bias=None, out_dtype=dtype)
     out, stored = run(x, pending=pending, **given, **changes)
     np.testing.assert_array_equal(stored, np.asarray(total))
     np.testing.assert_array_equal(out, run(total, **given, **changes))
@@ -184,12 +183,16 @@ def test_refusals():
         many = jnp.ones((17, 512), jnp.bfloat16)
         quantized_matmul(many, w, norm=(jnp.ones(512), EPS), implementation="mosaic")
     assert not fusible(x, RowBlocks((w, w)), swiglu=True)
-    no = planning.unsupported
+
+    def no(dtype, w, **fused):
+        call = Call.of(jnp.zeros((1, 512), dtype), w, dtype, **fused)
+        return planning.tile_plan(call).text
+
     half = weight("w4-g128", 96, 512, jnp.float16)
-    assert "norm's weight is float16" in no(1, jnp.float16, half, norm=jnp.float16)
-    assert "float32" in no(1, jnp.bfloat16, w, residual=jnp.float32)
-    assert "multiple of 32" in no(1, jnp.bfloat16, w[:80], swiglu=True)
-    assert "plain weights bfloat16" in no(1, jnp.float16, w)
+    assert "norm's weight is float16" in no(jnp.float16, half, gamma=jnp.ones(512, jnp.float16))
+    assert "float32" in no(jnp.bfloat16, w, residual=jnp.ones((1, 96), jnp.float32))
+    assert "multiple of 32" in no(jnp.bfloat16, w[:80], swiglu=True)
+    assert "plain weights bfloat16" in no(jnp.float16, w)
 
 
 def test_pairs_of_tiles_stay_together():
@@ -198,7 +201,7 @@ def test_pairs_of_tiles_stay_together():
     for m in (1, 8, 16):
         for n, k in ((28672, 4096), (57344, 8192), (16384, 2048), (3072, 576)):
             w = S((n, k), jnp.bfloat16)
-            plan = planning.make_plan(m, w, pairs=True)
+            plan = planning.divide_tiles(m, w, pairs=True)
             assert plan.per % 2 == plan.batch % 2 == 0
             assert plan.shared_bytes <= planning.SHARED
             assert plan.clusters * plan.per * 16 >= n > plan.clusters * (plan.per - 2) * 16

@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import QTensor, dequantize, quantize, quantized_matmul
-from pallas_kernels.matmul.few_rows import kernel as decode
+from pallas_kernels.dispatch import named_plan
+from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.few_rows import plan as planning
-from pallas_kernels.matmul.op import quantized_matmul_reference, unsupported
+from pallas_kernels.matmul.few_rows import widen
+from pallas_kernels.matmul.few_rows.scheme import Scheme
+from pallas_kernels.matmul.op import product_plan, quantized_matmul_reference
 from pallas_kernels.shapes import LLAMA_8B
-from tests.helpers.matmul_machine import Machine, install, run_decode
+from tests.helpers import warp_emulator
+from tests.helpers.few_rows import run_tiles
 
 # Relative RMS and max |error| / RMS(out).  16-bit outputs: their own rounding, and that of the
 # weights where a scale is folded into them.
@@ -80,9 +84,10 @@ def activations(shape, dtype, seed=1):
 
 def refused_or(implementation, x, w, **kwargs):
     """quantized_matmul, or a skip with the kernel's own reason."""
-    reason = unsupported(x, w, out_dtype=kwargs.get("out_dtype"))
-    if implementation == "mosaic" and reason is not None:
-        pytest.skip(reason)
+    out_dtype = kwargs.get("out_dtype", jnp.float32 if isinstance(x, QTensor) else x.dtype)
+    found = product_plan(x, w, out_dtype=out_dtype)
+    if implementation == "mosaic" and named_plan(found) is None:
+        pytest.skip(found.text)
     call = jax.jit(lambda x, w: quantized_matmul(x, w, implementation=implementation, **kwargs))
     return call(x, w)
 
@@ -199,7 +204,7 @@ def test_long_and_odd_rows_in_the_decode_kernel(k, m):
     """K divided among blocks, or x kept in shared memory; and a row is bitwise its own."""
     w = weights("w4-g128-zero", 2144, k, jnp.bfloat16)  # 134 tiles: some blocks have two
     x = activations((m, k), jnp.bfloat16)
-    assert decode.unsupported(m, x.dtype, w) is None
+    assert isinstance(planning.tile_plan(Call.of(x, w, x.dtype)), planning.TilePlan)
     call = jax.jit(lambda x, w: quantized_matmul(x, w, implementation="mosaic"))
     first = call(x, w)
     check(first, product(x, w), "bfloat16")
@@ -310,11 +315,11 @@ EMULATED = [  # weights, m, K, activations, changes to the plan
 
 
 @pytest.mark.parametrize("name", ["w4-g128-zero", "w4-g32-minimum", "w8-row"])
-def test_decode_kernel_emulated_with_float32_scales(name, monkeypatch):
+def test_decode_kernel_emulated_with_float32_scales(name):
     w = weights(name, 80, 2048, jnp.float32)
     x = activations((2, 2048), jnp.bfloat16)
-    assert decode.unsupported(2, x.dtype, w) is None
-    out = run_decode(monkeypatch, x, w, None, jnp.float32)
+    assert isinstance(planning.tile_plan(Call.of(x, w, x.dtype)), planning.TilePlan)
+    out = run_tiles(x, w, None, jnp.float32)
     # A folded weight is rounded to bf16; otherwise every step is float32.
     check(jnp.asarray(out), product(x, w), "bfloat16" if "g32" in name else "float32")
 
@@ -322,12 +327,12 @@ def test_decode_kernel_emulated_with_float32_scales(name, monkeypatch):
 @pytest.mark.parametrize(
     "name,m,k,dtype,changes", EMULATED, ids=[f"{c[0]}-{c[1]}x{c[2]}-{c[3]}" for c in EMULATED]
 )
-def test_decode_kernel_emulated(name, m, k, dtype, changes, monkeypatch):
+def test_decode_kernel_emulated(name, m, k, dtype, changes):
     """The kernel's own code, executed instruction by instruction on numpy."""
     w = weights(name, 80, k, dtype)
     x, bias = activations((m, k), dtype), activations((80,), jnp.float32, 2)
-    assert decode.unsupported(m, x.dtype, w) is None
-    out = run_decode(monkeypatch, x, w, bias, dtype, **changes)
+    assert isinstance(planning.tile_plan(Call.of(x, w, x.dtype)), planning.TilePlan)
+    out = run_tiles(x, w, bias, dtype, **changes)
     check(jnp.asarray(out), product(x, w, bias), dtype)
 
 
@@ -335,15 +340,15 @@ def test_decode_kernel_emulated(name, m, k, dtype, changes, monkeypatch):
 @pytest.mark.parametrize("words", ["int4", "int8"])
 def test_pairs_of_words_meet_their_columns(words, kind, monkeypatch):
     """Every weight is recovered exactly and meets its own column of x."""
-    fake = Machine([], [0], 0, 1)
-    install(monkeypatch, fake)
+    fake = warp_emulator.registers(threads=64)
+    monkeypatch.setattr(widen, "p", fake)
     low = {"int4": -8, "int8": -128}[words]
     values = np.arange(low, -low).astype(np.int64)
     values = np.resize(np.concatenate([values, values[::-3]]), (64, 32))
     dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16}[kind]
     x = np.random.default_rng(0).integers(-100, 100, values.shape)
     t = QTensor(jnp.asarray(values, words), jnp.ones((64, 1), dtype))
-    scheme = decode.Scheme(t, kind)
+    scheme = Scheme.of(t, kind)
     per_word = 32 // scheme.bits
     bits = (values & (2**scheme.bits - 1)).astype(np.uint64).reshape(64, -1, per_word)
     shifts = np.arange(per_word, dtype=np.uint64) * np.uint64(scheme.bits)
@@ -353,11 +358,11 @@ def test_pairs_of_words_meet_their_columns(words, kind, monkeypatch):
     x_words = halves[..., 0] | halves[..., 1] << 16
     total = np.zeros(64)
     for j in range(packed.shape[1]):
-        pairs = scheme.word_pairs(packed[:, j], np.uint32(scheme.bias))
-        columns = scheme.x_pairs([x_words[:, j, i] for i in range(per_word // 2)])
+        pairs = widen.word_pairs(scheme, packed[:, j], fake.ci(scheme.bias))
+        columns = widen.x_pairs(scheme, [x_words[:, j, i] for i in range(per_word // 2)])
         for a, b in zip(pairs, columns, strict=True):
-            for left, right in zip(fake.pair(a, kind), fake.pair(b, kind), strict=True):
-                total += left.astype(np.float64) * right.astype(np.float64)
+            for half in (fake.widen, fake.widen_high):
+                total += half(a, kind).astype(np.float64) * half(b, kind).astype(np.float64)
     assert (total == (values * x).sum(-1)).all()
 
 
@@ -378,7 +383,7 @@ def test_every_block_is_placed_at_once():
 
     def plan(m, n, k):
         w = QTensor(S((n, k), jnp.int4), S((n, k // 128), jnp.bfloat16))
-        return planning.make_plan(m, w)
+        return planning.divide_tiles(m, w)
 
     for m in (1, 8, 16):
         for _, n, k in LLAMA_8B:

@@ -6,6 +6,7 @@ Errors are relative RMS.  Bounds: 4e-3 for a 16-bit output; int8's int32 sum exa
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -15,9 +16,14 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import quantize
+from pallas_kernels.dispatch import choose_plan, named_plan
+from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.many_rows import kernel as prefill
 from pallas_kernels.matmul.many_rows import pipeline as prefill_pipeline
-from pallas_kernels.matmul.many_rows.pair import PairTile, pair_matmul
+from pallas_kernels.matmul.many_rows import plan as planning
+from pallas_kernels.matmul.many_rows.pair import pair_matmul
+from pallas_kernels.matmul.many_rows.plan import PairTile
+from pallas_kernels.matmul.op import product_plan
 from pallas_kernels.qtensor import QTensor
 
 LLAMA = ((14336, 4096), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
@@ -35,6 +41,17 @@ def shaped(shape, dtype):
 
 def lowered(f, *args) -> str:
     return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def matmul(x, w, bias, out_dtype, tile=None, *, swiglu=False):
+    """The kernel of many rows, with its own tile or another."""
+    call = Call.of(x, w, out_dtype, bias=bias, swiglu=swiglu)
+    if isinstance(x, QTensor) or not isinstance(w, QTensor):
+        form = planning.quantized_plan if isinstance(x, QTensor) else planning.plain_plan
+        plan = tile or named_plan(form(call))
+    else:
+        plan = named_plan(planning.weight_plan(call, tile))
+    return prefill.matmul(x, w, bias, out_dtype, plan, swiglu=swiglu)
 
 
 def floats(x) -> np.ndarray:
@@ -100,18 +117,14 @@ def test_lowers_at_real_shapes(n, k):
     for m in (65, 8191):
         for dtype in (I8, F8):
             x, w = (QTensor(shaped((r, k), dtype), shaped((r, 1), F32)) for r in (m, n))
-            text = lowered(
-                lambda x, w, b: prefill.matmul_w8a8(x, w, b, BF16), x, w, shaped((n,), BF16)
-            )
+            text = lowered(lambda x, w, b: matmul(x, w, b, BF16), x, w, shaped((n,), BF16))
             assert text.count("mosaic_gpu") >= 1
         vector = shaped((n, k // 128), BF16)
         for w in (
             QTensor(shaped((n, k), I4), vector, shaped((n, k // 128), I8)),
             QTensor(shaped((n, k), I8), shaped((n, 1), BF16)),
         ):
-            text = lowered(
-                lambda x, w: prefill.matmul_weight_only(x, w, None, BF16), shaped((m, k), BF16), w
-            )
+            text = lowered(lambda x, w: matmul(x, w, None, BF16), shaped((m, k), BF16), w)
             assert text.count("mosaic_gpu") >= 1
 
 
@@ -122,13 +135,13 @@ def test_few_rows_lower_at_real_shapes(n, k):
     x = shaped((64, k), BF16)
 
     def plain_product(x, w):
-        return prefill.matmul_plain(x, w, None, BF16)
+        return matmul(x, w, None, BF16)
 
     def weight_product(x, w):
-        return prefill.matmul_weight_only(x, w, None, BF16)
+        return matmul(x, w, None, BF16)
 
     def pair_product(x, w):
-        return prefill.matmul_w8a8(x, w, None, BF16)
+        return matmul(x, w, None, BF16)
 
     scale, row = shaped((n, k // 128), BF16), shaped((n, 1), F32)
     words = QTensor(shaped((n, k), I8), row)
@@ -150,7 +163,7 @@ def test_lowers_for_every_grouping(group, zeros, x_dtype):
     zero = None if zeros is None else shaped(vector.shape, x_dtype if zeros == BF16 else I8)
     w = QTensor(shaped((512, 4096), I4), vector, zero)
     x, bias = shaped((300, 4096), x_dtype), shaped((512,), x_dtype)
-    f = functools.partial(prefill.matmul_weight_only, out_dtype=x_dtype)
+    f = functools.partial(matmul, out_dtype=x_dtype)
     assert "mosaic_gpu" in lowered(f, x, w, bias)
 
 
@@ -168,7 +181,7 @@ def test_pair_kernel_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k,
     (A split K is not of the interpreter: it knows no stores to another block's memory.)"""
     # The interpreter gives the two views of a RefUnion separate memories, so take one view; and
     # a GPU of two SMs, so that every block has several tiles.
-    monkeypatch.setattr(prefill_pipeline, "N_SM", 2)
+    tile = dataclasses.replace(tile, sms=2)
     monkeypatch.setattr(
         prefill_pipeline,
         "rows_and_tiles",
@@ -194,7 +207,7 @@ def test_pair_kernel_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k,
         ({"n": 516}, "N = 516"),
         ({"x_dtype": F32}, "x is float32"),
         ({"group": 96, "k": 4032}, "group size 96"),
-        ({"dtype": F8}, "float8_e4m3fn words"),
+        ({"dtype": F8}, "float8_e4m3fn codes"),
         ({"out": F32}, "the output would be float32"),
     ],
 )
@@ -203,35 +216,40 @@ def test_unsupported_names_the_fact(change, fact):
     x = shaped((300, a["k"]), a["x_dtype"])
     group = a["group"] or a["k"]
     w = QTensor(shaped((a["n"], a["k"]), a["dtype"]), shaped((a["n"], a["k"] // group), BF16))
-    assert fact in prefill.unsupported(x, w, None, a["out"])
+    assert fact in planning.weight_plan(Call.of(x, w, a["out"])).text
     with pytest.raises(NotImplementedError, match=fact):
-        prefill.matmul_weight_only(x, w, None, a["out"])
+        choose_plan("quantized_matmul", "mosaic", lambda: product_plan(x, w, out_dtype=a["out"]))
 
 
 def test_tiles_fill_the_gpu():
     """The table's choices at a few shapes, and that none is worse than its neighbours by its own
     measure: a round of tiles never leaves most of the GPU idle when a smaller tile would not."""
-    large = prefill.choose_pair_tile(8192, 14336, 4096)
+    large = planning.pair_tile(8192, 14336, 4096)
     assert (large.m, large.n, large.split) == (128, 256, 1)
-    small = prefill.choose_pair_tile(1, 4096, 14336)
+    small = planning.pair_tile(1, 4096, 14336)
     assert (small.m, small.split) == (64, 2)
-    assert prefill.choose_pair_tile(64, 4096, 4096 + 16).split == 1
+    assert planning.pair_tile(64, 4096, 4096 + 16).split == 1
     for m, n, k in ((64, 14336, 4096), (20, 4096, 14336), (64, 49152, 576), (33, 264, 64)):
-        few = prefill.choose_weight_tile(m, n, k)
+        few = planning.weight_tile(m, n, k)
         assert few.divides(k) and few.tokens == (32 if m <= 32 else 64)
-    w = shaped((4096, 4096), BF16)
-    assert prefill.slower_plain(64, w) is None and "8 rows" in prefill.slower_plain(8, w)
-    gate_up = shaped((28672, 4096), BF16)
-    assert prefill.slower_plain(64, gate_up, swiglu=True) is None
-    assert "XLA" in prefill.slower_plain(64, gate_up)
-    assert "65 rows" in prefill.unsupported_plain(65, BF16, w)
-    assert "float16 by w of bfloat16" in prefill.unsupported_plain(64, jnp.dtype(F16), w)
-    assert "K not of 64" in prefill.unsupported_plain(64, BF16, shaped((64, 96), BF16))
-    assert prefill.choose_weight_tile(8192, 14336, 4096).tokens == 256
-    assert prefill.choose_weight_tile(256, 4096, 4096).tokens == 64
+    assert planning.weight_tile(8192, 14336, 4096).tokens == 256
+    assert planning.weight_tile(256, 4096, 4096).tokens == 64
     for m in (1, 64, 256, 2048):
-        assert prefill.choose_pair_tile(m, 4096, 4096, F8).cols <= 192
-        assert prefill.choose_pair_tile(m, 4096, 4096, F8).promote == 2
+        assert planning.pair_tile(m, 4096, 4096, F8).cols <= 192
+        assert planning.pair_tile(m, 4096, 4096, F8).promote == 2
+
+
+def test_plain_weights_of_few_rows():
+    def plan(m, n=4096, k=4096, dtype=BF16, **fused):
+        w = shaped((n, k), BF16)
+        return planning.plain_plan(Call.of(shaped((m, k), dtype), w, dtype, **fused))
+
+    assert isinstance(plan(64), PairTile) and "8 rows" in plan(8).text
+    assert isinstance(plan(64, 28672, swiglu=True), PairTile)
+    assert "XLA" in plan(64, 28672).text and isinstance(plan(64, 28672).plan, PairTile)
+    assert "65 rows" in plan(65).text and plan(65).plan is None
+    assert "float16 by w of bfloat16" in plan(64, dtype=F16).text
+    assert "K not of 64" in plan(64, 64, 96).text
 
 
 # --- on a Hopper GPU -----------------------------------------------------------------------------
@@ -245,7 +263,7 @@ def test_tiles_fill_the_gpu():
 def test_pair_values(dtype, m, n, k):
     x, w, bias = pair(m, n, k, dtype)
     for out, bound in ((BF16, 4e-3), (F16, 4e-3), (F32, 1e-6 if dtype == I8 else 5e-4)):
-        run = jax.jit(lambda x, w, b, out=out: prefill.matmul_w8a8(x, w, b, out))
+        run = jax.jit(lambda x, w, b, out=out: matmul(x, w, b, out))
         assert error(run(x, w, bias), expected(x, w, bias)) < bound
 
 
@@ -258,7 +276,7 @@ def test_plain_values(dtype, out, m, n, k, split):
     """float32 sums of exact products; with both blocks of a cluster, several tiles each."""
     x, w, bias = plain(m, n, k, dtype)
     tile = PairTile(64, 64, stages=5, cluster=1, split=split)
-    run = jax.jit(lambda x, w, b: prefill.matmul_plain(x, w, b, out, tile))
+    run = jax.jit(lambda x, w, b: matmul(x, w, b, out, tile))
     assert error(run(x, w, bias), expected(x, w, bias)) < (1e-5 if out == F32 else 4e-3)
 
 
@@ -268,17 +286,17 @@ def test_plain_swiglu():
     x, w, _ = plain(50, 2 * n, 512)
     y = expected(x, w)
     want = y[:, :n] / (1 + np.exp(-y[:, :n])) * y[:, n:]
-    run = jax.jit(lambda x, w: prefill.matmul_plain(x, w, None, F32, swiglu=True))
+    run = jax.jit(lambda x, w: matmul(x, w, None, F32, swiglu=True))
     assert error(run(x, w), want) < 1e-5
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [tile for tile, _ in prefill._FEW_WEIGHT])
+@pytest.mark.parametrize("tile", [tile for tile, _ in planning.FEW_WEIGHT])
 def test_weight_tiles_of_few_rows(tile):
     """Scales and zeros as they are stored, several tiles a block, sums across warpgroups and
     blocks; twice the same bits."""
     x, w, bias = weight_only(50, 17416, 1024, I4, 128, "int")
-    run = jax.jit(lambda x, w, b: prefill.matmul_weight_only(x, w, b, BF16, tile))
+    run = jax.jit(lambda x, w, b: matmul(x, w, b, BF16, tile))
     got = run(x, w, bias)
     assert error(got, expected(x, w, bias)) < 4e-3
     np.testing.assert_array_equal(floats(run(x, w, bias)), floats(got))
@@ -289,12 +307,12 @@ def test_weight_tiles_of_few_rows(tile):
 def test_split_pair_values(dtype):
     x, w, bias = pair(50, 9000, 1024, dtype)
     tile = PairTile(64, 64, stages=5, cluster=1, split=2, promote=2 * (dtype == F8))
-    run = jax.jit(lambda x, w, b: prefill.matmul_w8a8(x, w, b, F32, tile))
+    run = jax.jit(lambda x, w, b: matmul(x, w, b, F32, tile))
     assert error(run(x, w, bias), expected(x, w, bias)) < (1e-6 if dtype == I8 else 5e-4)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [tile for tile, _ in prefill._PAIR])
+@pytest.mark.parametrize("tile", [tile for tile, _ in planning.PAIR])
 def test_int8_sum_is_exact(tile):
     x, w, _ = pair(300, 1000, 4096, I8)
     ones = [jnp.ones(r, F32) for r in (300, 1000)]
@@ -311,19 +329,19 @@ def test_int8_sum_is_exact(tile):
 def test_weight_only_values(dtype, group, zeros, x_dtype):
     for m, n in ((3, 264), (259, 1160)):
         x, w, bias = weight_only(m, n, 512, dtype, group, zeros, x_dtype)
-        run = jax.jit(lambda x, w, b: prefill.matmul_weight_only(x, w, b, x_dtype))
+        run = jax.jit(lambda x, w, b: matmul(x, w, b, x_dtype))
         assert error(run(x, w, bias), expected(x, w, bias)) < 4e-3
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [320, 1024])
-@pytest.mark.parametrize("tile", [tile for tile, _ in prefill._WEIGHT])
+@pytest.mark.parametrize("tile", [tile for tile, _ in planning.WEIGHT])
 def test_every_weight_tile(tile, k):
     """Also with five slots, which an unrolled step does not divide."""
     if not tile.divides(k):
         pytest.skip("the tile is not for this K")
     x, w, bias = weight_only(3 * tile.tokens - 5, 1160, k, I4, 64, "int")
-    run = jax.jit(lambda x, w, b: prefill.matmul_weight_only(x, w, b, BF16, tile))
+    run = jax.jit(lambda x, w, b: matmul(x, w, b, BF16, tile))
     assert error(run(x, w, bias), expected(x, w, bias)) < 4e-3
 
 
@@ -340,7 +358,7 @@ def test_hostile_values(scheme):
         xq = x.q.at[3].set(jnp.zeros(k, x.dtype)).at[4, 5].set(jnp.asarray(127, x.dtype))
         x = QTensor(xq, jnp.asarray(sx))
         w = QTensor(w.q.at[9].set(jnp.zeros(k, w.dtype)), jnp.asarray(sw))
-        run = jax.jit(lambda x, w: prefill.matmul_w8a8(x, w, None, BF16))
+        run = jax.jit(lambda x, w: matmul(x, w, None, BF16))
     else:
         zeros = "int" if scheme == "w4_zeros" else None
         dtype, group = (I8, k) if scheme == "w8" else (I4, 128)
@@ -352,7 +370,7 @@ def test_hostile_values(scheme):
             zero = jnp.asarray(np.where(rng.random(s.shape) < 0.5, -8, 7), I8)
         x = x.at[3].set(jnp.zeros(k, BF16)).at[4, 5].set(jnp.asarray(1e4, BF16))
         w = QTensor(w.q.at[9].set(jnp.zeros(k, w.dtype)), jnp.asarray(s, BF16), zero)
-        run = jax.jit(lambda x, w: prefill.matmul_weight_only(x, w, None, BF16))
+        run = jax.jit(lambda x, w: matmul(x, w, None, BF16))
     got, want = floats(run(x, w)), expected(x, w)
     assert np.isfinite(got).all() and not got[3].any()
     # Column by column: the scales' magnitudes differ by 1e12, so one norm would hide most.
@@ -368,11 +386,11 @@ def test_rows_are_independent_and_runs_repeat(scheme):
     m, n, k = 700, 2048, 1024
     if scheme == "w4":
         x, w, bias = weight_only(m, n, k, I4, 128)
-        run = jax.jit(lambda x, w, b: prefill.matmul_weight_only(x, w, b, BF16))
+        run = jax.jit(lambda x, w, b: matmul(x, w, b, BF16))
         other = jnp.full_like(x, 1e30).at[::3].set(x[::3])
     else:
         x, w, bias = pair(m, n, k, I8 if scheme == "int8" else F8)
-        run = jax.jit(lambda x, w, b: prefill.matmul_w8a8(x, w, b, BF16))
+        run = jax.jit(lambda x, w, b: matmul(x, w, b, BF16))
         other = QTensor(jnp.full_like(x.q, 100).at[::3].set(x.q[::3]), x.scale)
     first = floats(run(x, w, bias))
     for _ in range(3):
@@ -385,7 +403,7 @@ def test_int4_weight_is_never_unpacked_in_memory():
     n, k = 14336, 4096
     w = quantize(jax.random.normal(jax.random.key(0), (n, k), BF16), "int4", group_size=128)
     x = jax.random.normal(jax.random.key(1), (256, k), BF16)
-    compiled = jax.jit(lambda x, w: prefill.matmul_weight_only(x, w, None, BF16)).lower(x, w)
+    compiled = jax.jit(lambda x, w: matmul(x, w, None, BF16)).lower(x, w)
     stats = compiled.compile().memory_analysis()
     assert stats.argument_size_in_bytes <= n * k // 2 + w.scale.nbytes + x.nbytes + 4096
     assert stats.temp_size_in_bytes <= 2 * w.scale.nbytes + (1 << 20)

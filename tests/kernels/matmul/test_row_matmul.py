@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.matmul.few_rows import row_kernel as row
-from pallas_kernels.matmul.few_rows import row_plan as planning
-from pallas_kernels.matmul.few_rows import row_products as products
-from pallas_kernels.matmul.few_rows import scheme as schemes
-from tests.helpers.warp_emulator import emulated
+from pallas_kernels.dispatch import named_plan
+from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.few_rows import kernel
+from pallas_kernels.matmul.few_rows import plan as planning
+from tests.helpers.few_rows import few_rows
 from tests.kernels.matmul.test_blocks_matmul import newest
 from tests.kernels.matmul.test_fused_matmul import expected, extras, weight
 from tests.kernels.matmul.test_quantized_matmul import activations, check
@@ -41,14 +41,13 @@ def case(name, n, k, kinds):
 
 @newest
 @pytest.mark.parametrize("name,n,k,kinds,changes", CASES, ids=str)
-@pytest.mark.parametrize("blocks", [1, 132])
-def test_emulated(name, n, k, kinds, changes, blocks, monkeypatch):
-    monkeypatch.setattr(planning, "BLOCKS", blocks)
+@pytest.mark.parametrize("sms", [1, 132])
+def test_emulated(name, n, k, kinds, changes, sms):
     x, w, given, ref = case(name, n, k, kinds)
-    plan = dataclasses.replace(row.make_plan(w, "s" in kinds), **changes)
-    assert blocks == 132 or plan.rounds > 1
-    with emulated(row, products, schemes):
-        out = row.matmul(x, w, out_dtype=x.dtype, plan=plan, **given)
+    plan = dataclasses.replace(planning.divide_row(w, "s" in kinds), sms=sms, **changes)
+    assert sms == 132 or plan.rounds > 1
+    with few_rows():
+        out = kernel.matmul(x, w, out_dtype=x.dtype, plan=plan, **given)
     check(out, ref, x.dtype)
 
 
@@ -61,25 +60,37 @@ SIZES = [(4096, 4096), (6144, 4096), (4096, 14336), (2144, 2048), (34, 1024), (1
 @pytest.mark.parametrize("kinds", ["", "nr", "nsb"])
 def test_values_on_the_gpu(name, n, k, kinds):
     x, w, given, ref = case(name, n, k, kinds)
-    call = jax.jit(lambda x, w, given: row.matmul(x, w, out_dtype=x.dtype, **given, **fixed))
     fixed = {key: given.pop(key) for key in ("eps", "swiglu") if key in given}
+    fixed["plan"] = planning.divide_row(w, "s" in kinds)
+    call = jax.jit(lambda x, w, given: kernel.matmul(x, w, out_dtype=x.dtype, **given, **fixed))
     first, again = call(x, w, given), call(x, w, given)
     check(first, ref, x.dtype)
     assert (first == again).all()
 
 
 def test_what_it_takes():
-    def no(n, k, name, rows=1, dtype=jnp.bfloat16, **more):
-        w = jax.eval_shape(lambda: weight(name, n, k, dtype))
-        return planning.unsupported(rows, dtype, w, **more)
+    def found(n, k, name, rows=1, dtype=jnp.bfloat16, residual=None, swiglu=False):
+        one = jax.eval_shape(lambda: weight(name, 1, k, dtype))
+        w = jax.tree.map(lambda v: jax.ShapeDtypeStruct((n, *v.shape[1:]), v.dtype), one)
+        if residual is not None:
+            residual = jax.ShapeDtypeStruct((rows, n), residual)
+        x = jax.ShapeDtypeStruct((rows, k), dtype)
+        return planning.row_plan(Call.of(x, w, dtype, residual=residual, swiglu=swiglu))
+
+    def no(*args, **more):
+        return found(*args, **more).text
+
+    def slower(*args):
+        return "as fast" in no(*args) and named_plan(found(*args)) is not None
 
     for name, k in (("plain", 256), ("w8-row", 512), ("w4-g128", 1024)):
-        assert no(64, k, name) is None
+        assert slower(64, k, name)
+        assert isinstance(found(1 << 17, k, name), planning.RowPlan)
         assert f"multiple of {k}" in no(64, k + 128, name)
     assert "2 rows" in no(64, 1024, "plain", rows=2)
     assert "float16" in no(64, 1024, "plain", dtype=jnp.float16)
     assert "zeros" in no(64, 1024, "w4-g128-zero") and "int4" in no(64, 1024, "w8-g128")
-    assert "odd" in no(33, 1024, "w4-g128") and no(33, 1024, "plain") is None
+    assert "odd" in no(33, 1024, "w4-g128") and slower(33, 1024, "plain")
     assert "behind SwiGLU" in no(64, 1024, "plain", residual=jnp.bfloat16, swiglu=True)
     assert "float32" in no(64, 1024, "plain", residual=jnp.float32)
 
@@ -91,8 +102,9 @@ def test_what_is_pending_is_added_and_stored(name, n, k, kinds):
     x, w, given, _ = case(name, n, k, kinds.replace("r", ""))
     pending = activations((1, k), jnp.float32, 9)
     total = (x.astype(jnp.float32) + pending).astype(x.dtype)
-    with emulated(row, products, schemes):
-        out, stored = row.matmul(x, w, out_dtype=x.dtype, pending=pending, **given)
-        want = row.matmul(total, w, out_dtype=x.dtype, **given)
+    given |= {"out_dtype": x.dtype, "plan": planning.divide_row(w, "s" in kinds)}
+    with few_rows():
+        out, stored = kernel.matmul(x, w, pending=pending, **given)
+        want = kernel.matmul(total, w, **given)
     assert (stored == total).all()
     assert (out == want).all()

@@ -1,24 +1,33 @@
-"""The decode matmul's end: the warps' and blocks' partial sums added in a fixed order, then what is
+"""The tile kernel's end: the warps' and blocks' partial sums added in a fixed order, then what is
 fused behind the product, one rounding, and the store."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
-from pallas_kernels.fused_parts import silu
+from pallas_kernels import ptx as p
+from pallas_kernels.matmul.few_rows.block import Block, Params
+from pallas_kernels.matmul.few_rows.operands import Operands
 from pallas_kernels.matmul.few_rows.plan import PITCH, WARPS
+from pallas_kernels.matmul.few_rows.tile_x import NormedX
+from pallas_kernels.ptx import Value
 
-_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 
-
+@dataclasses.dataclass(frozen=True)
 class Sums:
-    """The part of a block's program that ends a batch; see ``matmul.few_rows.kernel``."""
+    """partial: shared memory of the partial sums."""
+
+    block: Block
+    given: Operands
+    params: Params
+    partial: Value
+    normed: NormedX | None
 
     def partial_at(self, slot, warp, token, row):
-        per_warp = 4 * self.plan.n_tiles * 8 * PITCH
+        per_warp = 4 * self.block.plan.n_tiles * 8 * PITCH
         return p.add(
             self.partial,
             p.mul(slot, WARPS * per_warp),
@@ -28,14 +37,15 @@ class Sums:
         )
 
     def store_partial(self, slot, total) -> None:
-        at = self.partial_at(slot, self.warp, p.mul(self.quad, 2), self.row)
-        for t in range(self.plan.n_tiles):
+        block = self.block
+        at = self.partial_at(slot, block.warp, p.mul(block.quad, 2), block.row)
+        for t in range(block.plan.n_tiles):
             for i in range(4):
-                p.store_shared(at, total[t][i], 4 * ((8 * t + i % 2) * PITCH + 8 * (i // 2)))
+                p.store_shared(at, [total[t][i]], 4 * ((8 * t + i % 2) * PITCH + 8 * (i // 2)))
 
     def reduce(self, batch, buffer, count: int) -> None:
         """``count`` tiles; with SwiGLU a tile of gate and one of up make one of the output."""
-        plan = self.plan
+        block, plan = self.block, self.block.plan
         parts = 2 if plan.pairs else 1
         values = 16 * plan.m
         slot_of = functools.partial(p.add, p.mul(buffer, plan.batch))
@@ -46,10 +56,10 @@ class Sums:
 
         def over_warps(slot, token, row):
             at = self.partial_at(slot, p.ci(0), token, row)
-            value = p.load_shared(at)
+            value = p.load_float(at)
             for w in range(1, plan.warps):
                 warp_bytes = 4 * plan.n_tiles * 8 * PITCH
-                value = arith.addf(value, p.load_shared(at, w * warp_bytes))
+                value = arith.addf(value, p.load_float(at, w * warp_bytes))
             return at, value
 
         def finish(index, t, value_of):
@@ -58,7 +68,7 @@ class Sums:
             slots = [slot_of(p.mul(t, parts), i) for i in range(parts)]
             sums = [value_of(slot, token, row) for slot in slots]
             step = p.add(p.mul(batch, plan.batch // parts), t)
-            tile = p.add(p.mul(step, plan.clusters), self.cluster)
+            tile = p.add(p.mul(step, plan.clusters), block.cluster)
             self.write(sums, slots, tile, token, row)
 
         if plan.split == 1:
@@ -67,14 +77,15 @@ class Sums:
                 t = arith.divui(index, p.ci(values))
                 finish(index, t, lambda *where: over_warps(*where)[1])
 
-            self.threads(count // parts * values, whole)
+            block.threads(count // parts * values, whole)
             return
 
         def of_block(index):
             slot = slot_of(arith.divui(index, p.ci(values)))
-            p.store_shared(*over_warps(slot, *token_and_row(index)))
+            at, value = over_warps(slot, *token_and_row(index))
+            p.store_shared(at, [value])
 
-        self.threads(count * values, of_block)
+        block.threads(count * values, of_block)
         p.cluster_barrier()
 
         def over_blocks(slot, token, row):
@@ -84,34 +95,33 @@ class Sums:
 
         def of_cluster(index):
             # Each block finishes every split-th tile of the output.
-            t = p.add(p.mul(arith.divui(index, p.ci(values)), plan.split), self.rank)
+            t = p.add(p.mul(arith.divui(index, p.ci(values)), plan.split), block.rank)
             p.when(p.less(t, count // parts), lambda: finish(index, t, over_blocks))
 
-        self.threads(-(-count // parts // plan.split) * values, of_cluster)
+        block.threads(-(-count // parts // plan.split) * values, of_cluster)
 
     def write(self, sums, slots, tile, token, row) -> None:
-        def store():
-            values = sums
-            if self.gamma is not None:
-                factor = self.factor(token)
-                values = [arith.mulf(v, factor) for v in values]
-            if self.bias is not None:
-                at = p.add(self.params, self.bias_at, p.mul(row, 4))
-                places = [p.add(at, p.mul(slot, self.plan.param_bytes)) for slot in slots]
-                values = [
-                    arith.addf(v, p.load_shared(b)) for v, b in zip(values, places, strict=True)
-                ]
-            out = arith.mulf(silu(values[0]), values[1]) if self.plan.pairs else values[0]
-            if self.residual is not None:
-                at = p.add(p.mul(slots[0], self.plan.param_bytes), p.mul(token, 32), p.mul(row, 2))
-                old = p.load_shared_narrow(p.add(self.params, at), "u16", self.residual_at)
-                out = arith.addf(out, p.widen(old, self.out_kind))
-            column = p.add(p.mul(tile, 16), row)
-            at = p.add(p.mul(token, 16 * self.out_tiles), column)
-            at = p.offset(self.out, at, _BYTES[self.out_kind])
-            if self.out_kind == "f32":
-                p.store_global(at, out)
-            else:
-                p.store_global_half(at, p.narrow(out, self.out_kind))
+        given, params = self.given, self.params
 
-        p.when(p.less(tile, self.out_tiles), store)
+        def biases():
+            at = p.add(params.base, params.bias_at, p.mul(row, 4))
+            places = [p.add(at, p.mul(slot, params.tile_bytes)) for slot in slots]
+            for place in places:
+                yield p.load_float(place)
+
+        def residual():
+            at = p.add(p.mul(slots[0], params.tile_bytes), p.mul(token, 32), p.mul(row, 2))
+            old = p.load_shared_narrow(p.add(params.base, at), "u16", params.residual_at)
+            yield p.widen(old, given.kinds["out"])
+
+        def store():
+            (out,) = given.finish(
+                sums,
+                factor=None if self.normed is None else self.normed.factor(token),
+                biases=None if given.bias is None else biases(),
+                residual=None if given.residual is None else residual(),
+            )
+            column = p.add(p.mul(tile, 16), row)
+            given.store(p.add(p.mul(token, 16 * self.block.out_tiles), column), out)
+
+        p.when(p.less(tile, self.block.out_tiles), store)

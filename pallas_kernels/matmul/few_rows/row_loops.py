@@ -1,20 +1,24 @@
-"""How a warp multiplies the words of a row of w by x: the inner part of the kernel of one row.
+"""How a warp multiplies a row of w by x: the inner part of the kernel of one row.
 
-``matmul.few_rows.row_kernel`` brings the words and ends the sums.  A product says how x lies in
-shared memory (``store_x``), what becomes of a group of loads (``group``) and what of a row's sum a
-lane has (``totals``).
+``row`` brings the codes and ends the sums.  A loop says how x lies in shared memory (``store_x``),
+what becomes of a group of loads (``group``) and what of a row's sum a lane has (``totals``).
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels import mosaic as p
-from pallas_kernels import ptx as a
+from pallas_kernels import ptx as p
+from pallas_kernels.matmul.few_rows import widen
+from pallas_kernels.matmul.few_rows.operands import Operands
+from pallas_kernels.matmul.few_rows.plan import RowPlan
+from pallas_kernels.matmul.few_rows.scheme import Scheme
+from pallas_kernels.ptx import Value
 
-_BYTE = 8388608.0 + 128.0  # the float whose low byte is 128, in units of its last place
 
-
+@dataclasses.dataclass(frozen=True)
 class Floats:
     """The product of bfloat16 or int8, each value a float and a multiplication.
 
@@ -22,8 +26,15 @@ class Floats:
     a time lie beside its neighbours' 4.
     """
 
-    def __init__(self, kernel):
-        self.plan, self.xs, self.lane = kernel.plan, kernel.xs, kernel.lane
+    plan: RowPlan
+    xs: Value
+    lane: Value
+    in_groups = False
+
+    @classmethod
+    def of(cls, plan: RowPlan, scheme: Scheme, given: Operands, xs: Value, lane: Value) -> Floats:
+        del scheme, given
+        return cls(plan, xs, lane)
 
     def store_x(self, piece, values) -> None:
         """Columns 8 * piece and on."""
@@ -34,19 +45,11 @@ class Floats:
             at = p.add(self.xs, p.mul(arith.andi(piece, p.ci(1)), 1024))
         lane = arith.andi(lane, p.ci(31))
         at = p.add(at, p.mul(chunk, 128 * self.plan.per_load), p.mul(lane, 16))
-        a.store_shared(at, values[:4])
-        a.store_shared(at, values[4:], 512)
+        p.store_shared(at, values[:4])
+        p.store_shared(at, values[4:], 512)
 
     def nothing(self):
         return [[p.cf(0.0)] * 2 for _ in range(self.plan.rows)]
-
-    def floats(self, word):
-        """The values of a word, in the order of its bytes."""
-        if self.plan.bits == 16:
-            return [p.widen(word, "bf16"), p.widen_high(word, "bf16")]
-        flipped = arith.xori(word, p.ci(0x80808080))
-        made = [p.permute(flipped, p.ci(0x4B000000), 0x7540 + i) for i in range(4)]
-        return [arith.addf(a.from_bits(m), p.cf(-_BYTE)) for m in made]
 
     def group(self, chunks, words, sums):
         """sums[row][2] and the products of these chunks' words."""
@@ -54,10 +57,10 @@ class Floats:
         at, words = p.add(self.xs, p.mul(self.lane, 16)), iter(words)
         for chunk in chunks:
             start = 4 * 32 * values * chunk
-            loaded = [a.load_shared(at, 4, start + 512 * i, "f32") for i in range(values // 4)]
+            loaded = [p.load_shared(at, 4, start + 512 * i, "f32") for i in range(values // 4)]
             xs = [x for four in loaded for x in four]
             for pair in sums:
-                weights = [v for _ in range(4) for v in self.floats(next(words))]
+                weights = [v for _ in range(4) for v in widen.floats(self.plan.bits, next(words))]
                 for i, (x, w) in enumerate(zip(xs, weights, strict=True)):
                     pair[i % 2] = p.fma(x, w, pair[i % 2])
         return sums
@@ -67,6 +70,7 @@ class Floats:
         return [arith.addf(*pair) for pair in sums]
 
 
+@dataclasses.dataclass(frozen=True)
 class Nibbles:
     """The product of int4 in groups of 128, two rows at a time, by mma.m16n8k16.
 
@@ -77,34 +81,42 @@ class Nibbles:
     columns of which 7 are no token.
     """
 
-    def __init__(self, kernel):
-        self.plan, self.xs, self.lane = kernel.plan, kernel.xs, kernel.lane
-        self.scales, self.scheme = kernel.at["scale"], kernel.scheme
-        self.kind, self.bytes = self.scheme.scale_kind, self.scheme.scale_bytes
-        group = p.shift_right(self.lane, 2)
-        # Of the lane's accumulators of a row, columns 2 c and 2 c + 1, is one on the diagonal?
-        quad = arith.andi(self.lane, p.ci(3))
-        self.on_diagonal = a.equal(quad, p.shift_right(self.lane, 3))
-        self.is_second = a.equal(arith.andi(group, p.ci(1)), p.ci(1))
-        self.group_at = p.mul(group, self.bytes)
+    plan: RowPlan
+    scheme: Scheme
+    xs: Value
+    lane: Value
+    scales: Value
+    group_at: Value  # the lane's group's scale, in bytes from that of the chunk's first
+    on_diagonal: Value  # of the lane's accumulators of a row, columns 2 c and 2 c + 1, is one?
+    is_second: Value
+    in_groups = True
+
+    @classmethod
+    def of(cls, plan: RowPlan, scheme: Scheme, given: Operands, xs: Value, lane: Value) -> Nibbles:
+        group = p.shift_right(lane, 2)
+        quad = arith.andi(lane, p.ci(3))
+        on_diagonal = p.equal(quad, p.shift_right(lane, 3))
+        is_second = p.equal(arith.andi(group, p.ci(1)), p.ci(1))
+        group_at = p.mul(group, scheme.scale_bytes)
+        return cls(plan, scheme, xs, lane, given.scale, group_at, on_diagonal, is_second)
 
     def scales_of(self, row):
-        at = p.offset(self.scales, row, self.bytes * (self.plan.k // 128))
+        at = p.offset(self.scales, row, self.scheme.scale_bytes * (self.plan.k // 128))
         return p.offset(at, self.group_at)
 
     def scale(self, at, chunk: int):
-        start = 8 * self.bytes * chunk
-        if self.kind == "f32":
-            return a.load_words(at, 1, start, kind="f32")[0]
-        return a.load_half(at, start)
+        start = 8 * self.scheme.scale_bytes * chunk
+        if self.scheme.scale_kind == "f32":
+            return p.load_global(at, 1, start, "f32", "")[0]
+        return p.load_half(at, start)
 
     def store_x(self, piece, values) -> None:
         """Columns 8 * piece and on, as pairs i and i + 4, to where their words' lane reads them."""
-        pairs = [a.pack(values[i], values[i + 4], "bf16") for i in range(4)]
+        pairs = [p.pack(values[i], values[i + 4]) for i in range(4)]
         chunk, word = p.shift_right(piece, 7), arith.andi(piece, p.ci(3))
         lane = arith.andi(p.shift_right(piece, 2), p.ci(31))
         at = p.add(self.xs, p.mul(chunk, 2048), p.mul(word, 512), p.mul(lane, 16))
-        a.store_shared(at, [a.from_bits(pair) for pair in pairs])
+        p.store_shared(at, [p.from_bits(pair) for pair in pairs])
 
     def nothing(self):
         return [p.cf(0.0)] * 2
@@ -112,19 +124,19 @@ class Nibbles:
     def group(self, chunks, words, sums):
         """sums[row] and the scaled products of these chunks' words."""
         at, words, sums = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
-        offset = p.ci(self.scheme.bias)
+        offset, kind = p.ci(self.scheme.bias), self.scheme.scale_kind
         for chunk in chunks:
             rows = [[next(words) for _ in range(4)] for _ in range(2)]
             scales = [next(words) for _ in range(2)]
             acc = [p.cf(0.0)] * 4
             for i in range(4):
-                low, high = (self.scheme.word_pairs(row[i], offset) for row in rows)
-                xs = a.load_shared(at, 4, 2048 * chunk + 512 * i)
+                low, high = (widen.word_pairs(self.scheme, row[i], offset) for row in rows)
+                xs = p.load_shared(at, 4, 2048 * chunk + 512 * i)
                 for s in (0, 2):
                     left = [low[s], high[s], low[s + 1], high[s + 1]]
                     acc = p.mma(acc, left, xs[s : s + 2])
             for r, scale in enumerate(scales):
-                scale = scale if self.kind == "f32" else p.widen(scale, self.kind)
+                scale = scale if kind == "f32" else p.widen(scale, kind)
                 part = arith.select(self.is_second, acc[2 * r + 1], acc[2 * r])
                 sums[r] = p.fma(part, scale, sums[r])
         return sums

@@ -1,0 +1,115 @@
+"""What a kernel of few rows is given, and what both of its programs do with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import ptx as p
+from pallas_kernels.fused_parts import floats, rounded_sum, silu
+from pallas_kernels.ptx import Value
+
+BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """Addresses in device memory, None for what a call does not have, and what they hold."""
+
+    k: int
+    kinds: Mapping[str, str]
+    eps: float | None
+    swiglu: bool
+    x: Value
+    w: Value
+    out: Value
+    scale: Value | None = None
+    zero: Value | None = None
+    bias: Value | None = None
+    gamma: Value | None = None
+    residual: Value | None = None
+    pending: Value | None = None
+    total: Value | None = None
+
+    @classmethod
+    def of(cls, memory: Mapping[str, Value | None], **facts) -> Operands:
+        """memory: references, by name."""
+        return cls(**{k: None if r is None else p.address(r) for k, r in memory.items()}, **facts)
+
+    # --- before the product ---
+
+    def eight(self, name: str, at: Value, cache: str) -> list[Value]:
+        """8 neighbours of gamma or of what is pending, as floats."""
+        if self.kinds[name] != "f32":
+            return floats(p.load_global(at, 4, cache=cache))
+        kind = "b32" if cache else "f32"
+        values = [v for i in (0, 16) for v in p.load_global(at, 4, i, kind, cache)]
+        return [p.from_bits(v) for v in values] if cache else values
+
+    def store_total(
+        self, words: Sequence[Value], pending: Sequence[Value], place: Callable, block: Callable
+    ) -> list[Value]:
+        """8 values of x with what was pending, rounded, as words: block 0 stores them at
+        ``place(total)``."""
+        words = rounded_sum(words, pending)
+        at = place(self.total)
+        p.when(p.less(block(), 1), lambda: p.store_global(at, words))
+        return words
+
+    def factor(self, squares: Value) -> Value:
+        """The norm's, of a row with this sum of squares."""
+        return p.rsqrt(p.fma(squares, p.cf(1.0 / self.k), p.cf(self.eps)))
+
+    # --- behind it ---
+
+    def finish(
+        self,
+        sums: Sequence[Value],
+        *,
+        factor: Value | None,
+        scales: Iterable[Value] | None = None,
+        biases: Iterable[Value] | None = None,
+        residual: Iterable[Value] | None = None,
+    ) -> list[Value]:
+        """Results of neighbouring rows of w or, with SwiGLU, of a row of gate and its row of up."""
+        values = list(sums)
+        if factor is not None:
+            values = [arith.mulf(v, factor) for v in values]
+        if scales is not None:
+            values = [arith.mulf(v, s) for v, s in zip(values, scales, strict=True)]
+        if biases is not None:
+            values = [arith.addf(v, b) for v, b in zip(values, biases, strict=True)]
+        if self.swiglu:
+            gate, up = values
+            values = [arith.mulf(silu(gate), up)]
+        if residual is not None:
+            values = [arith.addf(v, r) for v, r in zip(values, residual, strict=True)]
+        return values
+
+    def store(self, index: Value, value: Value) -> None:
+        """The only rounding."""
+        kind = self.kinds["out"]
+        at = p.offset(self.out, index, BYTES[kind])
+        if kind == "f32":
+            p.store_global(at, [value])
+        else:
+            p.store_global_half(at, p.narrow(value, kind))
+
+
+def add_squares(total: Value, values: Sequence[Value], inside: Callable[[], Value] | None) -> Value:
+    """inside: whether the values are a row's; None where all are."""
+    squares = total
+    for v in values:
+        squares = p.fma(v, v, squares)
+    return squares if inside is None else arith.select(inside(), squares, total)
+
+
+def over_lanes(values: Sequence[Value], lanes: int = 32) -> list[Value]:
+    """Sums over so many neighbouring lanes, in each of them."""
+    values = list(values)
+    for distance in (16, 8, 4, 2, 1):
+        if distance < lanes:
+            values = [arith.addf(v, p.shuffle_xor(v, distance)) for v in values]
+    return values

@@ -1,0 +1,215 @@
+"""The product of one row on Hopper, ``x[K] w[N, K]^T``, and what stands around it.
+
+w is bfloat16, int8 with one scale a row, or int4 in groups of 128, in the plain layout; x is
+bfloat16.  A warp reads 512 bytes of one row of w that lie side by side with every instruction, into
+registers, and multiplies them there: one row needs no tile in shared memory.
+
+Who does what.  A block of 16 warps per SM.  A warp has one or two rows of w at a time (with SwiGLU
+a row of gate and its row of up), neighbouring warps neighbouring rows, so that all SMs read from
+one place of w.
+
+    all      x and the norm's weight, then the first of w -> registers   (``Input.ask``, ``load``)
+    all      x times that weight -> shared memory; sum of x's squares; barrier     (``Input.store``)
+    warp     per group of 4 loads: the next group -> registers, multiply this one   (``row_loops``)
+    warp     sum over lanes; lane 0: what is fused, one rounding, store                 (``finish``)
+
+Numerics.  Float32, in an order that depends on K alone; the norm's factor and an int8 row's scale
+meet the sum.  x times the norm's weight stays float32; beside int4 it is rounded once to bfloat16,
+and a group's exact sum is scaled.
+
+Floor: w's bytes at 4.3 TB/s.  On an H200, us [floor]: 28672 x 4096 with norm and SwiGLU bfloat16
+54.2 [54.6], int8 29.0 [27.3], int4 16.3 [14.5].  The other shapes and what was tried:
+``matmul/NOTES.md``; ``python -m pallas_kernels.bench.matmul quantized_matmul --tokens 1``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import ptx as p
+from pallas_kernels.fused_parts import floats
+from pallas_kernels.matmul.few_rows.operands import Operands, add_squares, over_lanes
+from pallas_kernels.matmul.few_rows.plan import THREADS, WARPS, RowPlan
+from pallas_kernels.matmul.few_rows.row_loops import Floats, Nibbles
+from pallas_kernels.matmul.few_rows.scheme import Scheme
+from pallas_kernels.ptx import Value
+
+_STREAMED = ".nc.L1::no_allocate"
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """x on its way to shared memory, to where the inner loop reads it.
+
+    squares: shared memory of a sum for every warp.
+    """
+
+    plan: RowPlan
+    given: Operands
+    loop: Floats | Nibbles
+    thread: Value
+    squares: Value
+
+    def ask(self, early: bool):
+        """8 values a thread of x and of the norm's weight, those that are asked for before the
+        first of w, or the others: [(piece, is it one, x, gamma, pending)]."""
+        given, pieces = self.given, self.plan.k // 8
+        rounds = range(0, pieces, THREADS)
+        at_once = 4 if given.gamma is None else 2
+        asked = []
+        for first in rounds[:at_once] if early else rounds[at_once:]:
+            piece = p.add(self.thread, first)
+            inside = None
+            if first + THREADS > pieces:
+                inside, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
+            words = p.load_global(p.offset(given.x, piece, 16), 4, cache="")
+            gamma = None if given.gamma is None else self.eight("gamma", piece)
+            pending = None if given.pending is None else self.eight("pending", piece)
+            asked.append((piece, inside, words, gamma, pending))
+        return asked
+
+    def eight(self, name: str, piece: Value) -> list[Value]:
+        size = 32 if self.given.kinds[name] == "f32" else 16
+        return self.given.eight(name, p.offset(getattr(self.given, name), piece, size), cache="")
+
+    def store(self, asked, warp: Value, lane: Value) -> None:
+        """x times the norm's weight to shared memory, and the warps' sums of x's squares."""
+        total = p.cf(0.0)
+        for piece, inside, words, gamma, pending in [*asked, *self.ask(early=False)]:
+            if pending is not None:
+                place = functools.partial(p.offset, index=piece, stride=16)
+                block = functools.partial(p.register, "ctaid.x")
+                words = self.given.store_total(words, pending, place, block)
+            values = floats(words)
+            if gamma is not None:
+                is_one = None if inside is None else lambda inside=inside: inside
+                total = add_squares(total, values, is_one)
+                values = [arith.mulf(v, g) for v, g in zip(values, gamma, strict=True)]
+            store = functools.partial(self.loop.store_x, piece, values)
+            if inside is None:
+                store()
+            else:
+                p.when(inside, store)
+        if self.given.gamma is not None:
+            (total,) = over_lanes([total])
+            at = p.add(self.squares, p.mul(warp, 4))
+            p.when(p.less(lane, 1), lambda: p.store_shared(at, [total]))
+
+    def factor(self) -> Value | None:
+        if self.given.gamma is None:
+            return None
+        total = p.load_float(self.squares)
+        for w in range(1, WARPS):
+            total = arith.addf(total, p.load_float(self.squares, 4 * w))
+        return self.given.factor(total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A warp's rows of w, one unit of them after the other.
+
+    w: the lane's place in the first row.
+    """
+
+    plan: RowPlan
+    given: Operands
+    loop: Floats | Nibbles
+    lane: Value
+    w: Value
+
+    def of(self, unit: Value) -> list[Value]:
+        """The unit's rows: side by side, or one of gate and one of up."""
+        swiglu = self.given.swiglu
+        row = unit if swiglu else p.mul(unit, self.plan.rows)
+        return [row, p.add(row, self.plan.units if swiglu else 1)][: self.plan.rows]
+
+    def load(self, unit: Value, group: Sequence[int]) -> list[Value]:
+        """What a lane needs of these chunks of the unit's rows: 4 words of each, and with groups of
+        columns the scale of its own."""
+        out = []
+        rows = self.of(unit)
+        row_bytes = self.plan.k * self.plan.bits // 8
+        places = [p.offset(self.w, row, row_bytes) for row in rows]
+        scales = [self.loop.scales_of(row) for row in rows] if self.loop.in_groups else []
+        for chunk in group:
+            for place in places:
+                out += p.load_global(place, 4, 512 * chunk, cache=_STREAMED)
+            out += [self.loop.scale(at, chunk) for at in scales]
+        return out
+
+    def ask(self, unit: Value) -> dict[str, list[Value]]:
+        """What ``finish`` needs of device memory, asked for before the product."""
+        names = {"scales": "scale", "biases": "bias", "residual": "residual"}
+        if self.loop.in_groups:
+            del names["scales"]
+        rows, given = self.of(unit), self.given
+        return {key: [self.number(name, row) for row in rows] for key, name in names.items()
+                if getattr(given, name) is not None}  # fmt: skip
+
+    def number(self, name: str, index: Value) -> Value:
+        kind, base = self.given.kinds[name], getattr(self.given, name)
+        if kind == "f32":
+            return p.load_global(p.offset(base, index, 4), 1, 0, "f32", "")[0]
+        return p.widen(p.load_half(p.offset(base, index, 2)), kind)
+
+    def finish(self, unit: Value, sums, asked, factor: Value | None) -> None:
+        totals = over_lanes(self.loop.totals(sums))
+
+        def store():
+            values = self.given.finish(totals, factor=factor, **asked)
+            first = p.mul(unit, len(values))
+            for i, value in enumerate(values):
+                self.given.store(p.add(first, i), value)
+
+        p.when(p.less(self.lane, 1), store)
+
+
+def run(plan: RowPlan, scheme: Scheme, given: Operands, scratch: Sequence[Value]) -> None:
+    """One block's program, emitted while the kernel is traced.  scratch: of x, and of squares."""
+    xs, squares = (p.shared_address(r) for r in scratch)
+    thread = p.register("tid.x")
+    warp = p.shift_right(thread, 5)
+    lane = arith.andi(thread, p.ci(31))
+    # Neighbouring warps of a block have neighbouring rows.
+    first = p.add(p.mul(p.register("ctaid.x"), WARPS), warp)
+    w = p.offset(given.w, lane, 16)
+    loop = (Nibbles if plan.bits == 4 else Floats).of(plan, scheme, given, xs, lane)
+    source = Input(plan, given, loop, thread, squares)
+    rows = Rows(plan, given, loop, lane, w)
+    groups, stride = plan.groups, plan.blocks * WARPS
+
+    asked = source.ask(early=True)
+    ready = rows.load(p.minimum(first, plan.units - 1), groups[0])
+    source.store(asked, warp, lane)
+    p.barrier()
+    factor = source.factor()
+
+    def product(unit, ready, later=None):
+        """later: the warp's next unit."""
+        asked = rows.ask(unit)
+        sums = loop.nothing()
+        for i, group in enumerate(groups):
+            now = ready
+            if i + 1 < len(groups):
+                ready = rows.load(unit, groups[i + 1])
+            elif later is not None:
+                ready = rows.load(later, groups[0])
+            sums = loop.group(group, now, sums)
+        rows.finish(unit, sums, asked, factor)
+        return ready
+
+    def step(i, ready):
+        unit = p.add(p.mul(i, stride), first)
+        later = p.add(unit, stride)
+        # A warp without another unit reads its first one again, and stores nothing of it.
+        later = arith.select(p.less(later, plan.units), later, first)
+        return product(unit, ready, later)
+
+    if plan.rounds > 1:
+        ready = p.loop(0, plan.rounds - 1, 1, ready, step)
+    last = p.add(first, stride * (plan.rounds - 1))
+    p.when(p.less(last, plan.units), lambda: product(last, ready))

@@ -1,0 +1,154 @@
+"""The tile kernel's inner loop: a tile of 16 rows of w times a warp's run of x."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import ptx as p
+from pallas_kernels.matmul.few_rows import widen
+from pallas_kernels.matmul.few_rows.block import Block, Params
+from pallas_kernels.matmul.few_rows.tile_x import Fragments
+from pallas_kernels.ptx import Value
+
+
+@dataclasses.dataclass(frozen=True)
+class TileLoop:
+    """lane_k: the lane's first column.  scales, zeros: shared memory of its row's of the first
+    tile."""
+
+    block: Block
+    params: Params
+    lane_k: Value
+    scales: Value
+    zeros: Value
+
+    @classmethod
+    def of(cls, block: Block, params: Params, lane_k: Value) -> TileLoop:
+        scheme, first = block.scheme, p.ci(0)
+        if scheme.n_groups > 1 and not scheme.fold:
+            first = arith.divui(block.k0, p.ci(scheme.group))
+        scales = p.add(
+            params.base, p.mul(block.row, params.scale_row), p.mul(first, scheme.scale_bytes)
+        )
+        zeros = p.add(
+            params.base,
+            16 * params.scale_row,
+            p.mul(block.row, params.zero_row),
+            p.mul(first, scheme.zero_bytes),
+        )
+        return cls(block, params, lane_k, scales, zeros)
+
+    def load_scale(self, at, byte: int = 0):
+        """A scale or floating zero of shared memory, as f32."""
+        if self.block.scheme.scale_kind == "f32":
+            return p.load_float(at, byte)
+        return p.widen(p.load_shared_narrow(at, "u16", byte), self.block.scheme.scale_kind)
+
+    def load_scales(self, slot, groups: range):
+        """By row half: scales, pairs to take off the words, floating zeros of these groups.
+
+        A group of the warp; with ``fold`` a block, and what its columns of the lane need.
+        """
+        scheme = self.block.scheme
+        scales, biases, zeros = [], [], []
+        at_slot = p.mul(slot, self.params.tile_bytes)
+        offset = p.ci(scheme.bias)
+        for half in range(2):
+            at = p.add(self.scales, at_slot, half * 8 * self.params.scale_row)
+            at_zero = p.add(self.zeros, at_slot, half * 8 * self.params.zero_row)
+            if scheme.fold:
+                in_block = [
+                    arith.divui(p.add(self.lane_k, b * scheme.columns), p.ci(scheme.group))
+                    for b in groups
+                ]
+                scale_at = [p.add(at, p.mul(g, scheme.scale_bytes)) for g in in_block]
+                zero_at = [p.add(at_zero, p.mul(g, scheme.zero_bytes)) for g in in_block]
+                scales.append([self.doubled(self.load_scale(a)) for a in scale_at])
+                if scheme.zero == "float":
+                    zeros.append([self.doubled(self.load_scale(a)) for a in zero_at])
+            else:
+                zero_at = [p.add(at_zero, g) for g in groups]
+                scales.append(self.group_scales(at, groups))
+            biases.append([offset] * len(groups))
+            if scheme.zero == "int":
+                raw = [p.load_shared_narrow(a, "s8") for a in zero_at]
+                biases[half] = [arith.addi(offset, p.mul(z, 0x00010001)) for z in raw]
+        return scales, biases, zeros
+
+    def group_scales(self, at, groups: range):
+        scheme = self.block.scheme
+        if scheme.scale_kind != "f32" and len(groups) % 2 == 0 and scheme.n_groups % 2 == 0:
+            words = [p.load_shared(at, 1, 2 * g)[0] for g in groups[::2]]
+            return [f(w, scheme.scale_kind) for w in words for f in (p.widen, p.widen_high)]
+        return [self.load_scale(at, scheme.scale_bytes * g) for g in groups]
+
+    def doubled(self, value):
+        half = p.narrow(value, self.block.scheme.kind)
+        return p.permute(half, half, 0x1010)
+
+    def weights(self, word, bias, scale, zero):
+        pairs = widen.word_pairs(self.block.scheme, word, bias)
+        if self.block.scheme.zero == "float":
+            return [p.fma_pairs(v, scale, zero) for v in pairs]
+        if self.block.scheme.fold:
+            return [p.mul_pairs(v, scale) for v in pairs]
+        return pairs
+
+    def run(self, slot: Value, x: Fragments, next_codes: Callable):
+        """The warp's partial sums [8 tokens][4]; ``next_codes(piece)`` gives two rows' words."""
+        if self.block.scheme.plain:
+            return self.plain(x, next_codes)
+        scheme, tokens = self.block.scheme, range(self.block.plan.n_tiles)
+        total, acc = self.nothing(), self.nothing()
+        in_group = max(1, min(self.block.n_blocks, scheme.group // scheme.columns))
+        groups = self.block.n_blocks // in_group
+        if scheme.fold:
+            in_group, groups = 1, self.block.n_blocks
+        at_once = groups if groups <= 4 else 1  # more scales than that crowd the registers
+        pairs = scheme.per_word // 2  # of a word
+        for b in range(self.block.n_blocks):
+            g = b // in_group
+            if b % (in_group * at_once) == 0:
+                scales, biases, zeros = self.load_scales(slot, range(g, g + at_once))
+            g %= at_once
+            rows = next_codes(b)
+            columns = x.of(b)
+            for j in range(4):
+                low, high = (
+                    self.weights(
+                        rows[half][j],
+                        biases[half][g],
+                        scales[half][g],
+                        zeros[half][g] if zeros else None,
+                    )
+                    for half in range(2)
+                )
+                for s in range(0, pairs, 2):
+                    left = [low[s], high[s], low[s + 1], high[s + 1]]
+                    for t in tokens:
+                        right = columns[t][j * pairs + s : j * pairs + s + 2]
+                        acc[t] = p.mma(acc[t], left, right, scheme.kind)
+            if not scheme.fold and b % in_group == in_group - 1:
+                by_row = [scales[0][g]] * 2 + [scales[1][g]] * 2
+                total = [
+                    [p.fma(*v) for v in zip(acc[t], by_row, total[t], strict=True)] for t in tokens
+                ]
+                acc = self.nothing()
+        return acc if scheme.fold else total
+
+    def plain(self, x: Fragments, next_codes: Callable):
+        acc = self.nothing()
+        for b in range(self.block.n_blocks):
+            low, high = next_codes(b)
+            columns = x.of(b)
+            for j in (0, 2):
+                left = [low[j], high[j], low[j + 1], high[j + 1]]
+                for t in range(self.block.plan.n_tiles):
+                    acc[t] = p.mma(acc[t], left, columns[t][j : j + 2], self.block.scheme.kind)
+        return acc
+
+    def nothing(self):
+        return [[p.cf(0.0)] * 4 for _ in range(self.block.plan.n_tiles)]

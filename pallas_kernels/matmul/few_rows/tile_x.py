@@ -1,0 +1,314 @@
+"""The tile kernel's x: a warp's run of columns through shared memory into fragments of the mma.
+
+With a norm, x is multiplied by the norm's weight on the way and its squares are summed, float32,
+in an order that depends on K's division alone; the token's factor meets the product's sum later.
+What is still to be added to x is so before, and rounded as the sum that is stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import ptx as p
+from pallas_kernels.fused_parts import floats, packed
+from pallas_kernels.matmul.few_rows import widen
+from pallas_kernels.matmul.few_rows.block import Block
+from pallas_kernels.matmul.few_rows.operands import Operands, add_squares, over_lanes
+from pallas_kernels.matmul.few_rows.plan import TOKENS, WARPS
+from pallas_kernels.ptx import Value
+
+_IN_FLIGHT = 8  # loads of 16 bytes a lane holds in registers
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedX:
+    """x_mine: shared memory of the warp's run."""
+
+    block: Block
+    given: Operands
+    x_mine: Value
+
+    def granule(self, token, index):
+        """Address of 8 columns of a token in the warp's run of x.
+
+        A load of fragments takes 4 granules of 2 tokens at a time; the exchange puts those 8 in
+        different banks.
+        """
+        odd, bits = arith.andi(token, p.ci(1)), self.block.scheme.bits
+        if bits == 4:
+            odd = arith.xori(p.mul(odd, 2), arith.andi(p.shift_right(index, 3), p.ci(1)))
+        elif bits == 16:
+            odd = p.mul(odd, 4)
+        row = p.mul(token, 2 * self.block.plan.k_warp)
+        return p.add(self.x_mine, row, p.mul(arith.xori(index, odd), 16))
+
+    def source(self, token, index):
+        at = p.offset(self.given.x, token, 2 * self.block.k)
+        return p.offset(at, p.add(self.block.k0, p.mul(index, 8)), 2)
+
+    def repeated(self):
+        """Granules at the start of the run that the warp before has too, or None."""
+        if not self.block.overlap:
+            return None
+        last = p.less(p.ci(self.block.plan.warps - 2), self.block.working)
+        return arith.select(last, p.ci(self.block.overlap // 8), p.ci(0))
+
+    def copy(self) -> None:
+        """The warp's run of x to shared memory, whole lines at a time."""
+        per_token = self.block.plan.k_warp // 8
+        repeated = self.repeated()
+        count = self.block.plan.m * per_token
+        for first in range(0, count, 32):
+            piece = p.add(self.block.lane, first)
+
+            def copy(piece=piece):
+                token, index = (f(piece, p.ci(per_token)) for f in (arith.divui, arith.remui))
+                to, source = self.granule(token, index), self.source(token, index)
+                if repeated is None:
+                    p.copy_async(to, source, 0)
+                else:
+                    size = arith.select(p.less(index, repeated), p.ci(0), p.ci(16))
+                    p.copy_async(to, source, 0, size=size)
+
+            if first + 32 <= count:
+                copy()
+            else:
+                p.when(p.less(piece, count), copy)
+
+    def fragments(self) -> Fragments:
+        """In registers or, ``resident``, left where they are, in the order of the codes."""
+        block = self.block
+        pieces, tokens = range(block.n_blocks), range(block.plan.n_tiles)
+        x = Fragments(block, [self.granules(t) for t in tokens])
+        if not block.plan.resident:
+            ready = [[x.permuted(x.load(i, t)) for t in tokens] for i in pieces]
+            return dataclasses.replace(x, ready=ready)
+        if block.scheme.plain:
+            return x  # words are pairs as they are
+
+        def in_place():
+            for i, t in itertools.product(pieces, tokens):
+                words = x.permuted(x.load(i, t))
+                p.warp_barrier()  # lanes beyond the last token read its words, and write the same
+                for j, at in enumerate(x.at[t]):
+                    step = 2 * block.scheme.columns
+                    p.store_shared(at, words[4 * j : 4 * j + 4], step * i)
+            p.warp_barrier()
+
+        block.working_warps(in_place)
+        return x
+
+    def granules(self, tile: int):
+        """Addresses of the lane's columns of the first block; a later block's are a multiple of
+        ``2 * columns`` after.  (Plain weights: of the first two blocks, which are one granule
+        each.)"""
+        block = self.block
+        # Columns of mma beyond the last token repeat it and are not stored.
+        token = p.minimum(p.add(block.row, 8 * tile), block.plan.m - 1)
+        if block.scheme.plain:
+            return [self.granule(token, p.add(block.quad, 4 * i)) for i in range(2)]
+        pieces = block.scheme.columns // 32
+        mine = p.mul(block.quad, pieces)
+        return [self.granule(token, p.add(mine, i)) for i in range(pieces)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragments:
+    """at: by 8 tokens, the lane's places in shared memory.  ready: by block of columns and 8
+    tokens, pairs in the order of the codes; None where they are read when they are needed."""
+
+    block: Block
+    at: Sequence[Sequence[Value]]
+    ready: Sequence[Sequence[Sequence[Value]]] | None = None
+
+    def of(self, piece: int):
+        """Of one block of columns, by 8 tokens."""
+        if self.ready is not None:
+            return self.ready[piece]
+        return [self.load(piece, t) for t in range(self.block.plan.n_tiles)]
+
+    def load(self, piece: int, tile: int):
+        if self.block.scheme.plain:
+            return p.load_shared(self.at[tile][piece % 2], 4, 128 * (piece // 2))
+        step = 2 * self.block.scheme.columns
+        return [v for at in self.at[tile] for v in p.load_shared(at, 4, step * piece)]
+
+    def permuted(self, words):
+        scheme = self.block.scheme
+        per = scheme.per_word // 2
+        groups = [widen.x_pairs(scheme, words[i : i + per]) for i in range(0, len(words), per)]
+        return [pair for group in groups for pair in group]
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """How a warp's lanes divide its run of x, and the first of it, on its way.
+
+    lane: in the token's.  tokens: by round of so many at once; inside: is it one?  works: has the
+    warp columns of its own?  None where all have.
+    """
+
+    lane: Value
+    tokens: Sequence[Value]
+    inside: Sequence[Value]
+    repeated: Value | None
+    works: Value | None
+    sums: list[list[Value]]
+    loaded: Sequence[Any] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class NormedX:
+    """x times the norm's weight.  squares: shared memory of sums by warp and token, then of one by
+    token."""
+
+    block: Block
+    given: Operands
+    staged: StagedX
+    squares: Value
+
+    @property
+    def lanes(self) -> int:
+        """To a token."""
+        return {1: 32, 2: 16}.get(self.block.plan.m, 8)
+
+    @property
+    def at_once(self) -> int:
+        """Tokens."""
+        return 32 // self.lanes
+
+    @property
+    def per_token(self) -> int:
+        """Granules of 8 columns."""
+        return self.block.plan.k_warp // 8
+
+    @property
+    def steps(self) -> list[range]:
+        """Granules of a lane, by what is loaded together."""
+        steps = -(-self.per_token // self.lanes)
+        each = max(1, _IN_FLIGHT // -(-self.block.plan.m // self.at_once))
+        return [range(start, min(start + each, steps)) for start in range(0, steps, each)]
+
+    def begin(self) -> Begun:
+        """Asks for the first of x.  What is done before ``end`` travels with it."""
+        block, plan, lanes = self.block, self.block.plan, self.lanes
+        lane = arith.andi(block.lane, p.ci(lanes - 1))
+        first = p.shift_right(block.lane, lanes.bit_length() - 1)
+        rounds = range(-(-plan.m // self.at_once))
+        tokens = [p.add(first, r * self.at_once) for r in rounds]
+        inside = [p.less(t, plan.m) for t in tokens]
+        repeated = self.staged.repeated()
+        works = None if plan.warps == WARPS else p.less(block.warp, plan.warps)
+        # Squares of the granules whose number is the same modulo 32: the same sums for any lanes.
+        sums = [[p.cf(0.0)] * self.at_once for _ in tokens]
+        begun = Begun(lane, tokens, inside, repeated, works, sums)
+        loaded = [self.load(begun, step) for step in self.steps[0]]
+        return dataclasses.replace(begun, loaded=loaded)
+
+    def end(self, begun: Begun) -> None:
+        """Everything else, up to the warp's sums of squares in shared memory."""
+        loaded = begun.loaded
+        for some in self.steps:
+            if some.start > 0:
+                loaded = [self.load(begun, step) for step in some]
+            for step, (xs, gamma) in zip(some, loaded, strict=True):
+                self.use(begun, step, xs, gamma)
+        for r, token in enumerate(begun.tokens):
+            parts = begun.sums[r]
+            while len(parts) > 1:
+                half = len(parts) // 2
+                parts = [arith.addf(u, v) for u, v in zip(parts[:half], parts[half:], strict=True)]
+            (total,) = over_lanes(parts, self.lanes)
+            mine = arith.andi(p.less(begun.lane, 1), begun.inside[r])
+            mine = arith.andi(mine, p.less(self.block.warp, self.block.plan.warps))
+            at = p.add(self.squares, p.mul(self.block.warp, 4 * TOKENS), p.mul(token, 4))
+            p.when(mine, lambda at=at, total=total: p.store_shared(at, [total]))
+
+    def load(self, begun: Begun, step: int):
+        index = p.add(begun.lane, step * self.lanes)
+        index = p.minimum(index, self.per_token - 1)
+        rows = [p.minimum(t, self.block.plan.m - 1) for t in begun.tokens]
+        xs = [p.load_global(self.staged.source(row, index), 4) for row in rows]
+        if self.given.pending is not None:
+            pending = [self.load_pending(row, index) for row in rows]
+            xs = list(zip(xs, pending, strict=True))
+        column = p.add(self.block.k0, p.mul(index, 8))
+        size = 4 if self.given.kinds["gamma"] == "f32" else 2
+        return xs, self.given.eight("gamma", p.offset(self.given.gamma, column, size), ".nc")
+
+    def use(self, begun: Begun, step: int, xs, gamma) -> None:
+        plan, per_token = self.block.plan, self.per_token
+        index = p.add(begun.lane, step * self.lanes)
+        whole = (step + 1) * self.lanes <= per_token
+
+        def is_one():
+            return p.less(index, per_token)
+
+        for r, (token, words) in enumerate(zip(begun.tokens, xs, strict=True)):
+            if self.given.pending is not None:
+                words = self.store_total(*words, token, p.minimum(index, per_token - 1))
+            if begun.repeated is not None:
+                keep = p.less(index, begun.repeated)
+                words = [arith.select(keep, p.ci(0), w) for w in words]
+            values, i = floats(words), step % self.at_once
+            begun.sums[r][i] = add_squares(begun.sums[r][i], values, None if whole else is_one)
+            scaled = [arith.mulf(v, g) for v, g in zip(values, gamma, strict=True)]
+            pairs = packed(scaled)
+
+            def store(token=token, pairs=pairs):
+                p.store_shared(self.staged.granule(token, index), pairs)
+
+            limits = [] if (r + 1) * self.at_once <= plan.m else [begun.inside[r]]
+            limits += [] if whole else [is_one()]
+            limits += [] if begun.works is None else [begun.works]
+            if limits:
+                p.when(functools.reduce(arith.andi, limits), store)
+            else:
+                store()
+
+    def load_pending(self, token, index):
+        """8 columns of what is to be added to a token, as floats."""
+        at = p.offset(self.given.pending, token, 4 * self.block.k)
+        at = p.offset(at, p.add(self.block.k0, p.mul(index, 8)), 4)
+        return self.given.eight("pending", at, ".nc")
+
+    def store_total(self, words, pending, token, index):
+        """8 columns of a token with what was pending: words, which the first cluster stores."""
+
+        def place(total):
+            at = p.offset(total, p.minimum(token, self.block.plan.m - 1), 2 * self.block.k)
+            return p.offset(at, p.add(self.block.k0, p.mul(index, 8)), 2)
+
+        return self.given.store_total(words, pending, place, lambda: self.block.cluster)
+
+    def sum_squares(self) -> None:
+        """A thread per token: the warps' sums to the block's; with one block the token's factor."""
+        block, plan = self.block, self.block.plan
+
+        def one():
+            at = p.add(self.squares, p.mul(block.thread, 4))
+            total = p.load_float(at)
+            for w in range(1, plan.warps):
+                total = arith.addf(total, p.load_float(at, 4 * TOKENS * w))
+            if plan.split == 1:
+                total = self.given.factor(total)
+            p.store_shared(at, [total], 4 * TOKENS * WARPS)
+
+        p.when(p.less(block.thread, plan.m), one)
+
+    def factor(self, token):
+        """The token's factor, in any thread, after the last barrier before the sums are written."""
+        at = p.add(self.squares, 4 * TOKENS * WARPS, p.mul(token, 4))
+        split = self.block.plan.split
+        if split == 1:
+            return p.load_float(at)
+        total = p.load_peer(p.peer_address(at, 0))
+        for i in range(1, split):
+            total = arith.addf(total, p.load_peer(p.peer_address(at, i)))
+        return self.given.factor(total)

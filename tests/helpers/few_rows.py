@@ -1,0 +1,43 @@
+"""The kernels of few rows on numpy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+from pallas_kernels.matmul.few_rows import (
+    block,
+    blocks,
+    copies,
+    kernel,
+    operands,
+    row,
+    row_loops,
+    tile,
+    tile_loop,
+    tile_sums,
+    tile_x,
+    widen,
+)
+from pallas_kernels.matmul.few_rows.plan import divide_tiles
+from tests.helpers.warp_emulator import emulated
+
+_TILES = block, copies, tile, tile_loop, tile_sums, tile_x
+
+
+def few_rows() -> contextlib.AbstractContextManager[None]:
+    """Within, they compute on concrete arrays."""
+    return emulated(blocks, operands, row, row_loops, widen, *_TILES)
+
+
+def run_tiles(x, w, bias, out_dtype, *, norm=None, swiglu=False, residual=None, pending=None,
+              **changes):  # fmt: skip
+    """The tile kernel's; ``changes`` to its plan (clusters, per, batch, depth)."""
+    gamma, eps = (None, None) if norm is None else norm
+    fused = {"bias": bias is not None, "residual": residual is not None, "pairs": swiglu}
+    plan = dataclasses.replace(divide_tiles(x.shape[0], w, **fused), **changes)
+    given = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
+    with few_rows():
+        return kernel.matmul(
+            x, w, bias=bias, out_dtype=out_dtype, swiglu=swiglu, plan=plan, **given
+        )
