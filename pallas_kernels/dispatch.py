@@ -38,6 +38,7 @@ class Plan(Protocol):
     @property
     def kernel(self) -> str:
         """The kernel's name."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +180,7 @@ def first_plan(call: Any, *planners: Callable[[Any], Plan | Reason]) -> Plan | R
     reasons = []
     for planner in planners:
         found = planner(call)
-        if named_plan(found) is not None:
+        if not isinstance(found, Reason) or found.plan is not None:
             return found
         reasons.append(found.text)
     return Reason("; ".join(filter(None, reasons)))

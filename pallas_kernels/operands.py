@@ -9,7 +9,7 @@ An operand's line is its dtype, its axes and, where it may be None, a question m
     axes    names, each of one size wherever it occurs, at least 1 with a "+"; "..." for any number
             of leading ones
 
-A QTensor's words have those axes, and its other parts are what its docstring says.
+A QTensor's codes have those axes, and its other parts are what its docstring says.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class _Line(NamedTuple):
     optional: bool
 
 
-def check(op: str, lines: Mapping[str, str], **given: Any) -> dict[str, Any]:
+def check(op: str, lines: Mapping[str, str], **operands: Any) -> dict[str, Any]:
     """The sizes of the axes by name.  Raises ValueError that names the op and the operand."""
     sizes: dict[str, tuple[Any, str]] = {}
     for name, line in lines.items():
         dtypes, quantized, axes, optional = _parsed(line)
-        x = given[name]
+        x = operands[name]
         if x is None and optional:
             continue
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
@@ -46,8 +46,8 @@ def check(op: str, lines: Mapping[str, str], **given: Any) -> dict[str, Any]:
             if not quantized:
                 raise ValueError(f"{op}: {name} is a QTensor, not an array of {_either(dtypes)}")
             check_parts(op, name, x)
-        if dtypes[0] in given:
-            other = given[dtypes[0]]
+        if dtypes[0] in operands:
+            other = operands[dtypes[0]]
             if x.dtype != other.dtype or _is_quantized(x) != _is_quantized(other):
                 raise ValueError(f"{op}: {name} is {x.dtype} and {dtypes[0]} is {other.dtype}; "
                                  "give them one dtype")  # fmt: skip

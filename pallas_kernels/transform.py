@@ -201,8 +201,8 @@ def _kernel_batching(args, dims, **params):
     mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
 
     def one(mapped):
-        given = iter(mapped)
-        each = (x if d is None else next(given) for x, d in zip(args, dims, strict=True))
+        rest = iter(mapped)
+        each = (x if d is None else next(rest) for x, d in zip(args, dims, strict=True))
         return kernel_p.bind(*each, **params)
 
     outs = jax.lax.map(one, mapped)
@@ -258,11 +258,11 @@ class _Derivative:
     def __call__(self, *args):
         op, call, n = self.call.op, self.call, len(self.moves)
         primals, n_kept = args[:n], n + self.saved.num_leaves
-        saved, given = args[n:n_kept], args[n_kept:]
+        saved, moved = args[n:n_kept], args[n_kept:]
         if self.transposed and op.backward is not None and not self.smooth:
             operands = jax.tree.unflatten(call.tree, primals)
             saved = jax.tree.unflatten(self.saved, saved)
-            back = op.backward(call.choice, call.static, operands, saved, *given)
+            back = op.backward(call.choice, call.static, operands, saved, *moved)
             back = call.tree.flatten_up_to(back)
             return [d for d, m in zip(back, self.moves, strict=True) if m]
         moving = [x for x, m in zip(primals, self.moves, strict=True) if m]
@@ -274,8 +274,8 @@ class _Derivative:
             return [x for x in outs if _is_float(x)]
 
         if self.transposed:
-            return list(jax.vjp(form, *moving)[1](list(given)))
-        return jax.jvp(form, tuple(moving), given)[1]
+            return list(jax.vjp(form, *moving)[1](list(moved)))
+        return jax.jvp(form, tuple(moving), moved)[1]
 
     def smoothed(self) -> _Derivative:
         return dataclasses.replace(self, smooth=True)

@@ -16,10 +16,10 @@ attention.
 Which tokens read V sparsely (``ModelConfig.attn_sparsity``) the caller says, because it is a matter
 of what a token is, not of how many come at once: generated tokens do, a prompt's do not.
 
-An int4 cache is kept in a basis of its own: what goes in and the queries are ``spread``, what
-comes out is ``unspread`` (``pallas_kernels.attention.rope_cache``; decoding, by the kernels).  o's
-weights could hold that last rotation; they do not, because one set of weights serves caches of
-every dtype.
+An int4 cache is kept in a basis of its own: what goes in and the queries pass ``to_cache_basis``,
+what comes out ``from_cache_basis`` (``pallas_kernels.attention.rope_cache``; decoding, by the
+kernels).  o's weights could hold that last rotation; they do not, because one set of weights serves
+caches of every dtype.
 
 ``sparse_decode`` is FlexGen's top-k of V (arXiv 2303.06865, section 5), in two halves:
 ``heaviest`` chooses by the keys, ``kept_values`` reads, and what it reads may come from elsewhere
@@ -53,7 +53,7 @@ from pallas_kernels.attention.blockwise import (
 )
 from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.rope_attention import rope_and_attend
-from pallas_kernels.attention.rope_cache import rope_and_write, spread, unspread
+from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write, to_cache_basis
 from pallas_kernels.qtensor import QTensor, dequantize
 
 QUERY_BLOCK = 512
@@ -125,7 +125,7 @@ def _extend(
     q, k = apply_rope(q, *rope), apply_rope(k, *rope)
     if cache is None:
         return attend(q, k, v, positions, window, cap), None
-    q, k, v = spread(cache.k, q, k, v)
+    q, k, v = to_cache_basis(cache.k, q, k, v)
     is_new = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     cache = write(cache, k, v, jnp.where(is_new, positions, cache.k.shape[1]))
 
@@ -143,7 +143,7 @@ def _extend(
             )
         else:
             out = attend_cached(q, cache, positions, lengths, window, cap)
-        return unspread(cache.v, out)
+        return from_cache_basis(cache.v, out)
 
     return _mixed(cfg, dense, q, cache, at), cache
 
@@ -158,7 +158,7 @@ def _decode(cfg: ModelConfig, qkv: jax.Array, cache: KVCache, at: At) -> tuple[j
         q, *kv = rope_and_write(*new)
         last = jnp.where(at.lengths > 0, position, -1)[:, None]
         out = blockwise_attention(q[:, None], *kv, last, window=window, softcap=cfg.attn_softcap)
-        return unspread(cache.v, out[:, 0]), KVCache(*kv)
+        return from_cache_basis(cache.v, out[:, 0]), KVCache(*kv)
     if at.sparse is False or cfg.attn_sparsity == 1.0:
         # A row without a new token sees nothing and gives zeros.
         out, *kv = rope_and_attend(*new, window=window)
@@ -185,7 +185,7 @@ def _mixed(
 
     def few() -> jax.Array:
         out = sparse_attend(q, cache, positions, lengths, share, window)
-        return unspread(cache.v, out)
+        return from_cache_basis(cache.v, out)
 
     if isinstance(sparse, bool):
         return few() if sparse else dense()

@@ -28,7 +28,7 @@ from jaxllama.model.rope import Ropes
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.units import Rope
 from pallas_kernels.attention.blockwise import blockwise_attention
-from pallas_kernels.attention.rope_cache import rope_and_write, unspread
+from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
 
 Parts = tuple[KVCache | None, KVCache | None]  # rows on the device, rows on the CPU
 
@@ -126,12 +126,12 @@ def _attend(
         out = sparse_decode(
             q[:, None], cache, position[:, None], cfg.attn_sparsity, cfg.sliding_window
         )
-        return unspread(cache.v, out[:, 0]), cache
+        return from_cache_basis(cache.v, out[:, 0]), cache
     last = jnp.where(lengths > 0, position, -1)[:, None]
     out = blockwise_attention(
         q[:, None], *kv, last, window=cfg.sliding_window, softcap=cfg.attn_softcap
     )
-    return unspread(cache.v, out[:, 0]), cache
+    return from_cache_basis(cache.v, out[:, 0]), cache
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -38,7 +38,7 @@ from jaxllama.offload.layer_cache import (
 )
 from jaxllama.offload.store import Store, is_stored, on_device
 from jaxllama.offload.units import Rope
-from pallas_kernels.attention.rope_cache import rope_and_write, unspread
+from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
 from pallas_kernels.qtensor import QTensor
 
 PROGRAMS = 16  # different numbers of rows that are moved
@@ -195,4 +195,4 @@ def _attend(
     leaves, treedef = jax.tree.flatten(tail)
     here = jax.tree.leaves(resident, is_leaf=lambda leaf: leaf is None)
     values = map(pick, leaves, jax.tree.leaves(moved), here)
-    return unspread(tail, kept_values(kept, treedef.unflatten(values), dtype))
+    return from_cache_basis(tail, kept_values(kept, treedef.unflatten(values), dtype))

@@ -34,7 +34,7 @@ class Gather:
     heads: int
     cluster: int
     warps: int
-    unspread: bool
+    rotated: bool
 
     @property
     def owned(self) -> int:
@@ -126,7 +126,7 @@ class Gathering:
         def done(head, whole, x):
             inverse = p.divide(p.cf(1.0), whole)
             x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
-            write(head, hadamard_of_lanes(x, self.lane, 32) if plan.unspread else x)
+            write(head, hadamard_of_lanes(x, self.lane, 32) if plan.rotated else x)
 
         def over_parts(head):
             step = plan.heads * self.line

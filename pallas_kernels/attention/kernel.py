@@ -16,7 +16,7 @@ query heads that share it as the narrow side of the mma (``attention.tile``).
 Neither operand is converted or transposed in shared memory.  Sums over features and over tokens may
 run in any order, so a lane takes the features that lie side by side in memory: of K, 16 bytes of a
 token for two k16 steps; of V, the same features of four tokens, paired by PRMT.  int8 and float8
-become 16-bit floats between the load and the mma; int4 words are masked out and multiplied as they
+become 16-bit floats between the load and the mma; int4 codes are masked out and multiplied as they
 are (``attention.codes``).  K's scales multiply scores, V's multiply weights.  Zero points cost two
 multiply-adds a score: K's meet the sum of the query's features, V's are summed beside the outputs.
 
@@ -291,4 +291,4 @@ def decode_attention(
     if plan.cluster:
         return result
     return merge_chunks(*result, lengths, capacity=capacity, chunk=plan.chunk, window=window,
-                        unspread=codes.zeros, out_dtype=q.dtype)  # fmt: skip
+                        rotated=codes.zeros, out_dtype=q.dtype)  # fmt: skip

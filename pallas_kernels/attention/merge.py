@@ -25,16 +25,16 @@ NEG_INF = float("-inf")
 
 def merge_chunks(
     parts: jax.Array, stats: jax.Array, lengths: jax.Array, *, capacity: int, chunk: int,
-    window: int | None, unspread: bool, out_dtype: jnp.dtype,
+    window: int | None, rotated: bool, out_dtype: jnp.dtype,
 ) -> jax.Array:  # fmt: skip
     """``parts [B, chunks, N, H]``, ``stats [B, chunks, N, 2]`` (base-2 maximum and sum), float32
-    -> ``[B, N, H]``, with ``unspread`` rotated by ``hadamard``; a row of length 0 gives zeros."""
+    -> ``[B, N, H]``, with ``rotated`` rotated by ``hadamard``; a row of length 0 gives zeros."""
     batch, splits, n, h = parts.shape
     warps = 16 if splits > 32 else 4
     merge = functools.partial(
         _merge, chunk=chunk, shape=(batch, capacity, n, h), window=window,
         kind=KIND[jnp.dtype(out_dtype).name], warps=warps,
-        unspread=unspread,
+        rotated=rotated,
     )  # fmt: skip
     return launch(
         merge, (parts, stats, lengths), jax.ShapeDtypeStruct((batch, n, h), out_dtype),
@@ -44,7 +44,7 @@ def merge_chunks(
 
 
 def _merge(part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, shape, window, kind,
-           warps, unspread):  # fmt: skip
+           warps, rotated):  # fmt: skip
     """One block per (row, query head): sum the splits' parts, each faded to the common maximum."""
     batch, capacity, n, h = shape
     splits = -(-capacity // chunk)
@@ -98,7 +98,7 @@ def _merge(part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, shape,
         some = p.less(p.ci(0), length)
         inverse = p.divide(p.cf(1.0), arith.select(some, whole, p.cf(1.0)))
         values = [arith.mulf(x, inverse) for x in total]
-        if unspread:
+        if rotated:
             values = hadamard_of_lanes(values, lane, 32)
         base = p.offset(p.address(out_ref), p.add(p.mul(row, n), head), 2 * h)
         base = p.offset(base, lane, 2 * columns)

@@ -6,7 +6,7 @@ with G = N / K query heads to a kv head, and with a sliding window only the last
 keys.  Contract: what a cache holds at s >= lengths[b] reaches nobody, NaN included; a row of length
 0 gives zeros; a row's result depends on no other row, and is the same bits every time.
 
-A quantized cache is read as it is stored, words and scales, and never exists as floats in memory.
+A quantized cache is read as it is stored, codes and scales, and never exists as floats in memory.
 
 Source: FlashAttention's online softmax (arXiv 2205.14135), split over keys as in Flash-Decoding.
 Left out: more than one query token (``attention.blockwise`` serves those), paging.
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.blockwise import blockwise_attention, floats, is_visible
-from pallas_kernels.attention.rope_cache import unspread, unusual
+from pallas_kernels.attention.rope_cache import from_cache_basis, unusual
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, first_plan, is_empty
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, dequantize
@@ -47,7 +47,7 @@ def decode_attention(
 
     k, v: float arrays, or QTensors as ``rope_cache.quantize_kv`` makes them of int8, int4 or
         float8_e4m3fn.  q is in the cache's basis, as ``rope_and_write`` gives it, and the result
-        in the model's (``rope_cache.spread``, ``unspread``).
+        in the model's (``rope_cache.to_cache_basis``, ``from_cache_basis``).
     lengths: int32 ``[B]``, keys that each row sees, 0 to S, the newest token's own included.
     window: of those only the last ``window``.
     scale: of the scores, H ** -0.5 by default.
@@ -81,7 +81,7 @@ def _kernel(call, q, k, v, lengths):
 def _xla(call, q, k, v, lengths):
     window, scale, _ = call
     out = blockwise_attention(q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale)
-    return unspread(v, out[:, 0])
+    return from_cache_basis(v, out[:, 0])
 
 
 def attend_at_once(call, q, k, v, lengths):
@@ -90,11 +90,11 @@ def attend_at_once(call, q, k, v, lengths):
     window, scale, _ = call
     position = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
     seen = is_visible(lengths[:, None] - 1, position, window)[:, 0, :, None, None]
-    spread, (k, v) = v, (jnp.where(seen, floats(x, q.dtype), 0) for x in (k, v))
+    cache, (k, v) = v, (jnp.where(seen, floats(x, q.dtype), 0) for x in (k, v))
     out = blockwise_attention(
         q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale, block=k.shape[1]
     )
-    return unspread(spread, out[:, 0])
+    return from_cache_basis(cache, out[:, 0])
 
 
 _decode_attention = Op("decode_attention", _xla, _kernel, derivative=attend_at_once)
@@ -158,7 +158,7 @@ def decode_attention_reference(
     total = jnp.sum(weights, axis=-1)[..., None]
     out = jnp.einsum("bkgs,bskh->bkgh", weights, v, precision=lax.Precision.HIGHEST)
     out = out / jnp.where(total > 0, total, 1.0)
-    return unspread(cache, out.reshape(batch, n, h)).astype(q.dtype)
+    return from_cache_basis(cache, out.reshape(batch, n, h)).astype(q.dtype)
 
 
 def _check(q, k, v, lengths, window) -> None:

@@ -3,15 +3,15 @@
     q, k, v = split(qkv);  q = rope(q);  k_cache[b, slots[b]] = rope(k);  v_cache[b, slots[b]] = v
 
 Contract: the cache is returned updated, in place where the caller donates it; a slot outside of
-[0, S) writes nothing, which is how idle rows are kept out.  A quantized cache gets the words and
+[0, S) writes nothing, which is how idle rows are kept out.  A quantized cache gets the codes and
 scales that ``quantize_kv`` would give.
 
 RoPE is the "rotate half" form: feature i of the first half of a head turns with feature i of the
 second (RoFormer, arXiv 2104.09864).
 
-An int4 cache holds k and v in another basis (``spread``), because four bits do not survive outlier
-channels: q comes out in it too.  ``decode_attention`` brings its result back; what
-``attention.blockwise`` gives, ``unspread`` does.
+An int4 cache holds k and v in another basis (``to_cache_basis``), because four bits do not survive
+outlier channels: q comes out in it too.  ``decode_attention`` brings its result back; what
+``attention.blockwise`` gives, ``from_cache_basis`` does.
 
 Left out: more than one token per row.
 """
@@ -84,7 +84,7 @@ def rotate_and_store(_: None, qkv, cos, sin, k: Cached, v: Cached, slots):
     q, new_k, new_v = jnp.split(qkv[:, None], (n, n + n_kv), axis=2)
     tables = cos[:, None], sin[:, None]
     q, new_k = rotate(q, *tables), rotate(new_k, *tables)
-    q, new_k, new_v = spread(k, q, new_k, new_v)
+    q, new_k, new_v = to_cache_basis(k, q, new_k, new_v)
     return q[:, 0], store(k, new_k, slots[:, None]), store(v, new_v, slots[:, None])
 
 
@@ -139,13 +139,13 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate((first * c - second * s, second * c + first * s), -1).astype(x.dtype)
 
 
-def spread(kv: Cached, *heads: jax.Array) -> tuple[jax.Array, ...]:
+def to_cache_basis(kv: Cached, *heads: jax.Array) -> tuple[jax.Array, ...]:
     """q, k or v ``[..., H]`` in the basis of the cache ``kv``: rotated by ``hadamard`` for int4,
     as they are for any other."""
     return tuple(hadamard(x) for x in heads) if kv.dtype == jnp.int4 else heads
 
 
-def unspread(kv: Cached, out: jax.Array) -> jax.Array:
+def from_cache_basis(kv: Cached, out: jax.Array) -> jax.Array:
     """Attention over the cache ``kv``, ``[..., H]``, back in the basis of the model."""
     return hadamard(out) if kv.dtype == jnp.int4 else out
 
@@ -168,7 +168,7 @@ def quantize_kv(x: jax.Array, dtype: str) -> QTensor:
     low, high = jnp.min(parts, axis=-1), jnp.max(parts, axis=-1)
     scale = ((high - low) * (1 / 15)).astype(jnp.float16)
     step = scale.astype(jnp.float32)
-    # Words run from -8 to 7: their middle stands for the group's.
+    # Codes run from -8 to 7: their middle stands for the group's.
     zero = ((low + high) * 0.5 + step * 0.5).astype(jnp.float16)
     steps = (parts - zero.astype(jnp.float32)[..., None]) * reciprocal(scale)[..., None]
     return QTensor(to_words(steps, dtype).reshape(x.shape), scale, zero)
@@ -179,7 +179,7 @@ def _group(head_dim: int, dtype: str) -> int:
 
 
 def unusual(kv: QTensor) -> str | None:
-    """How a cache differs from what ``quantize_kv`` makes of its words, or None."""
+    """How a cache differs from what ``quantize_kv`` makes of its codes, or None."""
     zero = None if kv.zero is None else kv.zero.dtype
     if kv.dtype == jnp.int4:
         if kv.scale.dtype == zero == jnp.float16:

@@ -4,16 +4,14 @@ them, beside XLA's and cuDNN's.
     python -m pallas_kernels.bench.attention [rows x capacity ...]
 
 32 query and 8 kv heads of 128, every row full, all cache dtypes.  Microseconds of all kernels of
-one call (CUPTI, median of ten), bytes of words and scales read per second, and their share of the
-4.2 TB/s at which a sum over memory runs.  Needs a Hopper GPU; the tables in the kernels' NOTES come
+one call (CUPTI, median of ten), bytes of codes and scales read per second, and their share of the
+4.2 TB/s at which a sum over memory runs.  Needs a Hopper GPU; the tables in attention/NOTES.md come
 from here.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +19,13 @@ import jax.numpy as jnp
 from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
+from pallas_kernels.bench.timing import device_us
+from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import hopper_reason
 
-MEMORY = 4.2e12
 N, K, H = 32, 8, 128
 SHAPES = ((64, 8192), (1, 131072), (256, 1024), (1, 1152), (1, 8192), (64, 1152), (8, 4096))
 CACHES = ("bfloat16", "int8", "int4", "float8_e4m3fn")
-
-
-def device_us(f: Callable, *args) -> float:
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, times = profiler.measure(f, iterations=10)(*args)
-    return 1e3 * statistics.median(times)
 
 
 def cudnn(q, k, v, lengths):
@@ -46,8 +38,8 @@ def cudnn(q, k, v, lengths):
 def main() -> None:
     if reason := hopper_reason():
         raise SystemExit(f"bench_attention: {reason}")
-    given = [tuple(int(x) for x in arg.split("x")) for arg in sys.argv[1:]]
-    for batch, capacity in given or SHAPES:
+    shapes = [tuple(int(x) for x in arg.split("x")) for arg in sys.argv[1:]]
+    for batch, capacity in shapes or SHAPES:
         for cache in CACHES:
             run(batch, capacity, cache)
 
@@ -69,11 +61,11 @@ def run(batch: int, capacity: int, cache: str) -> None:
         forms["cudnn"] = jax.jit(cudnn)
     size = k.nbytes + v.nbytes
     for name, form in forms.items():
-        us = device_us(form, q, k, v, lengths)
+        us = device_us(form, [(q, k, v, lengths)])
         rate = size / us * 1e6
         print(
             f"decode_attention {batch:4d} x {capacity:6d} {cache:13s} {name:6s} {us:8.1f} us "
-            f"{rate / 1e12:5.2f} TB/s {rate / MEMORY:5.0%}", flush=True,
+            f"{rate / 1e12:5.2f} TB/s {rate / gpu().sum_rate:5.0%}", flush=True,
         )  # fmt: skip
     table = jnp.ones((batch, H // 2), jnp.float32)
     for name in ("mosaic", "xla"):
@@ -85,7 +77,7 @@ def run(batch: int, capacity: int, cache: str) -> None:
 
             return jax.lax.fori_loop(0, 32, turn, (k, v))
 
-        us = device_us(jax.jit(loop), qkv, k, v) / 32
+        us = device_us(loop, [(qkv, k, v)]) / 32
         print(f"rope_and_write   {batch:4d} x {capacity:6d} {cache:13s} {name:6s} {us:8.1f} us")
     for name, form in (("chosen", None), ("xla", "xla")):
         # Its last tokens, so that nearly all of the cache is seen.
@@ -96,7 +88,7 @@ def run(batch: int, capacity: int, cache: str) -> None:
 
             return jax.lax.fori_loop(0, 32, turn, (qkv[:, :N], k, v))
 
-        us = device_us(jax.jit(step), qkv, k, v) / 32
+        us = device_us(step, [(qkv, k, v)]) / 32
         print(f"rope_and_attend  {batch:4d} x {capacity:6d} {cache:13s} {name:6s} {us:8.1f} us")
 
 

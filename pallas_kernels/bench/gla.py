@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.bench.timing import device_us
+from pallas_kernels.device import gpu
 from pallas_kernels.gla import kernel as gla_mosaic
 
 SHAPES = (  # B, T, H, Dk, Dv; bars in ms: forward, forward + backward
@@ -29,7 +31,6 @@ SHAPES = (  # B, T, H, Dk, Dv; bars in ms: forward, forward + backward
     ((32, 2048, 4, 256, 512), 0.80, 4.0),
 )
 STEPS = ((64, 32, 128, 128), (64, 4, 256, 512), (1, 16, 128, 128))  # B, H, Dk, Dv
-BANDWIDTH = 4.3e12
 
 
 def inputs(b: int, t: int, h: int, dk: int, dv: int) -> tuple[jax.Array, ...]:
@@ -59,15 +60,6 @@ def recurrence64(q, k, v, g, scale):
 def relative_rms(x: jax.Array, reference: jax.Array) -> float:
     x, reference = np.asarray(x, np.float64), np.asarray(reference, np.float64)
     return float(np.sqrt(np.mean((x - reference) ** 2) / np.mean(reference**2)))
-
-
-def device_ms(f: Callable[..., Any], *args: Any, iterations: int = 10, only: str = "") -> float:
-    """Median over calls of the summed time of one call's kernels whose names contain ``only``."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    jax.block_until_ready(f(*args))
-    _, calls = profiler.measure(f, iterations=iterations, aggregate=False)(*args)
-    return float(np.median([sum(ms for name, ms in call if only in name) for call in calls]))
 
 
 def wall_ms(f: Callable[..., Any], *args: Any, calls: int = 20) -> float:
@@ -102,8 +94,8 @@ def bench_shape(shape: tuple[int, ...], bar: float, bar_both: float, check: bool
     q, k, v, g = inputs(*shape)
     moved = sum(x.nbytes for x in (q, k, v, g)) + v.nbytes
     f = forward(scale)
-    ms, wall = device_ms(f, q, k, v, g), wall_ms(f, q, k, v, g)
-    share = 1e3 * moved / BANDWIDTH / ms
+    ms, wall = device_us(f, [(q, k, v, g)]) / 1e3, wall_ms(f, q, k, v, g)
+    share = 1e3 * moved / gpu().copy_rate / ms
     line = f"{shape} forward {ms:.4f} ms (bar {bar}; wall {wall:.4f}; {share:.0%} of memory)"
     if check:
         o, state = f(q, k, v, g)
@@ -115,7 +107,8 @@ def bench_shape(shape: tuple[int, ...], bar: float, bar_both: float, check: bool
     d_out = jax.random.normal(jax.random.key(1), v.shape, v.dtype)
     for save in ("states", "all"):
         f = forward_backward(scale, save)
-        ms, wall = device_ms(f, q, k, v, g, d_out), wall_ms(f, q, k, v, g, d_out)
+        args = q, k, v, g, d_out
+        ms, wall = device_us(f, [args]) / 1e3, wall_ms(f, *args)
         line = f"{shape} forward+backward, saving {save}: {ms:.4f} ms"
         print(f"{line} (bar {bar_both}; wall {wall:.4f})", flush=True)
 
@@ -126,10 +119,8 @@ def bench_step(shape: tuple[int, ...]) -> None:
     state = jax.random.normal(jax.random.key(2), (b, h, dk, dv))
     moved = 2 * state.nbytes
     step = jax.jit(lambda *x: gla_mosaic.gla_step(*x, 0.1), donate_argnums=4)
-    # The profiler wraps its function in another jit, which copies the state it cannot donate.
-    us = 1e3 * device_ms(
-        lambda *x: gla_mosaic.gla_step(*x, 0.1), q, k, v, g, state, only="gla_step"
-    )
+    # The state is not donated here, so that it can be given again; its copy does not count.
+    us = device_us(lambda *x: gla_mosaic.gla_step(*x, 0.1), [(q, k, v, g, state)], only="gla_step")
     for _ in range(5):
         _, state = step(q, k, v, g, state)
     jax.block_until_ready(state)
@@ -138,7 +129,7 @@ def bench_step(shape: tuple[int, ...]) -> None:
         _, state = step(q, k, v, g, state)
     jax.block_until_ready(state)
     wall = 1e4 * (time.perf_counter() - start)
-    floor = 1e6 * moved / BANDWIDTH
+    floor = 1e6 * moved / gpu().copy_rate
     print(f"step {shape} {us:.1f} us (wall {wall:.1f}, floor {floor:.1f})", flush=True)
 
 
@@ -147,14 +138,14 @@ def bench_lengths(heads: int = 16, d: int = 128) -> None:
     for exponent in range(10, 19):
         t = 2**exponent
         q, k, v, g = inputs(1, t, heads, d, d)
-        line = f"T {t} gla {device_ms(forward(d**-0.5), q, k, v, g, iterations=5):.4f} ms"
+        line = f"T {t} gla {device_us(forward(d**-0.5), [(q, k, v, g)], 5) / 1e3:.4f} ms"
         if t <= 131072:
             attend = jax.jit(
                 lambda q, k, v: jax.nn.dot_product_attention(
                     q, k, v, is_causal=True, implementation="cudnn"
                 )
             )
-            line += f", cuDNN causal {device_ms(attend, q, k, v, iterations=3):.4f} ms"
+            line += f", cuDNN causal {device_us(attend, [(q, k, v)], 3) / 1e3:.4f} ms"
         print(line, flush=True)
 
 

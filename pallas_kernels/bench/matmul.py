@@ -15,19 +15,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import statistics
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.bench.timing import device_us
+from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import hopper_reason, named_plan
 from pallas_kernels.matmul.op import product_plan, quantized_matmul
 from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.shapes import LLAMA_8B
 
-BANDWIDTH = 4.3e12  # bytes a second that a device copy reaches
-RATE = {"int8": 1512e12, "float8_e4m3fn": 1570e12, "bfloat16": 799e12}  # what XLA reaches
 ROTATED_BYTES = 110e6  # at least twice the L2
 
 SCHEMES = {  # words, group, symmetric, quantized activations
@@ -37,14 +35,6 @@ SCHEMES = {  # words, group, symmetric, quantized activations
     "w8a8": ("int8", None, True, True),
     "fp8": ("float8_e4m3fn", None, True, True),
 }
-
-
-def device_us(f: Callable, *args, repeats: int = 10) -> float:
-    """Median microseconds of all kernels that one jitted call launches."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    _, times = profiler.measure(f, iterations=repeats)(*args)
-    return 1e3 * statistics.median(times)
 
 
 def _weights(scheme: str, n: int, k: int, copies: int) -> list[QTensor]:
@@ -65,7 +55,7 @@ def dense_us(m: int, n: int, k: int) -> float:
     count = max(2, min(8, -(-int(ROTATED_BYTES) // (2 * n * k))))
     ws = [jax.random.normal(jax.random.key(i), (n, k), jnp.bfloat16) for i in range(count)]
     x = jax.random.normal(jax.random.key(99), (m, k), jnp.bfloat16)
-    return device_us(jax.jit(lambda x, ws: [x @ w.T for w in ws]), x, ws) / count
+    return device_us(lambda x, ws: [x @ w.T for w in ws], [(x, ws)]) / count
 
 
 def quantized_matmul_rows(schemes, shapes, tokens, copies=None):
@@ -90,13 +80,13 @@ def quantized_matmul_rows(schemes, shapes, tokens, copies=None):
                             for w in ws
                         ]
 
-                    return device_us(jax.jit(run), x, ws) / len(ws)
+                    return device_us(run, [(x, ws)]) / len(ws)
 
                 found = product_plan(x, ws[0], out_dtype=jnp.bfloat16)
                 has_kernel = named_plan(found) is not None
-                rate = RATE[words] if quantized else RATE["bfloat16"]
+                rate = gpu().product_rates[words if quantized else "bfloat16"]
                 moved = ws[0].nbytes + x.nbytes + 2 * m * n
-                floor = 1e6 * max(moved / BANDWIDTH, 2 * m * n * k / rate)
+                floor = 1e6 * max(moved / gpu().copy_rate, 2 * m * n * k / rate)
                 ours = times("mosaic") if has_kernel else found.text
                 yield scheme, name, m, ours, times("xla"), dense_us(m, n, k), floor
 
@@ -126,7 +116,7 @@ def backward_rows(schemes, shapes, tokens):
                     return jax.vjp(f, x, moving)[1](dy)
 
                 times = [
-                    device_us(jax.jit(functools.partial(back, product=product)), x, w, dy)
+                    device_us(functools.partial(back, product=product), [(x, w, dy)])
                     for back in (x_only, scales_too)
                     for w, product in ((ours, quantized_matmul), (plain, lambda x, w: x @ w.T))
                 ]

@@ -17,9 +17,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels.bench.matmul import BANDWIDTH, RATE
+from pallas_kernels.bench.timing import device_us
+from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.many_rows import kernel as prefill
@@ -85,10 +85,7 @@ def xla(x, w, bias):
 
 def microseconds(f, sets, iterations: int = 6) -> float:
     """Median device time of one ``f(*operands)``."""
-    run = jax.jit(lambda all_sets: [f(*s) for s in all_sets])
-    jax.block_until_ready(run(sets))
-    _, times = profiler.measure(run, iterations=iterations)(sets)
-    return sorted(times)[len(times) // 2] * 1e3 / len(sets)
+    return device_us(lambda sets: [f(*s) for s in sets], [(sets,)], iterations) / len(sets)
 
 
 def row(label: str, f, sets, m: int, n: int, k: int) -> None:
@@ -138,16 +135,15 @@ def measured(jobs):
         programs = list(pool.map(compiled, jobs))
     for (scheme, _, m, n, k), (run, count) in zip(jobs, programs, strict=True):
         sets = [make(scheme, m, n, k, seed) for seed in range(count)]
-        _, times = profiler.measure(run, iterations=6)(sets)
-        yield sorted(times)[3] * 1e3 / count
+        yield device_us(run, [(sets,)], 6) / count
 
 
 def floor_us(scheme: str, m: int, n: int, k: int) -> float:
     """The larger of the bytes over the memory's speed and the operations over the rate that XLA
     reaches with them."""
-    rate = RATE[{"w8a8": "int8", "fp8": "float8_e4m3fn"}.get(scheme, "bfloat16")]
+    rate = gpu().product_rates[{"w8a8": "int8", "fp8": "float8_e4m3fn"}.get(scheme, "bfloat16")]
     moved = n * k * BITS[scheme] / 8 + m * k * (1 if scheme in ("w8a8", "fp8") else 2) + 2 * m * n
-    return 1e6 * max(moved / BANDWIDTH, 2 * m * n * k / rate)
+    return 1e6 * max(moved / gpu().copy_rate, 2 * m * n * k / rate)
 
 
 def shares() -> None:

@@ -3,26 +3,25 @@
     python -m pallas_kernels.bench.rows [form ...]          forms: norm residual gate tokens plain
 
 Device time of all kernels of one call (CUPTI), median over calls that rotate several inputs, so
-that large shapes come from device memory.  Bytes are counted once: rows in, words, scales and sum
+that large shapes come from device memory.  Bytes are counted once: rows in, codes, scales and sum
 out.  Small shapes (1 to 64 rows) stay in L2, as they do between two layers of a model.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic.gpu import profiler
 
+from pallas_kernels.bench.timing import device_us
+from pallas_kernels.device import gpu
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu
 
-MEMORY = 4.2  # TB/s, read and written, of an H200
 FORMS: dict[str, tuple[Callable[..., object], int, int]] = {  # call, width, bytes per column
     "norm": (lambda x, w, **kw: rms_norm(x, w, 1e-5, quantize="int8", **kw), 4096, 3),
     "residual": (
@@ -38,23 +37,6 @@ FORMS: dict[str, tuple[Callable[..., object], int, int]] = {  # call, width, byt
 ROWS = (1, 16, 64, 1024, 8192, 65536)
 
 
-def device_us(f: Callable[..., object], inputs: list[tuple[jax.Array, ...]], calls: int) -> float:
-    """Median microseconds of all kernels of one call."""
-    extension = profiler.mosaic_gpu_lib._mosaic_gpu_ext
-    for args in inputs[:2]:
-        jax.block_until_ready(f(*args))
-    extension._cupti_init()
-    try:
-        for i in range(calls):
-            last = f(*inputs[i % len(inputs)])
-        jax.block_until_ready(last)
-    finally:
-        times = extension._cupti_get_timings(True)
-    kernels = len(times) // calls
-    each = [sum(t for _, t in times[i : i + kernels]) for i in range(0, len(times), kernels)]
-    return 1e3 * statistics.median(each[len(inputs) :])
-
-
 def inputs_of(form: str, rows: int, width: int) -> list[tuple[jax.Array, ...]]:
     count = 4 if rows <= 8192 else 2
     columns = 2 * width if form == "gate" else width
@@ -67,9 +49,10 @@ def inputs_of(form: str, rows: int, width: int) -> list[tuple[jax.Array, ...]]:
 
 
 def main(forms: list[str]) -> None:
+    memory = gpu().sum_rate / 1e12
     print(
         f"{'op':15s} {'rows':>6s} {'kernel us':>10s} {'XLA us':>8s} {'ratio':>6s} "
-        f"{'TB/s':>6s} {'of 4.2':>7s} {'XLA TB/s':>9s}"
+        f"{'TB/s':>6s} {f'of {memory}':>7s} {'XLA TB/s':>9s}"
     )
     for form in forms or FORMS:
         call, width, per_column = FORMS[form]
@@ -86,7 +69,7 @@ def main(forms: list[str]) -> None:
             print(
                 f"{form:15s} {rows:6d} {us['mosaic']:10.2f} {us['xla']:8.2f} "
                 f"{us['xla'] / us['mosaic']:6.2f} {speed['mosaic']:6.2f} "
-                f"{speed['mosaic'] / MEMORY:7.0%} {speed['xla']:9.2f}",
+                f"{speed['mosaic'] / memory:7.0%} {speed['xla']:9.2f}",
                 flush=True,
             )
             del inputs

@@ -1,4 +1,5 @@
-"""What the gradient kernels' register steps share: a thread's place, and bundles of registers.
+"""What the register steps of GLA's chunk kernels share: a thread's place, the work of a persistent
+warpgroup, products of tiles, and bundles of registers.
 
 What a step leaves in registers travels to the next ``inline_mgpu`` call as one Pallas array, a
 "bundle", whose element i * 128 + thread is register i of thread.  Tiles are 64 rows of 128 bytes
@@ -9,12 +10,43 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.device import gpu
+
+CHUNK = 64  # tokens
+SLICE = 64  # key channels of a step
+TILE = 8192  # bytes of a bf16 [64, 64] or an f32 [64, 32] tile
+# Tiles of 128-byte rows.  Without a tiling the copies accept any number of tokens (what is past the
+# end arrives as zeros, or is not written).
+ROWS = (plgpu.SwizzleTransform(128),)
+
+
+def blocks_for(n_work: int, warpgroups: int) -> int:
+    """Of a grid whose warpgroups share ``n_work`` items, one wave of them."""
+    return min(gpu().sms, -(-n_work // warpgroups))
+
+
+def worker_items(n_work: int, warpgroups: int):
+    """(this warpgroup of its block, how many items it has, the number of its i-th)."""
+    wg = lax.axis_index("warpgroup")
+    worker = lax.axis_index("block") * warpgroups + wg
+    stride = blocks_for(n_work, warpgroups) * warpgroups
+    return wg, (n_work - worker + stride - 1) // stride, lambda i: worker + i * stride
+
+
+def digits(item, *sizes: int) -> list:
+    """An item's place along axes of these sizes, the first one running fastest; then the rest."""
+    places = []
+    for size in sizes:
+        places.append(item % size)
+        item = item // size
+    return [*places, item]
 
 
 def thread_in_warpgroup():
@@ -53,8 +85,9 @@ def unbundle(array, *shape_groups):
     return out
 
 
-class ChannelLane:
-    """A thread's place: warp w owns channels 16w..16w+15; g = lane // 4, c = lane % 4."""
+class Place:
+    """Where a thread is: its warp and lane; in mma's own numbering row g of an 8x8 tile and column
+    pair c: g = lane // 4, c = lane % 4."""
 
     def __init__(self):
         thread = thread_in_warpgroup()
@@ -63,6 +96,12 @@ class ChannelLane:
         self.g = p.shift_right(self.lane, 2)
         self.c = p.masked(self.lane, 3)
 
+    def pair(self, base, row, chunk):
+        """Address of the thread's column pair in 16 bytes ``chunk``, swizzled, of a tile's row."""
+        return p.add(
+            base, p.shift_left(row, 7), p.shift_left(chunk, 4), p.shift_left(self.c, 2)
+        )  # fmt: skip
+
     def row_matrices(self, base):
         """ldmatrix addresses of 16 rows of a [rows, 64] bf16 tile, by 16-column step."""
         row, side = p.masked(self.lane, 15), p.shift_right(self.lane, 4)
@@ -70,6 +109,10 @@ class ChannelLane:
         return [
             p.add(low, p.shift_left(arith.xori(p.add(side, 2 * kk), seven), 4)) for kk in range(4)
         ]
+
+
+class ChannelLane(Place):
+    """Of a warp w that owns channels 16w..16w+15."""
 
     def column_matrices(self, base):
         """The transposed kind: 16 rows x the warp's 16 channels; add 2048 per further 16 rows."""
@@ -102,6 +145,20 @@ class ChannelLane:
                 )
             out.append(row)
         return out
+
+
+def zero_acc():
+    return [p.cf(0.0)] * 4
+
+
+def half_products(acc, a, b):
+    """Products of rows 0-7 with rows 0-7 and of 8-15 with 8-15, in one accumulator.
+
+    The two halves of mma's k axis serve one 8x8 tile each; zeros keep them apart.
+    """
+    zero = p.ci(0)
+    acc = p.mma(acc, [a[0], zero, zero, a[1]], [b[0], b[1]])
+    return p.mma(acc, [a[2], zero, zero, a[3]], [b[2], b[3]])
 
 
 def b_tiles(m):

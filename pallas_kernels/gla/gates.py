@@ -40,32 +40,30 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import llvm, vector
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.device import gpu
-from pallas_kernels.gla.gates_registers import (
-    ACCUMULATORS,
+from pallas_kernels.gla.channels import (
+    CHUNK,
+    ROWS,
+    SLICE,
     TILE,
-    Lane,
-    gate_slice,
-    merge,
+    blocks_for,
+    bundle,
+    bundle_layout,
+    bundle_type,
+    digits,
+    unbundle,
+    worker_items,
     zero_acc,
 )
+from pallas_kernels.gla.gates_registers import ACCUMULATORS, Lane, gate_slice, merge
 from pallas_kernels.launch import launch
 
-CHUNK = 64
-SLICE = 64  # key channels per step of the gate loop
-
-# Tiles of 128-byte rows.  Without a tiling the copies accept any number of tokens (what is past the
-# end arrives as zeros, or is not written); the bytes in shared memory are those of BF16_TILE.
-ROWS = (plgpu.SwizzleTransform(128),)
+# In shared memory the bytes of ``ROWS``.
 BF16_TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
@@ -77,7 +75,6 @@ def piece_width(dk: int) -> int:
 WARPGROUPS = 2  # independent workers of a block
 SLOTS = 3  # slices of a worker: one being loaded, one computed, one stored
 _N_ACC = 4 * len(ACCUMULATORS)
-_ACC_LAYOUT = plgpu.Layout.WG_STRIDED((_N_ACC * 128,), vec_size=1)
 
 
 def _slice_call(scale: float, first: bool, last: bool, ragged: bool):
@@ -89,9 +86,9 @@ def _slice_call(scale: float, first: bool, last: bool, ragged: bool):
             plgpu.RefType(),
             plgpu.RefType(),
             *([plgpu.Layout.WG_SPLAT((128,))] if ragged else []),
-            *([] if first else [_ACC_LAYOUT]),
+            *([] if first else [bundle_layout(_N_ACC)]),
         ),
-        return_type=plgpu.ShapeDtypeStruct((_N_ACC * 128,), jnp.float32, layout=_ACC_LAYOUT),
+        return_type=bundle_type(_N_ACC),
     )
     def call(ctx, slot, table, decay, *rest):
         del ctx
@@ -101,19 +98,13 @@ def _slice_call(scale: float, first: bool, last: bool, ragged: bool):
         if first:
             acc = {name: zero_acc() for name in ACCUMULATORS}
         else:
-            words = [llvm.extractelement(x, p.ci(0)) for x in rest.pop(0).registers.flat]
-            acc = {name: words[4 * i : 4 * i + 4] for i, name in enumerate(ACCUMULATORS)}
+            fours = unbundle(rest.pop(0), *[4] * len(ACCUMULATORS))
+            acc = dict(zip(ACCUMULATORS, fours, strict=True))
         gate_slice(lane, acc, p.shared_address(table), p.address(decay), limit, scale)
         if last:
             mgpu.utils.warpgroup_barrier()  # every warp has read y: A may overwrite it
             merge(lane, acc, p.add(p.shared_address(slot), 2 * TILE), scale)
-        kind = ir.VectorType.get((1,), p.f32())
-        registers = np.empty((_N_ACC,), dtype=object)
-        for i, x in enumerate(x for name in ACCUMULATORS for x in acc[name]):
-            registers[i] = vector.from_elements(kind, [x])
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=_ACC_LAYOUT.to_mgpu(), _is_signed=None
-        )
+        return bundle([x for name in ACCUMULATORS for x in acc[name]])
 
     return call
 
@@ -128,7 +119,6 @@ def _gates_body(
     n_heads: int,
     n_chunks: int,
     n_work: int,
-    n_blocks: int,
     scale: float,
     ragged: bool,
 ):
@@ -136,17 +126,11 @@ def _gates_body(
     if ragged:
         lengths, *rest = rest
     qg, kg, attention, decay, (words_all, gates_all), tables, ready_all = rest
-    wg = lax.axis_index("warpgroup")
-    worker = lax.axis_index("block") * WARPGROUPS + wg
+    wg, n_items, item_of = worker_items(n_work, WARPGROUPS)
     words, gate_words, ready = words_all.at[wg], gates_all.at[wg], ready_all.at[wg]
-    stride = n_blocks * WARPGROUPS
-    n_items = (n_work - worker + stride - 1) // stride
 
     def place(i):
-        item = worker + i * stride
-        c, rest = item % n_chunks, item // n_chunks
-        piece, rest = rest % n_pieces, rest // n_pieces
-        return c, piece, rest % n_heads, rest // n_heads
+        return digits(item_of(i), n_chunks, n_pieces, n_heads)
 
     def limit_of(i):
         c, _, _, b = place(i)
@@ -239,7 +223,6 @@ def gates(q, k, log_decay, lengths, scale: float):
     pieces, n_slices = dk // width, width // SLICE
     nc = -(-t // CHUNK)
     n_work = nc * pieces * h * b
-    n_blocks = min(gpu().sms, -(-n_work // WARPGROUPS))
     body = functools.partial(
         _gates_body,
         n_slices=n_slices,
@@ -247,7 +230,6 @@ def gates(q, k, log_decay, lengths, scale: float):
         n_heads=h,
         n_chunks=nc,
         n_work=n_work,
-        n_blocks=n_blocks,
         scale=scale,
         ragged=lengths is not None,
     )
@@ -262,7 +244,7 @@ def gates(q, k, log_decay, lengths, scale: float):
             jax.ShapeDtypeStruct((b, h, nc, dk), jnp.float32),
         ),
         name="gla_gates",
-        grid=n_blocks,
+        grid=blocks_for(n_work, WARPGROUPS),
         warpgroups=WARPGROUPS,
         scratch=[
             plgpu.RefUnion(

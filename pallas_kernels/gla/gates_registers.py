@@ -12,23 +12,15 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.gla.channels import thread_in_warpgroup
-
-TILE = 8192  # bytes of a bf16 [64, 64] or an f32 [64, 32] tile
+from pallas_kernels.gla.channels import TILE, Place, half_products, zero_acc
 
 
-class Lane:
-    """What a thread knows about its place: warp w owns rows 16w..16w+15, a lane two columns."""
+class Lane(Place):
+    """Of a warp w that owns rows 16w..16w+15, a lane two columns."""
 
     def __init__(self, base):
-        thread = thread_in_warpgroup()
-        self.thread = thread
-        self.warp = p.shift_right(thread, 5)
-        self.lane = p.masked(thread, 31)
-        # mma's own numbering of the lanes: row of an 8x8 tile, and column pair.
-        self.group = p.shift_right(self.lane, 2)
-        self.col = p.masked(self.lane, 3)
-        self.row = p.add(p.shift_left(self.warp, 4), self.group)
+        super().__init__()
+        self.row = p.add(p.shift_left(self.warp, 4), self.g)
         # Address of the thread's word in row 16w of a swizzled bf16 [64, 64] tile, by row & 7.
         chunk, word = p.shift_right(self.lane, 2), p.masked(self.lane, 3)
         start = p.add(base, p.shift_left(self.warp, 11))
@@ -40,14 +32,7 @@ class Lane:
         chunk, word = p.shift_right(inner, 1), p.masked(inner, 1)
         low = p.add(start, p.shift_left(half, 13), p.shift_left(word, 3))
         self.floats = [p.add(low, p.shift_left(arith.xori(chunk, p.ci(r)), 4)) for r in range(8)]
-        # Where this lane points ldmatrix for 16 rows of a tile, by k-step of 16 columns.
-        row = p.masked(self.lane, 15)
-        side = p.shift_right(self.lane, 4)
-        low = p.add(base, p.shift_left(row, 7))
-        seven = p.masked(row, 7)
-        self.matrix = [
-            p.add(low, p.shift_left(arith.xori(p.add(side, 2 * kk), seven), 4)) for kk in range(4)
-        ]
+        self.matrix = self.row_matrices(base)
 
     def rows_of(self, block):
         """ldmatrix addresses of row block ``block`` (an i32 value)."""
@@ -127,20 +112,6 @@ def _store_rows(lane, at, words):
         p.store_shared(lane.pairs[r % 8], [words[r]], at + 128 * r)
 
 
-def zero_acc():
-    return [p.cf(0.0)] * 4
-
-
-def half_products(acc, a, b):
-    """Products of rows 0-7 with rows 0-7 and of 8-15 with 8-15, in one accumulator.
-
-    The two halves of mma's k axis serve one 8x8 tile each; zeros keep them apart.
-    """
-    zero = p.ci(0)
-    acc = p.mma(acc, [a[0], zero, zero, a[1]], [b[0], b[1]])
-    return p.mma(acc, [a[2], zero, zero, a[3]], [b[2], b[3]])
-
-
 def _warp_products(lane, acc, level, at):
     """y y^T of a warp's 16 rows, from its rows of the [64, 64] tile at byte ``at``."""
     for address in lane.rows_of(lane.warp):
@@ -178,9 +149,9 @@ def _diagonal_block(lane, acc):
             if row_half != tile:
                 regs.append(acc[8][r] if (row_half, tile) == (1, 0) else p.cf(0.0))
                 continue
-            j = p.add(p.shift_left(lane.col, 1), e)
-            differ = arith.xori(lane.group, j)
-            below = arith.cmpi(arith.CmpIPredicate.ugt, lane.group, j)
+            j = p.add(p.shift_left(lane.c, 1), e)
+            differ = arith.xori(lane.g, j)
+            below = arith.cmpi(arith.CmpIPredicate.ugt, lane.g, j)
             value = arith.select(p.equal(differ, 0), acc[0][r], p.cf(0.0))
             low = arith.select(
                 p.bit(differ, 2),
@@ -264,19 +235,11 @@ def _put_block(lane, base, block, tiles, scale):
     rows, columns = block
     for tile, regs in enumerate(tiles):
         for half in range(2):
-            row = p.add(p.shift_left(rows, 4), lane.group, 8 * half)
+            row = p.add(p.shift_left(rows, 4), lane.g, 8 * half)
             chunk = p.add(p.shift_left(columns, 1), tile)
             chunk = arith.xori(chunk, p.masked(row, 7))
             values = [arith.mulf(x, p.cf(scale)) for x in regs[2 * half : 2 * half + 2]]
-            p.store_shared(
-                p.add(
-                    base,
-                    p.shift_left(row, 7),
-                    p.shift_left(chunk, 4),
-                    p.shift_left(lane.col, 2),
-                ),
-                [p.pack(*values)],
-            )
+            p.store_shared(lane.pair(base, row, chunk), [p.pack(*values)])
 
 
 def merge(lane, acc, base, scale):

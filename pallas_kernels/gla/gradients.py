@@ -46,9 +46,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.device import gpu
-from pallas_kernels.gla.channels import zeros
-from pallas_kernels.gla.gates import CHUNK, ROWS, SLICE
+from pallas_kernels.gla.channels import (
+    CHUNK,
+    ROWS,
+    SLICE,
+    blocks_for,
+    digits,
+    worker_items,
+    zeros,
+)
 from pallas_kernels.gla.gradients_registers import (
     N_EXTRA,
     finish_call,
@@ -76,7 +82,6 @@ def _gradients_body(
     n_chunks: int,
     n_stages: int,
     n_work: int,
-    n_blocks: int,
     scale: float,
 ):
     inline = n_stages == 2  # dA is made here, while the results of the slice before drain
@@ -84,21 +89,15 @@ def _gradients_body(
         pair_in, diagonal_in, *rest = rest
     dq, dk, dg, *scratch = rest
     (words_all, gates_all), (stages_all, gate_out_all), pairs_all, diagonals, bar_q, bar_s = scratch
-    wg = lax.axis_index("warpgroup")
+    wg, n_items, item_of = worker_items(n_work, WARPGROUPS)
     words, gate_words, stages, gate_out = (
         x.at[wg] for x in (words_all, gates_all, stages_all, gate_out_all)
     )
     pair, diagonal = pairs_all.at[wg], diagonals.at[wg]
     ready_q, ready_s = bar_q.at[wg], bar_s.at[wg]
-    worker = lax.axis_index("block") * WARPGROUPS + wg
-    stride = n_blocks * WARPGROUPS
-    n_items = (n_work - worker + stride - 1) // stride
 
     def place(i):
-        item = worker + i * stride
-        s, rest = item % n_slices, item // n_slices
-        c, rest = rest % n_chunks, rest // n_chunks
-        return s, c, rest % n_heads, rest // n_heads
+        return digits(item_of(i), n_slices, n_chunks, n_heads)
 
     def load_q(i):
         s, c, head, b = place(i)
@@ -217,7 +216,6 @@ def chunk_gradients(q, k, log_decay, v, d_out, before, after, scale: float):
     nc, n_slices = -(-t // CHUNK), dk // SLICE
     streamed = v.shape[-1] > 128
     n_work = nc * n_slices * h * b
-    n_blocks = min(gpu().sms, -(-n_work // WARPGROUPS))
     wgs = WARPGROUPS
     body = functools.partial(
         _gradients_body,
@@ -226,7 +224,6 @@ def chunk_gradients(q, k, log_decay, v, d_out, before, after, scale: float):
         n_chunks=nc,
         n_stages=v.shape[-1] // 64,
         n_work=n_work,
-        n_blocks=n_blocks,
         scale=scale,
     )
 
@@ -243,7 +240,7 @@ def chunk_gradients(q, k, log_decay, v, d_out, before, after, scale: float):
             jax.ShapeDtypeStruct(log_decay.shape, jnp.float32),
         ),
         name="gla_chunk_gradients",
-        grid=n_blocks,
+        grid=blocks_for(n_work, wgs),
         warpgroups=wgs,
         scratch=[
             plgpu.RefUnion(rows(4, CHUNK, SLICE), rows(4, CHUNK, 32, dtype=jnp.float32)),

@@ -6,21 +6,25 @@ as a bundle (``gla.channels``).  The algorithm is in ``gla.gradients``.
 
 from __future__ import annotations
 
+import functools
+
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
 from pallas_kernels.gla.channels import (
+    ROWS,
+    TILE,
     ChannelLane,
     b_tiles,
     bundle,
     bundle_layout,
     bundle_type,
+    half_products,
     unbundle,
+    zero_acc,
 )
-from pallas_kernels.gla.gates import ROWS
-from pallas_kernels.gla.gates_registers import TILE, half_products, zero_acc
 
 LEVELS = (1, 2, 4, 8, 16, 32)
 
@@ -40,9 +44,19 @@ def _flat(x):
     return [x[h][m][e] for h in range(2) for m in range(8) for e in range(2)]
 
 
+def _each(value):
+    """[h][m][e] of value(h, m, e)."""
+    return [[[value(h, m, e) for e in range(2)] for m in range(8)] for h in range(2)]
+
+
 def _nested(flat):
     it = iter(flat)
-    return [[[next(it) for _ in range(2)] for _ in range(8)] for _ in range(2)]
+    return _each(lambda h, m, e: next(it))
+
+
+def _gate_at(gates, h, m, e):
+    """A gate, or the flux that took its place, out of its tile."""
+    return p.load_shared(gates[h][e], 1, 2 * TILE + 1024 * m, "f32")[0]
 
 
 def levels_call():
@@ -56,33 +70,17 @@ def levels_call():
         base = p.shared_address(slot_ref)
         columns, gates = lane.column_matrices(base), lane.gate_words(base)
         pair = lane.row_matrices(p.shared_address(pair_ref))
-        a = [
-            [
-                [
-                    p.exp2(
-                        arith.mulf(
-                            p.load_shared(gates[h][e], 1, 2 * TILE + 1024 * m, "f32")[0],
-                            p.cf(p.LOG2E),
-                        )
-                    )
-                    for e in range(2)
-                ]
-                for m in range(8)
-            ]
-            for h in range(2)
-        ]
+        a = _each(lambda *at: p.exp2(arith.mulf(_gate_at(gates, *at), p.cf(p.LOG2E))))
         one, zero = p.cf(1.0), p.cf(0.0)
         gone = p.ci(0)
         for i, x in enumerate(_flat(a)):
             is_zero = arith.cmpf(arith.CmpFPredicate.OEQ, x, zero)
             mask = p.ci(1 << i)
             gone = arith.ori(gone, arith.select(is_zero, mask, p.ci(0)))
-        flux = [[[zero, zero] for _ in range(8)] for _ in range(2)]
+        flux, dq, dk = (_each(lambda *_: zero) for _ in range(3))
         pp = a
-        tt = [[[one, one] for _ in range(8)] for _ in range(2)]
+        tt = _each(lambda *_: one)
         block = [[None] * 8, [None] * 8]  # product of the tile's part known so far
-        dq = [[[zero, zero] for _ in range(8)] for _ in range(2)]
-        dk = [[[zero, zero] for _ in range(8)] for _ in range(2)]
 
         def products(level, y, b):
             """Z of tokens 16b..16b+15: [h][half][e]."""
@@ -285,14 +283,7 @@ def flux_call():
     def call(ctx, slot_ref):
         del ctx
         gates = ChannelLane().gate_words(p.shared_address(slot_ref))
-        return bundle(
-            [
-                p.load_shared(gates[h][e], 1, 2 * TILE + 1024 * m, "f32")[0]
-                for h in range(2)
-                for m in range(8)
-                for e in range(2)
-            ]
-        )
+        return bundle(_flat(_each(functools.partial(_gate_at, gates))))
 
     return call
 

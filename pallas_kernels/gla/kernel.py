@@ -33,7 +33,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.gla.gates import CHUNK, gates
+from pallas_kernels.gla.channels import CHUNK
+from pallas_kernels.gla.gates import gates
 from pallas_kernels.gla.gradients import chunk_gradients
 from pallas_kernels.gla.scan import VALUE_BLOCK, scan
 from pallas_kernels.gla.step_kernel import gla_step as gla_step
@@ -94,24 +95,20 @@ def segment_starts(local, decay, start, lengths, n_segments, *, reverse=False):
     return jnp.stack(states, axis=2)
 
 
-def _scan_in_segments(qg, kg, attention, decay, v, start, lengths, *, segments=None, **options):
-    """``scan``, the row cut into segments where that fills the GPU; final state [B, H, Dk, Dv]."""
+def _scan_in_segments(gated, v, start, lengths, *, segments=None, **options):
+    """``scan`` of gated = (qg, kg, attention, decay), a row cut into segments where that fills the
+    GPU; final state [B, H, Dk, Dv]."""
+    decay = gated[3]
     b, h, nc, _ = decay.shape
     reverse = options.get("reverse", False)
     n = segments or segments_for(b, h, v.shape[-1], nc)
     if n == 1:
         first = None if start is None else start[:, :, None]
-        out, borders, final = scan(
-            qg, kg, attention, decay, v, start=first, lengths=lengths, **options
-        )
+        out, borders, final = scan(*gated, v, start=first, lengths=lengths, **options)
         return out, borders, final[:, :, 0]
-    _, _, local = scan(
-        qg, kg, attention, decay, v, lengths=lengths, segments=n, want_out=False, reverse=reverse
-    )
+    _, _, local = scan(*gated, v, lengths=lengths, segments=n, want_out=False, reverse=reverse)
     starts = segment_starts(local, decay, start, lengths, n, reverse=reverse)
-    out, borders, final = scan(
-        qg, kg, attention, decay, v, start=starts, lengths=lengths, segments=n, **options
-    )
+    out, borders, final = scan(*gated, v, start=starts, lengths=lengths, segments=n, **options)
     return out, borders, final[:, :, 0 if reverse else n - 1]
 
 
@@ -143,23 +140,15 @@ def gla_forward(
             raise ValueError("gla_forward: save needs whole rows; zero the padding, omit lengths")
         lengths = lengths.astype(jnp.int32)
     dv = v.shape[-1]
-    qg, kg, attention, decay = gates(q, k, log_decay, lengths, float(scale))
+    gated = gates(q, k, log_decay, lengths, float(scale))
     o, borders, state = _scan_in_segments(
-        qg,
-        kg,
-        attention,
-        decay,
-        _padded(v),
-        _padded(initial_state),
-        lengths,
-        segments=segments,
+        gated, _padded(v), _padded(initial_state), lengths, segments=segments,
         want_borders=save != "nothing",
-    )
+    )  # fmt: skip
     o, state = o[..., :dv], state[..., :dv]
     if save == "nothing":
         return o, state
-    gated = (qg, kg, attention, decay) if save == "all" else None
-    return o, state, (gated, borders)
+    return o, state, (gated if save == "all" else None, borders)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "segments"))
@@ -187,31 +176,13 @@ def gla_backward(
     gated, before = saved if saved is not None else (None, None)
     if gated is None:
         gated = gates(q, k, log_decay, None, float(scale))
-    qg, kg, attention, decay = gated
+    qg, kg, *rest = gated
     if before is None:
         _, before, _ = _scan_in_segments(
-            qg,
-            kg,
-            attention,
-            decay,
-            v,
-            initial_state,
-            None,
-            segments=segments,
-            want_out=False,
-            want_borders=True,
+            gated, v, initial_state, None, segments=segments, want_out=False, want_borders=True
         )
     dv, after, d_initial = _scan_in_segments(
-        kg,
-        qg,
-        attention,
-        decay,
-        d_out,
-        d_state,
-        None,
-        segments=segments,
-        reverse=True,
-        want_borders=True,
+        (kg, qg, *rest), d_out, d_state, None, segments=segments, reverse=True, want_borders=True
     )
     dq, dk, dg = chunk_gradients(q, k, log_decay, v, d_out, before, after, float(scale))
     return dq, dk, dv[..., :width], dg, d_initial[..., :width]

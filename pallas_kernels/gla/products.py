@@ -23,18 +23,20 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.device import gpu
 from pallas_kernels.gla.channels import (
+    CHUNK,
+    ROWS,
+    TILE,
     ChannelLane,
     b_tiles,
+    blocks_for,
     bundle,
     bundle_layout,
     bundle_type,
     unbundle,
+    worker_items,
     zeros,
 )
-from pallas_kernels.gla.gates import CHUNK, ROWS
-from pallas_kernels.gla.gates_registers import TILE
 from pallas_kernels.launch import launch
 
 PRODUCT_WARPGROUPS, PRODUCT_SLOTS = 3, 3
@@ -87,16 +89,7 @@ def symmetric_call(scale: float):
 
         def put(tile, row, chunk, values):
             chunk = arith.xori(chunk, p.masked(row, 7))
-            p.store_shared(
-                p.add(
-                    base,
-                    p.shift_left(row, 7),
-                    p.shift_left(chunk, 4),
-                    p.shift_left(lane.c, 2),
-                ),
-                [p.pack(*values)],
-                TILE * tile,
-            )
+            p.store_shared(lane.pair(base, row, chunk), [p.pack(*values)], TILE * tile)
 
         for block in range(4):
             for half in range(2):
@@ -154,17 +147,13 @@ def _products_body(
     n_chunks: int,
     n_stages: int,
     n_work: int,
-    n_blocks: int,
     scale: float,
 ):
-    wg = lax.axis_index("warpgroup")
-    worker = lax.axis_index("block") * PRODUCT_WARPGROUPS + wg
-    stride = n_blocks * PRODUCT_WARPGROUPS
-    n_items = (n_work - worker + stride - 1) // stride
+    wg, n_items, item_of = worker_items(n_work, PRODUCT_WARPGROUPS)
     tiles, pair, diagonal, ready = (x.at[wg] for x in (tiles_all, pairs_all, diagonals, bars))
 
     def place(i):
-        item = worker + i * stride
+        item = item_of(i)
         return item % n_chunks, item // n_chunks % n_heads, item // n_chunks // n_heads
 
     def load(n):
@@ -204,7 +193,6 @@ def chunk_products(d_out, v, scale: float):
     nc = -(-t // CHUNK)
     n_work = nc * h * b
     wgs = PRODUCT_WARPGROUPS
-    n_blocks = min(gpu().sms, -(-n_work // wgs))
     return launch(
         functools.partial(
             _products_body,
@@ -212,7 +200,6 @@ def chunk_products(d_out, v, scale: float):
             n_chunks=nc,
             n_stages=dv // 64,
             n_work=n_work,
-            n_blocks=n_blocks,
             scale=scale,
         ),
         (d_out, v),
@@ -221,7 +208,7 @@ def chunk_products(d_out, v, scale: float):
             jax.ShapeDtypeStruct((b, h, nc, CHUNK), jnp.float32),
         ),
         name="gla_chunk_products",
-        grid=n_blocks,
+        grid=blocks_for(n_work, wgs),
         warpgroups=wgs,
         scratch=[
             plgpu.SMEM((wgs, PRODUCT_SLOTS, 2, CHUNK, 64), jnp.bfloat16, transforms=ROWS),

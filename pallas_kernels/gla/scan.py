@@ -32,8 +32,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.gla.channels import thread_in_warpgroup
-from pallas_kernels.gla.gates import BF16_TILE, CHUNK, ROWS, piece_width
+from pallas_kernels.gla.channels import CHUNK, ROWS, thread_in_warpgroup
+from pallas_kernels.gla.gates import BF16_TILE, piece_width
 from pallas_kernels.launch import launch
 
 STAGES = 2

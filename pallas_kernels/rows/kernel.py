@@ -4,12 +4,12 @@
     gate   t = gate / (1 + exp(-gate)) * up                                     y = t
     copy   t = x                                                                y = t
 
-    int8, fp8:  scale = max|y| / qmax,  words = round(t * (f / scale))
+    int8, fp8:  scale = max|y| / qmax,  codes = round(t * (f / scale))
 
 max|y| is f * max|t|, so one pass over a row in registers gives both the sum of squares and the
 largest value, and one barrier joins them.  Three ways to run it (``Plan``):
 
-    a block a row       load | t, sums | barrier | factor | words          hardware schedules rows
+    a block a row       load | t, sums | barrier | factor | codes          hardware schedules rows
     persistent, ring    bulk copies of the next rows in flight meanwhile: the barrier that joins
                         the sums of a row also says that its slot is free
     a cluster a row     few wide rows: each block has a part of the columns, and every thread reads
@@ -44,7 +44,7 @@ def _one_row(*refs, plan: Plan) -> None:
     words = rows.load(row)
     rows.row(row, words, rows.load_weight(), p.ci(0))
     if plan.split > 1:
-        p.ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
+        p.cluster_wait()
 
 
 def _ring_rows(*refs, plan: Plan, n_rows: int) -> None:
@@ -57,20 +57,17 @@ def _ring_rows(*refs, plan: Plan, n_rows: int) -> None:
 
     def copy(row: p.Value, slot: p.Value, barrier: p.Value) -> None:
         def body():
-            p.ptx(f"mbarrier.arrive.expect_tx.shared.b64 _, [$0], {slot_bytes};", barrier)
+            p.barrier_expect(barrier, slot_bytes)
             for i, source in enumerate(sources):
-                p.ptx(
-                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                    f"[$0+{i * op.row_bytes}], [$1], {op.row_bytes}, [$2];",
-                    slot, p.offset(source, row, op.row_bytes), barrier,
-                )  # fmt: skip
+                row_at = p.offset(source, row, op.row_bytes)
+                p.copy_bulk(slot, row_at, op.row_bytes, barrier, i * op.row_bytes)
 
         p.when(arith.andi(is_first, p.less(row, n_rows)), body)
 
     def start():
         for i in range(plan.ring):
             p.ptx(f"mbarrier.init.shared.b64 [$0+{8 * i}], 1;", full)
-        p.ptx("fence.mbarrier_init.release.cluster;")
+        p.barriers_ready()
         p.ptx("fence.proxy.async.shared::cta;")
 
     p.when(is_first, start)

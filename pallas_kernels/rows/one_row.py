@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
+from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.ptx import LOG2E
 from pallas_kernels.rows.plan import BYTES, QMAX, Plan
 
@@ -17,14 +18,6 @@ _ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves round(v), ties to even, in t
 
 def _f32(code: str, *args: p.Value) -> p.Value:
     return p.ptx(code, *args, results=p.f32(), volatile=False)
-
-
-def _bits(value: p.Value) -> p.Value:
-    return arith.bitcast(p.i32(), value)
-
-
-def _float(word: p.Value) -> p.Value:
-    return arith.bitcast(p.f32(), word)
 
 
 def _max(a: p.Value, b: p.Value) -> p.Value:
@@ -46,15 +39,15 @@ def _tree(values: Sequence[p.Value], join: Callable[[p.Value, p.Value], p.Value]
 def _warp_sum(value: p.Value) -> p.Value:
     for distance in (16, 8, 4, 2, 1):
         code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
-        other = p.ptx(code, _bits(value), results=p.i32(), convergent=True)
-        value = arith.addf(value, _float(other))
+        other = p.ptx(code, p.bits(value), results=p.i32(), convergent=True)
+        value = arith.addf(value, p.from_bits(other))
     return value
 
 
 def _warp_max(value: p.Value) -> p.Value:
     """Of values that are not negative: their bits order like they do, NaN last."""
     code = "redux.sync.max.u32 $0, $1, -1;"
-    return _float(p.ptx(code, _bits(value), results=p.i32(), convergent=True))
+    return p.from_bits(p.ptx(code, p.bits(value), results=p.i32(), convergent=True))
 
 
 def _load_chunk(base: p.Value, at: int, inside: p.Value | None, hint: str = "") -> list[p.Value]:
@@ -71,15 +64,8 @@ def _load_chunk(base: p.Value, at: int, inside: p.Value | None, hint: str = "") 
     return list(p.ptx(code, base, arith.extui(p.i32(), inside), results=[p.i32()] * 4))
 
 
-def _store(base: p.Value, words: Sequence[p.Value], at: int) -> None:
-    names = ",".join(f"${i + 1}" for i in range(len(words)))
-    p.ptx(f"st.global.v{len(words)}.b32 [$0+{at}], {{{names}}};", base, *words)
-
-
 def _floats(words: Sequence[p.Value], kind: str) -> list[p.Value]:
-    if kind == "f32":
-        return [_float(word) for word in words]
-    return [half for word in words for half in (p.widen(word, kind), p.widen_high(word, kind))]
+    return [p.from_bits(word) for word in words] if kind == "f32" else floats(words, kind)
 
 
 def _silu(gate: p.Value) -> p.Value:
@@ -90,19 +76,16 @@ def _silu(gate: p.Value) -> p.Value:
 def _pack(values: Sequence[p.Value], kind: str) -> list[p.Value]:
     """Eight f32 as words of ``kind``."""
     if kind == "f32":
-        return [_bits(value) for value in values]
+        return [p.bits(value) for value in values]
     if kind == "s8":
-        ints = [_bits(arith.addf(value, p.cf(_ROUND))) for value in values]
+        ints = [p.bits(arith.addf(value, p.cf(_ROUND))) for value in values]
         pairs = [p.permute(ints[i], ints[i + 1], 0x0040) for i in range(0, 8, 2)]
         return [p.permute(pairs[i], pairs[i + 1], 0x5410) for i in (0, 2)]
     if kind == "e4m3":
         half = "cvt.rn.satfinite.e4m3x2.f32"
         code = f"{{ .reg .b16 l, h; {half} l, $2, $1; {half} h, $4, $3; mov.b32 $0, {{l, h}}; }}"
         return [p.ptx(code, *values[i : i + 4], results=p.i32(), volatile=False) for i in (0, 4)]
-    code = f"cvt.rn.{kind}x2.f32 $0, $2, $1;"
-    return [
-        p.ptx(code, *values[i : i + 2], results=p.i32(), volatile=False) for i in range(0, 8, 2)
-    ]
+    return packed(values, kind)
 
 
 class Rows:
@@ -192,15 +175,12 @@ class Rows:
         if not self.op.residual:
             return words
         n = len(words) // 2
-        code = f"add.rn.{self.op.x}x2 $0, $1, $2;"
-        words = [
-            p.ptx(code, words[i], words[i + n], results=p.i32(), volatile=False) for i in range(n)
-        ]
+        words = [p.add_pairs(words[i], words[i + n], self.op.x) for i in range(n)]
         base = p.offset(self.sum, row, self.op.row_bytes)
         for chunk in range(len(self.inside)):
             part = words[4 * chunk : 4 * chunk + 4]
             self._guarded(
-                chunk, lambda chunk=chunk, part=part: _store(base, part, self.at(chunk, 2))
+                chunk, lambda chunk=chunk, part=part: p.store_global(base, part, self.at(chunk, 2))
             )
         return words
 
@@ -234,7 +214,7 @@ class Rows:
         warps, split, zero = self.plan.threads // 32, self.plan.split, p.cf(0.0)
         total = None if total is None else _warp_sum(total)
         peak = None if peak is None else _warp_max(peak)
-        pair = [_bits(zero if value is None else value) for value in (total, peak)]
+        pair = [p.bits(zero if value is None else value) for value in (total, peak)]
         here = p.add(self.partial, p.mul(turn, 8 * warps))
         warp, lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
         mine = p.add(here, p.mul(warp, 8))
@@ -242,7 +222,10 @@ class Rows:
         if split == 1:
             p.barrier()
             words = [w for first in range(0, warps, 2) for w in p.load_shared(here, 4, 8 * first)]
-            sums, peaks = [_float(w) for w in words[::2]], [_float(w) for w in words[1::2]]
+            sums, peaks = (
+                [p.from_bits(w) for w in words[::2]],
+                [p.from_bits(w) for w in words[1::2]],
+            )
             return (
                 None if total is None else _tree(sums, arith.addf),
                 None if peak is None else _tree(peaks, _max),
@@ -255,7 +238,7 @@ class Rows:
         there = p.peer_address(p.add(here, p.mul(warp, 8)), rank)
         got = [arith.select(valid, p.load_peer(there, 4 * i), zero) for i in range(2)]
         # No block may leave while others read its memory: the wait is at the end of the kernel.
-        p.ptx("barrier.cluster.arrive.release.aligned;", convergent=True)
+        p.cluster_arrive("release")
         return (
             None if total is None else _warp_sum(got[0]),
             None if peak is None else _warp_max(got[1]),
@@ -266,17 +249,17 @@ class Rows:
         op, zero, factor = self.op, p.cf(0.0), None
         if total is not None:
             mean = arith.addf(arith.mulf(total, p.cf(1.0 / op.width)), p.cf(op.eps))
-            factor = _f32("rsqrt.approx.f32 $0, $1;", mean)
+            factor = p.rsqrt(mean)
         if peak is None:
             return factor
         largest = peak if factor is None else arith.mulf(peak, factor)
-        scale = _f32("div.rn.f32 $0, $1, $2;", largest, p.cf(QMAX[op.out]))
+        scale = p.divide(largest, p.cf(QMAX[op.out]))
         # A row of zeros with eps = 0 has factor inf.
         scale = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, peak, zero), zero, scale)
         inverse = _f32("rcp.rn.f32 $0, $1;", scale)
         inverse = inverse if factor is None else arith.mulf(inverse, factor)
         # A subnormal scale's reciprocal overflows; with the largest float |word| is <= qmax still.
-        inverse = _f32("min.f32 $0, $1, $2;", inverse, p.cf(_FLOAT_MAX))
+        inverse = p.minimum(inverse, p.cf(_FLOAT_MAX))
         owner = self.thread
         if self.plan.split > 1:
             owner = p.add(owner, self.rank)
@@ -294,7 +277,7 @@ class Rows:
 
             def write(chunk=chunk, words=words):
                 for i in range(0, len(words), 4):
-                    _store(base, words[i : i + 4], self.at(chunk, size) + 4 * i)
+                    p.store_global(base, words[i : i + 4], self.at(chunk, size) + 4 * i)
 
             self._guarded(chunk, write)
 

@@ -20,7 +20,7 @@ from pallas_kernels.attention.blockwise import (
     floats,
     weighted_values,
 )
-from pallas_kernels.attention.rope_cache import spread
+from pallas_kernels.attention.rope_cache import to_cache_basis
 from tests.helpers.models import LLAMA, params_of, relative_error, tokens_of
 
 
@@ -69,7 +69,7 @@ def stored(dtype, compute, q, k, v, old_k, old_v, n_past):
     batch, capacity, _, h = old_k.shape
     cfg = LLAMA.replace(n_layers=1, layer_types=("attention",), head_dim=h)
     layer = init_cache(cfg, batch, capacity, dtype).layers[0]
-    q, k, v, *old = (x.astype(compute) for x in spread(layer.k, q, k, v, old_k, old_v))
+    q, k, v, *old = (x.astype(compute) for x in to_cache_basis(layer.k, q, k, v, old_k, old_v))
     slots = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (batch, capacity))
     layer = poison(Cache((write(layer, *old, slots),), n_past)).layers[0]
     past = KVCache(*(floats(x, compute) for x in (layer.k, layer.v)))

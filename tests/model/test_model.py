@@ -16,7 +16,7 @@ from jaxllama.model.attention import attend, attend_cached, sparse_decode
 from jaxllama.model.cache import Cache, GLAState, KVCache, init_cache, insert
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.sampling import Sampling
-from pallas_kernels.attention.rope_cache import spread
+from pallas_kernels.attention.rope_cache import to_cache_basis
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.models import FAMILIES, LLAMA, params_of, relative_error, tokens_of
 
@@ -238,8 +238,8 @@ def test_a_narrow_cache_costs_its_rounding_and_nothing_else(dtype):
     )  # fmt: skip
     floats = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), floats)
     wide = prefill(cfg, params, tokens, lengths, init_cache(cfg, 2, 32))[1].layers[0]
-    for got, want in zip((floats[0].k, floats[0].v), spread(narrow.layers[0].k, wide.k, wide.v),
-                         strict=True):  # fmt: skip
+    expected = to_cache_basis(narrow.layers[0].k, wide.k, wide.v)
+    for got, want in zip((floats[0].k, floats[0].v), expected, strict=True):
         for row, length in enumerate([20, 11]):
             x, y = np.asarray(got)[row, :length], np.asarray(want)[row, :length]
             largest = np.abs(y).max(axis=-1, keepdims=True)
