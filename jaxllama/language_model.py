@@ -8,12 +8,11 @@ somebody watches the text (streaming, stop strings), and decodes.  It holds no s
 from __future__ import annotations
 
 import dataclasses
-import operator
 import re
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +32,17 @@ from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.parallel.shardings import fetch, gather_params
 from jaxllama.sampling import Sampling, SamplingParams, whole
-from jaxllama.text.tokenizer import StopStrings, TextStream, Tokenizer
+from jaxllama.text.rows import (
+    Generation,
+    Reader,
+    ids_of,
+    pad_rows,
+    sampling_of,
+    shapes_of,
+    short,
+    stops_of,
+)
+from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.brief import brief, size_text
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
@@ -46,17 +55,6 @@ _SCREEN = 20  # lines of parameters that ``repr`` shows
 OnText = Callable[[int, str], None]
 # (row, new text) as it comes, and the results at the end.
 Steps = Generator[tuple[int, str], None, list["Generation"]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """One continuation.  ``tokens`` includes the stop token, ``text`` does not and ends before a
-    stop string; ``logprobs`` are natural logs under the model's own distribution, one a token."""
-
-    text: str
-    tokens: list[int]
-    logprobs: list[float]
-    finish_reason: Literal["stop", "length"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,10 +230,10 @@ class LanguageModel:
         chunk = None if chunk is None else whole("chunk", chunk)
         if chunk is not None and chunk < 1:
             raise JaxLlamaError(f"chunk = {chunk}: must be at least 1")
-        stops = _stops(stop)
+        stops = stops_of(stop)
         self._check(rows, max_new_tokens, stops)
         numbers = self._numbers(adapter, len(rows))
-        per_row = _per_row(sampling, seed, len(rows))
+        per_row = sampling_of(sampling, seed, len(rows))
         kv_dtype, chunk = self._cache_options(kv_dtype, chunk)
         options = _Options(max_new_tokens, stops, kv_dtype, chunk, watched)
         return self._batches(rows, per_row, numbers, options)
@@ -266,7 +264,7 @@ class LanguageModel:
         """Each row's adapter as ``model.lora`` counts them."""
         per_row = [adapter] * batch if adapter is None or isinstance(adapter, str) else adapter
         if not isinstance(per_row, Sequence):
-            raise JaxLlamaError(f"adapter = {_short(adapter)}: expected a name, or one a row")
+            raise JaxLlamaError(f"adapter = {short(adapter)}: expected a name, or one a row")
         if len(per_row) != batch:
             raise JaxLlamaError(f"adapter: {len(per_row)} entries for {batch} prompts")
         return [self.adapter_number(name) for name in per_row]
@@ -277,7 +275,7 @@ class LanguageModel:
             return 0
         if name not in self.adapters:
             there = ", ".join(map(repr, self.adapters)) or "none"
-            raise JaxLlamaError(f"adapter = {_short(name)}: {self.config.name} has {there}")
+            raise JaxLlamaError(f"adapter = {short(name)}: {self.config.name} has {there}")
         return self.adapters.index(name) + 1
 
     def _for_rows(self, numbers: list[int]) -> LanguageModel:
@@ -297,7 +295,7 @@ class LanguageModel:
             return [list(range(len(rows)))]
         alike: dict[tuple[int, int], list[int]] = {}
         for index, row in enumerate(rows):
-            alike.setdefault(_room([row], max_new_tokens)[:2], []).append(index)
+            alike.setdefault(shapes_of([row], max_new_tokens)[:2], []).append(index)
         return [
             members[first : first + DETERMINISTIC_ROWS]
             for members in alike.values()
@@ -314,12 +312,12 @@ class LanguageModel:
         """One batch, the rows ``members``, through prefill and the decode loop."""
         rows, sampling = [rows[i] for i in members], [sampling[i] for i in members]
         max_new_tokens, stops = options.max_new_tokens, options.stops
-        readers = [_Reader(self.tokenizer, self.config.eos_token_ids, stops) for _ in rows]
+        readers = [Reader(self.tokenizer, self.config.eos_token_ids, stops) for _ in rows]
         if self.deterministic:
             empty = DETERMINISTIC_ROWS - len(rows)
             rows, sampling = rows + [[]] * empty, sampling + [Sampling()] * empty
         params = SamplingParams.stack(sampling, self.config.vocab_size, 0)
-        width, capacity, room = _room(rows, max_new_tokens)
+        width, capacity, room = shapes_of(rows, max_new_tokens)
         tokens, lengths = pad_rows(rows, width)
         stop_ids = jnp.asarray(self.config.eos_token_ids, jnp.int32)
         state = self._start(tokens, lengths, capacity, room, params, stop_ids, options)
@@ -422,7 +420,7 @@ class LanguageModel:
             given = [prompts] if isinstance(prompts, str) else list(prompts)
         except TypeError:
             raise JaxLlamaError(
-                f"prompts = {_short(prompts)}: expected text, or a list of texts or token ids"
+                f"prompts = {short(prompts)}: expected text, or a list of texts or token ids"
             ) from None
         if not given:
             raise JaxLlamaError("no prompts: the list is empty")
@@ -438,7 +436,7 @@ class LanguageModel:
                     raise JaxLlamaError(f"prompt {index} is empty")
                 rows.append(self.tokenizer.encode(prompt))
             else:
-                rows.append(_ids(index, prompt))
+                rows.append(ids_of(index, prompt))
         return rows
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -449,7 +447,7 @@ class LanguageModel:
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         if not is_list or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             raise JaxLlamaError(
-                f'messages = {_short(messages)}: expected a list of {{"role": ..., "content": ...}}'
+                f'messages = {short(messages)}: expected a list of {{"role": ..., "content": ...}}'
             )
         prompt = self.tokenizer.apply_chat_template(messages)
         return self.tokenizer.encode(prompt, add_special=False)
@@ -488,105 +486,6 @@ class _Options:
     watched: bool  # somebody reads the text as it comes
 
 
-class _Reader:
-    """Follows one row's tokens: text, stop strings, what to keep."""
-
-    def __init__(
-        self, tokenizer: Tokenizer | None, eos: tuple[int, ...], stops: tuple[str, ...]
-    ) -> None:
-        self.tokens: list[int] = []
-        self.finished = False
-        self._eos = frozenset(eos)
-        self._stream = TextStream(tokenizer) if tokenizer else None
-        self._stops = StopStrings(stops) if stops else None
-        self._text: list[str] = []
-
-    def read(self, tokens: np.ndarray) -> str:
-        """Take the tokens not yet seen; returns text that is safe to show."""
-        shown = []
-        for token in tokens[len(self.tokens) :].tolist():
-            if self.finished:
-                break
-            self.tokens.append(token)
-            if token in self._eos:
-                self.finished = True
-            elif self._stream is not None:
-                shown.append(self._pass(self._stream.feed(token)))
-        return "".join(shown)
-
-    def _pass(self, text: str) -> str:
-        if self._stops is not None:
-            text = self._stops.feed(text)
-            self.finished |= self._stops.found
-        self._text.append(text)
-        return text
-
-    def close(self) -> str:
-        """What was held back: an incomplete character, the beginning of a stop string."""
-        if self._stream is None or (self._stops is not None and self._stops.found):
-            return ""
-        text = self._pass(self._stream.flush())
-        if self._stops is not None and not self._stops.found:
-            held = self._stops.flush()
-            self._text.append(held)
-            text += held
-        return text
-
-    def result(self, logprobs: np.ndarray) -> Generation:
-        n = len(self.tokens)
-        reason: Literal["stop", "length"] = "stop" if self.finished else "length"
-        return Generation("".join(self._text), self.tokens, logprobs[:n].tolist(), reason)
-
-
-def pad_rows(
-    rows: Sequence[Sequence[int]], width: int | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """(tokens ``[B, T]`` right-padded with 0 to ``width``, by default a bucket; lengths ``[B]``),
-    both int32."""
-    width = _bucket(max(len(row) for row in rows)) if width is None else width
-    tokens = np.zeros((len(rows), width), np.int32)
-    for index, row in enumerate(rows):
-        tokens[index, : len(row)] = row
-    return jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32)
-
-
-def _room(rows: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[int, int, int]:
-    """(prompt width, cache capacity, new tokens), each a bucket."""
-    width, new = _bucket(max(len(row) for row in rows)), _bucket(max_new_tokens)
-    return width, _bucket(width + new, smallest=128), new
-
-
-def _bucket(size: int, smallest: int = 16) -> int:
-    """``size`` rounded up to 16, 32, 64, 96, 128, 192, ...: at most half is padding, and the shapes
-    that can occur are few."""
-    bucket = smallest
-    while bucket < size:
-        if bucket >= 64 and bucket * 3 // 2 >= size:
-            return bucket * 3 // 2
-        bucket *= 2
-    return bucket
-
-
-def _ids(index: int, prompt: Any) -> list[int]:
-    """Token ids as ints.  Raises JaxLlamaError for what is no list of whole numbers."""
-    try:
-        return [operator.index(token) for token in prompt]
-    except TypeError:
-        raise JaxLlamaError(
-            f"prompt {index} is {_short(prompt)}: expected text or a list of token ids"
-        ) from None
-
-
-def _stops(stop: Any) -> tuple[str, ...]:
-    try:
-        given = (stop,) if isinstance(stop, str) else tuple(stop)
-    except TypeError:
-        given = (stop,)
-    if not all(isinstance(text, str) for text in given):
-        raise JaxLlamaError(f"stop = {_short(stop)}: expected text, or a list of texts")
-    return given
-
-
 def _weights(params: generation.Params) -> list[Any]:
     """Every parameter, a quantized one being one."""
     return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks))
@@ -613,30 +512,3 @@ def _described(lm: LanguageModel) -> str:
     if len(lines) > _SCREEN:
         lines[_SCREEN:] = [f"  and {len(lines) - _SCREEN} more kinds of parameters"]
     return "\n".join([f"{type(lm).__name__}({', '.join(filter(None, facts))})", *lines])
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _per_row(
-    sampling: Sampling | Sequence[Sampling] | None, seed: int | Sequence[int], batch: int
-) -> list[Sampling]:
-    """One Sampling a row, each with a seed."""
-    if sampling is None or isinstance(sampling, Sampling):
-        sampling = [sampling or Sampling()] * batch
-    if not isinstance(sampling, Sequence) or not all(isinstance(s, Sampling) for s in sampling):
-        raise JaxLlamaError(f"sampling = {_short(sampling)}: expected a Sampling, or one a row")
-    try:
-        one: Any = seed
-        seeds = [one] * batch if hasattr(one, "__index__") else list(one)
-    except TypeError:
-        raise JaxLlamaError(f"seed = {seed!r}: expected a whole number, or one a row") from None
-    for name, given in (("sampling", len(sampling)), ("seed", len(seeds))):
-        if given != batch:
-            raise JaxLlamaError(f"{name}: {given} entries for {batch} prompts")
-    return [
-        row if row.seed is not None else dataclasses.replace(row, seed=own)
-        for row, own in zip(sampling, seeds, strict=True)
-    ]

@@ -14,10 +14,11 @@ import jaxllama as jl
 from jaxllama import loading
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.generation import init_params
-from jaxllama.language_model import LanguageModel, _bucket
+from jaxllama.language_model import LanguageModel
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.parallel.shardings import shard_params
 from jaxllama.sampling import History, Sampling
+from jaxllama.text.rows import bucket
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import FAMILIES, LLAMA, params_of
 
@@ -111,7 +112,7 @@ def test_every_cache_dtype_serves_every_family(family, kv_dtype):
 
 
 def test_buckets_are_few_and_waste_at_most_half():
-    sizes = [_bucket(size) for size in range(1, 5000)]
+    sizes = [bucket(size) for size in range(1, 5000)]
     assert all(size <= got and (got <= 16 or got < 2 * size) for size, got in enumerate(sizes, 1))
     assert len(set(sizes)) < 20
 

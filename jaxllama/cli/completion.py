@@ -22,9 +22,7 @@ def run(args: argparse.Namespace) -> None:
         import shtab
     except ImportError:
         raise JaxLlamaError("completion needs shtab: pip install 'jaxllama[completion]'") from None
-    from jaxllama.cli.main import parser
-
-    top = parser()
+    top = args.top
     _mark_paths(top, shtab.FILE, shtab.DIRECTORY)
     print(shtab.complete(top, args.shell))
 

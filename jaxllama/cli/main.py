@@ -118,6 +118,6 @@ def parser() -> Parser:
         sub = commands.add_parser(
             name, help=command.HELP, description=command.HELP, allow_abbrev=False
         )
-        sub.set_defaults(run=command.run)
+        sub.set_defaults(run=command.run, top=top)
         command.options(sub)
     return top

@@ -101,16 +101,3 @@ def divided(op: Op, rows: int) -> Plan:
 def _threads(width: int, chunks: int) -> int:
     """Threads of a block, each with ``chunks`` times 8 columns where that makes 128 to 1024."""
     return min(1024, max(128, -(-width // (8 * chunks * 128)) * 128))
-
-
-def run(
-    plan: Plan, x: jax.Array, residual: jax.Array | None = None, weight: jax.Array | None = None
-) -> list[jax.Array]:
-    """[result, its scales if it is quantized, the sum if there is a residual], shaped as x is."""
-    from pallas_kernels.rows import kernel
-
-    lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    if residual is not None:
-        residual = residual.reshape(rows.shape)
-    out = kernel.run(plan, rows, residual, weight)
-    return [jnp.reshape(a, (*lead, a.shape[-1])) for a in out]

@@ -16,7 +16,8 @@ from pallas_kernels.dispatch import Implementation, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, quantize
 from pallas_kernels.rounding import to_words
-from pallas_kernels.rows.plan import plan, run
+from pallas_kernels.rows.plan import plan
+from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
 
 _OPERANDS = {"x": "float [..., D+]", "scale": "float [] ?"}

@@ -21,7 +21,8 @@ from pallas_kernels.dispatch import Implementation, choose_plan
 from pallas_kernels.operands import FLOATS, check
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.qtensor import quantize as quantize_rows
-from pallas_kernels.rows.plan import plan, run
+from pallas_kernels.rows.plan import plan
+from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
 
 _OPERANDS = {"x": "float [..., D+]", "weight": "float [D]", "residual": "x [..., D] ?"}

@@ -13,7 +13,8 @@ from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.qtensor import quantize as quantize_rows
-from pallas_kernels.rows.plan import Plan, plan, run
+from pallas_kernels.rows.plan import Plan, plan
+from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
 
 

@@ -1,0 +1,157 @@
+"""The rows of one call of ``generate``: prompts to padded tokens, and tokens back to text.
+
+Widths are buckets, so that a steady state compiles nothing.  What a user passes for every row or
+for each is made one a row here, or refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.sampling import Sampling
+from jaxllama.text.tokenizer import StopStrings, TextStream, Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One continuation.  ``tokens`` includes the stop token, ``text`` does not and ends before a
+    stop string; ``logprobs`` are natural logs under the model's own distribution, one a token."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+class Reader:
+    """Follows one row's tokens: text, stop strings, what to keep."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, eos: tuple[int, ...], stops: tuple[str, ...]
+    ) -> None:
+        self.tokens: list[int] = []
+        self.finished = False
+        self._eos = frozenset(eos)
+        self._stream = TextStream(tokenizer) if tokenizer else None
+        self._stops = StopStrings(stops) if stops else None
+        self._text: list[str] = []
+
+    def read(self, tokens: np.ndarray) -> str:
+        """Take the tokens not yet seen; returns text that is safe to show."""
+        shown = []
+        for token in tokens[len(self.tokens) :].tolist():
+            if self.finished:
+                break
+            self.tokens.append(token)
+            if token in self._eos:
+                self.finished = True
+            elif self._stream is not None:
+                shown.append(self._pass(self._stream.feed(token)))
+        return "".join(shown)
+
+    def _pass(self, text: str) -> str:
+        if self._stops is not None:
+            text = self._stops.feed(text)
+            self.finished |= self._stops.found
+        self._text.append(text)
+        return text
+
+    def close(self) -> str:
+        """What was held back: an incomplete character, the beginning of a stop string."""
+        if self._stream is None or (self._stops is not None and self._stops.found):
+            return ""
+        text = self._pass(self._stream.flush())
+        if self._stops is not None and not self._stops.found:
+            held = self._stops.flush()
+            self._text.append(held)
+            text += held
+        return text
+
+    def result(self, logprobs: np.ndarray) -> Generation:
+        n = len(self.tokens)
+        reason: Literal["stop", "length"] = "stop" if self.finished else "length"
+        return Generation("".join(self._text), self.tokens, logprobs[:n].tolist(), reason)
+
+
+def pad_rows(
+    rows: Sequence[Sequence[int]], width: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(tokens ``[B, T]`` right-padded with 0 to ``width``, by default a bucket; lengths ``[B]``),
+    both int32."""
+    width = bucket(max(len(row) for row in rows)) if width is None else width
+    tokens = np.zeros((len(rows), width), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32)
+
+
+def shapes_of(rows: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[int, int, int]:
+    """(prompt width, cache capacity, new tokens), each a bucket."""
+    width, new = bucket(max(len(row) for row in rows)), bucket(max_new_tokens)
+    return width, bucket(width + new, smallest=128), new
+
+
+def bucket(size: int, smallest: int = 16) -> int:
+    """``size`` rounded up to 16, 32, 64, 96, 128, 192, ...: at most half is padding, and the shapes
+    that can occur are few."""
+    bucket = smallest
+    while bucket < size:
+        if bucket >= 64 and bucket * 3 // 2 >= size:
+            return bucket * 3 // 2
+        bucket *= 2
+    return bucket
+
+
+def ids_of(index: int, prompt: Any) -> list[int]:
+    """Token ids as ints.  Raises JaxLlamaError for what is no list of whole numbers."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise JaxLlamaError(
+            f"prompt {index} is {short(prompt)}: expected text or a list of token ids"
+        ) from None
+
+
+def stops_of(stop: Any) -> tuple[str, ...]:
+    try:
+        given = (stop,) if isinstance(stop, str) else tuple(stop)
+    except TypeError:
+        given = (stop,)
+    if not all(isinstance(text, str) for text in given):
+        raise JaxLlamaError(f"stop = {short(stop)}: expected text, or a list of texts")
+    return given
+
+
+def sampling_of(
+    sampling: Sampling | Sequence[Sampling] | None, seed: int | Sequence[int], batch: int
+) -> list[Sampling]:
+    """One Sampling a row, each with a seed."""
+    if sampling is None or isinstance(sampling, Sampling):
+        sampling = [sampling or Sampling()] * batch
+    if not isinstance(sampling, Sequence) or not all(isinstance(s, Sampling) for s in sampling):
+        raise JaxLlamaError(f"sampling = {short(sampling)}: expected a Sampling, or one a row")
+    try:
+        one: Any = seed
+        seeds = [one] * batch if hasattr(one, "__index__") else list(one)
+    except TypeError:
+        raise JaxLlamaError(f"seed = {seed!r}: expected a whole number, or one a row") from None
+    for name, given in (("sampling", len(sampling)), ("seed", len(seeds))):
+        if given != batch:
+            raise JaxLlamaError(f"{name}: {given} entries for {batch} prompts")
+    return [
+        row if row.seed is not None else dataclasses.replace(row, seed=own)
+        for row, own in zip(sampling, seeds, strict=True)
+    ]
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

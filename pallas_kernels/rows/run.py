@@ -1,0 +1,21 @@
+"""The row-wise kernel on operands of any leading axes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.rows.plan import Plan
+
+
+def run(
+    plan: Plan, x: jax.Array, residual: jax.Array | None = None, weight: jax.Array | None = None
+) -> list[jax.Array]:
+    """[result, its scales if it is quantized, the sum if there is a residual], shaped as x is."""
+    from pallas_kernels.rows import kernel
+
+    lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    if residual is not None:
+        residual = residual.reshape(rows.shape)
+    out = kernel.run(plan, rows, residual, weight)
+    return [jnp.reshape(a, (*lead, a.shape[-1])) for a in out]
