@@ -39,6 +39,8 @@ PUBLISHED = {
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
     "qwen2-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+    "gemma-3-4b": 3_880_263_168,  # without the image encoder
 }
 
 

@@ -179,11 +179,12 @@ def test_random_words_are_those_of_quantized_floats_in_kind(scheme):
 @pytest.fixture(scope="module")
 def preset(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("presets") / "tiny.toml"
-    words = {key: value for key, value in dataclasses.asdict(LLAMA).items() if value is not None}
-    rope = {key: value for key, value in words.pop("rope").items() if value is not None}
-    words |= {"vocab_size": 256, "eos_token_ids": [0]}
-    lines = [f"{key} = {json.dumps(value)}" for key, value in words.items()]
-    lines += ["[rope]", *(f"{key} = {json.dumps(value)}" for key, value in rope.items())]
+    tables = {"": dataclasses.asdict(LLAMA.replace(vocab_size=256, eos_token_ids=(0,)))}
+    tables |= {name: tables[""].pop(name) for name in ("rope", "stored")}
+    lines = []
+    for name, table in tables.items():
+        lines += [f"[{name}]"] if name else []
+        lines += [f"{k} = {json.dumps(value)}" for k, value in table.items() if value is not None]
     path.write_text("\n".join(lines))
     return str(path)
 

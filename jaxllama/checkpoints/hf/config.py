@@ -16,13 +16,15 @@ import difflib
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxllama.checkpoints.hf.families import ACTIVATIONS, ALIKE, FAMILIES, Family, stored_of
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.sampling import Sampling
+
+if TYPE_CHECKING:
+    from jaxllama.sampling import Sampling
 
 _ARCHITECTURES = {
     name: kind for kind, family in FAMILIES.items() for name in family.architectures
@@ -236,6 +238,8 @@ def sampling_of(generation: Mapping[str, Any]) -> Sampling | None:
     (transformers keeps the 50 likeliest tokens where ``top_k`` is).  Raises JaxLlamaError naming
     the key.
     """
+    from jaxllama.sampling import Sampling  # which imports jax
+
     read = JsonReader(generation)
     if all(generation.get(key) is None for key in _SAMPLING):
         return None

@@ -19,7 +19,7 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -41,7 +41,9 @@ from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.model import params as tensors
 from jaxllama.model.params import Param, Source, param_table
 from jaxllama.progress import working
-from jaxllama.sampling import Sampling
+
+if TYPE_CHECKING:
+    from jaxllama.sampling import Sampling
 
 __all__ = ["check_preset", "config_from_hf", "config_to_hf", "load", "read_config", "save"]
 
@@ -51,6 +53,7 @@ _TEXT_PARTS = (
     ("model.language_model", "lm_head."),
     ("language_model.model", "language_model.lm_head."),
 )
+
 _MAX_JSON = 1 << 26  # bytes; the largest index in use is about 200 KB
 # Tables that old checkpoints carry; they follow from the config.
 _DERIVED = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,7 +28,9 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model import params as tensors
 from jaxllama.model.params import Param, param_table
 from jaxllama.progress import working
-from jaxllama.sampling import Sampling
+
+if TYPE_CHECKING:
+    from jaxllama.sampling import Sampling
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
