@@ -24,7 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllama.config import GLAConfig, ModelConfig, RopeConfig
+from jaxllama.checkpoints.hf.fla import config_to_fla
+from jaxllama.config import GLAConfig, ModelConfig, RopeConfig, Stored
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import Params
 from jaxllama.model import gla
@@ -39,7 +40,8 @@ GATE_BIAS = (-2.0, 4.0)
 
 
 def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ()) -> ModelConfig:
-    """Raises JaxLlamaError for a layer that the teacher has not, or a teacher that has GLA."""
+    """Raises JaxLlamaError for a layer that the teacher has not, or a teacher that has GLA, or of
+    whose family GLA's files have no form."""
     if "gla" in teacher.layer_types:
         raise JaxLlamaError(f"distill.teacher: {teacher.name} has GLA layers: give it as init_from")
     for layer in attention_layers:
@@ -60,12 +62,17 @@ def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ())
         norm_eps=teacher.norm_eps,
     )
     kinds = tuple("attention" if i in attention_layers else "gla" for i in range(teacher.n_layers))
-    student = teacher.replace(name=f"{teacher.name}-gla", layer_types=kinds, gla=gla)
-    if attention_layers:
-        return student
-    # What only attention reads, and GLA's files have no words for.
-    rope = RopeConfig(teacher.rope.theta)
-    return student.replace(rope=rope, qkv_bias=False, sliding_window=None)
+    student = teacher.replace(
+        name=f"{teacher.name}-gla", layer_types=kinds, gla=gla, stored=Stored()
+    )
+    if not attention_layers:  # what only attention reads, and GLA's files have no words for
+        student = student.replace(
+            rope=RopeConfig(teacher.rope.theta), qkv_bias=False, sliding_window=None,
+            qk_norm="none", window_rope=None, nope_layers=(),
+        )  # fmt: skip
+    if teacher.stored.family != "llama":
+        config_to_fla(student)
+    return student
 
 
 def student_params(student: ModelConfig, teacher_params: Params, key: jax.Array) -> Params:

@@ -33,6 +33,7 @@ from jaxllama.training.step import init_state, loss
 from pallas_kernels.fake_quantize import RANGES, fake_quantize, to_qtensor
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.models import params_of, relative_error, tokens_of
+from tests.helpers.parity_cases import CASES
 from tests.helpers.training_cases import byte_model, run_config, token_file
 
 
@@ -270,6 +271,9 @@ def test_teachers_that_do_not_fit_are_refused(teacher, folder, tmp_path):
             student_config(lm.config, layers)
     with pytest.raises(JaxLlamaError, match="has GLA layers"):
         student_config(byte_model("gla"))
+    with pytest.raises(JaxLlamaError, match="post_norms = True: flash-linear-attention's"):
+        student_config(CASES["glm4"])
+    assert student_config(CASES["granite"]).stored.embed == 1.0  # its weights have it
     other = byte_model("gla", d_model=64)
     hf.save(tmp_path / "wide", other, generation.init_params(other, jax.random.key(0)))
     config = run_config(folder, init_from=str(tmp_path / "wide"),

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import GLAConfig, ModelConfig, RopeConfig
+from jaxllama.config import GLAConfig, ModelConfig, RopeConfig, Stored
 from jaxllama.errors import JaxLlamaError
 
 _LOW_RANK, _NORMALIZER = 16, 16.0
@@ -32,6 +32,12 @@ _KEYS = frozenset(
 # How that library computes the same.
 _SAME = ("attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy",
          "fuse_linear_cross_entropy", "use_l2warp")  # fmt: skip
+# What other families add to a block, as these models have it.
+_PLAIN = (
+    ("norm", "rms"), ("norm_bias", False), ("pre_norms", True), ("post_norms", False),
+    ("qk_norm", "none"), ("parallel_block", False), ("activation", "silu"), ("attn_softcap", None),
+    ("logit_softcap", None), ("window_rope", None), ("nope_layers", ()), ("stored", Stored()),
+)  # fmt: skip
 # Options that change the computation, with the only value that is supported.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "feature_map": (None,),
@@ -151,6 +157,7 @@ def config_to_fla(cfg: ModelConfig) -> dict[str, Any]:
         ("rope.scaling", cfg.rope.scaling, "none"),
         ("head_dim", cfg.head_dim * cfg.n_heads if attention else cfg.d_model, cfg.d_model),
         ("window_layers", cfg.window_layers, ()),
+        *((key, getattr(cfg, key), only) for key, only in _PLAIN),
     ):
         if value != only:
             raise JaxLlamaError(
