@@ -22,14 +22,26 @@ PRINTS = {
 }
 
 
+# Those whose own default compiles for the best part of a minute, and take another model.
+TINY = LLAMA.replace(vocab_size=260, d_ff=64)
+ON_A_TINY_MODEL = ("serve_and_call", "quantize")
+
+
 @pytest.mark.parametrize("name", PRINTS)
 def test_it_runs_and_prints(name, capfd, monkeypatch, tmp_path):
     words = [name]
-    if name == "serve_and_call":  # its own default compiles for the best part of a minute
-        words.append(str(tiny_checkpoint(tmp_path, LLAMA.replace(vocab_size=260)) / "tiny"))
+    if name in ON_A_TINY_MODEL:
+        words.append(str(tiny_checkpoint(tmp_path, TINY) / "tiny"))
     monkeypatch.setattr(sys, "argv", words)
     runpy.run_module(f"jaxllama.examples.{name}", run_name="__main__")
     assert PRINTS[name] in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_quantize_on_its_own_model(capfd, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["quantize"])
+    runpy.run_module("jaxllama.examples.quantize", run_name="__main__")
+    assert PRINTS["quantize"] in capfd.readouterr().out
 
 
 def test_none_is_forgotten():

@@ -1,4 +1,6 @@
-"""Weights to 8 and 4 bits, and what that costs.  ``python -m jaxllama.examples.quantize``"""
+"""Weights to 8 and 4 bits, and the cost.  ``python -m jaxllama.examples.quantize [MODEL]``"""
+
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import jaxllama as jl
 from pallas_kernels import dequantize
 from pallas_kernels.qtensor import tree_bytes
 
-lm = jl.load("smollm2-135m", dtype="float32")
+lm = jl.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m", dtype="float32")
 
 # One layer under several schemes, rounded to nearest.  Mixtures are by path.
 layer = {"layer_0": lm.params["layer_0"]}

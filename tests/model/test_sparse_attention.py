@@ -49,7 +49,7 @@ def test_a_step_keeps_its_quota():
 @pytest.mark.parametrize(
     "sparsity, dtype",
     [
-        (0.05, "float32"),
+        pytest.param(0.05, "float32", marks=pytest.mark.slow),
         (0.3, "int8"),
         pytest.param(0.3, "float32", marks=pytest.mark.slow),
         pytest.param(0.9, "float32", marks=pytest.mark.slow),
