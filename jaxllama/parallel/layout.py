@@ -48,13 +48,13 @@ def split_axis(path: Path) -> int | None:
 
 def check_shards(cfg: ModelConfig, n: int) -> None:
     """Raises JaxLlamaError naming what ``n`` shards do not divide, and the numbers that do."""
-    reason = _obstacle(cfg, n)
-    if reason is None:
-        return
-    if cfg.qk_norm == "full":
+    if cfg.qk_norm == "full" and n > 1:
         raise JaxLlamaError(
             f"mesh: model={n}: the norms of q and k of {cfg.name} are over all heads; allowed: 1"
         )
+    reason = _obstacle(cfg, n)
+    if reason is None:
+        return
     allowed = [k for k in range(1, _most_shards(cfg) + 1) if _obstacle(cfg, k) is None]
     raise JaxLlamaError(
         f"mesh: model={n} does not divide {reason} of {cfg.name}; "
@@ -71,8 +71,6 @@ def _most_shards(cfg: ModelConfig) -> int:
 
 
 def _obstacle(cfg: ModelConfig, n: int) -> str | None:
-    if cfg.qk_norm == "full" and n > 1:
-        return "the norms of q and k"
     kinds = []
     if "attention" in cfg.layer_types:
         kinds.append(("", cfg.n_heads, cfg.n_kv_heads))

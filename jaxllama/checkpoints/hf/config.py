@@ -91,9 +91,7 @@ def config_from_hf(
     slides = set(window_layers or range(n_layers) if window else ())
     nope: set[int] = set()
     if family.is_nope is not None:
-        nope = {i for i in range(n_layers) if family.is_nope(i, read)}
-    if kind == "cohere2":
-        nope = set(range(n_layers)) - slides
+        nope = {i for i in range(n_layers) if family.is_nope(i, read, i in slides)}
     fields = {path: _same(read, key, default) for key, path, default in family.same}
     fields |= {} if family.fields is None else family.fields(read)
     stored, fields = stored_of(kind, fields)

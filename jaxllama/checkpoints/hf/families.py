@@ -34,7 +34,7 @@ class Family:
     window: "none"; "all": every layer where ``sliding_window`` is set; "use": if also
     ``use_sliding_window``, from ``max_window_layers`` on; or the pattern of a missing
     ``layer_types``, by a layer's index.  is_local: the rope_parameters of sliding layers are their
-    own.  is_nope: (index, config) -> whether that layer has no positions.
+    own.  is_nope: (index, config, slides) -> whether that layer has no positions.
     """
 
     architectures: tuple[str, ...]
@@ -50,7 +50,7 @@ class Family:
     activation: str = "hidden_act"
     window: str | Callable[[int, JsonReader], bool] = "none"
     is_local: bool = False
-    is_nope: Callable[[int, JsonReader], bool] | None = None
+    is_nope: Callable[[int, JsonReader, bool], bool] | None = None
 
 
 _BIAS = ("attention_bias", "qkv_bias", False), ("attention_bias", "o_bias", False)
@@ -94,7 +94,7 @@ def _every(n: int) -> Callable[[int, JsonReader], bool]:
     return lambda i, read: bool((i + 1) % read.size("sliding_window_pattern", n))
 
 
-def _smollm3_nope(index: int, read: JsonReader) -> bool:
+def _smollm3_nope(index: int, read: JsonReader, slides: bool = False) -> bool:
     layers = read.config.get("no_rope_layers")
     if layers is None:
         return (index + 1) % read.size("no_rope_layer_interval", 4) == 0
@@ -329,7 +329,7 @@ FAMILIES: dict[str, Family] = {
         stored={"interleaved": True},
         eps="layer_norm_eps",
         window=_every(4),
-        is_nope=lambda i, read: False,  # ``hf.config``: the layers without a window
+        is_nope=lambda i, read, slides: not slides,
     ),
     "internlm3": Family(
         ("InternLM3ForCausalLM",),
