@@ -3,7 +3,7 @@
     q, k, v = rope_and_write(qkv, ..., slots);  out = decode_attention(q, k, v, slots + 1)
 
 Contract: those two ops', where a row sees all keys up to its new token's own.  A row whose slot is
-outside of [0, S) writes nothing and sees nothing: zeros.
+outside of [0, S), or on no page of the pool, writes nothing and sees nothing: zeros.
 
 For one or two rows of a 16-bit cache it is one kernel; for all others it is those ops.
 """
@@ -30,12 +30,14 @@ def rope_and_attend(
     *,
     window: int | None = None,
     scale: float | None = None,
+    table: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
     """``qkv [B, N + 2K, H]`` (heads of q, then k, then v) and a cache ``k, v [B, S, K, H]`` ->
     (heads ``[B, N, H]``, k, v with the new tokens).
 
-    cos, sin, slots: as ``rope_and_write`` takes them.  window, scale: as ``decode_attention`` does.
+    cos, sin, slots, table: as ``rope_and_write`` takes them.  window, scale: as
+        ``decode_attention`` does.
     implementation: "mosaic" is the one kernel; None that, or the two ops with their own choices.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
@@ -45,41 +47,48 @@ def rope_and_attend(
     Raises what the two ops raise; NotImplementedError when "mosaic" is asked for and the one kernel
     does not take the call.
     """
-    rope_cache.check_operands("rope_and_attend", qkv, cos, sin, k, v, slots)
+    rope_cache.check_operands("rope_and_attend", qkv, cos, sin, k, v, slots, table)
     if window is not None and window < 1:
         raise ValueError(f"rope_and_attend: window {window} is below 1")
-    found = choose_plan("rope_and_attend", implementation, lambda: plan(qkv, k), qkv, k, v)
+    found = choose_plan("rope_and_attend", implementation, lambda: plan(qkv, k, table), qkv, k, v)
     if found is not None:
         scale = qkv.shape[-1] ** -0.5 if scale is None else float(scale)
         call = window, scale, found
-        return _rope_and_attend(chosen(found, implementation), call, qkv, cos, sin, k, v, slots)
-    q, k, v = rope_cache.rope_and_write(qkv, cos, sin, k, v, slots, implementation=implementation)
-    seen = jnp.where((slots >= 0) & (slots < k.shape[1]), slots + 1, 0)
-    out = decode_attention(q, k, v, seen, window=window, scale=scale, implementation=implementation)
-    return out, k, v
+        operands = qkv, cos, sin, k, v, slots, table
+        return _rope_and_attend(chosen(found, implementation), call, *operands)
+    paged = {"table": table, "implementation": implementation}
+    q, k, v = rope_cache.rope_and_write(qkv, cos, sin, k, v, slots, **paged)
+    if table is None:
+        inside = (slots >= 0) & (slots < k.shape[1])
+    else:
+        inside = rope_cache.place(k, slots[:, None], table)[0][:, 0] < k.shape[0]
+    seen = jnp.where(inside, slots + 1, 0)
+    return decode_attention(q, k, v, seen, window=window, scale=scale, **paged), k, v
 
 
-def _kernel(call, qkv, cos, sin, k, v, slots):
+def _kernel(call, qkv, cos, sin, k, v, slots, table):
     from pallas_kernels.attention import direct
 
     window, scale, plan = call
     return direct.attend(qkv, (cos, sin), slots, k, v, window=window, scale=scale, plan=plan)
 
 
-def _xla(call, qkv, cos, sin, k, v, slots):
+def _xla(call, qkv, cos, sin, k, v, slots, table):
     window, scale, _ = call
     return rope_and_attend(
-        qkv, cos, sin, k, v, slots, window=window, scale=scale, implementation="xla"
+        qkv, cos, sin, k, v, slots, window=window, scale=scale, table=table, implementation="xla"
     )
 
 
 _rope_and_attend = Op("rope_and_attend", _xla, _kernel)
 
 
-def plan(qkv: jax.Array, k: jax.Array | QTensor) -> Plan | Reason:
+def plan(qkv: jax.Array, k: jax.Array | QTensor, table: jax.Array | None = None) -> Plan | Reason:
     """How the one kernel computes the call."""
     from pallas_kernels.attention import direct
 
+    if table is not None:
+        return Reason("k and v are pages of a table; the kernel reads rows")
     if isinstance(k, QTensor):
         codes = jnp.dtype(k.dtype).name
         return Reason(f"k is a cache of {codes} words; the kernel writes 16-bit floats")
