@@ -79,7 +79,7 @@ class FakeEngine:
 
     def stats(self) -> Stats:
         n = len(self._live)
-        return Stats(0, 0, n, 16, 0, 100, 0, 0, 0, 0, 0, dict(self.finished), 0, 0, 0)
+        return Stats(0, 0, n, 16, 0, 100, 0, 0, 0, 0, 0, 0, dict(self.finished), 0, 0, 0)
 
     def _loop(self) -> None:
         while True:

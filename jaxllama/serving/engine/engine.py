@@ -41,6 +41,8 @@ from typing import Any, Literal
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.model import OffloadedModel
+from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.mesh import mesh_of
 from jaxllama.serving.engine import history
 from jaxllama.serving.engine.admission import Admission
 from jaxllama.serving.engine.grammar import Matcher
@@ -78,18 +80,19 @@ class Engine:
         self.lm = lm
         self.failure: str | None = None
         options = {"deterministic": lm.deterministic, **options}
-        self.options = EngineOptions(**options).resolve(cfg, lm.dtype)
+        mesh = mesh_of(lm.params)
+        devices = 1 if mesh is None else mesh.shape[MODEL_AXIS]
+        self.options = EngineOptions(**options).resolve(cfg, lm.dtype, devices)
         self.runner = Runner(cfg, lm.params, self.options, lm.adapters)
         self.scheduler = Scheduler(
             max_slots=self.options.max_slots,
-            cache_tokens=self.options.cache_tokens,
+            pages=self.runner.pages,
             chunk=self.options.prefill_chunk,
             token_budget=self.options.token_budget,
             widths=self.options.widths,
             steps_per_call=self.options.steps_per_call,
-            lanes=self.options.lanes,
             recompute=not self.options.deterministic,
-            lookup=self._admit,
+            may_share=self.runner.may_share,
         )
         self.admission = Admission(lm, self.options, self.scheduler)
         self._observe = observe or (lambda name, seconds: None)
@@ -163,8 +166,9 @@ class Engine:
         for sequence in plan.preempted:
             runner.drop(sequence)
             self.counts["preemptions"] += 1
-        scheduler.move(runner.fit(scheduler.running, plan.started))
-        runner.prefill(plan.fills, plan.started)
+        self._admitted(plan.admitted)
+        runner.admit(plan.admitted)
+        runner.fill(plan.fills, scheduler)
         if not plan.steps:
             self._tell()
             return
@@ -197,13 +201,12 @@ class Engine:
         for live in untold:
             self._read(live)
 
-    def _admit(self, sequence: Sequence) -> int:
-        cached = self.runner.lookup(sequence)
-        if not sequence.output:
-            sequence.cached = cached
-            self.counts["prefix_hit_tokens"] += cached
-            self._observe("queue", time.monotonic() - sequence.submitted)
-        return cached
+    def _admitted(self, newcomers: list[Sequence]) -> None:
+        now = time.monotonic()
+        for sequence in newcomers:
+            if not sequence.output:
+                self.counts["prefix_hit_tokens"] += sequence.cached
+                self._observe("queue", now - sequence.submitted)
 
     def _read(self, live: Live) -> None:
         """Hand on what a row has written, if it has not been."""
