@@ -88,8 +88,8 @@ def _kernel(call, q, k, v, lengths, table):
 
     window, scale, plan = call
     if isinstance(plan, direct.Plan):
-        return direct.attend(q, None, lengths, k, v, window=window, scale=scale, plan=plan)
-    return kernel.decode_attention(q, k, v, lengths, window=window, scale=scale, plan=plan)
+        return direct.attend(q, None, lengths, k, v, table, window=window, scale=scale, plan=plan)
+    return kernel.decode_attention(q, k, v, lengths, table, window=window, scale=scale, plan=plan)
 
 
 def _xla(call, q, k, v, lengths, table):
@@ -127,9 +127,8 @@ def plan(
     """How a kernel computes the call: the one for one or two rows, or the one for many."""
     from pallas_kernels.attention import direct
     from pallas_kernels.attention import plan as many
+    from pallas_kernels.attention.pages import as_rows
 
-    if table is not None:
-        return Reason("k and v are pages of a table; the kernel reads rows")
     h = q.shape[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return Reason(f"q is {q.dtype.name}; the kernel multiplies bfloat16 and float16")
@@ -151,7 +150,9 @@ def plan(
             )
     if isinstance(k, QTensor) and k.scale.shape != v.scale.shape:
         return Reason(f"k.scale {k.scale.shape} is not v.scale {v.scale.shape}")
-    return first_plan((q, k, n), direct.plan, many.plan)
+    if isinstance(rows := as_rows(k, table), Reason):
+        return rows
+    return first_plan((q, rows, n), direct.plan, many.plan)
 
 
 def decode_attention_reference(

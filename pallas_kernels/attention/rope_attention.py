@@ -70,7 +70,7 @@ def _kernel(call, qkv, cos, sin, k, v, slots, table):
     from pallas_kernels.attention import direct
 
     window, scale, plan = call
-    return direct.attend(qkv, (cos, sin), slots, k, v, window=window, scale=scale, plan=plan)
+    return direct.attend(qkv, (cos, sin), slots, k, v, table, window=window, scale=scale, plan=plan)
 
 
 def _xla(call, qkv, cos, sin, k, v, slots, table):
@@ -86,17 +86,18 @@ _rope_and_attend = Op("rope_and_attend", _xla, _kernel)
 def plan(qkv: jax.Array, k: jax.Array | QTensor, table: jax.Array | None = None) -> Plan | Reason:
     """How the one kernel computes the call."""
     from pallas_kernels.attention import direct
+    from pallas_kernels.attention.pages import as_rows
 
-    if table is not None:
-        return Reason("k and v are pages of a table; the kernel reads rows")
     if isinstance(k, QTensor):
         codes = jnp.dtype(k.dtype).name
         return Reason(f"k is a cache of {codes} words; the kernel writes 16-bit floats")
     if isinstance(written := rope_cache.plan(qkv, k), Reason):
         return written
-    batch, capacity, n_kv, _ = k.shape
+    if isinstance(rows := as_rows(k, table), Reason):
+        return rows
+    batch, capacity, n_kv, _ = rows.shape
     group = qkv.shape[1] // n_kv - 2
-    found = direct.plan((qkv, k, group * n_kv))
+    found = direct.plan((qkv, rows, group * n_kv))
     if not isinstance(found, Reason):
         return found
     return Reason(

@@ -74,14 +74,14 @@ def rope_and_write(
     "mosaic" is asked for and has no kernel for the call.
     """
     check_operands("rope_and_write", qkv, cos, sin, k, v, slots, table)
-    found = choose_plan("rope_and_write", implementation, lambda: plan(qkv, k, table), qkv, k, v)
+    found = choose_plan("rope_and_write", implementation, lambda: plan(qkv, k), qkv, k, v)
     return _rope_and_write(chosen(found, implementation), None, qkv, cos, sin, k, v, slots, table)
 
 
 def _kernel(_: None, qkv, cos, sin, k: Cached, v: Cached, slots, table):
     from pallas_kernels.attention import rope_cache_kernel as rope_cache_mosaic
 
-    return rope_cache_mosaic.rope_and_write(qkv, cos, sin, k, v, slots)
+    return rope_cache_mosaic.rope_and_write(qkv, cos, sin, k, v, slots, table)
 
 
 def rotate_and_store(_: None, qkv, cos, sin, k: Cached, v: Cached, slots, table):
@@ -129,10 +129,8 @@ class Plan:
         return ""
 
 
-def plan(qkv: jax.Array, k: Cached, table: jax.Array | None = None) -> Plan | Reason:
+def plan(qkv: jax.Array, k: Cached) -> Plan | Reason:
     """How the kernel writes the heads of qkv into caches like k."""
-    if table is not None:
-        return Reason("k and v are pages of a table; the kernel writes rows")
     if qkv.dtype not in (jnp.bfloat16, jnp.float16):
         return Reason(f"qkv is {qkv.dtype.name}; the kernel rotates bfloat16 and float16")
     h = qkv.shape[-1]

@@ -6,17 +6,28 @@ What no row owns is NaN where a number can be, and entries past a row's own page
 from __future__ import annotations
 
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention.blockwise import blockwise_attention
+from pallas_kernels.attention.blockwise import blockwise_attention, floats
 from pallas_kernels.attention.op import decode_attention, decode_attention_reference
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write, store
-from tests.kernels.attention.test_decode_attention import CACHES, make, poison
+from tests.helpers.warp_emulator import emulated
+from tests.kernels.attention.test_decode_attention import (
+    CACHES,
+    NEWEST,
+    error,
+    form_given,
+    make,
+    oracle,
+    poison,
+)
+from tests.kernels.attention.test_rope_attention import case as step_of_rows
 
 ANYWHERE = (2**31 - 1, -(2**31), -1, 0, 10**6)
 
@@ -205,3 +216,98 @@ def test_a_bad_table_is_named():
                 op(*new, *pages, slots, table=bad(rope_table))
     with pytest.raises(ValueError, match=r"v \(\d+, 8, 2, 64\) is not \[P, page, K, H\]: page is"):
         decode_attention(q, k, v[:, :8], lengths, table=table)
+
+
+PAGED_KERNELS = ("direct", "gather", "kernel", "merge", "pages", "ring", "rope_cache_kernel",
+                 "source", "tile", "codes")  # fmt: skip
+EMULATED = [  # capacity, page, heads, cache, q, window
+    (320, 32, (8, 2, 64), "bfloat16", "bfloat16", None),
+    (320, 64, (6, 3, 128), "float16", "float16", 40),
+    (320, 64, (8, 8, 128), "int4", "bfloat16", 40),
+    (384, 96, (16, 1, 128), "int8", "bfloat16", None),
+    (256, 128, (8, 2, 64), "float8_e4m3fn", "float16", 130),
+    (192, 64, (8, 2, 256), "int4", "float16", None),
+    (512, 32, (7, 1, 128), "int4", "bfloat16", 200),
+    (2112, 64, (4, 1, 64), "int8", "bfloat16", 1000),
+]
+
+
+def emulation():
+    return emulated(
+        *(importlib.import_module(f"pallas_kernels.attention.{name}") for name in PAGED_KERNELS)
+    )
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("form", ["direct", "clusters", "blocks", "chunks", "few chunks"])
+@pytest.mark.parametrize("case", EMULATED, ids=str)
+def test_the_kernel_emulated_reads_through_the_table(case, form, monkeypatch):
+    """Every step is that of the rows: without a window, whose first step is aligned, to the bit."""
+    capacity, page, heads, cache, q_dtype, window = case
+    if (form == "direct" and heads[0] // heads[1] > 8) or (
+        form in (("blocks", "clusters") if cache == "int4" else ("few chunks",))
+    ):
+        pytest.skip("another form takes it")
+    form_given(monkeypatch, form)
+    q, k, v, _ = make(4, capacity, *heads, cache, q_dtype)
+    lengths = jnp.asarray([capacity, 0, 1, capacity // 2 + 3], jnp.int32)
+    k, v = poison(k, lengths), poison(v, lengths)
+    pages, table = in_pages((k, v), page, lengths)
+    options = {"window": window, "implementation": "mosaic"}
+    with emulation():
+        got = decode_attention(q, *pages, lengths, table=table, **options)
+        want = decode_attention(q, k, v, lengths, **options)
+    if window is None or form == "direct":
+        same(got, want)
+    assert error(got, oracle(q, k, v, lengths, window)) < 4e-3
+    assert not np.asarray(got, np.float32)[1].any()
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("page", [16, 96])
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_write_kernel_emulated_writes_where_the_table_says(cache, page):
+    dtype = "float16" if cache == "float16" else "bfloat16"
+    (qkv, cos, sin), rows, pages, slots, table = rope_case(cache, page)
+    new = qkv.astype(dtype), cos, sin
+    with emulation():
+        q, *after = rope_and_write(*new, *rows, slots, implementation="mosaic")
+        got_q, *got = rope_and_write(*new, *pages, slots, table=table, implementation="mosaic")
+    same(got_q, q)
+    _, *plain = rope_and_write(*new, *rows, slots)
+    tokens = {(b, int(slots[b])) for b in (0, 1, 4, 5)}
+    for x, before, want, expected in zip(got, pages, after, plain, strict=True):
+        where = {at: jax.tree.map(lambda y, at=at: y[at], want) for at in tokens}
+        same(x, written(before, where, table, page))
+        want, expected = (floats(kv, jnp.float32) for kv in (want, expected))
+        for at in tokens:  # a tie may round either way
+            assert error(want[at], np.asarray(expected[at])) < 0.02
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("case", [
+    (320, 32, (8, 2, 128), "bfloat16", None), (192, 64, (6, 3, 64), "float16", 40),
+    (160, 32, (8, 1, 256), "bfloat16", None), (1344, 64, (4, 2, 128), "bfloat16", 700),
+    (1344, 96, (4, 2, 128), "bfloat16", None),
+], ids=str)  # fmt: skip
+def test_the_one_kernel_emulated_through_a_table(case, monkeypatch):
+    capacity, page, heads, dtype, window = case
+    form_given(monkeypatch, "direct")
+    new, rows, slots = step_case(capacity, heads, dtype)
+    pages, table = in_pages(rows, page, jnp.where(slots < capacity, slots + 1, 0))
+    table = table.at[5, slots[5] // page].set(2 * table.size)
+    options = {"window": window, "implementation": "mosaic"}
+    with emulation():
+        out, *after = rope_and_attend(*new, *rows, slots, **options)
+        got, *got_pages = rope_and_attend(*new, *pages, slots, table=table, **options)
+    same(got, out.at[5].set(0))
+    tokens = {(b, int(slots[b])) for b in (0, 2, 3)}
+    for x, before, want in zip(got_pages, pages, after, strict=True):
+        same(x, written(before, {at: want[at] for at in tokens}, table, page))
+
+
+def step_case(capacity, heads, dtype):
+    """As the one kernel's own, and a row whose slot is on no page."""
+    qkv, cos, sin, k, v, slots = step_of_rows(capacity, heads, dtype)
+    again = [jnp.concatenate((x, x[:1])) for x in (qkv, cos, sin, k, v, slots)]
+    return again[:3], tuple(again[3:5]), again[5]
