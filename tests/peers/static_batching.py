@@ -27,7 +27,7 @@ import numpy as np
 import jaxllama as jl
 from jaxllama.serving.engine import slots as device
 from jaxllama.serving.engine.request import Request
-from jaxllama.serving.engine.scheduler import Fill
+from jaxllama.serving.engine.scheduler import Fill, Plan
 from jaxllama.serving.engine.scheduler import Sequence as Row
 
 HEAD = """\
@@ -77,14 +77,13 @@ def static(engine: jl.Engine, load: Sequence[Request], width: int) -> dict[str, 
             row.slot = slot
             tokens_of = len(row.request.prompt) + row.request.max_new_tokens
             assert scheduler.pages.grow(row.held, scheduler.pages.need(tokens_of))
-        runner.admit(rows)
-        runner.fill([Fill(row, 0, row.to_fill) for row in rows], scheduler)
-        longest = max(row.request.max_new_tokens for row in rows)
-        orders = np.full((slots, 2 + engine.options.more_pages), device.NOBODY, np.int32)
+        fills = [Fill(row, 0, row.to_fill) for row in rows]
+        runner.run(Plan([], rows, fills, rows, {}, 0), {}, scheduler).result()
+        orders = np.full((slots, 3 + engine.options.more_pages), device.NOBODY, np.int32)
         orders[: len(rows), 0] = np.arange(len(rows))
         runner.slots, written, _ = device.decode(
             runner.cfg, runner.params, runner.slots,
-            device.make_orders(orders, steps=longest, level=0, wants_top=False, wanted=0),
+            device.make_orders(orders, level=0, wants_top=False, wanted=0),
             runner._no_masks[slots], runner._stop_ids, n=slots, width=width,
         )  # fmt: skip
         for row in rows:

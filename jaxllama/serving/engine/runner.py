@@ -7,7 +7,7 @@ requests.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from jaxllama.parallel.mesh import mesh_of
 from jaxllama.serving.engine import slots as device
 from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.engine.pages import Pages
-from jaxllama.serving.engine.scheduler import Fill, Scheduler, Sequence
+from jaxllama.serving.engine.scheduler import Fill, Plan, Scheduler, Sequence
 from jaxllama.serving.engine.slots import NOBODY
 
 _PROGRAMS = (device.admit, device.fill)
@@ -34,6 +34,25 @@ class Written(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     top: tuple[np.ndarray, ...] = ()
+
+
+class Decode(NamedTuple):
+    """A decode call: ``row_of`` each sequence, of ``n`` rows."""
+
+    params: device.Params
+    orders: np.ndarray
+    masks: np.ndarray | jax.Array
+    row_of: dict[Sequence, int]
+    n: int
+    wants_top: bool
+
+
+class Drawn(NamedTuple):
+    """What ``slots.decode`` gave of it, on the device."""
+
+    row_of: dict[Sequence, int]
+    rows: jax.Array
+    top: tuple[jax.Array, ...]
 
 
 class Runner:
@@ -50,7 +69,6 @@ class Runner:
             options.pages, options.page_size, states=options.snapshots, unit=options.unit,
             share=options.prefix_cache,
         )  # fmt: skip
-        self._decoding = params  # those of the newest decode call
         self._decode_program = device.decode
         if self.mesh is None:
             self._decode_program = compiler_options.compiled_for(
@@ -100,10 +118,36 @@ class Runner:
             return min(sequence.to_fill, len(sequence.request.prompt))
         return sequence.to_fill
 
+    # A step
+
+    def run(
+        self, plan: Plan, masks: Mapping[Sequence, np.ndarray], scheduler: Scheduler
+    ) -> Future[Drawn | None]:
+        """A plan, its rows' ``masks`` with it, in the runner's thread behind those before; what
+        ``read`` turns into what its rows have written.  The thread waits where jax does: a call of
+        a loop on a GPU does not return before the loop has ended."""
+        for sequence in plan.preempted:
+            self.drop(sequence)
+        calls = [*self._admissions(plan.admitted), *self._fills(plan.fills, scheduler)]
+        decode = self._decode_of(plan, masks) if plan.budgets else None
+        return self._thread.submit(self._do, calls, decode)
+
+    def _do(self, calls: list[Callable[[], device.Slots]], decode: Decode | None) -> Drawn | None:
+        for call in calls:
+            self.slots = call()
+        return None if decode is None else self._decode(decode)
+
+    def wait(self) -> None:
+        """Until all that ``run`` was told is done, or handed to the device."""
+        self._thread.submit(lambda: None).result()
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence that has no slot any more."""
+        self._told.pop(sequence, None)
+
     # Prompts
 
-    def admit(self, sequences: list[Sequence]) -> None:
-        """Slots for these."""
+    def _admissions(self, sequences: list[Sequence]) -> Iterator[Callable[[], device.Slots]]:
         newcomers = []
         for sequence in sequences:
             request, held = sequence.request, sequence.held
@@ -112,7 +156,7 @@ class Runner:
             newcomers.append(
                 device.Newcomer(
                     sequence.slot,
-                    held.pages,
+                    list(held.pages),
                     length,
                     snapshot,
                     request.sampling,
@@ -127,7 +171,7 @@ class Runner:
         for width, group in _groups(newcomers, lambda new: self._history_width(new.history)):
             for first in range(0, len(group), rows):
                 packed = self._pack(group[first : first + rows], width)
-                self.slots = device.admit(self.slots, packed)
+                yield lambda packed=packed: device.admit(self.slots, packed)
 
     def _pack(self, newcomers: list[device.Newcomer], width: int) -> np.ndarray:
         options = self.options
@@ -140,7 +184,9 @@ class Runner:
     def _history_width(self, tokens: int) -> int:
         return next(width for width in self.options.history_widths if width >= tokens)
 
-    def fill(self, fills: list[Fill], scheduler: Scheduler) -> None:
+    def _fills(
+        self, fills: list[Fill], scheduler: Scheduler
+    ) -> Iterator[Callable[[], device.Slots]]:
         """A plan's chunks, several prompts' in a call, those of one in order."""
         rounds: dict[int, list[Fill]] = {}
         done: dict[Sequence, int] = {}
@@ -151,12 +197,14 @@ class Runner:
             for width, group in _groups(some, self._width):
                 rows = self.options.rows(width)
                 for first in range(0, len(group), rows):
-                    self._fill(group[first : first + rows], width, scheduler)
+                    yield self._fill(group[first : first + rows], width, scheduler)
 
     def _width(self, fill: Fill) -> int:
         return next(width for width in self.options.widths if width >= fill.end - fill.begin)
 
-    def _fill(self, fills: list[Fill], width: int, scheduler: Scheduler) -> None:
+    def _fill(
+        self, fills: list[Fill], width: int, scheduler: Scheduler
+    ) -> Callable[[], device.Slots]:
         rows = 1 if len(fills) == 1 else self.options.rows(width)
         tokens, facts = _blank(rows, width)
         for row, fill in enumerate(fills):
@@ -166,70 +214,61 @@ class Runner:
             snapshot = NOBODY if snapshot is None else snapshot
             facts[row] = sequence.slot, size, len(sequence.request.prompt), snapshot
         params = self._with(rows, {row: fill.sequence for row, fill in enumerate(fills)})
-        self.slots = device.fill(self.cfg, params, self.slots, tokens, facts)
-
-    def drop(self, sequence: Sequence) -> None:
-        self._told.pop(sequence, None)
+        return lambda: device.fill(self.cfg, params, self.slots, tokens, facts)
 
     # Answers
 
-    def decode(
-        self,
-        running: Mapping[int, Sequence],
-        masks: Mapping[int, np.ndarray],
-        steps: int,
-        wanted: int,
-    ) -> Future[dict[int, Written]]:
-        """Up to ``steps`` tokens for every running row; by slot.  They are waited for in a thread:
-        until the device has left its loop, the call does not return.  Nothing else may be asked of
-        the runner meanwhile."""
-        options = self.options
-        n = next(size for size in options.sizes if size >= len(running))
-        row_of = {slot: slot if n == options.max_slots else row for row, slot in enumerate(running)}
-        rows = np.full((n, 2 + options.more_pages), NOBODY, np.int32)
-        for slot, sequence in running.items():
+    def _decode_of(self, plan: Plan, masks: Mapping[Sequence, np.ndarray]) -> Decode:
+        options, sequences = self.options, list(plan.budgets)
+        n = next(size for size in options.sizes if size >= len(sequences))
+        row_of = {
+            sequence: sequence.slot if n == options.max_slots else row
+            for row, sequence in enumerate(sequences)
+        }
+        rows = np.full((n, 3 + options.more_pages), NOBODY, np.int32)
+        for sequence, steps in plan.budgets.items():
             pages, told = sequence.held.pages, self._told[sequence]
-            row = rows[row_of[slot]]
-            row[:2] = slot, told
-            row[2 : 2 + len(pages) - told] = pages[told:]
+            row = rows[row_of[sequence]]
+            row[:3] = sequence.slot, steps, told
+            row[3 : 3 + len(pages) - told] = pages[told:]
             self._told[sequence] = len(pages)
         allowed: Any = self._no_masks[n]
         if masks:
             allowed = np.full(allowed.shape, 2**32 - 1, np.uint32)
-            for slot, mask in masks.items():
-                allowed[row_of[slot]] = mask
-            allowed = jax.device_put(allowed)
-        requests = [sequence.request for sequence in running.values()]
+            for sequence, mask in masks.items():
+                allowed[row_of[sequence]] = mask
+        requests = [sequence.request for sequence in sequences]
         level = device.level_of([request.sampling for request in requests], bool(masks))
         if options.deterministic:  # branches round on their own
             level = device.HIGHEST_LEVEL
         wants_top = any(request.logprobs for request in requests)
         # Rows that end one by one are not replaced one by one: a prefill call costs about the same.
-        wanted = min(wanted, options.rows(options.widths[0]))
-        orders = device.make_orders(
-            rows, steps=steps, level=level, wants_top=wants_top, wanted=wanted
-        )
-        self._decoding = self._with(n, {row_of[slot]: each for slot, each in running.items()})
-        return self._thread.submit(self._decode, orders, allowed, row_of, n)
+        wanted = min(plan.wanted, options.rows(options.widths[0]))
+        orders = device.make_orders(rows, level=level, wants_top=wants_top, wanted=wanted)
+        params = self._with(n, {row: sequence for sequence, row in row_of.items()})
+        return Decode(params, orders, allowed, row_of, n, wants_top)
 
-    def _decode(
-        self, orders: np.ndarray, masks: jax.Array, row_of: Mapping[int, int], n: int
-    ) -> dict[int, Written]:
-        width, wants_top = self.options.steps_per_call, orders[2]
+    def _decode(self, decode: Decode) -> Drawn:
         self.slots, rows, top = self._decode_program(
-            self.cfg, self._decoding, self.slots, orders, masks, self._stop_ids, n=n, width=width
-        )
-        rows, top = jax.device_get((rows, top if wants_top else ()))
+            self.cfg, decode.params, self.slots, decode.orders, decode.masks, self._stop_ids,
+            n=decode.n, width=self.options.steps_per_call,
+        )  # fmt: skip
+        return Drawn(decode.row_of, rows, top if decode.wants_top else ())
+
+    def read(self, drawn: Drawn) -> dict[Sequence, Written]:
+        """What its rows have written, waited for."""
+        rows, top = jax.device_get((drawn.rows, drawn.top))
+        width = self.options.steps_per_call
         numbers = rows[:, : 1 + width], rows[:, 1 + width :].view(np.float32)
         written = [  # lists at once: many small slices of arrays would cost more than the rest
             Written(tokens[:n], logprobs[:n])
             for (n, *tokens), logprobs in zip(*(part.tolist() for part in numbers), strict=True)
         ]
-        if wants_top:
+        if top:
             written = [
                 row._replace(top=tuple(pair)) for row, *pair in zip(written, *top, strict=True)
             ]
-        return {slot: written[row] for slot, row in row_of.items()}
+        return {sequence: written[row] for sequence, row in drawn.row_of.items()}
 
     # Programs
 
@@ -248,10 +287,9 @@ class Runner:
         for rows, width in self._shapes():
             params = self._with(rows, {})
             self.slots = device.fill(self.cfg, params, self.slots, *_blank(rows, width))
-        for size in self.options.sizes:
-            self._decoding = self._with(size, {})
-            orders = self._idle(size)
-            self._thread.submit(self._decode, orders, self._no_masks[size], {}, size).result()
+        for n in self.options.sizes:
+            idle = Decode(self._with(n, {}), self._idle(n), self._no_masks[n], {}, n, False)
+            self.read(self._thread.submit(self._decode, idle).result())
 
     def _shapes(self) -> list[tuple[int, int]]:
         """(prompts, tokens) of the prefill calls."""
@@ -274,8 +312,9 @@ class Runner:
 
     def _idle(self, n: int) -> np.ndarray:
         """The orders of a decode that does nothing."""
-        rows = np.full((n, 2 + self.options.more_pages), NOBODY, np.int32)
-        return device.make_orders(rows, steps=0, level=0, wants_top=False, wanted=0)
+        rows = np.full((n, 3 + self.options.more_pages), NOBODY, np.int32)
+        rows[:, 1] = 0
+        return device.make_orders(rows, level=0, wants_top=False, wanted=0)
 
 
 def _groups(items: list[Any], width: Any) -> Iterator[tuple[int, list[Any]]]:

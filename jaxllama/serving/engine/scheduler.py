@@ -4,7 +4,8 @@
     prefilling  admitted, with a slot and pages, their prompts partly in the cache
     running     one new token each per decode step
 
-``plan`` makes one step: admit, hand out chunks of prompts, make room.  Contract:
+``plan`` makes one step: admit, hand out chunks of prompts, make room.  It need not know what the
+step before has written: a row is taken to go on for as long as it may.  Contract:
 
 * Between two decode steps one chunk, or several of together no more than ``token_budget`` tokens,
   each counted as wide as its prefill call (``widths``): a long prompt, or many short ones, never
@@ -41,7 +42,8 @@ class Sequence:
 
     order: of arrival, each newcomer's larger than any before it.  output: tokens written so far.
     slot, held: its row and its pages while it is admitted.  filled: tokens of ``tokens`` that are
-    in the cache.  cached: of those, how many were known at first.
+    in the cache.  cached: of those, how many were known at first.  ahead: tokens that decode calls
+    whose results are not here yet may have written.
     """
 
     request: Request
@@ -52,6 +54,7 @@ class Sequence:
     held: Held = dataclasses.field(default_factory=Held)
     filled: int = 0
     cached: int = 0
+    ahead: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -70,6 +73,10 @@ class Sequence:
     @property
     def remaining(self) -> int:
         return self.request.max_new_tokens - len(self.output)
+
+    def room(self, steps: int) -> int:
+        """Of ``steps`` tokens, how many it may surely still write."""
+        return min(steps, self.remaining - self.ahead)
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -99,17 +106,21 @@ class Fill:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One step: the slots of ``admitted`` are theirs, run ``fills`` in order, then decode up to
-    ``steps`` tokens a row.  preempted: wait again.  started: have become running.  wanted: so many
-    wait for a slot, and when as many rows have ended, or as many as are prefilled at once, it
-    stops."""
+    """One step: the slots of ``admitted`` are theirs, run ``fills`` in order, then decode for each
+    row up to so many tokens as ``budgets`` says.  preempted: wait again.  started: have become
+    running.  wanted: so many wait for a slot, and when as many rows have ended, or as many as are
+    prefilled at once, it stops."""
 
     preempted: list[Sequence]
     admitted: list[Sequence]
     fills: list[Fill]
     started: list[Sequence]
-    steps: int
+    budgets: dict[Sequence, int]
     wanted: int
+
+    @property
+    def steps(self) -> int:
+        return max(self.budgets.values(), default=0)
 
 
 class Scheduler:
@@ -218,27 +229,27 @@ class Scheduler:
         while self._next > self.pages.available:
             self._preempt(self.admitted)
         fills, started, is_more = self._fill()
-        steps = min(self.steps_per_call, self._longest())
-        # A constrained row's mask comes from the host, after every token.
-        is_masked = any(sequence.request.grammar for sequence in self.running.values())
-        if is_more or is_masked:
-            steps = min(steps, 1)
-        short = self._short(steps)
-        if _total(short) > self.pages.available:
-            steps = min(steps, 1)
-            short = self._short(steps)
-        for sequence, count in short:
-            if sequence.slot in self.running:  # whose prompt is all in
-                self.pages.grow(sequence.held, count)
-        return Plan(self._preempted, self._newcomers, fills, started, steps, len(self.waiting))
+        budgets = self._budgets(1 if is_more else self.steps_per_call)
+        if _total(self._short(max(budgets.values(), default=0))) > self.pages.available:
+            budgets = self._budgets(1)
+        for sequence, steps in budgets.items():
+            self.pages.grow(sequence.held, self._growth(sequence, steps))
+            sequence.ahead += steps
+        return Plan(self._preempted, self._newcomers, fills, started, budgets, len(self.waiting))
 
-    def _longest(self) -> int:
-        """How many tokens some running row may still write."""
-        return max((sequence.remaining for sequence in self.running.values()), default=0)
+    def _budgets(self, steps: int) -> dict[Sequence, int]:
+        """What each running row may write.  A constrained row's mask comes from the host, after
+        every token, so it waits for what it has written."""
+        return {
+            sequence: room
+            for sequence in self.running.values()
+            if not (sequence.request.grammar and sequence.ahead)
+            and (room := sequence.room(1 if sequence.request.grammar else steps)) > 0
+        }
 
     def _growth(self, sequence: Sequence, steps: int) -> int:
         """Pages that it lacks to write so many more tokens."""
-        after = sequence.length + min(steps, sequence.remaining)
+        after = sequence.length + sequence.ahead + sequence.room(steps)
         return max(self.pages.need(after) - len(sequence.held.pages), 0)
 
     def _short(self, steps: int) -> list[tuple[Sequence, int]]:
@@ -247,7 +258,7 @@ class Scheduler:
         return [
             (sequence, self._growth(sequence, steps))
             for sequence in self.admitted
-            if sequence.length + steps > len(sequence.held.pages) * size
+            if sequence.length + sequence.ahead + steps > len(sequence.held.pages) * size
         ]
 
     def _fill(self) -> tuple[list[Fill], list[Sequence], bool]:

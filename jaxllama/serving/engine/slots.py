@@ -221,12 +221,10 @@ def fill(
     return _constrained(dataclasses.replace(slots, cache=cache, snapshots=snapshots), slots)
 
 
-def make_orders(
-    rows: np.ndarray, *, steps: int, level: int, wants_top: bool, wanted: int
-) -> np.ndarray:
-    """What ``decode`` is told, int32.  rows ``[n, 2 + k]``: slot, how many pages it had, new
-    ones."""
-    return np.concatenate([[steps, level, wants_top, wanted], rows.reshape(-1)]).astype(np.int32)
+def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, wanted: int) -> np.ndarray:
+    """What ``decode`` is told, int32.  rows ``[n, 3 + k]``: slot, most tokens, how many pages it
+    had, new ones."""
+    return np.concatenate([[level, wants_top, wanted], rows.reshape(-1)]).astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("n", "width"), donate_argnums=2)
@@ -241,7 +239,7 @@ def decode(
     n: int,
     width: int,
 ) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:
-    """Up to ``steps`` (at most ``width``) new tokens for each of ``n`` rows.
+    """New tokens for each of ``n`` rows, for none more than ``width``.
 
     orders: of ``make_orders``.  A slot past the last is nobody's; with as many rows as there are
     slots, row i is slot i's or nobody's.  A page past the last is none.  level: the sampler's
@@ -251,16 +249,16 @@ def decode(
     Returns (slots, rows int32 ``[n, 1 + 2 width]``: how many tokens, the tokens, the bits of their
     logprobs; the likeliest tokens and their logprobs ``[n, width, top]``, if asked for).
     """
-    told, every = orders[4:].reshape(n, -1), slots
-    rows = told[:, 0]
+    told, every = orders[3:].reshape(n, -1), slots
+    rows, budgets = told[:, 0], told[:, 1]
     if n < every.size:
         slots = _of_rows(every, rows)
     is_live = rows < every.size
     active = slots.active & is_live
     slots = dataclasses.replace(
-        slots, cache=_with_pages(slots.cache, told[:, 1], told[:, 2:]), active=active
+        slots, cache=_with_pages(slots.cache, told[:, 2], told[:, 3:]), active=active
     )
-    slots, *written = _decode(cfg, params, slots, orders[:4], masks, stop_ids, width)
+    slots, *written = _decode(cfg, params, slots, budgets, orders[:3], masks, stop_ids, width)
     slots = dataclasses.replace(slots, active=jnp.where(is_live, slots.active, every.active[:n]))
     if n < every.size:
         slots = _to_rows(every, rows, slots)
@@ -289,13 +287,16 @@ def _with_pages(cache: Cache, had: jax.Array, more: jax.Array) -> Cache:
 
 
 def _decode(
-    cfg: ModelConfig, params: Params, slots: Slots, orders: jax.Array, masks: jax.Array,
-    stop_ids: jax.Array, width: int,
+    cfg: ModelConfig, params: Params, slots: Slots, budgets: jax.Array, orders: jax.Array,
+    masks: jax.Array, stop_ids: jax.Array, width: int,
 ) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
     batch, n_top = slots.size, min(MAX_LOGPROBS, cfg.vocab_size)
-    steps, level, wants_top, wanted = orders
+    level, wants_top, wanted = orders
     wants_top = wants_top != 0
     before = jnp.sum(slots.active, dtype=jnp.int32)
+
+    def may_write(step: jax.Array, slots: Slots) -> jax.Array:
+        return slots.active & (step < budgets)
 
     def draw_with(features: tuple[str, ...]):
         def draw(scores: jax.Array, slots: Slots, masks: jax.Array):
@@ -309,12 +310,13 @@ def _decode(
 
     def unfinished(carry: tuple[jax.Array, Slots, Drawn]) -> jax.Array:
         step, slots, _ = carry
-        live = jnp.sum(slots.active, dtype=jnp.int32)
-        return (step < steps) & (live > 0) & ((wanted == 0) | (before - live < wanted))
+        ended = before - jnp.sum(slots.active, dtype=jnp.int32)
+        is_any = jnp.any(may_write(step, slots)) & (step < width)
+        return is_any & ((wanted == 0) | (ended < wanted))
 
     def one_token(carry: tuple[jax.Array, Slots, Drawn]) -> tuple[jax.Array, Slots, Drawn]:
         step, slots, drawn = carry
-        live = slots.active
+        live = may_write(step, slots)
         hidden, cache = forward(
             cfg, params, slots.token[:, None], live.astype(jnp.int32), slots.cache,
             sparse=~slots.prompted[:, None],
@@ -340,7 +342,7 @@ def _decode(
             slots,
             token=jnp.where(live, tokens, slots.token),
             prompted=slots.prompted & ~live,
-            active=live & ~stopped & (remaining > 0),
+            active=slots.active & ~(live & (stopped | (remaining <= 0))),
             remaining=remaining,
             history=slots.history.add(tokens, live),
         )

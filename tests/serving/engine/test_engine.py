@@ -126,6 +126,7 @@ def poison(eng: Engine) -> None:
 
         return jax.tree.map(put, tree)
 
+    eng.runner.wait()
     runner, slots = eng.runner, eng.runner.slots
     taken = {sequence.slot for sequence in eng.scheduler.admitted}
     free = [slot for slot in range(slots.size) if slot not in taken]
@@ -317,32 +318,30 @@ def test_a_decode_stops_when_as_many_rows_have_ended_as_are_wanted(wanted, count
     eng = engine("llama")
     decode, written = eng.runner._decode, []
 
-    def forced(orders, *rest):
-        orders[3] = wanted
-        written.append(decode(orders, *rest))
-        return written[-1]
+    def forced(call):
+        call.orders[2] = wanted
+        drawn = decode(call)
+        written.append(eng.runner.read(drawn))
+        return drawn
 
     monkeypatch.setattr(eng.runner, "_decode", forced)
     requests = [Request(f"w{n}", PROMPTS[0], n, ignore_eos=True) for n in (1, 2, 3, 9)]
     events = eng.generate(requests)
-    assert [len(written[0][slot].tokens) for slot in range(4)] == counts
+    assert [len(row.tokens) for row in written[0].values()] == counts
     assert [events[request.id][-1].completion_tokens for request in requests] == [1, 2, 3, 9]
 
 
-def test_rows_that_go_on_are_told_while_the_device_works(monkeypatch):
-    eng, told, in_time = engine("llama"), threading.Event(), []
-    decode = eng.runner._decode
-
-    def patient(*orders):
-        in_time.append(not in_time or told.wait(60))  # what the call before has written
-        told.clear()
-        return decode(*orders)
-
-    monkeypatch.setattr(eng.runner, "_decode", patient)
-    eng.submit(Request("on", PROMPTS[0], 7, ignore_eos=True), lambda event: told.set())
+def test_a_step_is_told_while_the_device_does_the_next_one(monkeypatch):
+    """The next call is handed over before anybody hears of the one before."""
+    eng, order = engine("llama"), []
+    run, read = eng.runner.run, eng.runner.read
+    monkeypatch.setattr(eng.runner, "run", lambda *args: (order.append("run"), run(*args))[1])
+    monkeypatch.setattr(eng.runner, "read", lambda drawn: (order.append("read"), read(drawn))[1])
+    request = Request("on", PROMPTS[0], 7, ignore_eos=True)
+    eng.submit(request, lambda event: order.append(len(event.tokens)))
     while eng.step():
         pass
-    assert in_time == [True] * 3
+    assert order == ["run", "run", "read", 3, "run", "read", 3, "run", "read", 1]
 
 
 def test_deadline_ends_a_request():
@@ -413,11 +412,11 @@ def test_a_step_that_raises_ends_the_engine_and_everybody_is_told(monkeypatch, c
     eng.submit(Request("a", PROMPTS[2], 24), events["a"].append)
     eng.submit(Request("b", PROMPTS[3], 24), Broken(RuntimeError("gone")))
 
-    def decode(*_) -> None:
+    def run(*_) -> None:
         eng.submit(Request("c", PROMPTS[3], 24), events["c"].append)  # not taken by a step yet
         raise MemoryError("no more")
 
-    monkeypatch.setattr(eng.runner, "decode", decode)
+    monkeypatch.setattr(eng.runner, "run", run)
     eng.start()
     eng._thread.join(60)
     assert eng.failure == eng.closed == "the engine failed: MemoryError: no more"

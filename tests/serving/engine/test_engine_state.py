@@ -57,6 +57,7 @@ def run(eng: Engine, requests: list[Request], until: int | None = None) -> dict[
 
 
 def arrays(eng: Engine) -> list[bytes]:
+    eng.runner.wait()
     leaves = jax.tree.leaves(eng.runner.slots)
     return [np.asarray(leaf).tobytes() for leaf in leaves]
 

@@ -26,9 +26,9 @@ def scheduler(cache_tokens: int = 100, page: int = 1, share: bool = False, **opt
 
 def write(plan: Plan, sch: Scheduler, steps: int | None = None) -> None:
     """What the engine does after a plan: every running row writes, and ends at its limit."""
-    for sequence in list(sch.running.values()):
-        for _ in range(min(plan.steps if steps is None else steps, sequence.remaining)):
-            sequence.output.append(0)
+    for sequence, budget in plan.budgets.items():
+        sequence.ahead -= budget
+        sequence.output += [0] * min(budget if steps is None else steps, sequence.remaining)
         if not sequence.remaining:
             sch.finish(sequence)
 
@@ -101,10 +101,28 @@ def test_a_plan_says_how_many_wait_for_a_slot():
     assert (plan.steps, plan.wanted, len(plan.started)) == (4, 1, 2)
 
 
-def test_constrained_rows_go_token_by_token():
+def test_constrained_rows_go_token_by_token_and_only_they_wait():
     sch = scheduler(steps_per_call=4)
-    sch.add(make(3, 10, grammar=Grammar("regex", "a*")))
-    assert sch.plan().steps == 1
+    bound, free = make(3, 10, grammar=Grammar("regex", "a*")), make(3, 10, order=1)
+    sch.add(bound)
+    sch.add(free)
+    first = sch.plan()
+    assert first.budgets == {bound: 1, free: 4}
+    assert sch.plan().budgets == {free: 4}  # what bound has written is not known yet
+    write(first, sch)
+    assert sch.plan().budgets == {bound: 1, free: 2}
+    assert sch.plan().budgets == {}
+
+
+def test_pages_are_there_for_what_may_have_been_written():
+    sch = scheduler(steps_per_call=4, page=2)
+    sequence = make(3, 10)
+    sch.add(sequence)
+    plans = [sch.plan(), sch.plan()]
+    assert [plan.steps for plan in plans] == [4, 4] and sequence.ahead == 8
+    assert len(sequence.held.pages) == 6  # 3 + 8 tokens
+    write(plans[0], sch, steps=1)  # it was called back early
+    assert sequence.ahead == 4 and sch.plan().steps == 4
 
 
 def test_steps_do_not_pass_the_last_token():
@@ -281,8 +299,9 @@ def test_talks_of_eight_turns_are_read_once():
             plan = sch.plan()
             for fill in plan.fills:
                 sch.filled(fill)
-            for sequence in list(sch.running.values()):
-                sequence.output.append(rng.randrange(10**6))
+            for sequence, budget in plan.budgets.items():
+                sequence.ahead -= budget
+                sequence.output += [rng.randrange(10**6) for _ in range(budget)]
                 if not sequence.remaining:
                     sch.finish(sequence)
         for talk, sequence in zip(talks, sequences, strict=True):
@@ -365,9 +384,8 @@ def test_every_load_is_served_within_the_limits(load, slots, cache, page, steps_
                 assert sequence in running
         held = [page for s in sch.admitted for page in s.held.pages]
         assert len(held) == len(set(held)) == sch.pages.used <= sch.pages.count
-        for sequence in sch.running.values():
-            after = sequence.length + min(plan.steps, sequence.remaining)
-            assert len(sequence.held.pages) * page >= after
+        for sequence, budget in plan.budgets.items():
+            assert len(sequence.held.pages) * page >= sequence.length + budget
         # Nobody starts before somebody who goes first.
         for waiting in sch.waiting:
             for other in plan.started:
