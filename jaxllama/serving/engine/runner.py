@@ -41,7 +41,7 @@ class Decode(NamedTuple):
 
     params: device.Params
     orders: np.ndarray
-    masks: np.ndarray | jax.Array
+    masks: jax.Array
     row_of: dict[Sequence, int]
     n: int
     wants_top: bool
@@ -237,6 +237,7 @@ class Runner:
             allowed = np.full(allowed.shape, 2**32 - 1, np.uint32)
             for sequence, mask in masks.items():
                 allowed[row_of[sequence]] = mask
+            allowed = jax.device_put(allowed)  # jit tells it from numpy's
         requests = [sequence.request for sequence in sequences]
         level = device.level_of([request.sampling for request in requests], bool(masks))
         if options.deterministic:  # branches round on their own
