@@ -69,6 +69,12 @@ class Sequence:
         return self.request.max_new_tokens - len(self.output)
 
     @property
+    def is_masked(self) -> bool:
+        """Whether its next token is restricted."""
+        request = self.request
+        return request.grammar is not None or len(self.output) < request.min_tokens
+
+    @property
     def urgency(self) -> tuple[int, int]:
         """Smaller goes first."""
         return (-self.request.priority, self.order)
@@ -207,7 +213,7 @@ class Scheduler:
         fills, started, is_more = self._fill()
         steps = min(self.steps_per_call, self._longest())
         # A constrained row's mask comes from the host, after every token.
-        is_masked = any(sequence.request.grammar for sequence in self.running.values())
+        is_masked = any(sequence.is_masked for sequence in self.running.values())
         if is_more or is_masked or not self._fits(steps):
             steps = min(steps, 1)
         return Plan(self._preempted, fills, started, steps, len(self.waiting))

@@ -4,6 +4,8 @@
     completion(call, answer)        a whole text_completion; chat(call, answer) a chat.completion
     completion_chunk, chat_chunk    the pieces of a stream
 
+The text of a chat is read as its call says (``reading``): reasoning, content, calls of tools.
+
 A token that is no valid UTF-8 by itself is written ``bytes:\\xe2\\x80`` where a string is asked
 for, as OpenAI's API did.  A stop token is counted in the usage and has no entry in the logprobs.
 """
@@ -11,6 +13,7 @@ for, as OpenAI's API did.  A stop token is counted in the usage and has no entry
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +21,9 @@ import numpy as np
 from jaxllama import __version__
 from jaxllama.serving.engine.request import Event
 from jaxllama.serving.http.calls import Call
+from jaxllama.serving.http.reading import MessageReader
 from jaxllama.serving.http.schemas import (
+    Arguments,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -29,16 +34,26 @@ from jaxllama.serving.http.schemas import (
     CompletionLogprobs,
     CompletionObject,
     Delta,
+    DetailedChoice,
     EmbeddingItem,
     EmbeddingList,
     EmbeddingUsage,
     FinishReason,
+    FunctionCalled,
     Opening,
     PromptDetails,
+    PromptLogprob,
+    PromptLogprobs,
+    ReasoningDelta,
     TokenLogprob,
+    ToolCallDelta,
+    ToolCalled,
+    ToolCallGoesOn,
+    ToolCallStart,
     TopLogprob,
     Usage,
 )
+from jaxllama.serving.http.tool_formats import Part
 from jaxllama.text.stream import TextStream
 
 _FINGERPRINT = f"jaxllama-{__version__}"
@@ -83,9 +98,13 @@ def completion(call: Call, answer: Answer) -> CompletionObject:
     choices = []
     for index, events in enumerate(answer.events):
         echo = call.echoes[index] if call.echoes else ""
-        logprobs = completion_logprobs(call, index, events, TextOffsets(call))
-        text = echo + answer.text(index)
-        choices.append(CompletionChoice(index, text, logprobs, answer.finish(index)))
+        offsets = TextOffsets(call)
+        logprobs = _joined(
+            _echoed_logprobs(call, index, offsets),
+            completion_logprobs(call, index, events, offsets),
+        )
+        text, finish = echo + answer.text(index), answer.finish(index)
+        choices.append(_choice(call, index, text, logprobs, finish, events, is_first=True))
     return _completion(call, choices, usage(call, [events[-1] for events in answer.events]))
 
 
@@ -94,13 +113,37 @@ def completion_chunk(
 ) -> CompletionObject:
     """offsets: the choice's own, which has seen its earlier events."""
     logprobs = completion_logprobs(call, index, [event], offsets)
-    choice = CompletionChoice(index, event.text, logprobs, finish_reason(event))
+    choice = _choice(call, index, event.text, logprobs, finish_reason(event), [event])
     return _completion(call, [choice], total)
 
 
-def completion_echo(call: Call, index: int) -> CompletionObject:
+def completion_echo(call: Call, index: int, offsets: TextOffsets) -> CompletionObject:
     """The prompt, which ``echo`` puts before a choice's stream."""
-    return _completion(call, [CompletionChoice(index, call.echoes[index])], None)
+    logprobs = _echoed_logprobs(call, index, offsets)
+    choice = _choice(call, index, call.echoes[index], logprobs, None, [], is_first=True)
+    return _completion(call, [choice], None)
+
+
+def _choice(
+    call: Call,
+    index: int,
+    text: str,
+    logprobs: CompletionLogprobs | None,
+    finish: FinishReason | None,
+    events: Sequence[Event],
+    is_first: bool = False,
+) -> CompletionChoice:
+    """is_first: it, or the first of its chunks."""
+    if not (call.shows_ids or call.lists_scores):
+        return CompletionChoice(index, text, logprobs, finish)
+    choice = DetailedChoice(index, text, logprobs, finish)
+    if call.lists_scores:
+        choice.prompt_logprobs = prompt_logprobs(call, index)
+    if call.shows_ids:
+        choice.token_ids = [token for event in events for token in event.tokens]
+        if is_first:
+            choice.prompt_token_ids = list(call.requests[index].prompt)
+    return choice
 
 
 def completion_usage(call: Call, total: Usage) -> CompletionObject:
@@ -118,13 +161,44 @@ def _completion(
 def chat(call: Call, answer: Answer) -> ChatObject:
     choices = []
     for index, events in enumerate(answer.events):
-        message = ChatMessage("assistant", answer.text(index))
-        logprobs = chat_logprobs(call, index, events)
-        choices.append(ChatChoice(index, message, logprobs, answer.finish(index)))
+        message, finish = ChatMessage("assistant", answer.text(index)), answer.finish(index)
+        if call.reading is not None:
+            message, calls = chat_message(call, index, message.content or "")
+            finish = "tool_calls" if calls and finish == "stop" else finish
+        choices.append(ChatChoice(index, message, chat_logprobs(call, index, events), finish))
     total = usage(call, [events[-1] for events in answer.events])
+    listed = prompt_logprobs(call, 0) if call.lists_scores else None
     return ChatObject(
-        call.id, "chat.completion", call.created, call.model, _FINGERPRINT, choices, total
+        call.id, "chat.completion", call.created, call.model, _FINGERPRINT, choices, total, listed
     )
+
+
+def chat_message(call: Call, index: int, text: str) -> tuple[ChatMessage, int]:
+    """The message that a choice's whole text is, and how many calls of tools it has."""
+    assert call.reading is not None
+    reader = MessageReader(call.reading)
+    said = {"reasoning": "", "content": ""}
+    calls: list[ToolCalled] = []
+    for part in (*reader.feed(text), *reader.close()):
+        if part.kind == "call":
+            id = tool_call_id(call, index, part.index)
+            calls.append(ToolCalled(id, "function", FunctionCalled(part.text, "")))
+        elif part.kind == "arguments":
+            calls[part.index].function.arguments += part.text
+        else:
+            said[part.kind] += part.text
+    content = said["content"] or ("" if not calls else None)
+    message = ChatMessage(
+        "assistant", content, None, said["reasoning"] or None, calls or None
+    )  # fmt: skip
+    return message, len(calls)
+
+
+def tool_call_id(call: Call, index: int, number: int) -> str:
+    """The same whenever it is asked for, in the form that the model's template takes."""
+    assert call.reading is not None and call.reading.tools is not None
+    digest = hashlib.sha256(f"{call.id}/{index}/{number}".encode()).hexdigest()
+    return call.reading.tools.format.call_id(digest)
 
 
 def chat_role(call: Call, index: int) -> ChatChunk:
@@ -136,6 +210,43 @@ def chat_chunk(call: Call, index: int, event: Event, total: Usage | None) -> Cha
     logprobs = chat_logprobs(call, index, [event])
     choice = ChatChunkChoice(index, Delta(event.text), logprobs, finish_reason(event))
     return _chat_chunk(call, [choice], total)
+
+
+class ChatChunks:
+    """The chunks of a choice whose text is read, from its events."""
+
+    def __init__(self, call: Call, index: int) -> None:
+        assert call.reading is not None
+        self._call, self._index = call, index
+        self._reader = MessageReader(call.reading)
+
+    def __call__(self, event: Event, total: Usage | None) -> list[ChatChunk]:
+        call, index, finish = self._call, self._index, finish_reason(event)
+        parts = self._reader.feed(event.text)
+        if finish is not None:
+            parts += self._reader.close()
+        deltas = [self._delta(part) for part in parts]
+        logprobs = chat_logprobs(call, index, [event])
+        if finish is not None or (logprobs is not None and logprobs.content and not deltas):
+            deltas.append(Delta(""))
+        choices = [ChatChunkChoice(index, delta) for delta in deltas]
+        if choices:
+            choices[0].logprobs = logprobs
+        if finish is not None:
+            is_call = self._reader.calls and finish == "stop"
+            choices[-1].finish_reason = "tool_calls" if is_call else finish
+        return [_chat_chunk(call, [choice], total) for choice in choices]
+
+    def _delta(self, part: Part) -> Delta | ReasoningDelta | ToolCallDelta:
+        if part.kind == "content":
+            return Delta(part.text)
+        if part.kind == "reasoning":
+            return ReasoningDelta(part.text)
+        if part.kind == "arguments":
+            return ToolCallDelta([ToolCallGoesOn(part.index, Arguments(part.text))])
+        id = tool_call_id(self._call, self._index, part.index)
+        begun = ToolCallStart(part.index, id, "function", FunctionCalled(part.text, ""))
+        return ToolCallDelta([begun])
 
 
 def chat_usage(call: Call, total: Usage) -> ChatChunk:
@@ -180,6 +291,59 @@ def completion_logprobs(
                 best = {_spell(call, other): _number(value) for other, value in top[:wanted]}
                 out.top_logprobs.append(best)
             out.text_offset.append(offsets(token))
+    return out
+
+
+def _echoed_logprobs(call: Call, index: int, offsets: TextOffsets) -> CompletionLogprobs | None:
+    """Of the prompt's own tokens."""
+    if not call.echoes_scores:
+        return None
+    scores, wanted = call.scores[index // call.choices], call.requests[index].logprobs
+    tops = [
+        None if top is None else {_spell(call, id): _number(value) for id, value in top[:wanted]}
+        for top in scores.tops
+    ]
+    return CompletionLogprobs(
+        [_spell(call, token) for token in scores.tokens],
+        [None if value is None else _number(value) for value in scores.logprobs],
+        tops if wanted else None,
+        [offsets(token) for token in scores.tokens],
+    )
+
+
+def _joined(
+    first: CompletionLogprobs | None, second: CompletionLogprobs | None
+) -> CompletionLogprobs | None:
+    if first is None or second is None:
+        return first or second
+    tops = None
+    if first.top_logprobs is not None and second.top_logprobs is not None:
+        tops = first.top_logprobs + second.top_logprobs
+    return CompletionLogprobs(
+        first.tokens + second.tokens,
+        first.token_logprobs + second.token_logprobs,
+        tops,
+        first.text_offset + second.text_offset,
+    )
+
+
+def prompt_logprobs(call: Call, index: int) -> PromptLogprobs:
+    """As vLLM has them: each of the prompt's tokens and the likeliest ones, by id."""
+    scores = call.scores[index // call.choices]
+    out: PromptLogprobs = []
+    rows = zip(scores.tokens, scores.logprobs, scores.ranks, scores.tops, strict=True)
+    for token, logprob, rank, top in rows:
+        if logprob is None:
+            out.append(None)
+            continue
+        values = [*((other, value, n) for n, (other, value) in enumerate(top or (), 1)),
+                  (token, logprob, rank)]  # fmt: skip
+        out.append(
+            {
+                other: PromptLogprob(_number(value), place, _spell(call, other))
+                for other, value, place in values
+            }
+        )
     return out
 
 

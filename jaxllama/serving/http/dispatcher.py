@@ -116,6 +116,13 @@ class Dispatcher:
             raise
         return stream
 
+    def ended(self, events: Sequence[Event]) -> Stream:
+        """The stream of requests that have come to their ends without the engine."""
+        stream = Stream(self)
+        for event in events:
+            stream.put(event)
+        return stream
+
     def _submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._engine.submit(request, self._receive)

@@ -29,7 +29,7 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
     bodies_read = "Completion", "Chat", "Embedding", "Tokenize", "Detokenize"
     answers = (
         "CompletionObject", "ChatObject", "EmbeddingList", "ModelObject", "ModelList", "Tokens",
-        "Text", "Health", "ErrorObject",
+        "Text", "Health", "Version", "ErrorObject",
     )  # fmt: skip
     refs, shared = TypeAdapter.json_schemas(
         [
@@ -64,6 +64,7 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
             _json(schema["ModelList"]),
         ),
         "/health": ("Whether the server is up", _json(schema["Health"])),
+        "/version": ("This program's version", _json(schema["Version"])),
         "/metrics": ("Prometheus metrics", {"text/plain": {"schema": {"type": "string"}}}),
     }
     for path, (text, content) in get.items():

@@ -12,7 +12,7 @@ then it is still owed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -136,24 +136,32 @@ class EventStream:
     async def _lines(self) -> AsyncIterator[bytes]:
         run, call = self._run, self._run.call
         is_chat = run.kind == "chat"
+        offsets = [answers.TextOffsets(call) for _ in call.requests]
         for index in range(len(call.requests)):
             if is_chat:
                 yield to_json(answers.chat_role(call, index))
             elif call.echoes:
-                yield to_json(answers.completion_echo(call, index))
-        writers = [self._writer(index) for index in range(len(call.requests))]
+                yield to_json(answers.completion_echo(call, index, offsets[index]))
+        writers = [self._writer(index, offsets[index]) for index in range(len(call.requests))]
         async with contextlib.aclosing(run.events()) as events:
             async for index, event in events:
-                yield writers[index](event)
+                for line in writers[index](event):
+                    yield line
         if self._usage:
             build = answers.chat_usage if is_chat else answers.completion_usage
             yield to_json(build(call, run.usage()))
 
-    def _writer(self, index: int) -> Callable[[Event], bytes]:
+    def _writer(
+        self, index: int, offsets: answers.TextOffsets
+    ) -> Callable[[Event], Iterable[bytes]]:
         """The function from a choice's events to lines.  Those of a plain stream differ in nothing
         but the text, so they are put together from the two halves of one around it."""
         run, call = self._run, self._run.call
-        offsets = answers.TextOffsets(call)
+        chunks = None if call.reading is None else answers.ChatChunks(call, index)
+
+        def write_read(event: Event) -> list[bytes]:
+            total = run.usage() if self._running_usage else None
+            return [to_json(chunk) for chunk in chunks(event, total)]
 
         def write(event: Event) -> bytes:
             total = run.usage() if self._running_usage else None
@@ -161,12 +169,16 @@ class EventStream:
                 return to_json(answers.chat_chunk(call, index, event, total))
             return to_json(answers.completion_chunk(call, index, event, offsets, total))
 
-        if self._running_usage or call.requests[index].logprobs is not None:
-            return write
+        if chunks is not None:
+            return write_read
+        detailed = call.requests[index].logprobs is not None or call.shows_ids
+        if self._running_usage or detailed:
+            return lambda event: (write(event),)
         before, after = write(Event("", text="\0")).split(_quoted("\0"))
 
-        def write_plain(event: Event) -> bytes:
-            return write(event) if event.finish_reason else before + _quoted(event.text) + after
+        def write_plain(event: Event) -> tuple[bytes]:
+            line = write(event) if event.finish_reason else before + _quoted(event.text) + after
+            return (line,)
 
         return write_plain
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter
 from starlette.responses import Response
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class _Schema:
@@ -46,7 +46,7 @@ class Usage(_Schema):
 class CompletionLogprobs(_Schema):
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None]] | None
+    top_logprobs: list[dict[str, float | None] | None] | None
     text_offset: list[int]
 
 
@@ -59,6 +59,26 @@ class CompletionChoice(_Schema):
 
 
 @_schema
+class PromptLogprob(_Schema):
+    logprob: float | None
+    rank: int | None
+    decoded_token: str
+
+
+# A prompt's tokens: the token itself and the likeliest ones, by id.  The first has none.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+@_schema
+class DetailedChoice(CompletionChoice):
+    """With what only those get who ask for it."""
+
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+@_schema
 class CompletionObject(_Schema):
     """A whole answer, or a chunk of its stream."""
 
@@ -67,7 +87,7 @@ class CompletionObject(_Schema):
     created: int
     model: str
     system_fingerprint: str
-    choices: list[CompletionChoice]
+    choices: list[DetailedChoice | CompletionChoice]
     usage: Usage | None
 
 
@@ -93,10 +113,27 @@ class ChatLogprobs(_Schema):
 
 
 @_schema
+class FunctionCalled(_Schema):
+    name: str
+    arguments: str
+
+
+@_schema
+class ToolCalled(_Schema):
+    id: str
+    type: Literal["function"]
+    function: FunctionCalled
+
+
+@_schema
 class ChatMessage(_Schema):
+    """content is None where there are only calls."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCalled] | None = None
 
 
 @_schema
@@ -116,6 +153,7 @@ class ChatObject(_Schema):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @_schema
@@ -132,9 +170,40 @@ class Delta(_Schema):
 
 
 @_schema
+class ReasoningDelta(_Schema):
+    reasoning_content: str
+
+
+@_schema
+class ToolCallStart(_Schema):
+    """The first piece of a call."""
+
+    index: int
+    id: str
+    type: Literal["function"]
+    function: FunctionCalled
+
+
+@_schema
+class Arguments(_Schema):
+    arguments: str
+
+
+@_schema
+class ToolCallGoesOn(_Schema):
+    index: int
+    function: Arguments
+
+
+@_schema
+class ToolCallDelta(_Schema):
+    tool_calls: list[ToolCallStart | ToolCallGoesOn]
+
+
+@_schema
 class ChatChunkChoice(_Schema):
     index: int
-    delta: Delta | Opening
+    delta: Opening | Delta | ReasoningDelta | ToolCallDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
 
@@ -198,6 +267,11 @@ class Tokens(_Schema):
 @_schema
 class Text(_Schema):
     prompt: str
+
+
+@_schema
+class Version(_Schema):
+    version: str
 
 
 @_schema

@@ -45,6 +45,7 @@ OPERATIONS = [
     ("/tokenize", "POST"), ("/detokenize", "POST"), ("/v1/models", "GET"),
     ("/v1/models/{model}", "GET"), ("/v1/completions/{id}", "GET"),
     ("/v1/chat/completions/{id}", "GET"), ("/health", "GET"), ("/metrics", "GET"),
+    ("/version", "GET"),
 ]  # fmt: skip
 
 
