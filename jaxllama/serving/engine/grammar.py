@@ -157,7 +157,10 @@ def _lark(source: str) -> str:
         several = json.loads(source)
     for grammar in several["grammars"]:
         if "lark_grammar" in grammar:
-            grammar["lark_grammar"] = any_to_lark(grammar["lark_grammar"])
+            try:
+                grammar["lark_grammar"] = any_to_lark(grammar["lark_grammar"])
+            except Exception as error:  # the library has no type for it that is public
+                raise ValueError(error) from None
     return json.dumps(several)
 
 

@@ -184,7 +184,7 @@ def _thought(reading: Reading, tokenizer: Tokenizer, rules: list[str]) -> str:
 def _calls(tools: Tools, tokenizer: Tokenizer, rules: list[str]) -> str:
     """The rules of calls; returns what one or several of them are."""
     form = tools.format
-    rules += [f"call_{i}: {_call(tools, f)}" for i, f in enumerate(tools.functions)]
+    rules += [f"call_{i}: {_call(tools, f, tokenizer)}" for i, f in enumerate(tools.functions)]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools.functions))))
     begin, end = _literal(form.begin, tokenizer), _literal(form.end)
     several = not tools.only_one and form.separator is not None
@@ -199,12 +199,12 @@ def _calls(tools: Tools, tokenizer: Tokenizer, rules: list[str]) -> str:
     return "calls"
 
 
-def _call(tools: Tools, function: Function) -> str:
+def _call(tools: Tools, function: Function, tokenizer: Tokenizer) -> str:
     schema = {"type": "object", **(function.parameters or {})}
     arguments = "%json " + json.dumps(_tight(schema, is_lenient=not function.strict))
     form = tools.format
     if form.arguments is None:
-        return f"{_literal(function.name + form.between)} {arguments}"
+        return f"{_literal(function.name)} {_literal(form.between, tokenizer)} {arguments}"
     head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
     return f'{_literal(head)} {arguments} "}}"'
 
@@ -249,9 +249,9 @@ def _quoted(text: str) -> str:
 
 
 def _tight(schema: dict[str, Any], is_lenient: bool = False) -> dict[str, Any]:
-    """One spelling of the space between tokens: a weak model would go on with blanks.  lenient:
-    what the library cannot hold an answer to is ignored, not refused."""
-    return {**schema, "x-guidance": {"whitespace_flexible": False, "lenient": is_lenient}}
+    """At most one blank between tokens: a weak model would go on with them.  lenient: what the
+    library cannot hold an answer to is ignored, not refused."""
+    return {**schema, "x-guidance": {"whitespace_pattern": " ?", "lenient": is_lenient}}
 
 
 def _wrong(param: str, message: str) -> ApiError:
