@@ -8,6 +8,16 @@ from jaxllama.cli import common
 from jaxllama.cli.domains import COUNT, Number, Parser, api_key, filled, out_folder
 from jaxllama.errors import JaxLlamaError
 
+# The engine's sizes that few change: (option, what it says).  Without one the engine chooses.
+ENGINE = (
+    ("prefill-rows", "short prompts that are prefilled at once"),
+    ("token-budget", "tokens of prompts between two decode steps"),
+    ("cache-tokens", "that all running requests may hold together"),
+    ("prefix-block", "tokens in a block of the prefix cache"),
+    ("prefix-blocks", "blocks of the prefix cache; 0 is none"),
+    ("lanes", "prompts longer than a chunk that are worked on at once"),
+    ("steps-per-call", "most tokens of a row between two looks of the host"),
+)
 HELP = "OpenAI's API, a chat page and metrics over HTTP."
 
 
@@ -29,6 +39,17 @@ def options(sub: Parser) -> None:
                      help="for what is in flight at SIGTERM (default %(default)s)")  # fmt: skip
     sub.add_argument("--state", type=out_folder, metavar="DIR",
                      help="of requests and answers; a killed server's are finished")  # fmt: skip
+    sub.add_argument("--served-model-name", action="append", type=filled, default=[],
+                     metavar="NAME", help="what clients call it, instead of --model's name; the "
+                     "first is shown, further ones are taken too")  # fmt: skip
+    sub.add_argument("--allowed-origin", action="append", type=filled, default=[], metavar="URL",
+                     help="its web pages may ask, * for all; may be repeated")  # fmt: skip
+    group = sub.add_argument_group("engine", "sizes; README of jaxllama/serving/engine")
+    for option, text in ENGINE:
+        least = 0 if option == "prefix-blocks" else 1
+        group.add_argument(f"--{option}", type=Number(least=least), metavar="N", help=text)
+    group.add_argument("--deterministic", action="store_true", default=None,
+                       help="the same bits whatever runs beside a request")  # fmt: skip
     # Refused in words of its own.
     sub.add_argument("--policy", type=common.parse_policy, help=argparse.SUPPRESS)
     common.mesh_option(sub)
@@ -44,8 +65,10 @@ def run(args: argparse.Namespace) -> None:
 
     engine = {"max_slots": args.slots, "max_len": args.max_len, "max_queue": args.max_queue,
               "kv_dtype": common.kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
+    named = (*(option.replace("-", "_") for option, _ in ENGINE), "deterministic")
+    engine |= {name: value for name in named if (value := getattr(args, name)) is not None}
     options = ServeOptions(
         args.model, args.host, args.port, tuple(args.api_key), args.max_body, args.drain_timeout,
-        args.state, engine,
+        args.state, engine, tuple(args.served_model_name), tuple(args.allowed_origin),
     )  # fmt: skip
     serve(options, lambda: common.load(args))
