@@ -127,6 +127,10 @@ class Dispatcher:
         for request in requests:
             self._engine.submit(request, self._receive)
 
+    def has(self, id: str) -> bool:
+        """Whether a request of this id is in flight."""
+        return id in self._streams
+
     def cancel(self, id: str) -> None:
         if self._streams.pop(id, None) is not None:
             self._engine.cancel(id)

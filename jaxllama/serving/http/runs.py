@@ -2,7 +2,7 @@
 
     run = Run(kind, call, stream, fields, finish)
     await run.whole()              the answer object; ApiError when a row or the engine fails
-    EventStream(run, body)         an ASGI response that sends it as it is made
+    ChunkStream(run, body)         an ASGI response that sends it as it is made
 
 Contract.  ``finish(id, answer)`` is called once, when the end is certain: answered, failed, or left
 by its client (then the rows are cancelled).  answer is None when the engine was stopped meanwhile:
@@ -102,14 +102,11 @@ class Run:
 
 
 class EventStream:
-    """A streamed answer, as an ASGI response: one chunk an event, ``[DONE]`` at the end, an error
-    object instead when the engine fails midway."""
+    """A streamed answer, as an ASGI response: server-sent events (``_pieces``), and ``_failure``
+    when the engine fails midway."""
 
-    def __init__(self, run: Run, body: Completion | Chat) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        options = body.stream_options
-        self._running_usage = bool(options and options.continuous_usage_stats)
-        self._usage = self._running_usage or bool(options and options.include_usage)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write() -> None:
@@ -120,18 +117,40 @@ class EventStream:
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
-                async with contextlib.aclosing(self._lines()) as lines:
-                    async for line in lines:
-                        await _send_data(send, line)
-                await _send_data(send, b"[DONE]")
+                async with contextlib.aclosing(self._pieces()) as pieces:
+                    async for piece in pieces:
+                        await _send_piece(send, piece)
             except ApiError as error:
-                await _send_data(send, to_json(error.body()))
+                await _send_piece(send, self._failure(error))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:
             await unless_disconnected(receive, write())
         except ClientGone:
             self._run.abandon()
+
+    def _pieces(self) -> AsyncIterator[bytes]:
+        raise NotImplementedError
+
+    def _failure(self, error: ApiError) -> bytes:
+        return _data(to_json(error.body()))
+
+
+class ChunkStream(EventStream):
+    """Of completions and chats: one chunk an event, ``[DONE]`` at the end, an error object instead
+    when the engine fails midway."""
+
+    def __init__(self, run: Run, body: Completion | Chat) -> None:
+        super().__init__(run)
+        options = body.stream_options
+        self._running_usage = bool(options and options.continuous_usage_stats)
+        self._usage = self._running_usage or bool(options and options.include_usage)
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        async with contextlib.aclosing(self._lines()) as lines:
+            async for line in lines:
+                yield _data(line)
+        yield _data(b"[DONE]")
 
     async def _lines(self) -> AsyncIterator[bytes]:
         run, call = self._run, self._run.call
@@ -188,6 +207,9 @@ def _quoted(text: str) -> bytes:
     return encode_basestring(text).encode()
 
 
-async def _send_data(send: Send, line: bytes) -> None:
-    data = b"data: %b\n\n" % line
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+def _data(line: bytes) -> bytes:
+    return b"data: %b\n\n" % line
+
+
+async def _send_piece(send: Send, piece: bytes) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": True})

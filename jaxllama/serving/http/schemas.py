@@ -219,6 +219,107 @@ class ChatChunk(_Schema):
     usage: Usage | None
 
 
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+@_schema
+class OutputText(_Schema):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[None]
+    logprobs: list[None]
+
+
+@_schema
+class ReasoningPart(_Schema):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+@_schema
+class ReasoningItem(_Schema):
+    id: str
+    type: Literal["reasoning"]
+    summary: list[None]
+    content: list[ReasoningPart]
+    status: Status
+
+
+@_schema
+class MessageItem(_Schema):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+    status: Status
+
+
+@_schema
+class FunctionCallItem(_Schema):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+@_schema
+class IncompleteDetails(_Schema):
+    reason: Literal["max_output_tokens"]
+
+
+@_schema
+class InputDetails(_Schema):
+    cached_tokens: int
+
+
+@_schema
+class OutputDetails(_Schema):
+    reasoning_tokens: int
+
+
+@_schema
+class ResponseUsage(_Schema):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+@_schema
+class ResponseObject(_Schema):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Status
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[ReasoningItem | MessageItem | FunctionCallItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    metadata: dict[str, str]
+
+
+@_schema
+class ResponseDeleted(_Schema):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
 @_schema
 class EmbeddingItem(_Schema):
     object: Literal["embedding"]

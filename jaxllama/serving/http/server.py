@@ -4,15 +4,15 @@
 
     POST /v1/completions, /v1/chat/completions    whole or streamed (server-sent events)
     GET  /v1/completions/ID, /v1/chat/completions/ID    an answer again (with a state folder)
+    POST, GET, DELETE /v1/responses               (``response_routes``)
     POST /v1/embeddings, /tokenize, /detokenize
     GET  /v1/models, /version, /health, /metrics, /openapi.json, / (a chat page)
 
 Contract.  Every accepted body is answered once: with its tokens, or with OpenAI's error object.
 A client that disconnects cancels its rows.  A body is refused before it costs anything: 400 with
 the field's name, 401, 404, 413, 415, and 429 with Retry-After when the engine's queue is full.  The
-event loop never computes: tokenizing and embedding run in threads, the model in the engine's.
-Texts of several bodies are embedded in turns, one at a time; once the engine has stopped or failed,
-none.
+event loop never computes: tokenizing runs in threads, the model in the engine's, embeddings and
+prompts' logprobs in one of their own (``forward_passes``).
 
 Keys, ids, logs and errors are ``middleware``, what bodies mean ``calls``, a call's way to its
 answer ``runs``, the answers ``answers``.  With a state folder a body is written down
@@ -28,8 +28,7 @@ import dataclasses
 import importlib.resources
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,7 @@ from jaxllama.serving.http.bodies import (
 )
 from jaxllama.serving.http.calls import Call, Prompts, as_list
 from jaxllama.serving.http.dispatcher import Dispatcher, Stream
-from jaxllama.serving.http.embeddings import Embedder
+from jaxllama.serving.http.forward_passes import ForwardPasses
 from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
@@ -68,7 +67,8 @@ from jaxllama.serving.http.middleware import (
     read_body,
     unless_disconnected,
 )
-from jaxllama.serving.http.runs import EventStream, Outcome, Run
+from jaxllama.serving.http.response_routes import ResponseRoutes
+from jaxllama.serving.http.runs import ChunkStream, Outcome, Run
 from jaxllama.serving.http.schemas import (
     ApiError,
     Health,
@@ -80,7 +80,6 @@ from jaxllama.serving.http.schemas import (
     respond,
     to_json,
 )
-from jaxllama.serving.http.scoring import Scorer
 from jaxllama.serving.journal import Entry, Journal
 
 MAX_CHOICES = 128  # prompts x n of one body
@@ -127,6 +126,7 @@ def create_app(lm: LanguageModel, engine: Any, settings: Settings, metrics: Metr
         Route("/version", server.version),
         Route("/metrics", server.metrics_page),
         Route("/openapi.json", lambda _: JSONResponse(document)),
+        *server.responses.routes(),
         *(Route(path, _file(name, kind)) for path, (name, kind) in static.items()),
     ]
     errors = dict.fromkeys(
@@ -163,10 +163,9 @@ class _Server:
         max_choices = min(MAX_CHOICES, engine.options.max_queue)
         self._prompts = Prompts(lm, settings.name, settings.max_len, max_choices, settings.aliases)
         self._dispatcher = Dispatcher(engine)
-        self._embed, self._score = Embedder(lm), Scorer(lm)
-        # Of their own, so that tokenizing never waits for them.
-        self._forward_thread = ThreadPoolExecutor(1, "forward")
-        self._embedding = self._scoring = 0
+        self.responses = ResponseRoutes(self._prompts, self._dispatcher, settings.max_body)
+        self._forward = ForwardPasses(lm, engine)
+        self._embedding = 0
         self._created = int(time.time())
         self._journal = None if settings.state is None else Journal(settings.state)
         self._owed: dict[str, asyncio.Event] = {}  # answers that somebody may wait for
@@ -184,7 +183,7 @@ class _Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._forward_thread.shutdown(wait=False, cancel_futures=True)
+            self._forward.close()
             if self._journal is not None:
                 self._journal.close()
 
@@ -208,7 +207,7 @@ class _Server:
             else:
                 body, call = await asyncio.to_thread(self._call, kind, call_id, data)
             if call.to_score is not None:
-                call = await unless_disconnected(http.receive, self._scored(call))
+                call = await unless_disconnected(http.receive, self._forward.scored(call))
             stream = await self._stream(call)
         except ClientGone:
             self._owed.pop(call_id).set()
@@ -226,7 +225,7 @@ class _Server:
                 run.abandon()
                 raise
         if body.stream:
-            return EventStream(run, body)
+            return ChunkStream(run, body)
         try:
             answer = await unless_disconnected(http.receive, run.whole())
         except ClientGone:
@@ -255,30 +254,6 @@ class _Server:
             ]
         )
 
-    async def _scored(self, call: Call) -> Call:
-        """With its prompts' logprobs."""
-        if self._scoring >= self._engine.options.max_queue:
-            raise QueueFull(self._scoring, 1.0)
-        self._scoring += 1
-        try:
-            rows = [(p.prompt, call.to_score, p.adapter) for p in call.prompts]
-            scores = await self._in_turns(self._score, rows)
-        finally:
-            self._scoring -= 1
-        return dataclasses.replace(call, scores=tuple(scores))
-
-    async def _in_turns(self, work: Callable[..., Any], rows: Sequence[tuple[Any, ...]]) -> list:
-        """Forward passes beside the engine.  One row at a time is in the thread's queue, behind one
-        of every other body."""
-        loop, done = asyncio.get_running_loop(), []
-        for row in rows:
-            if self._engine.failure is not None:
-                raise EngineFailed(self._engine.failure)
-            if self._engine.closed is not None:
-                raise EngineClosed(self._engine.closed)
-            done.append(await loop.run_in_executor(self._forward_thread, work, *row))
-        return done
-
     def _finish(self, call_id: str, answer: Callable[[], Outcome] | None) -> None:
         """The answer is certain, be it an error, or None, and owed by the next server."""
         try:
@@ -295,8 +270,8 @@ class _Server:
             stream = None
             while stream is None:
                 try:
-                    if call.to_score is not None and not call.scores:
-                        call = await self._scored(call)
+                    if not call.scores:
+                        call = await self._forward.scored(call)
                     stream = await self._stream(call)
                 except QueueFull as full:
                     await asyncio.sleep(full.retry_after)
@@ -343,8 +318,7 @@ class _Server:
         self._embedding += 1
         try:
             body, rows = await asyncio.to_thread(self._embedding_rows, data)
-            work = self._in_turns(self._embed, [(row,) for row in rows])
-            vectors = await unless_disconnected(http.receive, work)
+            vectors = await unless_disconnected(http.receive, self._forward.vectors(rows))
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
         finally:
