@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from jaxllama.cli import common
 from jaxllama.cli.domains import COUNT, Number, Parser, api_key, filled, out_folder
@@ -21,18 +22,36 @@ ENGINE = (
 HELP = "OpenAI's API, a chat page and metrics over HTTP."
 
 
-def options(sub: Parser) -> None:
-    sub.add_argument("--host", type=filled, default="127.0.0.1", help="(default %(default)s)")
-    sub.add_argument("--port", type=Number(int, 0, 65535), default=8000, metavar="N",
-                     help="0 takes a free one (default %(default)s)")  # fmt: skip
-    sub.add_argument("--api-key", action="append", type=api_key, default=[], metavar="KEY",
-                     help="clients must send; may be repeated ($JAXLLAMA_API_KEY)")  # fmt: skip
+def engine_options(sub: Parser) -> None:
     sub.add_argument("--slots", type=COUNT, default=16, metavar="N",
                      help="requests that run at once (default %(default)s)")  # fmt: skip
     sub.add_argument("--max-len", type=COUNT, metavar="N",
                      help="tokens of a request with its answer (default at most 1024)")  # fmt: skip
     sub.add_argument("--max-queue", type=COUNT, default=256, metavar="N",
                      help="requests that wait; more get 429 (default %(default)s)")  # fmt: skip
+    group = sub.add_argument_group("engine", "sizes; README of jaxllama/serving/engine")
+    for option, text in ENGINE:
+        least = 0 if option == "prefix-blocks" else 1
+        group.add_argument(f"--{option}", type=Number(least=least), metavar="N", help=text)
+    group.add_argument("--deterministic", action="store_true", default=None,
+                       help="the same bits whatever runs beside a request")  # fmt: skip
+
+
+def engine_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``Engine`` is told; the cache's options are common's."""
+    engine = {"max_slots": args.slots, "max_len": args.max_len, "max_queue": args.max_queue,
+              "kv_dtype": common.kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
+    named = (*(option.replace("-", "_") for option, _ in ENGINE), "deterministic")
+    return engine | {name: value for name in named if (value := getattr(args, name)) is not None}
+
+
+def options(sub: Parser) -> None:
+    sub.add_argument("--host", type=filled, default="127.0.0.1", help="(default %(default)s)")
+    sub.add_argument("--port", type=Number(int, 0, 65535), default=8000, metavar="N",
+                     help="0 takes a free one (default %(default)s)")  # fmt: skip
+    sub.add_argument("--api-key", action="append", type=api_key, default=[], metavar="KEY",
+                     help="clients must send; may be repeated ($JAXLLAMA_API_KEY)")  # fmt: skip
+    engine_options(sub)
     sub.add_argument("--max-body", type=Number(int, 1, 2**31), default=4 * 2**20, metavar="BYTES",
                      help="of a request; more get 413 (default %(default)s)")  # fmt: skip
     sub.add_argument("--drain-timeout", type=Number(int, 0, 86400), default=30, metavar="SECONDS",
@@ -44,12 +63,6 @@ def options(sub: Parser) -> None:
                      "first is shown, further ones are taken too")  # fmt: skip
     sub.add_argument("--allowed-origin", action="append", type=filled, default=[], metavar="URL",
                      help="its web pages may ask, * for all; may be repeated")  # fmt: skip
-    group = sub.add_argument_group("engine", "sizes; README of jaxllama/serving/engine")
-    for option, text in ENGINE:
-        least = 0 if option == "prefix-blocks" else 1
-        group.add_argument(f"--{option}", type=Number(least=least), metavar="N", help=text)
-    group.add_argument("--deterministic", action="store_true", default=None,
-                       help="the same bits whatever runs beside a request")  # fmt: skip
     # Refused in words of its own.
     sub.add_argument("--policy", type=common.parse_policy, help=argparse.SUPPRESS)
     common.mesh_option(sub)
@@ -63,12 +76,8 @@ def run(args: argparse.Namespace) -> None:
         raise JaxLlamaError("--policy: the serving engine runs no offloaded models")
     from jaxllama.serving.http.process import ServeOptions, serve
 
-    engine = {"max_slots": args.slots, "max_len": args.max_len, "max_queue": args.max_queue,
-              "kv_dtype": common.kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
-    named = (*(option.replace("-", "_") for option, _ in ENGINE), "deterministic")
-    engine |= {name: value for name in named if (value := getattr(args, name)) is not None}
     options = ServeOptions(
         args.model, args.host, args.port, tuple(args.api_key), args.max_body, args.drain_timeout,
-        args.state, engine, tuple(args.served_model_name), tuple(args.allowed_origin),
+        args.state, engine_of(args), tuple(args.served_model_name), tuple(args.allowed_origin),
     )  # fmt: skip
     serve(options, lambda: common.load(args))

@@ -1,6 +1,7 @@
 """``jaxllama serve``: load, warm up, listen, and end well.
 
-    serve(options, load)      blocks until SIGTERM or Ctrl-C
+    serve(options, load)                 blocks until SIGTERM or Ctrl-C
+    local_app(lm, name, engine options)  the application without a port, for batches
 
 The port is bound before the model is loaded, so that a taken one is known at once, and listened to
 when everything is compiled.  SIGTERM drains: no new connections, what is in flight is answered;
@@ -33,6 +34,7 @@ from jaxllama.sampling import Sampling
 
 try:
     import uvicorn
+    from starlette.types import ASGIApp
 
     from jaxllama.serving.http import logs
     from jaxllama.serving.http.metrics import HasStats, Metrics
@@ -104,6 +106,21 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         _Server(config, engine, options.drain_timeout, banner, lm.sampling).run([listener])
         if engine.failure is not None:
             raise SystemExit(f"error: {engine.failure}")
+
+
+@contextlib.contextmanager
+def local_app(
+    lm: LanguageModel, name: str, options: dict[str, Any]
+) -> Iterator[tuple[ASGIApp, Engine]]:
+    """The application over an engine of its own, which runs meanwhile, without a port."""
+    metrics = Metrics()
+    engine = Engine(lm, observe=metrics.observe, **options)
+    with progress.working("compiling (later starts take it from the cache)"):
+        engine.start()
+    try:
+        yield create_app(lm, engine, Settings(name, engine.options.max_len), metrics), engine
+    finally:
+        engine.stop()
 
 
 @contextlib.contextmanager
