@@ -9,9 +9,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from jaxllama.serving.http import bodies, schemas
+from jaxllama.serving.http import bodies, response_schemas, schemas
 from jaxllama.serving.http.response_bodies import Responses
 
+_ANSWERS = {**vars(schemas), **vars(response_schemas)}
 _BODIES = {**vars(bodies), "Responses": Responses}
 _ERRORS = {
     "400": "A field is wrong, or the request is beyond a limit",
@@ -36,7 +37,7 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
     refs, shared = TypeAdapter.json_schemas(
         [
             *((name, "validation", TypeAdapter(_BODIES[name])) for name in bodies_read),
-            *((name, "serialization", TypeAdapter(getattr(schemas, name))) for name in answers),
+            *((name, "serialization", TypeAdapter(_ANSWERS[name])) for name in answers),
         ],
         ref_template="#/components/schemas/{model}",
     )

@@ -23,9 +23,10 @@ from jaxllama.serving.http.middleware import (
     unless_disconnected,
 )
 from jaxllama.serving.http.response_bodies import Responses, to_chat
+from jaxllama.serving.http.response_schemas import ResponseDeleted, ResponseObject
 from jaxllama.serving.http.responses import Frame, ResponseStream, Store, whole
 from jaxllama.serving.http.runs import Run
-from jaxllama.serving.http.schemas import ResponseDeleted, ResponseObject, respond
+from jaxllama.serving.http.schemas import respond
 
 
 class ResponseRoutes:

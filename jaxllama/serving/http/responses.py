@@ -30,9 +30,7 @@ from jaxllama.serving.http.response_bodies import (
     Responses,
     add_items,
 )
-from jaxllama.serving.http.runs import EventStream, Run
-from jaxllama.serving.http.schemas import (
-    ApiError,
+from jaxllama.serving.http.response_schemas import (
     FunctionCallItem,
     IncompleteDetails,
     InputDetails,
@@ -43,9 +41,9 @@ from jaxllama.serving.http.schemas import (
     ReasoningPart,
     ResponseObject,
     ResponseUsage,
-    Usage,
-    to_json,
 )
+from jaxllama.serving.http.runs import EventStream, Run
+from jaxllama.serving.http.schemas import ApiError, Usage, to_json
 from jaxllama.serving.http.tool_formats import Part
 
 STORED_BYTES = 64 * 2**20

@@ -23,6 +23,7 @@ from jaxllama.serving.http import answers
 from jaxllama.serving.http.bodies import Chat, Completion
 from jaxllama.serving.http.calls import Call
 from jaxllama.serving.http.dispatcher import Stream
+from jaxllama.serving.http.logprobs import TextOffsets
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
     ClientGone,
@@ -147,32 +148,25 @@ class ChunkStream(EventStream):
         self._usage = self._running_usage or bool(options and options.include_usage)
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        async with contextlib.aclosing(self._lines()) as lines:
-            async for line in lines:
-                yield _data(line)
-        yield _data(b"[DONE]")
-
-    async def _lines(self) -> AsyncIterator[bytes]:
         run, call = self._run, self._run.call
         is_chat = run.kind == "chat"
-        offsets = [answers.TextOffsets(call) for _ in call.requests]
+        offsets = [TextOffsets(call) for _ in call.requests]
         for index in range(len(call.requests)):
             if is_chat:
-                yield to_json(answers.chat_role(call, index))
+                yield _data(to_json(answers.chat_role(call, index)))
             elif call.echoes:
-                yield to_json(answers.completion_echo(call, index, offsets[index]))
+                yield _data(to_json(answers.completion_echo(call, index, offsets[index])))
         writers = [self._writer(index, offsets[index]) for index in range(len(call.requests))]
         async with contextlib.aclosing(run.events()) as events:
             async for index, event in events:
                 for line in writers[index](event):
-                    yield line
+                    yield _data(line)
         if self._usage:
             build = answers.chat_usage if is_chat else answers.completion_usage
-            yield to_json(build(call, run.usage()))
+            yield _data(to_json(build(call, run.usage())))
+        yield _data(b"[DONE]")
 
-    def _writer(
-        self, index: int, offsets: answers.TextOffsets
-    ) -> Callable[[Event], Iterable[bytes]]:
+    def _writer(self, index: int, offsets: TextOffsets) -> Callable[[Event], Iterable[bytes]]:
         """The function from a choice's events to lines.  Those of a plain stream differ in nothing
         but the text, so they are put together from the two halves of one around it."""
         run, call = self._run, self._run.call

@@ -19,47 +19,47 @@ from starlette.responses import Response
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class _Schema:
+class Schema:
     """Nothing is left out on the wire, so every key is required in the schemas."""
 
     __slots__ = ()
     __pydantic_config__ = ConfigDict(json_schema_serialization_defaults_required=True)
 
 
-_schema = dataclasses.dataclass(slots=True)
+schema = dataclasses.dataclass(slots=True)
 
 
-@_schema
-class PromptDetails(_Schema):
+@schema
+class PromptDetails(Schema):
     cached_tokens: int
 
 
-@_schema
-class Usage(_Schema):
+@schema
+class Usage(Schema):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
 
 
-@_schema
-class CompletionLogprobs(_Schema):
+@schema
+class CompletionLogprobs(Schema):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float | None] | None] | None
     text_offset: list[int]
 
 
-@_schema
-class CompletionChoice(_Schema):
+@schema
+class CompletionChoice(Schema):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
-@_schema
-class PromptLogprob(_Schema):
+@schema
+class PromptLogprob(Schema):
     logprob: float | None
     rank: int | None
     decoded_token: str
@@ -69,7 +69,7 @@ class PromptLogprob(_Schema):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
-@_schema
+@schema
 class DetailedChoice(CompletionChoice):
     """With what only those get who ask for it."""
 
@@ -78,8 +78,8 @@ class DetailedChoice(CompletionChoice):
     token_ids: list[int] | None = None
 
 
-@_schema
-class CompletionObject(_Schema):
+@schema
+class CompletionObject(Schema):
     """A whole answer, or a chunk of its stream."""
 
     id: str
@@ -91,42 +91,42 @@ class CompletionObject(_Schema):
     usage: Usage | None
 
 
-@_schema
-class TopLogprob(_Schema):
+@schema
+class TopLogprob(Schema):
     token: str
     logprob: float | None
     bytes: list[int]
 
 
-@_schema
-class TokenLogprob(_Schema):
+@schema
+class TokenLogprob(Schema):
     token: str
     logprob: float | None
     bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 
-@_schema
-class ChatLogprobs(_Schema):
+@schema
+class ChatLogprobs(Schema):
     content: list[TokenLogprob]
     refusal: None = None
 
 
-@_schema
-class FunctionCalled(_Schema):
+@schema
+class FunctionCalled(Schema):
     name: str
     arguments: str
 
 
-@_schema
-class ToolCalled(_Schema):
+@schema
+class ToolCalled(Schema):
     id: str
     type: Literal["function"]
     function: FunctionCalled
 
 
-@_schema
-class ChatMessage(_Schema):
+@schema
+class ChatMessage(Schema):
     """content is None where there are only calls."""
 
     role: Literal["assistant"]
@@ -136,16 +136,16 @@ class ChatMessage(_Schema):
     tool_calls: list[ToolCalled] | None = None
 
 
-@_schema
-class ChatChoice(_Schema):
+@schema
+class ChatChoice(Schema):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
-@_schema
-class ChatObject(_Schema):
+@schema
+class ChatObject(Schema):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -156,26 +156,26 @@ class ChatObject(_Schema):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-@_schema
-class Opening(_Schema):
+@schema
+class Opening(Schema):
     """The delta of a choice's first chunk."""
 
     role: Literal["assistant"]
     content: Literal[""]
 
 
-@_schema
-class Delta(_Schema):
+@schema
+class Delta(Schema):
     content: str
 
 
-@_schema
-class ReasoningDelta(_Schema):
+@schema
+class ReasoningDelta(Schema):
     reasoning_content: str
 
 
-@_schema
-class ToolCallStart(_Schema):
+@schema
+class ToolCallStart(Schema):
     """The first piece of a call."""
 
     index: int
@@ -184,32 +184,32 @@ class ToolCallStart(_Schema):
     function: FunctionCalled
 
 
-@_schema
-class Arguments(_Schema):
+@schema
+class Arguments(Schema):
     arguments: str
 
 
-@_schema
-class ToolCallGoesOn(_Schema):
+@schema
+class ToolCallGoesOn(Schema):
     index: int
     function: Arguments
 
 
-@_schema
-class ToolCallDelta(_Schema):
+@schema
+class ToolCallDelta(Schema):
     tool_calls: list[ToolCallStart | ToolCallGoesOn]
 
 
-@_schema
-class ChatChunkChoice(_Schema):
+@schema
+class ChatChunkChoice(Schema):
     index: int
     delta: Opening | Delta | ReasoningDelta | ToolCallDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
-@_schema
-class ChatChunk(_Schema):
+@schema
+class ChatChunk(Schema):
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
@@ -219,130 +219,29 @@ class ChatChunk(_Schema):
     usage: Usage | None
 
 
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
-@_schema
-class OutputText(_Schema):
-    type: Literal["output_text"]
-    text: str
-    annotations: list[None]
-    logprobs: list[None]
-
-
-@_schema
-class ReasoningPart(_Schema):
-    type: Literal["reasoning_text"]
-    text: str
-
-
-@_schema
-class ReasoningItem(_Schema):
-    id: str
-    type: Literal["reasoning"]
-    summary: list[None]
-    content: list[ReasoningPart]
-    status: Status
-
-
-@_schema
-class MessageItem(_Schema):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    content: list[OutputText]
-    status: Status
-
-
-@_schema
-class FunctionCallItem(_Schema):
-    id: str
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    status: Status
-
-
-@_schema
-class IncompleteDetails(_Schema):
-    reason: Literal["max_output_tokens"]
-
-
-@_schema
-class InputDetails(_Schema):
-    cached_tokens: int
-
-
-@_schema
-class OutputDetails(_Schema):
-    reasoning_tokens: int
-
-
-@_schema
-class ResponseUsage(_Schema):
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
-
-
-@_schema
-class ResponseObject(_Schema):
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Status
-    error: None
-    incomplete_details: IncompleteDetails | None
-    instructions: str | None
-    max_output_tokens: int | None
-    model: str
-    output: list[ReasoningItem | MessageItem | FunctionCallItem]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    store: bool
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_p: float
-    truncation: Literal["disabled"]
-    usage: ResponseUsage | None
-    metadata: dict[str, str]
-
-
-@_schema
-class ResponseDeleted(_Schema):
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]
-
-
-@_schema
-class EmbeddingItem(_Schema):
+@schema
+class EmbeddingItem(Schema):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-@_schema
-class EmbeddingUsage(_Schema):
+@schema
+class EmbeddingUsage(Schema):
     prompt_tokens: int
     total_tokens: int
 
 
-@_schema
-class EmbeddingList(_Schema):
+@schema
+class EmbeddingList(Schema):
     object: Literal["list"]
     data: list[EmbeddingItem]
     model: str
     usage: EmbeddingUsage
 
 
-@_schema
-class ModelObject(_Schema):
+@schema
+class ModelObject(Schema):
     id: str
     object: Literal["model"]
     created: int
@@ -352,44 +251,44 @@ class ModelObject(_Schema):
     chat: bool
 
 
-@_schema
-class ModelList(_Schema):
+@schema
+class ModelList(Schema):
     object: Literal["list"]
     data: list[ModelObject]
 
 
-@_schema
-class Tokens(_Schema):
+@schema
+class Tokens(Schema):
     tokens: list[int]
     count: int
     max_model_len: int
 
 
-@_schema
-class Text(_Schema):
+@schema
+class Text(Schema):
     prompt: str
 
 
-@_schema
-class Version(_Schema):
+@schema
+class Version(Schema):
     version: str
 
 
-@_schema
-class Health(_Schema):
+@schema
+class Health(Schema):
     status: str
 
 
-@_schema
-class ErrorDetail(_Schema):
+@schema
+class ErrorDetail(Schema):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-@_schema
-class ErrorObject(_Schema):
+@schema
+class ErrorObject(Schema):
     error: ErrorDetail
 
 
