@@ -294,7 +294,10 @@ class Engine:
     def _follow(self, sequence: Sequence, on_event: OnEvent, matcher: Matcher | None) -> Live:
         request = sequence.request
         eos = () if request.ignore_eos else self.lm.config.eos_token_ids
-        reader = OutputReader(self.lm.tokenizer, eos, request.stop)
+        reader = OutputReader(
+            self.lm.tokenizer, (*eos, *request.stop_token_ids), request.stop,
+            least=request.min_tokens, skip_special=request.skip_special_tokens,
+        )  # fmt: skip
         live = Live(sequence, on_event, reader, matcher, sequence.submitted)
         self.live[request.id] = live
         return live

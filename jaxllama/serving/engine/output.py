@@ -21,13 +21,22 @@ OnEvent = Callable[[Event], None]
 
 
 class OutputReader:
+    """least: no stop string is looked for in that many tokens.  skip_special: of ``TextStream``."""
+
     def __init__(
-        self, tokenizer: Tokenizer | None, eos_ids: Sequence[int], stops: Sequence[str]
+        self,
+        tokenizer: Tokenizer | None,
+        eos_ids: Sequence[int],
+        stops: Sequence[str],
+        *,
+        least: int = 0,
+        skip_special: bool = True,
     ) -> None:
         self.stopped = False
         self._eos = frozenset(eos_ids)
-        self._stream = TextStream(tokenizer) if tokenizer else None
+        self._stream = TextStream(tokenizer, skip_special=skip_special) if tokenizer else None
         self._stops = StopStrings(stops) if stops else None
+        self._exempt = least
 
     def read(self, tokens: Sequence[int]) -> tuple[int, str]:
         """(How many of ``tokens`` belong to the answer, the text that is certain by then)."""
@@ -37,6 +46,7 @@ class OutputReader:
                 self.stopped = True
             elif self._stream is not None:
                 shown.append(self._pass(self._stream.feed(token)))
+            self._exempt -= 1
             if self.stopped:
                 return index + 1, "".join(shown)
         return len(tokens), "".join(shown)
@@ -51,7 +61,7 @@ class OutputReader:
         return text
 
     def _pass(self, text: str) -> str:
-        if self._stops is None:
+        if self._stops is None or self._exempt > 0:
             return text
         text = self._stops.feed(text)
         self.stopped |= self._stops.found

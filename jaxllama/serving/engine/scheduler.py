@@ -79,6 +79,12 @@ class Sequence:
         return min(steps, self.remaining - self.ahead)
 
     @property
+    def is_masked(self) -> bool:
+        """Whether its next token is restricted."""
+        request = self.request
+        return request.grammar is not None or len(self.output) < request.min_tokens
+
+    @property
     def urgency(self) -> tuple[int, int]:
         """Smaller goes first."""
         return (-self.request.priority, self.order)
@@ -243,8 +249,8 @@ class Scheduler:
         return {
             sequence: room
             for sequence in self.running.values()
-            if not (sequence.request.grammar and sequence.ahead)
-            and (room := sequence.room(1 if sequence.request.grammar else steps)) > 0
+            if not (sequence.is_masked and sequence.ahead)
+            and (room := sequence.room(1 if sequence.is_masked else steps)) > 0
         }
 
     def _growth(self, sequence: Sequence, steps: int) -> int:
