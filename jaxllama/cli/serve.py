@@ -32,7 +32,7 @@ def engine_options(sub: Parser) -> None:
     for option, text in ENGINE:
         group.add_argument(f"--{option}", type=COUNT, metavar="N", help=text)
     group.add_argument("--memory-share", type=SHARE, metavar="SHARE",
-                       help="of a GPU's memory, for weights, cache and work (default 0.9)")  # fmt: skip
+                       help="of a GPU's memory, for all of it (default 0.9)")  # fmt: skip
     group.add_argument("--no-prefix-cache", dest="prefix_cache", action="store_false", default=None,
                        help="prompts are read whole, whatever is known of them")  # fmt: skip
     group.add_argument("--deterministic", action="store_true", default=None,
