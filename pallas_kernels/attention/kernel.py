@@ -279,15 +279,8 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
             if codes.quantized:
                 scales.store(coming)
             following = ring.neighbour(slot, parity, 1)
-            return [
-                *(ahead[1:] if pages else []),
-                *later,
-                *following,
-                *new_top,
-                *total,
-                *zeros,
-                *out,
-            ]
+            ahead = [*ahead[1:], *later] if pages else []
+            return [*ahead, *following, *new_top, *total, *zeros, *out]
 
         start = [p.ci(0)] * 2 + [p.cf(NEG_INF)] * 2 + [zero] * (2 + sums + h // 4)
         carry = p.loop(begin, end, apart, (entries[1:] if pages else []) + start, step)
