@@ -84,7 +84,8 @@ def static(engine: jl.Engine, load: Sequence[Request], width: int) -> dict[str, 
         runner.slots, written, _ = device.decode(
             runner.cfg, runner.params, runner.slots,
             device.make_orders(orders, level=0, wants_top=False, wanted=0),
-            runner._no_masks[slots], runner._stop_ids, n=slots, width=width,
+            runner._no_masks[slots], runner._stop_ids, n=slots,
+            context=engine.options.row_pages, width=width,
         )  # fmt: skip
         for row in rows:
             scheduler.pages.release(row.held)

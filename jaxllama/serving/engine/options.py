@@ -19,6 +19,9 @@ CACHE_DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED_CACHE)
 # Tokens that prompts are prefilled with at once: enough to fill a GPU, and a short stall for those
 # who decode.
 PREFILL_TOKENS = 2048
+# Tokens of context up to which rows are decoded by a program of its own: kernels are planned for
+# what a row may hold, so one for a context of 131,072 would serve short rows badly.
+SHORT_CONTEXT = 8192
 # Of the host's memory for the cache, where nothing is asked for.
 CPU_CACHE_BYTES = 2**30
 
@@ -226,6 +229,13 @@ class ResolvedOptions:
     def sizes(self) -> tuple[int, ...]:
         """Numbers of rows that are decoded at once: 1, 4, 16, ..., max_slots."""
         return (self.max_slots,) if self.deterministic else _powers_of_four(1, self.max_slots)
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Pages of a row that decode programs look at."""
+        short = -(-SHORT_CONTEXT // self.page_size)
+        is_one = self.deterministic or jax.default_backend() == "cpu" or short >= self.row_pages
+        return (self.row_pages,) if is_one else (short, self.row_pages)
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ requests.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,13 +38,14 @@ class Written(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """A decode call: ``row_of`` each sequence, of ``n`` rows."""
+    """A decode call: ``row_of`` each sequence, of ``n`` rows with up to ``context`` pages."""
 
     params: device.Params
     orders: np.ndarray
     masks: jax.Array
     row_of: dict[Sequence, int]
     n: int
+    context: int
     wants_top: bool
 
 
@@ -72,7 +74,7 @@ class Runner:
         self._decode_program = device.decode
         if self.mesh is None:
             self._decode_program = compiler_options.compiled_for(
-                device.decode, None, static_argnums=0, static_argnames=("n", "width"),
+                device.decode, None, static_argnums=0, static_argnames=("n", "context", "width"),
                 donate_argnums=2,
             )  # fmt: skip
         self.slots = self._empty()
@@ -249,12 +251,14 @@ class Runner:
         wanted = min(plan.wanted, options.rows(options.widths[0]))
         orders = device.make_orders(rows, level=level, wants_top=wants_top, wanted=wanted)
         params = self._with(n, {row: sequence for sequence, row in row_of.items()})
-        return Decode(params, orders, allowed, row_of, n, wants_top)
+        longest = max(len(sequence.held.pages) for sequence in sequences)
+        context = next(pages for pages in options.contexts if pages >= longest)
+        return Decode(params, orders, allowed, row_of, n, context, wants_top)
 
     def _decode(self, decode: Decode) -> Drawn:
         self.slots, rows, top = self._decode_program(
             self.cfg, decode.params, self.slots, decode.orders, decode.masks, self._stop_ids,
-            n=decode.n, width=self.options.steps_per_call,
+            n=decode.n, context=decode.context, width=self.options.steps_per_call,
         )  # fmt: skip
         return Drawn(decode.row_of, rows, top if decode.wants_top else ())
 
@@ -290,8 +294,9 @@ class Runner:
         for rows, width, fresh in self._shapes():
             params, blank = self._with(rows, {}), _blank(rows, width)
             self.slots = device.fill(self.cfg, params, self.slots, *blank, fresh=fresh)
-        for n in self.options.sizes:
-            idle = Decode(self._with(n, {}), self._idle(n), self._no_masks[n], {}, n, False)
+        for n, context in itertools.product(self.options.sizes, self.options.contexts):
+            params, orders = self._with(n, {}), self._idle(n)
+            idle = Decode(params, orders, self._no_masks[n], {}, n, context, False)
             self.read(self._thread.submit(self._decode, idle).result())
 
     def _shapes(self) -> list[tuple[int, int, bool]]:
@@ -310,10 +315,10 @@ class Runner:
         for rows, width, fresh in self._shapes():
             blank = _blank(rows, width)
             yield device.fill.lower(self.cfg, self._with(rows, {}), slots, *blank, fresh=fresh)
-        for n in self.options.sizes:
+        for n, context in itertools.product(self.options.sizes, self.options.contexts):
             yield self._decode_program.lower(
                 self.cfg, self._with(n, {}), slots, self._idle(n), self._no_masks[n],
-                self._stop_ids, n=n, width=self.options.steps_per_call,
+                self._stop_ids, n=n, context=context, width=self.options.steps_per_call,
             )  # fmt: skip
 
     def _idle(self, n: int) -> np.ndarray:

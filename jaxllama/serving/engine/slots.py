@@ -229,7 +229,9 @@ def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, wanted: int) -
     return np.concatenate([[level, wants_top, wanted], rows.reshape(-1)]).astype(np.int32)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("n", "width"), donate_argnums=2)
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("n", "context", "width"), donate_argnums=2
+)
 def decode(
     cfg: ModelConfig,
     params: Params,
@@ -239,9 +241,11 @@ def decode(
     stop_ids: jax.Array,
     *,
     n: int,
+    context: int,
     width: int,
 ) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:
-    """New tokens for each of ``n`` rows, for none more than ``width``.
+    """New tokens for each of ``n`` rows, for none more than ``width``; none has more than
+    ``context`` pages.
 
     orders: of ``make_orders``.  A slot past the last is nobody's; with as many rows as there are
     slots, row i is slot i's or nobody's.  A page past the last is none.  level: the sampler's
@@ -256,12 +260,14 @@ def decode(
     if n < every.size:
         slots = _of_rows(every, rows)
     is_live = rows < every.size
-    active = slots.active & is_live
-    slots = dataclasses.replace(
-        slots, cache=_with_pages(slots.cache, told[:, 2], told[:, 3:]), active=active
-    )
+    cache = _with_pages(slots.cache, told[:, 2], told[:, 3:])
+    table = cache.table
+    cache = dataclasses.replace(cache, table=table[:, :context])
+    slots = dataclasses.replace(slots, cache=cache, active=slots.active & is_live)
     slots, *written = _decode(cfg, params, slots, budgets, orders[:3], masks, stop_ids, width)
-    slots = dataclasses.replace(slots, active=jnp.where(is_live, slots.active, every.active[:n]))
+    active = jnp.where(is_live, slots.active, every.active[:n])
+    cache = dataclasses.replace(slots.cache, table=table)
+    slots = dataclasses.replace(slots, cache=cache, active=active)
     if n < every.size:
         slots = _to_rows(every, rows, slots)
     return _constrained(slots, every), *written

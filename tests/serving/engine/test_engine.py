@@ -23,6 +23,7 @@ from jaxllama.offload.model import OffloadedModel
 from jaxllama.sampling import SamplingParams
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.grammar import Matcher
+from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.engine.request import (
     EngineClosed,
     EngineFailed,
@@ -447,6 +448,19 @@ def test_what_runs_shares_the_pages_of_a_common_beginning():
         check_answer("llama", request, events[request.id])
         assert events[request.id][-1].cached_tokens == 64
     assert eng.stats().preemptions == 0
+
+
+def test_long_rows_are_decoded_by_a_program_of_their_own(monkeypatch):
+    """As on a GPU: what looks at two pages of a row, and what looks at all."""
+    two = property(lambda options: (2, options.row_pages))
+    monkeypatch.setattr(ResolvedOptions, "contexts", two)
+    eng = Engine(model("llama"), **OPTIONS)
+    seen, decode = [], eng.runner._decode
+    monkeypatch.setattr(eng.runner, "_decode", lambda c: (seen.append(c.context), decode(c))[1])
+    requests = [Request("a", PROMPTS[2], 20), Request("b", PROMPTS[7], 5)]
+    for request in requests:
+        check_answer("llama", request, eng.generate([request])[request.id])
+    assert set(seen) == {2, 6} and seen[0] == 2
 
 
 def test_an_answer_is_known_when_the_talk_goes_on():

@@ -197,7 +197,7 @@ def test_rows_pages_and_snapshots_move_unchanged(dtype):
     orders = device.make_orders(np.array([[2, 0, 2, 3]]), level=0, wants_top=False, wanted=0)
     masks = np.zeros((1, -(-cfg.vocab_size // 32)), np.uint32)
     slots, *_ = device.decode(
-        cfg, params_of(cfg), slots, orders, masks, np.array([2], np.int32), n=1, width=2
+        cfg, params_of(cfg), slots, orders, masks, np.array([2], np.int32), n=1, context=4, width=2
     )
     assert slots.cache.table[2].tolist() == [5, 0, 3, device.NOBODY]
     assert slots.cache.lengths.tolist() == [0, 0, 16] and slots.active.tolist() == [False] * 2 + [
