@@ -38,7 +38,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,12 +55,14 @@ from jaxllama.serving.engine.inbox import Inbox
 from jaxllama.serving.engine.options import EngineOptions
 from jaxllama.serving.engine.output import Live, OnEvent, OutputReader
 from jaxllama.serving.engine.request import EngineFailed, Event, FinishReason, QueueFull, Request
-from jaxllama.serving.engine.runner import Drawn, Runner, Written
+from jaxllama.serving.engine.runner import Runner, Running, Written
 from jaxllama.serving.engine.scheduler import Plan, Scheduler, Sequence
 from jaxllama.serving.engine.stats import Stats, count
 from jaxllama.serving.journal import Entry
 
 _log = logging.getLogger("jaxllama.serving")
+# Most seconds that rows wait to be told, for the next step to be handed to the device first.
+HAND_OVER = 0.005
 
 
 class Engine:
@@ -103,7 +104,7 @@ class Engine:
         self.admission = Admission(lm, self.options, self.scheduler)
         self._observe = observe or (lambda name, seconds: None)
         self.live: dict[str, Live] = {}
-        self._decoding: tuple[Plan, Future[Drawn | None]] | None = None
+        self._decoding: tuple[Plan, Running] | None = None
         self.counts: collections.Counter[str] = collections.Counter()
         self.arrivals = 0
         self.steps = 0
@@ -175,6 +176,9 @@ class Engine:
         before = self._decoding
         self._decoding = plan, self.runner.run(plan, masks, scheduler)
         if before is not None:
+            before[1].drawn.exception()  # waits
+            # The device waits for the thread that hands it this step, and both hold one lock.
+            self._decoding[1].handed.wait(HAND_OVER)
             self._take(*before)
         if not plan.budgets:
             self._take(*self._decoding)
@@ -193,9 +197,9 @@ class Engine:
                     self._end(sequence.request.id, "error")
         return masks
 
-    def _take(self, plan: Plan, running: Future[Drawn | None]) -> None:
+    def _take(self, plan: Plan, running: Running) -> None:
         """What a step has written, waited for, while the next one runs."""
-        drawn = running.result()
+        drawn = running.drawn.result()
         if drawn is None:
             return
         written = self.runner.read(drawn)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -55,6 +56,15 @@ class Drawn(NamedTuple):
     row_of: dict[Sequence, int]
     rows: jax.Array
     top: tuple[jax.Array, ...]
+
+
+class Running(NamedTuple):
+    """A step that the runner does.  drawn: what ``Runner.read`` turns into what its rows have
+    written, None without a decode call.  handed: set once the device has all that comes before
+    that call."""
+
+    drawn: Future[Drawn | None]
+    handed: threading.Event
 
 
 class Runner:
@@ -124,19 +134,28 @@ class Runner:
 
     def run(
         self, plan: Plan, masks: Mapping[Sequence, np.ndarray], scheduler: Scheduler
-    ) -> Future[Drawn | None]:
-        """A plan, its rows' ``masks`` with it, in the runner's thread behind those before; what
-        ``read`` turns into what its rows have written.  The thread waits where jax does: a call of
-        a loop on a GPU does not return before the loop has ended."""
+    ) -> Running:
+        """A plan, its rows' ``masks`` with it, in the runner's thread behind those before.  The
+        thread waits where jax does: a call of a loop on a GPU does not return before the loop has
+        ended."""
         for sequence in plan.preempted:
             self.drop(sequence)
         calls = [*self._admissions(plan.admitted), *self._fills(plan.fills, scheduler)]
         decode = self._decode_of(plan, masks) if plan.budgets else None
-        return self._thread.submit(self._do, calls, decode)
+        handed = threading.Event()
+        return Running(self._thread.submit(self._do, calls, decode, handed), handed)
 
-    def _do(self, calls: list[Callable[[], device.Slots]], decode: Decode | None) -> Drawn | None:
-        for call in calls:
-            self.slots = call()
+    def _do(
+        self,
+        calls: list[Callable[[], device.Slots]],
+        decode: Decode | None,
+        handed: threading.Event,
+    ) -> Drawn | None:
+        try:
+            for call in calls:
+                self.slots = call()
+        finally:
+            handed.set()
         return None if decode is None else self._decode(decode)
 
     def wait(self) -> None:
