@@ -298,7 +298,7 @@ def parse(model: type[Body], data: bytes | bytearray, ids: int, longest: int) ->
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise explain(error) from None
 
 
 # A body as far as counting needs it: strings (before a colon, keys), openings of lists and objects,
@@ -334,7 +334,8 @@ def _check_size(data: bytes | bytearray, ids: int, longest: int) -> None:
                 raise ApiError(400, message, param=key, code="too_many_values")
 
 
-def _explain(error: ValidationError) -> ApiError:
+def explain(error: ValidationError) -> ApiError:
+    """The first wrong field, as clients are told."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
     first = found[0]
     if not first["loc"]:

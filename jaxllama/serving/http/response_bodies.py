@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxllama.serving.http.bodies import (
     FIRST_ERROR,
@@ -26,6 +26,7 @@ from jaxllama.serving.http.bodies import (
     StreamOptions,
     ToolCall,
     _Strict,
+    explain,
 )
 from jaxllama.serving.http.schemas import ApiError
 
@@ -174,14 +175,17 @@ def to_chat(body: Responses, earlier: Sequence[Message]) -> tuple[Chat, list[Mes
     opening = [Message(role="system", content=body.instructions)] if body.instructions else []
     form = body.text.format if body.text else None
     shared = {name: getattr(body, name) for name in _SHARED}
-    chat = Chat(
-        **shared,
-        messages=[*opening, *messages],
-        max_completion_tokens=body.max_output_tokens,
-        tools=[_tool(tool) for tool in body.tools] if body.tools else None,
-        tool_choice=_choice(body.tool_choice),
-        response_format=_format(form) if form else None,
-    )
+    try:
+        chat = Chat(
+            **shared,
+            messages=[*opening, *messages],
+            max_completion_tokens=body.max_output_tokens,
+            tools=[_tool(tool) for tool in body.tools] if body.tools else None,
+            tool_choice=_choice(body.tool_choice),
+            response_format=_format(form) if form else None,
+        )
+    except ValidationError as error:  # no message among the items, or too many
+        raise explain(error) from None
     return chat, messages
 
 

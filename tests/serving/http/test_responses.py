@@ -183,6 +183,11 @@ def test_an_engine_that_fails_is_told_midway(lm):
     engine.stop()
 
 
+def test_reasoning_alone_is_no_conversation(client):
+    with pytest.raises(openai.BadRequestError, match="messages"):
+        client.responses.create(model=NAME, input=[{"type": "reasoning", "summary": []}])
+
+
 def test_every_field_of_the_official_api_is_known():
     theirs = response_create_params.ResponseCreateParamsStreaming
     known = {field.alias or name for name, field in Responses.model_fields.items()}
