@@ -35,7 +35,7 @@ MAX_LEN = 2048
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
 # As checkpoints' templates have it, in small.
 TURNS = (
-    "{% for m in messages %}<{{ m.role }}>"
+    "{% for m in messages %}<{{ m.role }}{{ ' ' + m.name if m.name }}>"
     "{% if m.reasoning_content %}<why>{{ m.reasoning_content }}</why>{% endif %}"
     "{{ m.content }}{% for c in m.tool_calls or [] %}CALL%{% endfor %}{{ '\n' }}{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{{ '\n' }}{% endif %}"
@@ -156,7 +156,7 @@ def test_calls_in_every_format(lm, form):
         server.ask("fine", messages=turns)
         shown = server.lm.tokenizer.decode(server.engine.requests[-1].prompt, skip_special=False)
         mark = FORMS[form].mark or "<|python_tag|>"
-        assert f"<assistant>{mark}" in shown and '"Oslo"' in shown and "<tool>12\n" in shown
+        assert f"<assistant>{mark}" in shown and '"Oslo"' in shown and "<tool weather>12\n" in shown
 
         plain = server.ask("It is { cold }.\n")
         assert (plain.finish_reason, plain.message.content) == ("stop", "It is { cold }.\n")
@@ -314,6 +314,7 @@ def test_forced_calls_are_nothing_but_calls(lm, form):
     required = constraint(lm, form, tool_choice="required")
     one = constraint(lm, form, tool_choice="required", parallel_tool_calls=False)
     assert matches(lm, required, two) == (form != "llama3"), "its template shows one at a time"
+    assert matches(lm, required, two.replace("CALLS][", "CALLS] [")) == (form != "llama3")
     assert not matches(lm, one, two) and not matches(lm, required, "hello")
     assert not matches(lm, required, two.replace("Oslo", "Bonn"))
     named = {"type": "function", "function": {"name": "time"}}
