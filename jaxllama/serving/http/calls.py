@@ -151,7 +151,7 @@ class Prompts:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
         _check_prompt_logprobs(body)
-        template = self.tokenizer().chat_template or ""
+        template = self.tokenizer().template_for(bool(body.tools)) or ""
         tools = offered(body, template)
         prompt = self.chat_prompt(body, list(tools.shown) if tools else None)
         row = self.encode(prompt, "messages", add_special=False)
@@ -322,9 +322,9 @@ def _check_prompt_logprobs(body: Generation) -> None:
 def _template_variables(body: Chat | Tokenize) -> dict[str, Any]:
     """What the template gets beside messages and tools."""
     more = dict(body.chat_template_kwargs or {})
-    for key in ("messages", "tools", "add_generation_prompt"):
+    for key in ("messages", "tools", "add_generation_prompt", "self"):
         if key in more:
-            message = f"chat_template_kwargs: {key} is a field of its own"
+            message = f"chat_template_kwargs: {key} cannot be given here"
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
     if body.continue_final_message and body.add_generation_prompt:
         message = "continue_final_message: excludes add_generation_prompt"

@@ -265,6 +265,7 @@ def test_continued_messages_and_template_variables(lm):
         for extra in (
             {"continue_final_message": True, "add_generation_prompt": True},
             {"chat_template_kwargs": {"messages": []}},
+            {"chat_template_kwargs": {"self": 1}},
         ):
             with pytest.raises(openai.BadRequestError) as refused:
                 prompt(**extra)
@@ -376,6 +377,23 @@ def test_forms_of_output(lm, name, thinks):
     begin = "hm</think>" if thinks else ""
     grammar = constraint(lm, "hermes", tail, tools=None, **fields)
     assert matches(lm, grammar, begin + good) and not matches(lm, grammar, begin + bad)
+
+
+def test_the_format_is_that_of_the_template_for_tools(lm):
+    templates = {"default": TURNS, "tool_use": TURNS.replace("CALL%", CALLS["mistral"])}
+    backend = tokenizer("hermes")._backend
+    named = Tokenizer(backend, "test tokenizer", chat_template=templates)
+    prompts = Prompts(dataclasses.replace(lm, tokenizer=named), NAME, MAX_LEN, 8)
+    body = {"model": NAME, "messages": USER, "tools": TOOLS}
+    assert prompts.chat(Chat(**body), "x").reading.tools.format.name == "mistral"
+
+
+def test_schemas_may_refer_to_their_parts(lm):
+    parts = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "required": ["at"],
+             "additionalProperties": False, "$defs": {"Place": {"enum": ["Oslo"]}}}  # fmt: skip
+    grammar = constraint(lm, "hermes", tools=[tool("time", parts)], tool_choice="required")
+    text = '<tool_call>\n{"name": "time", "arguments": {"at": "%s"}}\n</tool_call>'
+    assert matches(lm, grammar, text % "Oslo") and not matches(lm, grammar, text % "Bonn")
 
 
 def test_a_grammar_that_is_none_is_refused(lm):
