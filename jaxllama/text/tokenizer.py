@@ -280,6 +280,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self._templates.get("default")
 
+    def template_for(self, tools: bool) -> str | None:
+        """The chat template of conversations with tools, or without; None for no chat model."""
+        template = self._templates.get("tool_use") if tools else None
+        return template or self.chat_template
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -293,8 +298,7 @@ class Tokenizer:
         tools: JSON schemas for templates that know them.  extra: further template variables.
         Raises JaxLlamaError without a template, or when it refuses the messages.
         """
-        template = self._templates.get("tool_use") if tools else None
-        template = template or self.chat_template
+        template = self.template_for(bool(tools))
         if template is None:
             raise JaxLlamaError(f"{self.source}: no chat template: this is not a chat model")
         from jaxllama.text.chat_template import render  # jinja2 takes 50 ms to import

@@ -212,19 +212,24 @@ def chat_chunk(call: Call, index: int, event: Event, total: Usage | None) -> Cha
 
 
 class ChatChunks:
-    """The chunks of a choice whose text is read, from its events."""
+    """The chunks of a choice whose text is read, from its events.  ``parts`` and ``of`` are the two
+    halves of it, for chunks that tell nothing but a part."""
 
     def __init__(self, call: Call, index: int) -> None:
         assert call.reading is not None
         self._call, self._index = call, index
         self._reader = MessageReader(call.reading)
 
+    def parts(self, event: Event) -> list[Part]:
+        parts = self._reader.feed(event.text)
+        return parts if event.finish_reason is None else parts + self._reader.close()
+
+    def of(self, part: Part) -> ChatChunk:
+        return _chat_chunk(self._call, [ChatChunkChoice(self._index, self._delta(part))], None)
+
     def __call__(self, event: Event, total: Usage | None) -> list[ChatChunk]:
         call, index, finish = self._call, self._index, finish_reason(event)
-        parts = self._reader.feed(event.text)
-        if finish is not None:
-            parts += self._reader.close()
-        deltas = [self._delta(part) for part in parts]
+        deltas = [self._delta(part) for part in self.parts(event)]
         logprobs = chat_logprobs(call, index, [event])
         if finish is not None or (logprobs is not None and logprobs.content and not deltas):
             deltas.append(Delta(""))

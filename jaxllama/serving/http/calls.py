@@ -151,7 +151,7 @@ class Prompts:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
         _check_prompt_logprobs(body)
-        template = self.tokenizer().chat_template or ""
+        template = self.tokenizer().template_for(bool(body.tools)) or ""
         tools = offered(body, template)
         prompt = self.chat_prompt(body, list(tools.shown) if tools else None)
         row = self.encode(prompt, "messages", add_special=False)
@@ -186,6 +186,7 @@ class Prompts:
         """The conversation through the checkpoint's template."""
         tokenizer = self.tokenizer()
         plain = [_plain(message) for message in body.messages or ()]
+        _name_results(plain)
         # A template copies its messages several times.
         if any(tokenizer.exceeds(message["content"], self.max_len) for message in plain):
             raise self._too_long("messages")
@@ -321,9 +322,9 @@ def _check_prompt_logprobs(body: Generation) -> None:
 def _template_variables(body: Chat | Tokenize) -> dict[str, Any]:
     """What the template gets beside messages and tools."""
     more = dict(body.chat_template_kwargs or {})
-    for key in ("messages", "tools", "add_generation_prompt"):
+    for key in ("messages", "tools", "add_generation_prompt", "self"):
         if key in more:
-            message = f"chat_template_kwargs: {key} is a field of its own"
+            message = f"chat_template_kwargs: {key} cannot be given here"
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
     if body.continue_final_message and body.add_generation_prompt:
         message = "continue_final_message: excludes add_generation_prompt"
@@ -352,9 +353,20 @@ def _plain(message: Message) -> dict[str, Any]:
     if isinstance(message.content, list):
         plain["content"] = "".join(part.text for part in message.content)
     plain.setdefault("content", "")
+    if not plain.get("tool_calls"):  # templates ask whether the key is there
+        plain.pop("tool_calls", None)
     for call in plain.get("tool_calls", ()):
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         except (ValueError, RecursionError):
             pass  # what the model wrote was no JSON: the template gets the string
     return plain
+
+
+def _name_results(messages: list[dict[str, Any]]) -> None:
+    """Some templates show which function a tool's message is of, and clients need not say it."""
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])

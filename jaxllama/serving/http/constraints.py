@@ -190,7 +190,7 @@ def _calls(tools: Tools, tokenizer: Tokenizer, rules: list[str]) -> str:
     several = not tools.only_one and form.separator is not None
     if form.is_list:
         rest = f"({_literal(form.separator or '')} call)*" if several else ""
-        rules.append(f'calls: {begin} "[" call {rest} "]" {end}')
+        rules.append(f'calls: {begin} " "? "[" call {rest} "]" {end}')
     else:
         rules.append(f"one: {begin} call {end}")
         rules.append(
@@ -216,9 +216,10 @@ def _among_text(tools: Tools, tokenizer: Tokenizer, rules: list[str]) -> str:
         rules.append(r"OTHER: /[^{\s](.|\n)*/")
         return "(calls | OTHER)"
     behind = _literal(form.begin.removeprefix(form.mark))
-    body = '"[" call "]"' if form.is_list else "call"
-    if form.is_list and not tools.only_one:
-        body = f'"[" call ({_literal(form.separator or "")} call)* "]"'
+    body = "call"
+    if form.is_list:
+        more = "" if tools.only_one else f"({_literal(form.separator or '')} call)*"
+        body = f'" "? "[" call {more} "]"'
     rules += [
         _up_to("head", form.mark, tokenizer),
         f"tag: head {behind} {body} {_literal(form.end)}",

@@ -16,27 +16,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, ValidationError
 
 from jaxllama.serving.http.bodies import (
     FIRST_ERROR,
     Chat,
     FunctionCall,
+    Lenient,
     Message,
     StreamOptions,
+    Strict,
     ToolCall,
-    _Strict,
+    explain,
 )
 from jaxllama.serving.http.schemas import ApiError
 
 
-class _Item(BaseModel):
-    """Clients send back what they got, with keys that mean nothing here."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
-
-
-class InputText(_Item):
+class InputText(Lenient):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
@@ -44,31 +40,31 @@ class InputText(_Item):
 Parts = Annotated[list[InputText], FIRST_ERROR]
 
 
-class InputMessage(_Item):
+class InputMessage(Lenient):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Parts
 
 
-class InputCall(_Item):
+class InputCall(Lenient):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class InputResult(_Item):
+class InputResult(Lenient):
     type: Literal["function_call_output"]
     call_id: str
     output: str | Parts
 
 
-class ReasoningText(_Item):
+class ReasoningText(Lenient):
     type: Literal["reasoning_text"]
     text: str
 
 
-class InputReasoning(_Item):
+class InputReasoning(Lenient):
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], FIRST_ERROR] | None = None
 
@@ -77,7 +73,7 @@ Item = InputMessage | InputCall | InputResult | InputReasoning
 Items = Annotated[list[Item], Field(min_length=1, max_length=4096), FIRST_ERROR]
 
 
-class FunctionTool(_Strict):
+class FunctionTool(Strict):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -85,7 +81,7 @@ class FunctionTool(_Strict):
     strict: bool | None = None
 
 
-class TextFormat(_Strict):
+class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -93,12 +89,12 @@ class TextFormat(_Strict):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class TextOptions(_Strict):
+class TextOptions(Strict):
     format: TextFormat | None = None
     verbosity: str | None = None  # without effect
 
 
-class Responses(_Strict):
+class Responses(Strict):
     """Body of POST /v1/responses.  null is the default everywhere."""
 
     model: str
@@ -174,14 +170,17 @@ def to_chat(body: Responses, earlier: Sequence[Message]) -> tuple[Chat, list[Mes
     opening = [Message(role="system", content=body.instructions)] if body.instructions else []
     form = body.text.format if body.text else None
     shared = {name: getattr(body, name) for name in _SHARED}
-    chat = Chat(
-        **shared,
-        messages=[*opening, *messages],
-        max_completion_tokens=body.max_output_tokens,
-        tools=[_tool(tool) for tool in body.tools] if body.tools else None,
-        tool_choice=_choice(body.tool_choice),
-        response_format=_format(form) if form else None,
-    )
+    try:
+        chat = Chat(
+            **shared,
+            messages=[*opening, *messages],
+            max_completion_tokens=body.max_output_tokens,
+            tools=[_tool(tool) for tool in body.tools] if body.tools else None,
+            tool_choice=_choice(body.tool_choice),
+            response_format=_format(form) if form else None,
+        )
+    except ValidationError as error:  # no message among the items, or too many
+        raise explain(error) from None
     return chat, messages
 
 

@@ -127,12 +127,14 @@ Told = dict[str, Any]
 
 
 class Writer:
-    """``read`` gives the events that the client is told; ``output`` is what has come of it."""
+    """``read`` gives the events that the client is told; ``output`` is what has come of it, and
+    ``status`` how it has ended."""
 
     def __init__(self, frame: Frame) -> None:
         self._call = frame.call
         self._reader = MessageReader(frame.call.reading or PLAIN)
         self.output: list[OutputItem] = []
+        self.status = "in_progress"
 
     def read(self, event: Event) -> list[Told]:
         parts, told = self._reader.feed(event.text), []
@@ -141,10 +143,10 @@ class Writer:
         for part in parts:
             told += self._take(part)
         if event.finish_reason is not None:
-            self._status = "completed" if event.finish_reason == "stop" else "incomplete"
+            self.status = "completed" if event.finish_reason == "stop" else "incomplete"
             if not self.output:
                 told += self._begin(Part("content", ""))
-            told += self._end(self._status)
+            told += self._end(self.status)
         return told
 
     def _take(self, part: Part) -> list[Told]:
@@ -224,7 +226,7 @@ async def whole(run: Run, frame: Frame) -> ResponseObject:
     async with contextlib.aclosing(run.events()) as events:
         async for _, event in events:
             writer.read(event)
-    return frame.response(writer._status, writer.output, run.usage())
+    return frame.response(writer.status, writer.output, run.usage())
 
 
 class ResponseStream(EventStream):
@@ -244,7 +246,7 @@ class ResponseStream(EventStream):
             async for _, event in events:
                 for told in writer.read(event):
                     yield self._piece(told)
-        response = frame.response(writer._status, writer.output, self._run.usage())
+        response = frame.response(writer.status, writer.output, self._run.usage())
         self._done(response)
         yield self._piece({"type": f"response.{response.status}", "response": response})
 

@@ -38,6 +38,7 @@ from jaxllama.serving.http.schemas import (
     Usage,
     to_json,
 )
+from jaxllama.serving.http.tool_formats import Part
 
 Outcome = CompletionObject | ChatObject | ErrorObject
 Finish = Callable[[str, Callable[[], Outcome] | None], None]
@@ -170,11 +171,8 @@ class ChunkStream(EventStream):
         """The function from a choice's events to lines.  Those of a plain stream differ in nothing
         but the text, so they are put together from the two halves of one around it."""
         run, call = self._run, self._run.call
-        chunks = None if call.reading is None else answers.ChatChunks(call, index)
-
-        def write_read(event: Event) -> list[bytes]:
-            total = run.usage() if self._running_usage else None
-            return [to_json(chunk) for chunk in chunks(event, total)]
+        if call.reading is not None:
+            return self._reading_writer(index)
 
         def write(event: Event) -> bytes:
             total = run.usage() if self._running_usage else None
@@ -182,8 +180,6 @@ class ChunkStream(EventStream):
                 return to_json(answers.chat_chunk(call, index, event, total))
             return to_json(answers.completion_chunk(call, index, event, offsets, total))
 
-        if chunks is not None:
-            return write_read
         detailed = call.requests[index].logprobs is not None or call.shows_ids
         if self._running_usage or detailed:
             return lambda event: (write(event),)
@@ -194,6 +190,30 @@ class ChunkStream(EventStream):
             return (line,)
 
         return write_plain
+
+    def _reading_writer(self, index: int) -> Callable[[Event], Iterable[bytes]]:
+        """The same of a choice whose text is read."""
+        run, call = self._run, self._run.call
+        chunks = answers.ChatChunks(call, index)
+        is_plain = not self._running_usage and call.requests[index].logprobs is None
+        halves = {
+            kind: to_json(chunks.of(Part(kind, "\0"))).split(_quoted("\0"))
+            for kind in ("content", "reasoning")
+        }
+
+        def write_part(part: Part) -> bytes:
+            if part.kind not in halves:
+                return to_json(chunks.of(part))
+            before, after = halves[part.kind]
+            return before + _quoted(part.text) + after
+
+        def write(event: Event) -> list[bytes]:
+            if is_plain and event.finish_reason is None:
+                return [write_part(part) for part in chunks.parts(event)]
+            total = run.usage() if self._running_usage else None
+            return [to_json(chunk) for chunk in chunks(event, total)]
+
+        return write
 
 
 def _quoted(text: str) -> bytes:

@@ -118,7 +118,7 @@ def test_a_conversation_goes_on_from_its_last_response(client, engine):
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "cold"}
     engine.script = lambda prompt: "It is cold."
     second = client.responses.create(model=NAME, input=[result], previous_response_id=first.id)
-    shown = f"<user>hi\n<assistant><why>Hm</why>{CALL}\n<tool>cold\n<assistant>"
+    shown = f"<user>hi\n<assistant><why>Hm</why>{CALL}\n<tool weather>cold\n<assistant>"
     assert prompt(engine) == shown, "the instructions were the first one's"
     third = client.responses.create(model=NAME, input="Sure?", previous_response_id=second.id)
     assert prompt(engine) == shown + "It is cold.\n<user>Sure?\n<assistant>"
@@ -181,6 +181,11 @@ def test_an_engine_that_fails_is_told_midway(lm):
             assert (last.type, last.code) == ("error", "engine_failed")
             assert "as asked" in last.message
     engine.stop()
+
+
+def test_reasoning_alone_is_no_conversation(client):
+    with pytest.raises(openai.BadRequestError, match="messages"):
+        client.responses.create(model=NAME, input=[{"type": "reasoning", "summary": []}])
 
 
 def test_every_field_of_the_official_api_is_known():

@@ -35,7 +35,7 @@ MAX_LEN = 2048
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
 # As checkpoints' templates have it, in small.
 TURNS = (
-    "{% for m in messages %}<{{ m.role }}>"
+    "{% for m in messages %}<{{ m.role }}{{ ' ' + m.name if m.name }}>"
     "{% if m.reasoning_content %}<why>{{ m.reasoning_content }}</why>{% endif %}"
     "{{ m.content }}{% for c in m.tool_calls or [] %}CALL%{% endfor %}{{ '\n' }}{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{{ '\n' }}{% endif %}"
@@ -156,7 +156,7 @@ def test_calls_in_every_format(lm, form):
         server.ask("fine", messages=turns)
         shown = server.lm.tokenizer.decode(server.engine.requests[-1].prompt, skip_special=False)
         mark = FORMS[form].mark or "<|python_tag|>"
-        assert f"<assistant>{mark}" in shown and '"Oslo"' in shown and "<tool>12\n" in shown
+        assert f"<assistant>{mark}" in shown and '"Oslo"' in shown and "<tool weather>12\n" in shown
 
         plain = server.ask("It is { cold }.\n")
         assert (plain.finish_reason, plain.message.content) == ("stop", "It is { cold }.\n")
@@ -265,6 +265,7 @@ def test_continued_messages_and_template_variables(lm):
         for extra in (
             {"continue_final_message": True, "add_generation_prompt": True},
             {"chat_template_kwargs": {"messages": []}},
+            {"chat_template_kwargs": {"self": 1}},
         ):
             with pytest.raises(openai.BadRequestError) as refused:
                 prompt(**extra)
@@ -314,6 +315,7 @@ def test_forced_calls_are_nothing_but_calls(lm, form):
     required = constraint(lm, form, tool_choice="required")
     one = constraint(lm, form, tool_choice="required", parallel_tool_calls=False)
     assert matches(lm, required, two) == (form != "llama3"), "its template shows one at a time"
+    assert matches(lm, required, two.replace("CALLS][", "CALLS] [")) == (form != "llama3")
     assert not matches(lm, one, two) and not matches(lm, required, "hello")
     assert not matches(lm, required, two.replace("Oslo", "Bonn"))
     named = {"type": "function", "function": {"name": "time"}}
@@ -375,6 +377,23 @@ def test_forms_of_output(lm, name, thinks):
     begin = "hm</think>" if thinks else ""
     grammar = constraint(lm, "hermes", tail, tools=None, **fields)
     assert matches(lm, grammar, begin + good) and not matches(lm, grammar, begin + bad)
+
+
+def test_the_format_is_that_of_the_template_for_tools(lm):
+    templates = {"default": TURNS, "tool_use": TURNS.replace("CALL%", CALLS["mistral"])}
+    backend = tokenizer("hermes")._backend
+    named = Tokenizer(backend, "test tokenizer", chat_template=templates)
+    prompts = Prompts(dataclasses.replace(lm, tokenizer=named), NAME, MAX_LEN, 8)
+    body = {"model": NAME, "messages": USER, "tools": TOOLS}
+    assert prompts.chat(Chat(**body), "x").reading.tools.format.name == "mistral"
+
+
+def test_schemas_may_refer_to_their_parts(lm):
+    parts = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "required": ["at"],
+             "additionalProperties": False, "$defs": {"Place": {"enum": ["Oslo"]}}}  # fmt: skip
+    grammar = constraint(lm, "hermes", tools=[tool("time", parts)], tool_choice="required")
+    text = '<tool_call>\n{"name": "time", "arguments": {"at": "%s"}}\n</tool_call>'
+    assert matches(lm, grammar, text % "Oslo") and not matches(lm, grammar, text % "Bonn")
 
 
 def test_a_grammar_that_is_none_is_refused(lm):
