@@ -20,7 +20,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
 from jax.core import Tracer
@@ -35,10 +35,7 @@ class Plan(Protocol):
     """How a kernel computes one call: what a planner comes to and its launcher is given.  Hashable;
     its ``str`` is what ``explain`` prints."""
 
-    @property
-    def kernel(self) -> str:
-        """The kernel's name."""
-        ...
+    kernel: ClassVar[str]  # the kernel's name
 
 
 @dataclasses.dataclass(frozen=True)

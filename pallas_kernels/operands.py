@@ -38,7 +38,7 @@ def check(op: str, lines: Mapping[str, str], **operands: Any) -> dict[str, Any]:
     for name, line in lines.items():
         dtypes, quantized, axes, optional = _parsed(line)
         x = operands[name]
-        if x is None and optional:
+        if optional and x is None:
             continue
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise ValueError(f"{op}: {name} is a {type(x).__name__}, not an array")
@@ -76,7 +76,9 @@ def check_parts(op: str, name: str, x: Any) -> None:
         _check_array(op, f"{name}.input_scale", x.input_scale, ("float32",), ())
 
 
-def _check_array(op: str, name: str, x: Any, dtypes: tuple[str, ...], shape) -> None:
+def _check_array(
+    op: str, name: str, x: Any, dtypes: tuple[str, ...], shape: tuple[int, ...]
+) -> None:
     _check_dtype(op, name, x, dtypes)
     if x.shape != shape:
         raise ValueError(f"{op}: {name} {x.shape} is not {shape}")
@@ -101,7 +103,13 @@ def _parsed(line: str) -> _Line:
     return _Line(FLOATS if dtype == "float" else (dtype,), bool(quantized), names, "?" in mark)
 
 
-def _check_axes(op: str, name: str, shape: tuple[int, ...], axes, sizes) -> None:
+def _check_axes(
+    op: str,
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    sizes: dict[str, tuple[Any, str]],
+) -> None:
     wanted = f"[{', '.join(axes).replace('+', '')}]"
     values: tuple[Any, ...] = shape
     if axes and axes[0] == "...":

@@ -33,9 +33,9 @@ def grid(
     """(scale, zero or None), each ``[..., K / group_size]``, of ``w[..., K]``."""
     x = w.astype(jnp.float32).reshape(*w.shape[:-1], w.shape[-1] // group_size, group_size)
     low_word, high_word = WORDS[dtype]
-    if not zeros:
-        return ((jnp.max(jnp.abs(x), axis=-1) * shrink / high_word).astype(scale_dtype)), None
     below, above = shrink if isinstance(shrink, tuple) else (shrink, shrink)
+    if not zeros:
+        return (jnp.max(jnp.abs(x), axis=-1) * below / high_word).astype(scale_dtype), None
     low = jnp.minimum(jnp.min(x, axis=-1), 0.0) * below
     high = jnp.maximum(jnp.max(x, axis=-1), 0.0) * above
     scale = ((high - low) / (high_word - low_word)).astype(scale_dtype)

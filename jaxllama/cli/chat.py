@@ -80,7 +80,7 @@ def converse(
     messages = list(opening)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # some Pythons are built without
-            import readline  # noqa: F401 - input() edits lines and has a history where it is
+            import readline  # noqa: F401 # pyright: ignore[reportUnusedImport] - input() edits lines and has a history where it is
     elif isinstance(sys.stdin, io.TextIOWrapper):
         # A byte that is no text is then its line's fault, whatever PYTHONIOENCODING says.
         sys.stdin.reconfigure(errors="surrogateescape")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -311,7 +311,7 @@ class Tokenizer:
 
 
 @contextlib.contextmanager
-def _library_errors(what: str) -> Iterator[None]:
+def _library_errors(what: str) -> Generator[None]:
     """What the tokenizers library makes of a damaged file, as our error.  It has no exception type
     of its own, and a panic in its Rust code is not even an Exception."""
     try:

@@ -10,14 +10,20 @@ For one or two rows of a 16-bit cache it is one kernel; for all others it is tho
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import rope_cache
 from pallas_kernels.attention.op import decode_attention
+from pallas_kernels.attention.rope_cache import Cached
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
+
+_Static = tuple[int | None, float, Any]  # window, scale, the kernel's plan
+_Result = tuple[jax.Array, Cached, Cached]
 
 
 def rope_and_attend(
@@ -59,14 +65,16 @@ def rope_and_attend(
     return out, k, v
 
 
-def _kernel(call, qkv, cos, sin, k, v, slots):
+def _kernel(call: _Static, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
+            slots: jax.Array) -> _Result:  # fmt: skip
     from pallas_kernels.attention import direct
 
     window, scale, plan = call
     return direct.attend(qkv, (cos, sin), slots, k, v, window=window, scale=scale, plan=plan)
 
 
-def _xla(call, qkv, cos, sin, k, v, slots):
+def _xla(call: _Static, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
+         slots: jax.Array) -> _Result:  # fmt: skip
     window, scale, _ = call
     return rope_and_attend(
         qkv, cos, sin, k, v, slots, window=window, scale=scale, implementation="xla"

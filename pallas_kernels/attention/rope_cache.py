@@ -71,13 +71,15 @@ def rope_and_write(
     return _rope_and_write(chosen(found, implementation), None, qkv, cos, sin, k, v, slots)
 
 
-def _kernel(_: None, qkv, cos, sin, k: Cached, v: Cached, slots):
+def _kernel(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
+            slots: jax.Array) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
     from pallas_kernels.attention import rope_cache_kernel as rope_cache_mosaic
 
     return rope_cache_mosaic.rope_and_write(qkv, cos, sin, k, v, slots)
 
 
-def rotate_and_store(_: None, qkv, cos, sin, k: Cached, v: Cached, slots):
+def rotate_and_store(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
+                     slots: jax.Array) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
     """The XLA form."""
     n_kv = k.shape[2]
     n = qkv.shape[1] - 2 * n_kv
@@ -91,7 +93,8 @@ def rotate_and_store(_: None, qkv, cos, sin, k: Cached, v: Cached, slots):
 _rope_and_write = Op("rope_and_write", rotate_and_store, _kernel)
 
 
-def check_operands(op: str, qkv, cos, sin, k: Cached, v: Cached, slots) -> None:
+def check_operands(op: str, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
+                   slots: jax.Array) -> None:  # fmt: skip
     """ValueError that names what ``rope_and_write`` cannot take."""
     sizes = check(op, _OPERANDS, qkv=qkv, k=k, v=v, cos=cos, sin=sin, slots=slots)
     heads, n_kv, h = sizes["N + 2K"], sizes["K"], sizes["H"]

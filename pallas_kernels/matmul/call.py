@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.device import H200
 from pallas_kernels.qtensor import QTensor
@@ -33,7 +35,8 @@ class Call:
     pending: jnp.dtype | None = None
 
     @classmethod
-    def of(cls, x, w, out_dtype, *, bias=None, gamma=None, residual=None, pending=None, **fixed):
+    def of(cls, x: Any, w: Any, out_dtype: DTypeLike, *, bias: Any = None, gamma: Any = None,
+           residual: Any = None, pending: Any = None, **fixed: Any) -> Call:  # fmt: skip
         """Of arrays or of their shapes; x ``[..., K]``.  fixed: eps, swiglu."""
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
         added = {"norm": gamma, "residual": residual, "pending": pending}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Plan, Reason, first_plan
@@ -16,6 +17,8 @@ from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.few_rows import plan as few_rows
 from pallas_kernels.matmul.many_rows import plan as many_rows
 from pallas_kernels.qtensor import QTensor
+
+_Found = few_rows.RowPlan | few_rows.TilePlan | many_rows.PairTile | many_rows.WeightTile
 
 
 def plan(call: Call) -> Plan | Reason:
@@ -28,7 +31,15 @@ def plan(call: Call) -> Plan | Reason:
     return first_plan(call, few_rows.plan, many_rows.plan)
 
 
-def run(static: tuple[Call, Plan], x, w, bias=None, gamma=None, residual=None, pending=None) -> Any:
+def run(
+    static: tuple[Call, _Found],
+    x: jax.Array | QTensor,
+    w: jax.Array | QTensor,
+    bias: jax.Array | None = None,
+    gamma: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    pending: jax.Array | None = None,
+) -> Any:
     """The kernel of a plan.  x: [M, K], as are the others' leading axes one."""
     call, plan = static
     if isinstance(plan, few_rows.RowPlan | few_rows.TilePlan):

@@ -35,6 +35,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,20 @@ from pallas_kernels.rows.swiglu import swiglu as gate
 from pallas_kernels.transform import Choice, Op
 
 
+@overload
+def quantized_matmul(
+    x: jax.Array | QTensor, w: jax.Array | QTensor, *, bias: jax.Array | None = ...,
+    out_dtype: DTypeLike | None = ..., norm: tuple[jax.Array, float] | None = ...,
+    residual: jax.Array | None = ..., swiglu: bool = ..., pending: None = ...,
+    implementation: Implementation | None = ...,
+) -> jax.Array: ...  # fmt: skip
+@overload
+def quantized_matmul(
+    x: jax.Array | QTensor, w: jax.Array | QTensor, *, bias: jax.Array | None = ...,
+    out_dtype: DTypeLike | None = ..., norm: tuple[jax.Array, float] | None = ...,
+    residual: jax.Array | None = ..., swiglu: bool = ..., pending: jax.Array,
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def quantized_matmul(
     x: jax.Array | QTensor,
     w: jax.Array | QTensor,
@@ -146,7 +161,8 @@ def product_plan(
     return choice.plan(Call.of(x, QTensor(w.q, w.scale, w.zero), out_dtype, bias=bias))
 
 
-def _product(x, w, bias, out_dtype, implementation) -> jax.Array:
+def _product(x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dtype: jnp.dtype,
+             implementation: Implementation | None) -> jax.Array:  # fmt: skip
     """The product of a QTensor alone."""
     if w.columns is not None and not is_empty(x, w):
         x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
@@ -157,19 +173,21 @@ def _product(x, w, bias, out_dtype, implementation) -> jax.Array:
     if is_empty(x, w):
         return _finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), bias, out_dtype)
     chosen = Choice("xla" if plan is None else "mosaic", implementation is not None)
-    if isinstance(x, QTensor):
+    if isinstance(rows, QTensor):
         out = _quantized_pair(chosen, (call, plan), rows.scale, w.scale, bias, rows.q, w.q)
     else:
         out = _weight_only(chosen, (call, plan), rows, w.scale, w.zero, bias, w.q)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
-def _composed(call: Call, implementation, x, w, bias, gamma, residual, pending=None):
+def _composed(call: Call, implementation: Implementation | None, x: Any,
+              w: jax.Array | QTensor, bias: jax.Array | None, gamma: jax.Array | None,
+              residual: jax.Array | None, pending: jax.Array | None = None) -> Any:  # fmt: skip
     """The parts of a fused product one after the other."""
     if pending is not None:
         total = (x.astype(jnp.float32) + pending).astype(x.dtype)
         return _composed(call, implementation, total, w, bias, gamma, residual), total
-    if gamma is not None:
+    if gamma is not None and call.eps is not None:  # both or neither
         x = rms_norm(x, gamma, call.eps, implementation=implementation)
     if isinstance(w, QTensor):
         y = _product(x, w, bias, call.out, implementation)
@@ -195,6 +213,8 @@ def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dt
     return out.reshape(*x.shape[:-1], w.shape[0]).astype(out_dtype)
 
 
+_Tree = TypeVar("_Tree")
+_Static = tuple[Call, Any]  # and the kernel's plan
 _OPERANDS = {
     "x": "float|QTensor [..., K]",
     "w": "float|QTensor [N, K]",
@@ -205,7 +225,16 @@ _OPERANDS = {
 }
 
 
-def _check(x, w, bias, out_dtype, norm=None, residual=None, swiglu=False, pending=None) -> None:
+def _check(
+    x: jax.Array | QTensor,
+    w: jax.Array | QTensor,
+    bias: jax.Array | None,
+    out_dtype: jnp.dtype,
+    norm: tuple[jax.Array, float] | None,
+    residual: jax.Array | None,
+    swiglu: bool,
+    pending: jax.Array | None,
+) -> None:
     """ValueError, with the fact, for operands that make no product."""
     op = "quantized_matmul"
     gamma = None if norm is None else norm[0]
@@ -258,7 +287,7 @@ def quantized_matmul_reference(
     return out if bias is None else out + bias.astype(jnp.float32)
 
 
-def _flatten(x: jax.Array | QTensor | None) -> jax.Array | QTensor | None:
+def _flatten(x: _Tree) -> _Tree:
     # Not -1, which zero columns leave open.
     return jax.tree.map(lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1]), x)
 
@@ -272,15 +301,18 @@ def _finish(acc: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> jax
 # --- weight-only ---------------------------------------------------------------------------------
 
 
-def _weight_only_kernel(static, x, scale, zero, bias, q):
+def _weight_only_kernel(static: _Static, x: jax.Array, scale: jax.Array, zero: jax.Array | None,
+                        bias: jax.Array | None, q: jax.Array) -> jax.Array:  # fmt: skip
     return choice.run(static, x, QTensor(q, scale, zero), bias)
 
 
-def _weight_only_xla(static, x, scale, zero, bias, q):
+def _weight_only_xla(static: _Static, x: jax.Array, scale: jax.Array, zero: jax.Array | None,
+                     bias: jax.Array | None, q: jax.Array) -> jax.Array:  # fmt: skip
     return _finish(weight_only_sums(x, scale, zero, q), bias, static[0].out)
 
 
-def _weight_only_backward(chosen, static, operands, saved, dy):
+def _weight_only_backward(chosen: Choice, static: _Static, operands: Any, saved: Any,
+                          dy: jax.Array) -> tuple[jax.Array | None, ...]:  # fmt: skip
     x, scale, zero, bias, q = operands
     dy = dy.astype(jnp.float32)
     dx = contract_rows(dy, QTensor(q, scale, zero), x.dtype).astype(x.dtype)
@@ -305,11 +337,13 @@ _weight_only = Op(
 # --- quantized x quantized -----------------------------------------------------------------------
 
 
-def _pair_kernel(static, x_scale, w_scale, bias, xq, wq):
+def _pair_kernel(static: _Static, x_scale: jax.Array, w_scale: jax.Array, bias: jax.Array | None,
+                 xq: jax.Array, wq: jax.Array) -> jax.Array:  # fmt: skip
     return choice.run(static, QTensor(xq, x_scale), QTensor(wq, w_scale), bias)
 
 
-def _pair_xla(static, x_scale, w_scale, bias, xq, wq):
+def _pair_xla(static: _Static, x_scale: jax.Array, w_scale: jax.Array, bias: jax.Array | None,
+              xq: jax.Array, wq: jax.Array) -> jax.Array:  # fmt: skip
     scales = x_scale.astype(jnp.float32) * w_scale.astype(jnp.float32)[:, 0]
     return _finish(pair_sums(xq, wq) * scales, bias, static[0].out)
 
@@ -320,11 +354,11 @@ _quantized_pair = Op("quantized_matmul", _pair_xla, _pair_kernel)
 # --- fused products ------------------------------------------------------------------------------
 
 
-def _fused_xla(static, *operands):
+def _fused_xla(static: _Static, *operands: Any) -> Any:
     return _composed(static[0], "xla", *operands)
 
 
-def _fused_parts(static, *operands):
+def _fused_parts(static: _Static, *operands: Any) -> Any:
     return _composed(static[0], None, *operands)
 
 

@@ -5,6 +5,8 @@ Source: GLU variants, arXiv 2002.05202; FasterLLaMA's DequantizedSiluMultiplyQua
 
 from __future__ import annotations
 
+from typing import overload
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -18,6 +20,14 @@ from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
 
 
+@overload
+def swiglu(
+    gate_up: jax.Array, *, quantize: None = ..., implementation: Implementation | None = ...
+) -> jax.Array: ...
+@overload
+def swiglu(
+    gate_up: jax.Array, *, quantize: DTypeLike, implementation: Implementation | None = ...
+) -> QTensor: ...
 def swiglu(
     gate_up: jax.Array,
     *,
@@ -53,11 +63,12 @@ def _plan(gate_up: jax.Array, codes: str | None) -> Plan | Reason:
     return plan("gate", gate_up, codes, name="gate_up")
 
 
-def _kernel(static, gate_up):
-    return QTensor(*run(static[1], gate_up))
+def _kernel(static: tuple[str, Plan], gate_up: jax.Array) -> QTensor:
+    codes, scale = run(static[1], gate_up)
+    return QTensor(codes, scale)
 
 
-def _xla(static, gate_up):
+def _xla(static: tuple[str | None, Plan | None], gate_up: jax.Array) -> jax.Array | QTensor:
     codes, _ = static
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     y = jax.nn.silu(gate) * up

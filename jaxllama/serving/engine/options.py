@@ -122,7 +122,7 @@ class EngineOptions:
             lanes=self.lanes or min(2, self.max_slots),
             deterministic=self.deterministic,
         )
-        resolved._check(cfg)
+        resolved.check(cfg)
         return resolved
 
 
@@ -144,7 +144,7 @@ class ResolvedOptions:
     lanes: int
     deterministic: bool
 
-    def _check(self, cfg: ModelConfig) -> None:
+    def check(self, cfg: ModelConfig) -> None:
         """JaxLlamaError for sizes that do not go together."""
         chunk, slots, max_len = self.prefill_chunk, self.max_slots, self.max_len
         all_tokens = slots * max_len
