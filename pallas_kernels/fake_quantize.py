@@ -9,7 +9,7 @@ if it were not there (the straight-through estimator, arXiv 1308.3432), which wi
     beyond it           dw = 0       dscale = sum dy * q           dzero = sum dy
 
 (LSQ, arXiv 1902.08153; the zero is LSQ+'s offset, 2004.09576).  y is exactly what ``dequantize``
-gives for ``to_qtensor``'s words.  Left out: activations, fp8, gradients of integer zeros.
+gives for ``to_qtensor``'s codes.  Left out: activations, fp8, gradients of integer zeros.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fake_quantize(
 
 
 def to_qtensor(w: jax.Array, scale: jax.Array, zero: jax.Array | None, words: str) -> QTensor:
-    """The words, scales and floating zeros that stand for ``fake_quantize``'s result."""
+    """The codes, scales and floating zeros that stand for ``fake_quantize``'s result."""
     _check(w, scale, zero, words)
     _, q, scale = _round(words, w, scale, zero)
     return QTensor(q.reshape(w.shape).astype(words), scale, zero)
@@ -68,7 +68,7 @@ def _floats(q: jax.Array, scale: jax.Array, zero: _Zero) -> jax.Array:
 def _round(
     words: str, w: jax.Array, scale: jax.Array, zero: _Zero
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(unrounded steps, words as floats, the scale used), in groups ``[N, groups, K / groups]``."""
+    """(unrounded steps, codes as floats, the scale used), in groups ``[N, groups, K / groups]``."""
     scale = jnp.maximum(scale, 2.0**-64)
     steps = w.reshape(*scale.shape, -1)
     if zero is not None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.rounding import WORDS
+from pallas_kernels.rounding import CODES
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -59,12 +59,12 @@ def check(op: str, lines: Mapping[str, str], **operands: Any) -> dict[str, Any]:
 
 def check_parts(op: str, name: str, x: Any) -> None:
     """ValueError where a QTensor's parts do not fit together."""
-    _check_dtype(op, f"{name}.q", x.q, tuple(WORDS))
+    _check_dtype(op, f"{name}.q", x.q, tuple(CODES))
     _check_dtype(op, f"{name}.scale", x.scale, FLOATS)
     *lead, k = x.shape if x.ndim else (0,)
     groups = x.scale.shape[-1] if x.scale.ndim else 0
     if x.ndim < 1 or x.scale.shape[:-1] != tuple(lead) or groups < 1 or k % groups:
-        raise ValueError(f"{op}: {name}.scale {x.scale.shape} does not fit the words {x.shape} of "
+        raise ValueError(f"{op}: {name}.scale {x.scale.shape} does not fit the codes {x.shape} of "
                          f"{name}: an axis of groups that divides its last one")  # fmt: skip
     if x.zero is not None:
         is_int = jnp.issubdtype(x.zero.dtype, jnp.integer)

@@ -42,7 +42,7 @@ from jaxllama.quantization.scheme import Recipe, Scheme, round_weight, untie
 from jaxllama.quantization.sites import Layer, Site, fold, get, put, row_factor, sites
 from jaxllama.quantization.work import Work
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.rounding import WORDS
+from pallas_kernels.rounding import CODES
 
 _RANDOM_TOKENS = 128  # a row
 METHODS = ("rtn", "awq", "gptq", "smoothquant")
@@ -256,7 +256,7 @@ class _Run:
             importance = jnp.mean(jnp.square(seen.sample), axis=0)
             out = round_weight(weight, scheme, name, self.scale_dtype, importance)
         if scheme.static:
-            _, top = WORDS[scheme.activations]
+            _, top = CODES[scheme.activations]
             out = dataclasses.replace(out, input_scale=jnp.max(seen.peak) / top)
         return out
 

@@ -90,7 +90,7 @@ def plan(qkv: jax.Array, k: jax.Array | QTensor) -> Plan | Reason:
 
     if isinstance(k, QTensor):
         codes = jnp.dtype(k.dtype).name
-        return Reason(f"k is a cache of {codes} words; the kernel writes 16-bit floats")
+        return Reason(f"k is a cache of {codes} codes; the kernel writes 16-bit floats")
     if isinstance(written := rope_cache.plan(qkv, k), Reason):
         return written
     batch, capacity, n_kv, _ = k.shape

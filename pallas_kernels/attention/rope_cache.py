@@ -28,7 +28,7 @@ from pallas_kernels.attention.hadamard import hadamard
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, quantize
-from pallas_kernels.rounding import reciprocal, to_words
+from pallas_kernels.rounding import reciprocal, to_codes
 from pallas_kernels.transform import Op, chosen
 
 Cached = jax.Array | QTensor
@@ -174,7 +174,7 @@ def quantize_kv(x: jax.Array, dtype: str) -> QTensor:
     # Codes run from -8 to 7: their middle stands for the group's.
     zero = ((low + high) * 0.5 + step * 0.5).astype(jnp.float16)
     steps = (parts - zero.astype(jnp.float32)[..., None]) * reciprocal(scale)[..., None]
-    return QTensor(to_words(steps, dtype).reshape(x.shape), scale, zero)
+    return QTensor(to_codes(steps, dtype).reshape(x.shape), scale, zero)
 
 
 def _group(head_dim: int, dtype: str) -> int:

@@ -337,7 +337,7 @@ def broken(lm: LanguageModel) -> LanguageModel:
         ({"samples": 0, "method": "gptq"}, "samples = 0: gptq needs at least 1"),
         ({"samples": 0, "report": (Path("x.json"),)}, "samples = 0: a report needs at least 1"),
         ({"scheme": "w8a8", "format": "awq"}, "layer_0/mixer/qkv/weight: it has no int8 activ"),
-        ({"scheme": "w4a16,down=w8a16", "format": "awq"}, "down/weight: it has no int8 words"),
+        ({"scheme": "w4a16,down=w8a16", "format": "awq"}, "down/weight: it has no int8 codes"),
         ({"scheme": "w4a16,head=w4a16", "format": "awq"}, "leaves the head in floats"),
         ({"lm": "vast"}, "needs .* MB, and .* MB free"),
         ({"format": "exl2"}, "'exl2' is not one of native, awq"),

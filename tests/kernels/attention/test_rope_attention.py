@@ -95,9 +95,9 @@ def test_what_the_one_kernel_refuses_is_said():
     assert "4104 tokens" in reason(4104)
     assert "32776 tokens" in reason(32776, (32, 8, 128))
     assert "16 query heads" in reason(heads=(16, 1, 128))
-    assert "int8 words" in reason(cache="int8")
+    assert "int8 codes" in reason(cache="int8")
     assert "float32" in reason(dtype="float32")
-    with pytest.raises(NotImplementedError, match="int8 words"):
+    with pytest.raises(NotImplementedError, match="int8 codes"):
         rope_and_attend(*case(8, (8, 2, 128), "bfloat16", 1, "int8"), implementation="mosaic")
 
 
