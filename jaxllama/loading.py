@@ -34,7 +34,7 @@ from jaxllama.model import lora
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.policy import Policy
 from jaxllama.parallel.mesh import make_mesh
-from jaxllama.parallel.shardings import placing, settle, shard_params
+from jaxllama.parallel.shardings import leaf_readers, place_params, shard_params
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import random_params
 from jaxllama.quantization.scheme import parse
@@ -122,7 +122,7 @@ def load(
         whole = cfg if grid is None else None  # its programs run on one device
         params = quantize_params(params, quantize, cfg=whole, progress=progress)
     if grid is not None:
-        cfg, params = settle(cfg, params, grid)
+        cfg, params = place_params(cfg, params, grid)
     if not adapters or merge:
         return LanguageModel(cfg, params, tokenizer, deterministic, sampling)
     params = lora.attach(cfg, params, factors)
@@ -165,14 +165,14 @@ def _from_checkpoint(
         params = params if grid is None else shard_params(cfg, params, grid)[1]
         tokenizer = Tokenizer.from_gguf(path)
     else:
-        if scheme is not None and hf.is_packed(path):  # words are not rounded again
+        if scheme is not None and hf.is_packed(path):  # codes are not rounded again
             raise JaxLlamaError(
                 f"{source}: its weights are already quantized, so quantize={scheme!r} is not for "
                 "it: leave that out, or start from the model in floats"
             )
         put, stream = place, None
         if grid is not None:
-            put, stream = placing(hf.read_config(path), grid, dtype)
+            put, stream = leaf_readers(hf.read_config(path), grid, dtype)
         cfg, params = hf.load(
             path, dtype=dtype, progress=progress, place=put, stream=stream, added=added
         )
