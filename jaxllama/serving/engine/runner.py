@@ -179,14 +179,13 @@ class Runner:
     def _fill_row(self, sequence: Sequence, fills: list[Fill]) -> Cache:
         """The row of a sequence's lane, with these chunks."""
         lane = self.lanes[sequence]
-        if lane.cache is None:
-            lane.cache = self._load(lane.nodes)
+        lane.cache = cache = self._load(lane.nodes) if lane.cache is None else lane.cache
         for fill in fills:
             inputs = _pad([fill], 1, self._width(fill))
             params = self._with(1, {0: sequence})
-            lane.cache = device.fill(self.cfg, params, lane.cache, *inputs)
-            self._remember([fill], lane.cache, self.options.prefill_chunk)
-        return lane.cache
+            lane.cache = cache = device.fill(self.cfg, params, cache, *inputs)
+            self._remember([fill], cache, self.options.prefill_chunk)
+        return cache
 
     def _load(self, nodes: list[Node]) -> Cache:
         """A row that begins with these blocks of the pool."""
@@ -262,7 +261,8 @@ class Runner:
         """The first rows of ``cache``, these sequences', into their slots."""
         newcomers = {
             row: device.Newcomer(
-                sequence.slot, sequence.request.sampling, sequence.request.prompt, sequence.output,
+                sequence.slot,  # pyright: ignore[reportArgumentType] - who runs has one
+                sequence.request.sampling, sequence.request.prompt, sequence.output,
                 sequence.remaining, sequence.request.ignore_eos,
             )
             for row, sequence in enumerate(sequences)
@@ -325,7 +325,8 @@ class Runner:
 
     def compiled_programs(self) -> int:
         """Programs of the engine that this process has compiled."""
-        return sum(program._cache_size() for program in (*_PROGRAMS, self._decode_program))
+        programs: tuple[Any, ...] = (*_PROGRAMS, self._decode_program)
+        return sum(program._cache_size() for program in programs)
 
     def warm_up(self) -> None:
         """Run every program in every shape once, on slots of their own; the state stays."""

@@ -92,10 +92,11 @@ def init_slots(cfg: ModelConfig, cache: Cache) -> Slots:
     """A free slot for every row of the cache."""
     size, vocab = cache.batch, cfg.vocab_size
     none, no = np.zeros(size, np.int32), np.zeros(size, bool)
-    history = History(np.zeros((size, vocab), bool), np.zeros((size, vocab), np.int32))
+    seen, counts = np.zeros((size, vocab), bool), np.zeros((size, vocab), np.int32)
+    history = History(seen, counts)  # pyright: ignore[reportArgumentType] - soon on the device
     rest = (none, no, no, none, no, stack_sampling([Sampling()] * size, vocab), history)
-    mesh = traced_mesh(cache.lengths)
-    place = None if mesh is None else NamedSharding(mesh_of(cache.lengths), P())
+    mesh = mesh_of(cache.lengths)
+    place = None if mesh is None else NamedSharding(mesh, P())
     return Slots(cache, *jax.device_put(rest, place))
 
 
@@ -132,7 +133,8 @@ def fill(
     """
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     written = cache.lengths[:, None] + columns >= totals[:, None]
-    return forward(cfg, params, tokens, lengths, cache, totals, sparse=written)[1]
+    _, after = forward(cfg, params, tokens, lengths, cache, totals, sparse=written)
+    return after  # pyright: ignore[reportReturnType] - there is one where one was given
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -145,7 +147,8 @@ def fill_new(
     totals: jax.Array,
 ) -> Cache:
     """``fill`` of a new cache with room for these tokens."""
-    return fill(cfg, params, init_cache(cfg, *tokens.shape, dtype), tokens, lengths, totals)
+    rows, width = tokens.shape
+    return fill(cfg, params, init_cache(cfg, rows, width, dtype), tokens, lengths, totals)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -323,12 +326,12 @@ class Rows:
     ``[R, max_len]``: the prompt, then the output; n_prompt and n_tokens count them.
     """
 
-    slot: np.ndarray
-    tokens: np.ndarray
-    n_prompt: np.ndarray
-    n_tokens: np.ndarray
-    remaining: np.ndarray
-    ignore_eos: np.ndarray
+    slot: Any  # numpy's arrays on the host, jax's inside of ``insert``
+    tokens: Any
+    n_prompt: Any
+    n_tokens: Any
+    remaining: Any
+    ignore_eos: Any
     sampling: SamplingParams
 
 
@@ -377,6 +380,7 @@ def stack_sampling(rows: Sequence[Sampling], vocab_size: int) -> SamplingParams:
     ids = np.full((len(rows), MAX_BIAS), vocab_size, np.int32)
     values = np.zeros((len(rows), MAX_BIAS), np.float32)
     for row, sampling in enumerate(rows):
-        for column, (token, value) in enumerate(sampling.logit_bias or ()):
+        pairs: tuple[Any, ...] = tuple(sampling.logit_bias or ())
+        for column, (token, value) in enumerate(pairs):
             ids[row, column], values[row, column] = token, value
     return dataclasses.replace(params, bias_ids=ids, bias_values=values, features=())

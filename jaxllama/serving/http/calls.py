@@ -241,7 +241,7 @@ _NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequ
 
 def as_list(
     prompt: str | list[str] | list[int] | list[list[int]],
-) -> list[str] | list[list[int]]:
+) -> list[Any]:
     """One prompt or several, as a list of them."""
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
@@ -267,13 +267,12 @@ def _grammar(form: ResponseFormat | None) -> Grammar | None:
         return None
     if form.type == "json_object":
         return Grammar("json_schema", '{"type": "object"}')
-    value = form.json_schema if form.type == "json_schema" else form.regex
-    if value is None:
-        param = f"response_format.{form.type}"
-        raise ApiError(400, f"{param}: is required", param=param, code="missing_parameter")
-    if form.type == "regex":
+    if form.type == "regex" and form.regex is not None:
         return Grammar("regex", form.regex)
-    return Grammar("json_schema", json.dumps(form.json_schema.schema_))
+    if form.type == "json_schema" and form.json_schema is not None:
+        return Grammar("json_schema", json.dumps(form.json_schema.schema_))
+    param = f"response_format.{form.type}"
+    raise ApiError(400, f"{param}: is required", param=param, code="missing_parameter")
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import os
 import signal
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
 
 
 @contextlib.contextmanager
-def _logged_progress() -> Iterator[None]:
+def _logged_progress() -> Generator[None]:
     """How far loading and compiling are is a line of the log, where it is no bar."""
     write, log = progress.write, logs.JsonLines()
 

@@ -12,7 +12,7 @@ then it is still owed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -51,12 +51,12 @@ class Run:
         self.kind, self.call, self._stream, self._finish = kind, call, stream, finish
         self._answer, self._fields, self._ended = answers.Answer(call), fields, False
 
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+    async def events(self) -> AsyncGenerator[tuple[int, Event]]:
         """(choice, event) until all is said.  ApiError when a row ends with an error, or the engine
         fails or is stopped."""
         try:
             async for event in self._stream:
-                if event.finish_reason == "error":
+                if event.finish_reason == "error" and event.error is not None:
                     error = api_error(event.error)
                     self._end(error.body, str(error))
                     raise error
@@ -133,7 +133,7 @@ class EventStream:
         except ClientGone:
             self._run.abandon()
 
-    async def _lines(self) -> AsyncIterator[bytes]:
+    async def _lines(self) -> AsyncGenerator[bytes]:
         run, call = self._run, self._run.call
         is_chat = run.kind == "chat"
         for index in range(len(call.requests)):

@@ -26,15 +26,12 @@ class _Schema:
     __pydantic_config__ = ConfigDict(json_schema_serialization_defaults_required=True)
 
 
-_schema = dataclasses.dataclass(slots=True)
-
-
-@_schema
+@dataclasses.dataclass(slots=True)
 class PromptDetails(_Schema):
     cached_tokens: int
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class Usage(_Schema):
     prompt_tokens: int
     completion_tokens: int
@@ -42,7 +39,7 @@ class Usage(_Schema):
     prompt_tokens_details: PromptDetails
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class CompletionLogprobs(_Schema):
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -50,7 +47,7 @@ class CompletionLogprobs(_Schema):
     text_offset: list[int]
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class CompletionChoice(_Schema):
     index: int
     text: str
@@ -58,7 +55,7 @@ class CompletionChoice(_Schema):
     finish_reason: FinishReason | None = None
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class CompletionObject(_Schema):
     """A whole answer, or a chunk of its stream."""
 
@@ -71,14 +68,14 @@ class CompletionObject(_Schema):
     usage: Usage | None
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class TopLogprob(_Schema):
     token: str
     logprob: float | None
     bytes: list[int]
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class TokenLogprob(_Schema):
     token: str
     logprob: float | None
@@ -86,20 +83,20 @@ class TokenLogprob(_Schema):
     top_logprobs: list[TopLogprob]
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class ChatLogprobs(_Schema):
     content: list[TokenLogprob]
     refusal: None = None
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class ChatMessage(_Schema):
     role: Literal["assistant"]
     content: str
     refusal: None = None
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class ChatChoice(_Schema):
     index: int
     message: ChatMessage
@@ -107,7 +104,7 @@ class ChatChoice(_Schema):
     finish_reason: FinishReason
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class ChatObject(_Schema):
     id: str
     object: Literal["chat.completion"]
@@ -118,7 +115,7 @@ class ChatObject(_Schema):
     usage: Usage
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class Opening(_Schema):
     """The delta of a choice's first chunk."""
 
@@ -126,12 +123,12 @@ class Opening(_Schema):
     content: Literal[""]
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class Delta(_Schema):
     content: str
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class ChatChunkChoice(_Schema):
     index: int
     delta: Delta | Opening
@@ -139,7 +136,7 @@ class ChatChunkChoice(_Schema):
     finish_reason: FinishReason | None = None
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class ChatChunk(_Schema):
     id: str
     object: Literal["chat.completion.chunk"]
@@ -150,20 +147,20 @@ class ChatChunk(_Schema):
     usage: Usage | None
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class EmbeddingItem(_Schema):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class EmbeddingUsage(_Schema):
     prompt_tokens: int
     total_tokens: int
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class EmbeddingList(_Schema):
     object: Literal["list"]
     data: list[EmbeddingItem]
@@ -171,7 +168,7 @@ class EmbeddingList(_Schema):
     usage: EmbeddingUsage
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class ModelObject(_Schema):
     id: str
     object: Literal["model"]
@@ -182,30 +179,30 @@ class ModelObject(_Schema):
     chat: bool
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class ModelList(_Schema):
     object: Literal["list"]
     data: list[ModelObject]
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class Tokens(_Schema):
     tokens: list[int]
     count: int
     max_model_len: int
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class Text(_Schema):
     prompt: str
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class Health(_Schema):
     status: str
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class ErrorDetail(_Schema):
     message: str
     type: str
@@ -213,7 +210,7 @@ class ErrorDetail(_Schema):
     code: str | None
 
 
-@_schema
+@dataclasses.dataclass(slots=True)
 class ErrorObject(_Schema):
     error: ErrorDetail
 
