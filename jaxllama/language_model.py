@@ -254,7 +254,10 @@ class LanguageModel:
         """Batch by batch."""
         results: list[Generation] = [None] * len(rows)  # type: ignore[list-item]
         for members in self._groups(rows, options.max_new_tokens):
-            model = self._for_rows([adapters[index] for index in members])
+            numbers = [adapters[index] for index in members]
+            if self.deterministic:
+                numbers += [0] * (DETERMINISTIC_ROWS - len(members))
+            model = self._for_rows(numbers)
             outs = yield from model._run(members, rows, sampling, options)
             for index, out in zip(members, outs, strict=True):
                 results[index] = out
@@ -283,8 +286,6 @@ class LanguageModel:
         model's program, unless a row's bits must not depend on its neighbours."""
         if not self.adapters or not (self.deterministic or any(numbers)):
             return self
-        if self.deterministic:
-            numbers = numbers + [0] * (DETERMINISTIC_ROWS - len(numbers))
         params = for_rows(self.params, jnp.asarray(numbers, jnp.int32))
         return dataclasses.replace(self, params=params)
 
@@ -378,18 +379,25 @@ class LanguageModel:
         loop = generation.loop_for(self.params)
         return loop(self.config, self.params, state, sampling, stop_ids, np.int32(until))
 
-    def logits(self, tokens: Any, lengths: Any) -> jax.Array:
+    def logits(
+        self, tokens: Any, lengths: Any, *, adapter: str | Sequence[str | None] | None = None
+    ) -> jax.Array:
         """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, ``lengths[B]`` valid.
 
-        Raises JaxLlamaError for other shapes, numbers that are not whole, and valid ids outside of
-        the vocabulary.
+        adapter: as for ``generate``.
+        Raises JaxLlamaError for other shapes, numbers that are not whole, valid ids outside of the
+        vocabulary, and an adapter that is not here.
         """
         tokens, lengths = self._batch(tokens, lengths)
+        numbers = self._numbers(adapter, tokens.shape[0])
         rows = 1 if self.deterministic else tokens.shape[0]  # at once
         parts = [
-            generation.logits(self.config, self.params, tokens[i : i + rows], lengths[i : i + rows])
+            generation.logits(
+                self.config, self._for_rows(numbers[i : i + rows]).params,
+                tokens[i : i + rows], lengths[i : i + rows],
+            )
             for i in range(0, tokens.shape[0], rows)
-        ]
+        ]  # fmt: skip
         return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _batch(self, tokens: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:

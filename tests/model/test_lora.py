@@ -5,6 +5,7 @@ Bound: 1e-5 of the largest logit in float32.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -132,6 +133,10 @@ def test_peft_s_own_files_and_merged_weights(name, tmp_path):
     assert relative_error(scores(jl.load(base, adapters=adapters, merge=True)), want) <= BOUND
     lm = jl.load(base, adapters=adapters)
     assert relative_error(scores(lm, [1]), want) <= BOUND < 0.01 < relative_error(scores(lm), want)
+    for model in (lm, dataclasses.replace(lm, deterministic=True)):
+        assert same(np.asarray(model.logits(tokens, [32], adapter="it")), scores(lm, [1]))
+    with pytest.raises(jl.JaxLlamaError, match="adapter = 'other'"):
+        lm.logits(tokens, [32], adapter="other")
 
 
 def test_a_multimodal_model_s_text_adapter_is_the_decoder_s(tmp_path):
