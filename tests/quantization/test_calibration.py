@@ -282,7 +282,10 @@ def whole(command, tmp_path_factory) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
-@pytest.mark.parametrize("renames", [3, 4], ids=["within layer 1", "before its last rename"])
+@pytest.mark.parametrize(
+    "renames", [pytest.param(3, marks=pytest.mark.slow), 4],
+    ids=["within layer 1", "before its last rename"],
+)  # fmt: skip
 def test_a_process_that_was_killed_is_taken_up_by_another(
     command, whole, renames, tmp_path, capsys
 ):
