@@ -63,7 +63,8 @@ def test_golden(name: str) -> None:
     assert ours(name).greedy.tolist() == greedy.tolist()
 
 
-# Of Llama's, Mistral's and Qwen2's options those that no other family has.
+# Of Llama's, Mistral's and Qwen2's options those that no other family has; the others are live in
+# the slow run, and golden everywhere.
 LIVE = ("llama-gqa", "smollm2-tied", "mistral-window", "qwen2-bias", "qwen2-late-window",
         "rope-llama3", "rope-linear", "rope-dynamic", "rope-yarn")  # fmt: skip
 FAMILIES = {kind for kind, _, _ in FAMILY_CASES}
