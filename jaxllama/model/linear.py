@@ -15,7 +15,8 @@ float32 and rounded where it is added.
 
 Parameters are the dictionaries of the parameter tree, {"weight": ..., "bias": ...}.  A weight is an
 array, a QTensor or RowBlocks, ``[out, in]`` as checkpoints store it; no caller looks which.  Where
-rows have LoRA adapters ("lora", ``model.lora``) it reads floats, and does one step after the other.
+rows have LoRA adapters ("lora", ``model.lora``) a quantized input comes with its inner products
+(``Adapted``), and a product of floats does one step after the other.
 Activations keep the dtype they come in; every sum is accumulated in float32.
 """
 
@@ -36,12 +37,24 @@ from pallas_kernels.matmul.blocks import Columns, blocks_matmul
 from pallas_kernels.matmul.blocks import fusible as all_fusible
 from pallas_kernels.matmul.op import fusible, quantized_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
+from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu
 
 Weight = jax.Array | QTensor | RowBlocks
 Params = Mapping[str, Any]
+
+
+class Adapted(NamedTuple):
+    """What a quantized product with adapters reads: codes, and the inner products of the floats
+    that they were made of with each row's first factors."""
+
+    codes: QTensor
+    inner: jax.Array
+
+
+Input = jax.Array | QTensor | Adapted
 
 
 class Stream(NamedTuple):
@@ -86,7 +99,7 @@ def norm_linear(
     codes, dtype = input_codes(linear), stream.x.dtype
     inner = _is_inner(into, cfg)
     if scale is None or cfg.norm != "rms" or _lora(linear) is not None:
-        normed, stream = norm(stream, scale, cfg, codes)
+        normed, stream = norm(stream, scale, cfg, codes, _lora(linear))
         return product(normed, linear, dtype, cfg, into=into), stream
     gamma = scale["weight"], cfg.norm_eps
     if (
@@ -121,7 +134,7 @@ def _norm_linears(
 
 
 def linear_add(
-    x: jax.Array | QTensor,
+    x: Input,
     linear: Params,
     stream: Stream,
     cfg: ModelConfig,
@@ -178,18 +191,37 @@ class Observer:
 
 
 def norm(
-    stream: Stream, scale: Params | None, cfg: ModelConfig, codes: str | None = None
-) -> tuple[jax.Array | QTensor, Stream]:
-    """(the norm of the stream, the stream added up); codes: the dtype to quantize it to."""
+    stream: Stream,
+    scale: Params | None,
+    cfg: ModelConfig,
+    codes: str | None = None,
+    lora: Lora | None = None,
+) -> tuple[Input, Stream]:
+    """(the norm of the stream, the stream added up); codes: the dtype to quantize it to, lora: of
+    the layer that reads the codes."""
     if scale is None or cfg.norm == "layer":
         x = stream.total
         y = x if scale is None else _layer_norm(x, scale, cfg.norm_eps)
-        return y if codes is None else quantize_tokens(y, codes), Stream(x)
-    stream, weight = _rounded(stream), scale["weight"]
-    if stream.pending is None:
-        return rms_norm(stream.x, weight, cfg.norm_eps, quantize=codes), stream
-    normed, x = rms_norm(stream.pending, weight, cfg.norm_eps, residual=stream.x, quantize=codes)
-    return normed, Stream(x)
+        return _quantized(y, codes, lora), Stream(x)
+    stream, weight, eps = _rounded(stream), scale["weight"], cfg.norm_eps
+    x, residual = (stream.x, None) if stream.pending is None else (stream.pending, stream.x)
+    if codes is None or lora is None:
+        normed = rms_norm(x, weight, eps, residual=residual, quantize=codes)
+        normed, *total = (normed,) if residual is None else normed
+    else:
+        of = lora.a, lora.of(x), codes
+        q, inner, *total = quantize_adapted(x, *of, norm=(weight, eps), residual=residual)
+        normed = Adapted(q, inner)
+    return normed, Stream(*total) if total else stream
+
+
+def _quantized(x: jax.Array, codes: str | None, lora: Lora | None = None) -> Input:
+    """For a layer that wants ``codes`` and has ``lora``."""
+    if codes is None:
+        return x
+    if lora is None:
+        return quantize_tokens(x, codes)
+    return Adapted(*quantize_adapted(x, lora.a, lora.of(x), codes))
 
 
 def _layer_norm(x: jax.Array, scale: Params, eps: float) -> jax.Array:
@@ -207,27 +239,32 @@ def _rounded(stream: Stream) -> Stream:
     return Stream(stream.total) if stream.awaits_rounding else stream
 
 
-def linear(x: jax.Array | QTensor, params: Params, dtype: DTypeLike | None = None) -> jax.Array:
+def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Array:
     """``x[..., in] @ weight[out, in].T + bias`` -> ``[..., out]``.
 
     dtype: of the result, x's by default; to be given where x is quantized already, which only a
     weight with ``activations`` takes.
     """
-    lora = _lora(params)
+    lora, weight, bias = _lora(params), params["weight"], params.get("bias")
     if lora is None:
-        return _matmul(x, params["weight"], params.get("bias"), dtype)
-    y = _matmul(x, params["weight"], params.get("bias"), jnp.float32) + lora.product(x)
-    return y.astype(x.dtype if dtype is None else dtype)
+        return _matmul(x, weight, bias, dtype)
+    if not isinstance(x, Adapted):
+        dtype = x.dtype if dtype is None else dtype
+        x = _quantized(x, input_codes(params), lora)
+    if isinstance(x, Adapted):
+        low_rank = x.inner, lora.b
+        return quantized_matmul(x.codes, weight, bias=bias, out_dtype=dtype, low_rank=low_rank)
+    return (_matmul(x, weight, bias, jnp.float32) + lora.product(x)).astype(dtype)
 
 
 def product(
-    x: jax.Array | QTensor,
+    x: Input,
     params: Params,
     dtype: DTypeLike,
     cfg: ModelConfig,
     *,
     into: Params | None = None,
-) -> jax.Array | QTensor:
+) -> Input:
     """``linear``, and with ``into`` what ``norm_linear`` does with it."""
     inner = _is_inner(into, cfg)
     if _lora(params) is None:
@@ -272,18 +309,20 @@ def _is_inner(into: Params | None, cfg: ModelConfig) -> bool:
     return into is not None and cfg.activation == "silu" and input_codes(into) is None
 
 
-def _gated(y: jax.Array, into: Params | None, cfg: ModelConfig) -> jax.Array | QTensor:
+def _gated(y: jax.Array, into: Params | None, cfg: ModelConfig) -> Input:
     """``activation(gate) * up`` where the product did not do it itself."""
     if into is None or _is_inner(into, cfg):
         return y
-    codes = input_codes(into)
+    codes, lora = input_codes(into), _lora(into)
     if codes is not None and is_split():  # the token's scale needs the other shards
         y, codes = y.astype(jnp.float32), None
     if cfg.activation == "silu":
-        return swiglu(y, quantize=codes)
+        if codes is None or lora is None:
+            return swiglu(y, quantize=codes)
+        return Adapted(*quantize_adapted(y, lora.a, lora.of(y), codes, gated=True))
     gate, up = jnp.split(y.astype(jnp.float32), 2, axis=-1)
     out = (jax.nn.gelu(gate, approximate=cfg.activation == "gelu_tanh") * up).astype(y.dtype)
-    return out if codes is None else quantize_tokens(out, codes)
+    return _quantized(out, codes, lora)
 
 
 def _lora(linear: Params) -> Lora | None:
@@ -295,9 +334,9 @@ def _lora(linear: Params) -> Lora | None:
 def input_codes(linear: Params) -> str | None:
     """The dtype to which the layer wants its input quantized token by token, so that whoever
     computes that input can do it in the same pass; None for floats."""
-    if _lora(linear) is not None:  # which read floats
-        return None
     weight = linear["weight"]
+    if _lora(linear) is not None and not isinstance(weight, QTensor):
+        return None
     blocks = weight.blocks if isinstance(weight, RowBlocks) else (weight,)
     wanted = {
         block.activations if isinstance(block, QTensor) and block.input_scale is None else None

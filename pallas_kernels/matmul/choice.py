@@ -28,7 +28,10 @@ def plan(call: Call) -> Plan | Reason:
     return first_plan(call, few_rows.plan, many_rows.plan)
 
 
-def run(static: tuple[Call, Plan], x, w, bias=None, gamma=None, residual=None, pending=None) -> Any:
+def run(
+    static: tuple[Call, Plan], x, w, bias=None, gamma=None, residual=None, pending=None,
+    low_rank=None,
+) -> Any:  # fmt: skip
     """The kernel of a plan.  x: [M, K], as are the others' leading axes one."""
     call, plan = static
     if isinstance(plan, few_rows.RowPlan | few_rows.TilePlan):
@@ -39,4 +42,4 @@ def run(static: tuple[Call, Plan], x, w, bias=None, gamma=None, residual=None, p
         return kernel.matmul(x, w, **fused, **fixed, plan=plan)
     from pallas_kernels.matmul.many_rows import kernel
 
-    return kernel.matmul(x, w, bias, call.out, plan, swiglu=call.swiglu)
+    return kernel.matmul(x, w, bias, call.out, plan, swiglu=call.swiglu, low_rank=low_rank)

@@ -53,6 +53,7 @@ from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.xla import (
     contract_rows,
+    low_rank_sums,
     outer_sums,
     pair_sums,
     weight_only_sums,
@@ -74,6 +75,7 @@ def quantized_matmul(
     residual: jax.Array | None = None,
     swiglu: bool = False,
     pending: jax.Array | None = None,
+    low_rank: tuple[jax.Array, tuple[jax.Array, ...]] | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``x[..., K]`` times ``w[N, K]`` transposed -> ``[..., N]``.
@@ -86,6 +88,9 @@ def quantized_matmul(
     swiglu: w's rows are gate, then up; the result is ``silu(gate) * up`` of ``[..., N / 2]``.
     pending: float32 of x's shape, to be added to x before the norm; the result is then a pair, with
         the sum in x's dtype.
+    low_rank: with a QTensor x, added in float32 before the cast: (inner ``[..., S R]``, S second
+        factors ``[N_s, R]``), where the N_s rows of w from source to source get
+        ``inner[..., s R : s R + R] @ second[s].T``.  ``rows.low_rank`` makes inner.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | floats and scales, and floating zeros: a rule of its own |
@@ -101,9 +106,9 @@ def quantized_matmul(
             scale = getattr(w, "scale", x.scale).dtype
             out_dtype = scale if scale.itemsize == 2 else jnp.float32
     out_dtype = jnp.dtype(out_dtype)
-    _check(x, w, bias, out_dtype, norm, residual, swiglu, pending)
+    _check(x, w, bias, out_dtype, norm, residual, swiglu, pending, low_rank)
     if norm is None and residual is None and not swiglu and isinstance(w, QTensor):
-        return _product(x, w, bias, out_dtype, implementation)
+        return _product(x, w, bias, out_dtype, implementation, low_rank)
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
     fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
     call = Call.of(x, w, out_dtype, bias=bias, pending=pending, **fused)
@@ -146,19 +151,24 @@ def product_plan(
     return choice.plan(Call.of(x, QTensor(w.q, w.scale, w.zero), out_dtype, bias=bias))
 
 
-def _product(x, w, bias, out_dtype, implementation) -> jax.Array:
-    """The product of a QTensor alone."""
+def _product(x, w, bias, out_dtype, implementation, low_rank=None) -> jax.Array:
+    """The product of a QTensor alone, or with a low-rank term."""
     if w.columns is not None and not is_empty(x, w):
         x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
     rows, w = _flatten(x), QTensor(w.q, w.scale, w.zero)
-    call = Call.of(rows, w, out_dtype, bias=bias)
+    call = Call.of(rows, w, out_dtype, bias=bias, low_rank=low_rank)
     find = functools.partial(choice.plan, call)
     plan = choose_plan("quantized_matmul", implementation, find, rows, w)
+    if low_rank is not None and (plan is None or is_empty(x, w)):
+        y = _product(x, w, bias, jnp.dtype(jnp.float32), implementation)
+        return (y + low_rank_sums(*low_rank)).astype(out_dtype)
     if is_empty(x, w):
         return _finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), bias, out_dtype)
     chosen = Choice("xla" if plan is None else "mosaic", implementation is not None)
     if isinstance(x, QTensor):
-        out = _quantized_pair(chosen, (call, plan), rows.scale, w.scale, bias, rows.q, w.q)
+        low_rank = low_rank and (_flatten(low_rank[0]), low_rank[1])
+        scales = rows.scale, w.scale
+        out = _quantized_pair(chosen, (call, plan), *scales, bias, rows.q, w.q, low_rank)
     else:
         out = _weight_only(chosen, (call, plan), rows, w.scale, w.zero, bias, w.q)
     return out.reshape(*x.shape[:-1], w.shape[0])
@@ -205,7 +215,9 @@ _OPERANDS = {
 }
 
 
-def _check(x, w, bias, out_dtype, norm=None, residual=None, swiglu=False, pending=None) -> None:
+def _check(
+    x, w, bias, out_dtype, norm=None, residual=None, swiglu=False, pending=None, low_rank=None
+) -> None:
     """ValueError, with the fact, for operands that make no product."""
     op = "quantized_matmul"
     gamma = None if norm is None else norm[0]
@@ -218,6 +230,8 @@ def _check(x, w, bias, out_dtype, norm=None, residual=None, swiglu=False, pendin
         _check_pair(x, w)
         if norm is not None or residual is not None or swiglu:
             raise ValueError(f"{op}: norm, residual and swiglu go with a float x")
+    if low_rank is not None:
+        _check_low_rank(x, w, *low_rank)
     if pending is not None and norm is None:
         raise ValueError(f"{op}: pending, of x's shape {x.shape}, comes before a norm")
     if swiglu and n % 2:
@@ -227,6 +241,19 @@ def _check(x, w, bias, out_dtype, norm=None, residual=None, swiglu=False, pendin
         raise ValueError(
             f"{op}: residual {residual.dtype}{residual.shape} is not the result's "
             f"{out_dtype}{shape}, of x {x.shape} and w {w.shape}"
+        )
+
+
+def _check_low_rank(x, w, inner, second) -> None:
+    op, ranks = "quantized_matmul", second[0].shape[-1]
+    if not isinstance(x, QTensor):
+        raise ValueError(f"{op}: low_rank goes with a quantized x")
+    shape = (*x.shape[:-1], len(second) * ranks)
+    fits = all(b.ndim == 2 and b.shape[1] == ranks and b.dtype == inner.dtype for b in second)
+    if not fits or inner.shape != shape or sum(b.shape[0] for b in second) != w.shape[0]:
+        raise ValueError(
+            f"{op}: low_rank {inner.shape} and {[b.shape for b in second]} do not fit x {x.shape} "
+            f"and w {w.shape}"
         )
 
 
@@ -305,13 +332,17 @@ _weight_only = Op(
 # --- quantized x quantized -----------------------------------------------------------------------
 
 
-def _pair_kernel(static, x_scale, w_scale, bias, xq, wq):
-    return choice.run(static, QTensor(xq, x_scale), QTensor(wq, w_scale), bias)
+def _pair_kernel(static, x_scale, w_scale, bias, xq, wq, low_rank):
+    x, w = QTensor(xq, x_scale), QTensor(wq, w_scale)
+    return choice.run(static, x, w, bias, low_rank=low_rank)
 
 
-def _pair_xla(static, x_scale, w_scale, bias, xq, wq):
+def _pair_xla(static, x_scale, w_scale, bias, xq, wq, low_rank):
     scales = x_scale.astype(jnp.float32) * w_scale.astype(jnp.float32)[:, 0]
-    return _finish(pair_sums(xq, wq) * scales, bias, static[0].out)
+    sums = pair_sums(xq, wq) * scales
+    if low_rank is not None:
+        sums = sums + low_rank_sums(*low_rank)
+    return _finish(sums, bias, static[0].out)
 
 
 _quantized_pair = Op("quantized_matmul", _pair_xla, _pair_kernel)

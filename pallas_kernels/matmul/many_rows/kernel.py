@@ -29,16 +29,18 @@ def matmul(
     plan: PairTile | WeightTile,
     *,
     swiglu: bool = False,
+    low_rank: tuple[jax.Array, tuple[jax.Array, ...]] | None = None,
 ) -> jax.Array:
     """x [M, K], w [N, K] -> [M, N]; sums in float32, of int8 in int32.
 
     swiglu: w is plain, its rows are gate, then up; silu(gate) * up [M, N / 2] is returned.
+    low_rank: of a quantized x, as ``pair_matmul`` takes it.
     """
     if isinstance(plan, WeightTile):
         return _weight_only(x, w, bias, out_dtype, plan)
     if isinstance(x, QTensor):
         scales = x.scale.reshape(-1), w.scale.reshape(-1)
-        return pair_matmul(x.q, w.q, *scales, bias, out_dtype, plan)
+        return pair_matmul(x.q, w.q, *scales, bias, out_dtype, plan, low_rank=low_rank)
     n, out_dtype = w.shape[0], jnp.dtype(out_dtype)
     fused = swiglu and bias is None
     kernel_dtype = jnp.dtype(jnp.float32) if swiglu and not fused else out_dtype
