@@ -1,4 +1,4 @@
-"""What a quantized product with LoRA adapters reads: a row's codes, and its adapter's inner products.
+"""What a quantized product with LoRA adapters reads: rows' codes, and their inner products.
 
     inner[..., s, i, k] = (i + 1 == adapter) * sum_c y[..., c] first[i, s, k, c]
 

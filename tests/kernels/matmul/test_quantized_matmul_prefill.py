@@ -190,7 +190,7 @@ def test_pair_kernel_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k,
 
 
 def one_view(monkeypatch):
-    """The interpreter gives the views of a RefUnion separate memories, so take one of each dtype."""
+    """The interpreter gives a RefUnion's views separate memories, so take one of each dtype."""
 
     def rows_and_tiles(shape, dtype, divided=(), low=None):
         row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
@@ -262,12 +262,10 @@ def test_a_low_rank_term_is_added_before_the_cast(dtype):
     """XLA's form; also of more rows than the kernel takes, and of sources that no tile divides."""
     x, w, bias = pair(6, 37, 48, dtype)
     low = low_rank(6, (20, 17), 5)
-    x = QTensor(x.q.reshape(2, 3, 48), x.scale.reshape(2, 3, 1))
-    got = quantized_matmul(
-        x, w, bias=bias, out_dtype=F32, low_rank=(low[0].reshape(2, 3, -1), low[1])
-    )
-    flat = QTensor(x.q.reshape(6, 48), x.scale.reshape(6, 1))
-    want = with_low_rank(expected(flat, w, bias), *low)
+    cube = QTensor(x.q.reshape(2, 3, 48), x.scale.reshape(2, 3, 1))
+    of_cube = low[0].reshape(2, 3, -1), low[1]
+    got = quantized_matmul(cube, w, bias=bias, out_dtype=F32, low_rank=of_cube)
+    want = with_low_rank(expected(x, w, bias), *low)
     assert error(got.reshape(6, 37), want) < (1e-6 if dtype == I8 else 1e-4)
 
 
