@@ -5,8 +5,8 @@
 
 A norm stands before a product and a residual behind one, so these are the places where kernels
 join what belongs together: in a decode step on Hopper each is one kernel, with the quantization of
-its input, SwiGLU, bias and the sum over devices inside where a kernel has them.  LayerNorm, a norm
-behind a product and activations other than SiLU are steps of their own.
+its input, a gated activation, bias and the sum over devices inside where a kernel has them.
+LayerNorm, a norm behind a product and the exact GELU are steps of their own.
 ``linear`` is a product alone, ``norm`` a norm alone.
 
 The stream is a pair (x, pending): where the product that makes the last term cannot add it in its
@@ -40,7 +40,7 @@ from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.rows.swiglu import swiglu
+from pallas_kernels.rows.swiglu import gate, swiglu
 
 Weight = jax.Array | QTensor | RowBlocks
 Params = Mapping[str, Any]
@@ -102,20 +102,16 @@ def norm_linear(
         normed, stream = norm(stream, scale, cfg, codes, _lora(linear))
         return product(normed, linear, dtype, cfg, into=into), stream
     gamma = scale["weight"], cfg.norm_eps
-    if (
-        codes is None
-        and stream.awaits_rounding
-        and fusible(stream.x, weight, norm=gamma, pending=stream.pending)
-    ):
-        y, x = quantized_matmul(
-            stream.x, weight, bias=bias, out_dtype=dtype, norm=gamma, swiglu=inner,
-            pending=stream.pending,
-        )  # fmt: skip
-        return _gated(y, into, cfg), Stream(x)
+    around = {"bias": bias, "out_dtype": dtype, "norm": gamma}
+    around |= {"swiglu": True, "activation": cfg.activation} if inner else {}
+    if codes is None and stream.pending is not None:
+        pending = {"pending": stream.pending}
+        if fusible(stream.x, weight, norm=gamma, **pending):
+            y, x = quantized_matmul(stream.x, weight, **around, **pending)
+            return _gated(y, into, cfg), Stream(x)
     stream = _rounded(stream)
     if codes is None and stream.pending is None and fusible(stream.x, weight, norm=gamma):
-        y = quantized_matmul(stream.x, weight, bias=bias, out_dtype=dtype, norm=gamma, swiglu=inner)
-        return _gated(y, into, cfg), stream
+        return _gated(quantized_matmul(stream.x, weight, **around), into, cfg), stream
     normed, stream = norm(stream, scale, cfg, codes)
     return product(normed, linear, dtype, cfg, into=into), stream
 
@@ -268,10 +264,11 @@ def product(
     """``linear``, and with ``into`` what ``norm_linear`` does with it."""
     inner = _is_inner(into, cfg)
     if _lora(params) is None:
-        y = _matmul(x, params["weight"], params.get("bias"), dtype, gated=inner)
+        gate_by = cfg.activation if inner else None
+        y = _matmul(x, params["weight"], params.get("bias"), dtype, gate_by)
     else:
         y = linear(x, params, dtype)
-        y = swiglu(y) if inner else y
+        y = gate(y, cfg.activation) if inner else y
     return _gated(y, into, cfg)
 
 
@@ -286,9 +283,9 @@ def _matmul(
     weight: Weight,
     bias: jax.Array | None,
     dtype: DTypeLike | None,
-    *,
-    gated: bool = False,
+    gate_by: str | None = None,
 ) -> jax.Array:
+    """gate_by: the weight is gate and up, and the activation of the one."""
     if isinstance(weight, RowBlocks):
         ends = list(itertools.accumulate(block.shape[0] for block in weight.blocks))
         biases = [None] * len(ends) if bias is None else jnp.split(bias, ends[:-1])
@@ -300,13 +297,14 @@ def _matmul(
             x = quantize_tokens(x, weight.activations, scale=weight.input_scale)
         out = quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
     else:
-        return quantized_matmul(x, weight, bias=bias, out_dtype=dtype, swiglu=gated)
-    return swiglu(out) if gated else out
+        how = {} if gate_by is None else {"swiglu": True, "activation": gate_by}
+        return quantized_matmul(x, weight, bias=bias, out_dtype=dtype, **how)
+    return out if gate_by is None else gate(out, gate_by)
 
 
 def _is_inner(into: Params | None, cfg: ModelConfig) -> bool:
     """Whether the product itself is to apply the gate."""
-    return into is not None and cfg.activation == "silu" and input_codes(into) is None
+    return into is not None and cfg.activation != "gelu" and input_codes(into) is None
 
 
 def _gated(y: jax.Array, into: Params | None, cfg: ModelConfig) -> Input:
@@ -320,9 +318,7 @@ def _gated(y: jax.Array, into: Params | None, cfg: ModelConfig) -> Input:
         if codes is None or lora is None:
             return swiglu(y, quantize=codes)
         return Adapted(*quantize_adapted(y, lora.a, lora.of(y), codes, gated=True))
-    gate, up = jnp.split(y.astype(jnp.float32), 2, axis=-1)
-    out = (jax.nn.gelu(gate, approximate=cfg.activation == "gelu_tanh") * up).astype(y.dtype)
-    return _quantized(out, codes, lora)
+    return _quantized(gate(y, cfg.activation), codes, lora)
 
 
 def _lora(linear: Params) -> Lora | None:

@@ -39,6 +39,7 @@ class Call:
     eps: float | None = None
     residual: jnp.dtype | None = None
     swiglu: bool = False
+    activation: str = "silu"  # of SwiGLU's gate
     pending: jnp.dtype | None = None
     low_rank: LowRank | None = None
 
@@ -47,7 +48,7 @@ class Call:
         cls, x, w, out_dtype, *, bias=None, gamma=None, residual=None, pending=None, low_rank=None,
         **fixed,
     ):  # fmt: skip
-        """Of arrays or of their shapes; x ``[..., K]``.  fixed: eps, swiglu."""
+        """Of arrays or of their shapes; x ``[..., K]``.  fixed: eps, swiglu, activation."""
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
         added = {"norm": gamma, "residual": residual, "pending": pending}
         dtypes = {name: None if v is None else jnp.dtype(v.dtype) for name, v in added.items()}

@@ -23,8 +23,10 @@ def plan(call: Call) -> Plan | Reason:
     w = call.w
     if isinstance(w, QTensor) and (w.columns is not None or w.activations is not None):
         return Reason("columns in another order, or quantized activations, are not fused")
-    if call.pending is not None and (call.norm is None or call.pending != jnp.float32):
-        return Reason("what is pending is float32, and comes before a norm")
+    if call.pending is not None and (
+        call.norm is None or call.pending not in (jnp.float32, call.x)
+    ):
+        return Reason("what is pending is float32 or of x's dtype, and comes before a norm")
     return first_plan(call, few_rows.plan, many_rows.plan)
 
 
@@ -38,8 +40,8 @@ def run(
         from pallas_kernels.matmul.few_rows import kernel
 
         fused = {"bias": bias, "gamma": gamma, "residual": residual, "pending": pending}
-        fixed = {"out_dtype": call.out, "eps": call.eps, "swiglu": call.swiglu}
-        return kernel.matmul(x, w, **fused, **fixed, plan=plan)
+        fixed = {"eps": call.eps, "swiglu": call.swiglu, "activation": call.activation}
+        return kernel.matmul(x, w, **fused, out_dtype=call.out, **fixed, plan=plan)
     from pallas_kernels.matmul.many_rows import kernel
 
     return kernel.matmul(x, w, bias, call.out, plan, swiglu=call.swiglu, low_rank=low_rank)

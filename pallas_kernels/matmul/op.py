@@ -35,6 +35,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ from pallas_kernels.matmul.xla import (
 from pallas_kernels.operands import FLOATS, check
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.rows.swiglu import swiglu as gate
+from pallas_kernels.rows.swiglu import gate
 from pallas_kernels.transform import Choice, Op
 
 
@@ -74,6 +75,7 @@ def quantized_matmul(
     norm: tuple[jax.Array, float] | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
+    activation: Literal["silu", "gelu_tanh"] = "silu",
     pending: jax.Array | None = None,
     low_rank: tuple[jax.Array, tuple[jax.Array, ...]] | None = None,
     implementation: Implementation | None = None,
@@ -85,9 +87,9 @@ def quantized_matmul(
         (the compute dtype of a checkpoint), else float32.
     norm: (weight ``[K]``, eps) of an RMSNorm of x that comes first.
     residual: of the result's shape and dtype, added last.
-    swiglu: w's rows are gate, then up; the result is ``silu(gate) * up`` of ``[..., N / 2]``.
-    pending: float32 of x's shape, to be added to x before the norm; the result is then a pair, with
-        the sum in x's dtype.
+    swiglu: w's rows are gate, then up; the result is ``activation(gate) * up`` of ``[..., N / 2]``.
+    pending: float32 or of x's dtype, of x's shape, to be added to x before the norm; the result is
+        then a pair, with the sum in x's dtype.
     low_rank: with a QTensor x, added in float32 before the cast: (inner ``[..., S R]``, S second
         factors ``[N_s, R]``), where the N_s rows of w from source to source get
         ``inner[..., s R : s R + R] @ second[s].T``.  ``rows.low_rank`` makes inner.
@@ -111,7 +113,7 @@ def quantized_matmul(
         return _product(x, w, bias, out_dtype, implementation, low_rank)
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
     fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
-    call = Call.of(x, w, out_dtype, bias=bias, pending=pending, **fused)
+    call = Call.of(x, w, out_dtype, bias=bias, pending=pending, activation=activation, **fused)
     find = functools.partial(choice.plan, call)
     arrays = x, w, gamma, residual, pending
     plan = choose_plan("quantized_matmul", implementation, find, *arrays)
@@ -177,7 +179,7 @@ def _product(x, w, bias, out_dtype, implementation, low_rank=None) -> jax.Array:
 def _composed(call: Call, implementation, x, w, bias, gamma, residual, pending=None):
     """The parts of a fused product one after the other."""
     if pending is not None:
-        total = (x.astype(jnp.float32) + pending).astype(x.dtype)
+        total = (x.astype(jnp.float32) + pending.astype(jnp.float32)).astype(x.dtype)
         return _composed(call, implementation, total, w, bias, gamma, residual), total
     if gamma is not None:
         x = rms_norm(x, gamma, call.eps, implementation=implementation)
@@ -186,7 +188,7 @@ def _composed(call: Call, implementation, x, w, bias, gamma, residual, pending=N
     else:
         y = _dense(x, w, bias, call.out)
     if call.swiglu:
-        y = gate(y, implementation=implementation)
+        y = gate(y, call.activation, implementation=implementation)
     return y if residual is None else residual + y
 
 
@@ -210,7 +212,7 @@ _OPERANDS = {
     "w": "float|QTensor [N, K]",
     "bias": "float [N] ?",
     "norm's weight": "float [K] ?",
-    "pending": "float32 [..., K] ?",
+    "pending": "float [..., K] ?",
     "residual": "float [..., columns] ?",
 }
 

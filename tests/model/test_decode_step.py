@@ -85,6 +85,21 @@ def test_a_llama_layer_of_one_row_is_five_kernels(on_hopper, scheme):
     assert calls == {"matmul": 4 * CFG.n_layers + 1, "attend": CFG.n_layers, "run": 1}
 
 
+def test_a_qwen3_layer_of_one_row_is_five_kernels(on_hopper):
+    """The norm of q's and k's heads is in the kernel that rotates them."""
+    calls = kernels_of(1, None, "bfloat16", CFG.replace(qk_norm="head"))
+    assert calls == kernels_of(1, None, "bfloat16")
+
+
+def test_a_gemma3_layer_of_one_row_is_seven_kernels(on_hopper):
+    """Llama's five, with GELU's gate, and the norms behind o and down, which the products that read
+    their sum add up; after the last layer the head's norm does."""
+    cfg = CFG.replace(qk_norm="head", post_norms=True, activation="gelu_tanh")
+    calls = kernels_of(1, None, "bfloat16", cfg)
+    layers = CFG.n_layers
+    assert calls == {"matmul": 4 * layers + 1, "attend": layers, "run": 2 * layers + 1}
+
+
 @pytest.mark.parametrize("scheme", ["w4a16", None])
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_gla_layer_of_few_rows_is_five_kernels(on_hopper, rows, scheme):

@@ -260,6 +260,8 @@ def plain_plan(call: Call) -> PairTile | Reason:
         return Reason(f"x has {m} rows: 1 to 64 of plain weights' products have a kernel")
     if call.x != w.dtype or call.x not in (jnp.bfloat16, jnp.float16):
         return Reason(f"no kernel multiplies x of {call.x} by w of {w.dtype}")
+    if call.swiglu and call.activation != "silu":
+        return Reason(f"no kernel of {m} rows has {call.activation} behind it")
     if n % 16 or k % 64:
         return Reason(f"w [{n}, {k}]: N is not a multiple of 16 or K not of 64")
     tile = stream_tile(n, k * w.dtype.itemsize, swiglu=call.swiglu and not call.bias)
