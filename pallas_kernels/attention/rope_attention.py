@@ -1,9 +1,10 @@
 """Attention of a decode step, from the projection to the heads: RoPE, cache write, attention.
 
-    q, k, v = rope_and_write(norm_heads(qkv), ..., slots);  out = decode_attention(q, k, v, slots + 1)
+    q, k, v = rope_and_write(qkv, ..., slots);  out = decode_attention(q, k, v, slots + 1)
 
-Contract: those ops' (the norm of q and k only where it is asked for), where a row sees all keys up to its new token's own.  A row whose slot is
-outside of [0, S) writes nothing and sees nothing: zeros.
+Contract: those two ops', where a row sees all keys up to its new token's own.  A row whose slot is
+outside of [0, S) writes nothing and sees nothing: zeros.  A norm of q's and k's heads may come
+first (``norm_heads``).
 
 For one or two rows of a 16-bit cache it is one kernel; for all others it is those ops.
 """
@@ -45,7 +46,7 @@ def rope_and_attend(
     implementation: "mosaic" is the one kernel; None that, or the two ops with their own choices.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
-    | jvp, grad, at any order       | qkv, norm, cos, sin, and k, v or their scales: the XLA form's |
+    | jvp, grad, at any order       | floats, and k, v or their scales: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
 
     Raises what the two ops raise; NotImplementedError when "mosaic" is asked for and the one kernel

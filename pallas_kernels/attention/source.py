@@ -148,7 +148,7 @@ class Source:
         return tile.load_heads(p.offset(self.head_of(head), at), self.codes)
 
     def stage(self) -> None:
-        """The row's tables and the norms' weights, 2 H bytes each, on their way to shared memory."""
+        """Sends the row's tables and the norms' weights, 2 H bytes each, to shared memory."""
         thread, size = p.register("tid.x"), 2 * self.h
         own = p.mul(thread, 16)
 

@@ -36,12 +36,12 @@ def run(
 ) -> Any:  # fmt: skip
     """The kernel of a plan.  x: [M, K], as are the others' leading axes one."""
     call, plan = static
+    gated = {"swiglu": call.swiglu, "activation": call.activation}
     if isinstance(plan, few_rows.RowPlan | few_rows.TilePlan):
         from pallas_kernels.matmul.few_rows import kernel
 
         fused = {"bias": bias, "gamma": gamma, "residual": residual, "pending": pending}
-        fixed = {"eps": call.eps, "swiglu": call.swiglu, "activation": call.activation}
-        return kernel.matmul(x, w, **fused, out_dtype=call.out, **fixed, plan=plan)
+        return kernel.matmul(x, w, **fused, out_dtype=call.out, eps=call.eps, **gated, plan=plan)
     from pallas_kernels.matmul.many_rows import kernel
 
-    return kernel.matmul(x, w, bias, call.out, plan, swiglu=call.swiglu, low_rank=low_rank)
+    return kernel.matmul(x, w, bias, call.out, plan, **gated, low_rank=low_rank)

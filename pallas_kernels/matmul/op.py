@@ -112,8 +112,8 @@ def quantized_matmul(
     if norm is None and residual is None and not swiglu and isinstance(w, QTensor):
         return _product(x, w, bias, out_dtype, implementation, low_rank)
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
-    fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
-    call = Call.of(x, w, out_dtype, bias=bias, pending=pending, activation=activation, **fused)
+    fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
+    call = Call.of(x, w, out_dtype, bias=bias, swiglu=swiglu, activation=activation, **fused)
     find = functools.partial(choice.plan, call)
     arrays = x, w, gamma, residual, pending
     plan = choose_plan("quantized_matmul", implementation, find, *arrays)
@@ -134,6 +134,7 @@ def fusible(
     norm: tuple[jax.Array, float] | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
+    activation: Literal["silu", "gelu_tanh"] = "silu",
     pending: jax.Array | None = None,
 ) -> bool:
     """Is ``quantized_matmul`` of these one kernel here, and the faster way?  Only shapes and dtypes
@@ -141,8 +142,9 @@ def fusible(
     if isinstance(x, QTensor) or isinstance(w, RowBlocks):
         return False
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
-    fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
-    call = Call.of(x, w, x.dtype if out_dtype is None else out_dtype, pending=pending, **fused)
+    fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
+    gated = {"swiglu": swiglu, "activation": activation}
+    call = Call.of(x, w, x.dtype if out_dtype is None else out_dtype, **fused, **gated)
     return has_plan(lambda: choice.plan(call), x, w)
 
 

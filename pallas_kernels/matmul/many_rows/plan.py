@@ -260,14 +260,13 @@ def plain_plan(call: Call) -> PairTile | Reason:
         return Reason(f"x has {m} rows: 1 to 64 of plain weights' products have a kernel")
     if call.x != w.dtype or call.x not in (jnp.bfloat16, jnp.float16):
         return Reason(f"no kernel multiplies x of {call.x} by w of {w.dtype}")
-    if call.swiglu and call.activation != "silu":
-        return Reason(f"no kernel of {m} rows has {call.activation} behind it")
     if n % 16 or k % 64:
         return Reason(f"w [{n}, {k}]: N is not a multiple of 16 or K not of 64")
-    tile = stream_tile(n, k * w.dtype.itemsize, swiglu=call.swiglu and not call.bias)
+    fused = call.swiglu and not call.bias and call.activation == "silu"
+    tile = stream_tile(n, k * w.dtype.itemsize, swiglu=fused)
     if m <= TOKENS:
         return Reason(f"{m} rows of plain weights' products: XLA is as fast", tile)
-    if n * k > _PLAIN_SIZE and not call.swiglu:
+    if n * k > _PLAIN_SIZE and not (call.swiglu and call.activation == "silu"):
         return Reason(f"w [{n}, {k}] is so large that XLA is as fast", tile)
     return tile
 
