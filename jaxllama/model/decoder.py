@@ -14,7 +14,8 @@ distillation, calibration and offloading call them too.  For parameters on a mes
 ``logits`` run over it (``model.sharded``).
 
 In a decode step of few rows on Hopper a Llama layer is five kernels, one for each line of
-``mix_half`` and ``feed_half`` that calls something, and so is a GLA layer.
+``mix_half`` and ``feed_half`` that calls something, and so is a GLA layer; norms behind the
+sublayers (Gemma) are one more each.
 
 Sources: Llama (arXiv 2302.13971), GLA (2312.06635).
 """

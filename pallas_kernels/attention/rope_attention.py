@@ -3,13 +3,16 @@
     q, k, v = rope_and_write(qkv, ..., slots);  out = decode_attention(q, k, v, slots + 1)
 
 Contract: those two ops', where a row sees all keys up to its new token's own.  A row whose slot is
-outside of [0, S) writes nothing and sees nothing: zeros.
+outside of [0, S) writes nothing and sees nothing: zeros.  A norm of q's and k's heads may come
+first (``norm_heads``).
 
 For one or two rows of a 16-bit cache it is one kernel; for all others it is those ops.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,12 +20,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention import rope_cache
 from pallas_kernels.attention.op import decode_attention
-from pallas_kernels.attention.rope_cache import Cached
+from pallas_kernels.attention.rope_cache import Cached, norm_heads
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
 
-_Static = tuple[int | None, float, Any]  # window, scale, the kernel's plan
+_Static = tuple[int | None, float, float | None, Any]  # window, scale, eps, the kernel's plan
+_Weights = tuple[jax.Array, jax.Array]  # of the norm of q's heads, of k's
 _Result = tuple[jax.Array, Cached, Cached]
 
 
@@ -34,6 +38,7 @@ def rope_and_attend(
     v: jax.Array | QTensor,
     slots: jax.Array,
     *,
+    norm: tuple[jax.Array, jax.Array, float] | None = None,
     window: int | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
@@ -42,10 +47,11 @@ def rope_and_attend(
     (heads ``[B, N, H]``, k, v with the new tokens).
 
     cos, sin, slots: as ``rope_and_write`` takes them.  window, scale: as ``decode_attention`` does.
+    norm: (weights ``[H]`` of q's heads, of k's, eps) of an RMSNorm of every head before RoPE.
     implementation: "mosaic" is the one kernel; None that, or the two ops with their own choices.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
-    | jvp, grad, at any order       | qkv, cos, sin, and k, v or their scales: the XLA form's |
+    | jvp, grad, at any order       | floats, and k, v or their scales: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
 
     Raises what the two ops raise; NotImplementedError when "mosaic" is asked for and the one kernel
@@ -54,11 +60,20 @@ def rope_and_attend(
     rope_cache.check_operands("rope_and_attend", qkv, cos, sin, k, v, slots)
     if window is not None and window < 1:
         raise ValueError(f"rope_and_attend: window {window} is below 1")
-    found = choose_plan("rope_and_attend", implementation, lambda: plan(qkv, k), qkv, k, v)
+    weights, eps, h = None, None, qkv.shape[-1]
+    if norm is not None:
+        weights, eps = norm[:2], float(norm[2])
+        for name, weight in zip("qk", weights, strict=True):
+            if weight.shape != (h,):
+                raise ValueError(f"rope_and_attend: norm of {name} {weight.shape} is not [{h}]")
+    find = functools.partial(plan, qkv, k, weights)
+    found = choose_plan("rope_and_attend", implementation, find, qkv, k, v)
     if found is not None:
-        scale = qkv.shape[-1] ** -0.5 if scale is None else float(scale)
-        call = window, scale, found
-        return _rope_and_attend(chosen(found, implementation), call, qkv, cos, sin, k, v, slots)
+        scale = h**-0.5 if scale is None else float(scale)
+        choice, call = chosen(found, implementation), (window, scale, eps, found)
+        return _rope_and_attend(choice, call, qkv, cos, sin, k, v, slots, weights)
+    if weights is not None and eps is not None:  # both or neither
+        qkv = norm_heads(qkv, k.shape[2], weights, eps)
     q, k, v = rope_cache.rope_and_write(qkv, cos, sin, k, v, slots, implementation=implementation)
     seen = jnp.where((slots >= 0) & (slots < k.shape[1]), slots + 1, 0)
     out = decode_attention(q, k, v, seen, window=window, scale=scale, implementation=implementation)
@@ -66,25 +81,31 @@ def rope_and_attend(
 
 
 def _kernel(call: _Static, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-            slots: jax.Array) -> _Result:  # fmt: skip
+            slots: jax.Array, weights: _Weights | None) -> _Result:  # fmt: skip
     from pallas_kernels.attention import direct
 
-    window, scale, plan = call
-    return direct.attend(qkv, (cos, sin), slots, k, v, window=window, scale=scale, plan=plan)
+    window, scale, eps, plan = call
+    return direct.attend(
+        qkv, (cos, sin, *(weights or ())), slots, k, v, window=window, scale=scale, eps=eps,
+        plan=plan,
+    )  # fmt: skip
 
 
 def _xla(call: _Static, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-         slots: jax.Array) -> _Result:  # fmt: skip
-    window, scale, _ = call
+         slots: jax.Array, weights: _Weights | None) -> _Result:  # fmt: skip
+    window, scale, eps, _ = call
+    norm = None if weights is None or eps is None else (*weights, eps)
     return rope_and_attend(
-        qkv, cos, sin, k, v, slots, window=window, scale=scale, implementation="xla"
+        qkv, cos, sin, k, v, slots, norm=norm, window=window, scale=scale, implementation="xla"
     )
 
 
 _rope_and_attend = Op("rope_and_attend", _xla, _kernel)
 
 
-def plan(qkv: jax.Array, k: jax.Array | QTensor) -> Plan | Reason:
+def plan(
+    qkv: jax.Array, k: jax.Array | QTensor, weights: Sequence[jax.Array] | None = None
+) -> Plan | Reason:
     """How the one kernel computes the call."""
     from pallas_kernels.attention import direct
 
@@ -93,6 +114,9 @@ def plan(qkv: jax.Array, k: jax.Array | QTensor) -> Plan | Reason:
         return Reason(f"k is a cache of {codes} codes; the kernel writes 16-bit floats")
     if isinstance(written := rope_cache.plan(qkv, k), Reason):
         return written
+    for weight in weights or ():
+        if weight.dtype != qkv.dtype:
+            return Reason(f"a norm of heads with weights {weight.dtype.name}")
     batch, capacity, n_kv, _ = k.shape
     group = qkv.shape[1] // n_kv - 2
     found = direct.plan((qkv, k, group * n_kv))

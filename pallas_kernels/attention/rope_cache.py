@@ -71,6 +71,28 @@ def rope_and_write(
     return _rope_and_write(chosen(found, implementation), None, qkv, cos, sin, k, v, slots)
 
 
+def norm_heads(
+    qkv: jax.Array, n_kv: int, weights: tuple[jax.Array, jax.Array], eps: float, full: bool = False
+) -> jax.Array:
+    """RMSNorm of q and k among ``qkv [..., N + 2K, H]``, one expression for all heads, which XLA
+    makes one kernel.
+
+    weights: of q and k, ``[H]``, with ``full`` ``[N H]`` and ``[K H]``: one norm over all heads.
+    """
+    heads, h = qkv.shape[-2:]
+    n, x = heads - 2 * n_kv, qkv.astype(jnp.float32)
+    index = jnp.arange(heads, dtype=jnp.int32)[:, None]
+    mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    q, k = (w.astype(jnp.float32) for w in weights)
+    if full:
+        q, k = (w.reshape(-1, h) for w in (q, k))
+        q, k = jnp.pad(q, ((0, 2 * n_kv), (0, 0))), jnp.pad(k, ((n, n_kv), (0, 0)))
+        parts = mean[..., :n, :], mean[..., n : n + n_kv, :]
+        mean = jnp.where(index < n, *(jnp.mean(m, axis=-2, keepdims=True) for m in parts))
+    y = x * jax.lax.rsqrt(mean + eps) * jnp.where(index < n, q, k)
+    return jnp.where(index < n + n_kv, y, x).astype(qkv.dtype)
+
+
 def _kernel(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
             slots: jax.Array) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
     from pallas_kernels.attention import rope_cache_kernel as rope_cache_mosaic

@@ -26,8 +26,10 @@ def plan(call: Call) -> Plan | Reason:
     w = call.w
     if isinstance(w, QTensor) and (w.columns is not None or w.activations is not None):
         return Reason("columns in another order, or quantized activations, are not fused")
-    if call.pending is not None and (call.norm is None or call.pending != jnp.float32):
-        return Reason("what is pending is float32, and comes before a norm")
+    if call.pending is not None and (
+        call.norm is None or call.pending not in (jnp.float32, call.x)
+    ):
+        return Reason("what is pending is float32 or of x's dtype, and comes before a norm")
     return first_plan(call, few_rows.plan, many_rows.plan)
 
 
@@ -39,15 +41,16 @@ def run(
     gamma: jax.Array | None = None,
     residual: jax.Array | None = None,
     pending: jax.Array | None = None,
+    low_rank: tuple[jax.Array, tuple[jax.Array, ...]] | None = None,
 ) -> Any:
     """The kernel of a plan.  x: [M, K], as are the others' leading axes one."""
     call, plan = static
+    gated: dict[str, Any] = {"swiglu": call.swiglu, "activation": call.activation}
     if isinstance(plan, few_rows.RowPlan | few_rows.TilePlan):
         from pallas_kernels.matmul.few_rows import kernel
 
         fused = {"bias": bias, "gamma": gamma, "residual": residual, "pending": pending}
-        fixed = {"out_dtype": call.out, "eps": call.eps, "swiglu": call.swiglu}
-        return kernel.matmul(x, w, **fused, **fixed, plan=plan)
+        return kernel.matmul(x, w, **fused, out_dtype=call.out, eps=call.eps, **gated, plan=plan)
     from pallas_kernels.matmul.many_rows import kernel
 
-    return kernel.matmul(x, w, bias, call.out, plan, swiglu=call.swiglu)
+    return kernel.matmul(x, w, bias, call.out, plan, **gated, low_rank=low_rank)

@@ -35,7 +35,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,7 @@ from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.xla import (
     contract_rows,
+    low_rank_sums,
     outer_sums,
     pair_sums,
     weight_only_sums,
@@ -61,22 +62,27 @@ from pallas_kernels.matmul.xla import (
 from pallas_kernels.operands import FLOATS, check
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.rows.swiglu import swiglu as gate
+from pallas_kernels.rows.swiglu import gate
 from pallas_kernels.transform import Choice, Op
+
+_Activation = Literal["silu", "gelu_tanh"]
+_LowRank = tuple[jax.Array, tuple[jax.Array, ...]]
 
 
 @overload
 def quantized_matmul(
     x: jax.Array | QTensor, w: jax.Array | QTensor, *, bias: jax.Array | None = ...,
     out_dtype: DTypeLike | None = ..., norm: tuple[jax.Array, float] | None = ...,
-    residual: jax.Array | None = ..., swiglu: bool = ..., pending: None = ...,
+    residual: jax.Array | None = ..., swiglu: bool = ..., activation: _Activation = ...,
+    pending: None = ..., low_rank: _LowRank | None = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def quantized_matmul(
     x: jax.Array | QTensor, w: jax.Array | QTensor, *, bias: jax.Array | None = ...,
     out_dtype: DTypeLike | None = ..., norm: tuple[jax.Array, float] | None = ...,
-    residual: jax.Array | None = ..., swiglu: bool = ..., pending: jax.Array,
+    residual: jax.Array | None = ..., swiglu: bool = ..., activation: _Activation = ...,
+    pending: jax.Array, low_rank: _LowRank | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def quantized_matmul(
@@ -88,7 +94,9 @@ def quantized_matmul(
     norm: tuple[jax.Array, float] | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
+    activation: _Activation = "silu",
     pending: jax.Array | None = None,
+    low_rank: _LowRank | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``x[..., K]`` times ``w[N, K]`` transposed -> ``[..., N]``.
@@ -98,9 +106,12 @@ def quantized_matmul(
         (the compute dtype of a checkpoint), else float32.
     norm: (weight ``[K]``, eps) of an RMSNorm of x that comes first.
     residual: of the result's shape and dtype, added last.
-    swiglu: w's rows are gate, then up; the result is ``silu(gate) * up`` of ``[..., N / 2]``.
-    pending: float32 of x's shape, to be added to x before the norm; the result is then a pair, with
-        the sum in x's dtype.
+    swiglu: w's rows are gate, then up; the result is ``activation(gate) * up`` of ``[..., N / 2]``.
+    pending: float32 or of x's dtype, of x's shape, to be added to x before the norm; the result is
+        then a pair, with the sum in x's dtype.
+    low_rank: with a QTensor x, added in float32 before the cast: (inner ``[..., S R]``, S second
+        factors ``[N_s, R]``), where the N_s rows of w from source to source get
+        ``inner[..., s R : s R + R] @ second[s].T``.  ``rows.low_rank`` makes inner.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | floats and scales, and floating zeros: a rule of its own |
@@ -116,12 +127,12 @@ def quantized_matmul(
             scale = getattr(w, "scale", x.scale).dtype
             out_dtype = scale if scale.itemsize == 2 else jnp.float32
     out_dtype = jnp.dtype(out_dtype)
-    _check(x, w, bias, out_dtype, norm, residual, swiglu, pending)
+    _check(x, w, bias, out_dtype, norm, residual, swiglu, pending, low_rank)
     if norm is None and residual is None and not swiglu and isinstance(w, QTensor):
-        return _product(x, w, bias, out_dtype, implementation)
+        return _product(x, w, bias, out_dtype, implementation, low_rank)
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
-    fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
-    call = Call.of(x, w, out_dtype, bias=bias, pending=pending, **fused)
+    fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
+    call = Call.of(x, w, out_dtype, bias=bias, swiglu=swiglu, activation=activation, **fused)
     find = functools.partial(choice.plan, call)
     arrays = x, w, gamma, residual, pending
     plan = choose_plan("quantized_matmul", implementation, find, *arrays)
@@ -142,6 +153,7 @@ def fusible(
     norm: tuple[jax.Array, float] | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
+    activation: _Activation = "silu",
     pending: jax.Array | None = None,
 ) -> bool:
     """Is ``quantized_matmul`` of these one kernel here, and the faster way?  Only shapes and dtypes
@@ -149,8 +161,9 @@ def fusible(
     if isinstance(x, QTensor) or isinstance(w, RowBlocks):
         return False
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
-    fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
-    call = Call.of(x, w, x.dtype if out_dtype is None else out_dtype, pending=pending, **fused)
+    fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
+    gated = {"swiglu": swiglu, "activation": activation}
+    call = Call.of(x, w, x.dtype if out_dtype is None else out_dtype, **fused, **gated)
     return has_plan(lambda: choice.plan(call), x, w)
 
 
@@ -162,19 +175,25 @@ def product_plan(
 
 
 def _product(x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dtype: jnp.dtype,
-             implementation: Implementation | None) -> jax.Array:  # fmt: skip
-    """The product of a QTensor alone."""
+             implementation: Implementation | None,
+             low_rank: _LowRank | None = None) -> jax.Array:  # fmt: skip
+    """The product of a QTensor alone, or with a low-rank term."""
     if w.columns is not None and not is_empty(x, w):
         x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
     rows, w = _flatten(x), QTensor(w.q, w.scale, w.zero)
-    call = Call.of(rows, w, out_dtype, bias=bias)
+    call = Call.of(rows, w, out_dtype, bias=bias, low_rank=low_rank)
     find = functools.partial(choice.plan, call)
     plan = choose_plan("quantized_matmul", implementation, find, rows, w)
+    if low_rank is not None and (plan is None or is_empty(x, w)):
+        y = _product(x, w, bias, jnp.dtype(jnp.float32), implementation)
+        return (y + low_rank_sums(*low_rank)).astype(out_dtype)
     if is_empty(x, w):
         return _finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), bias, out_dtype)
     chosen = Choice("xla" if plan is None else "mosaic", implementation is not None)
     if isinstance(rows, QTensor):
-        out = _quantized_pair(chosen, (call, plan), rows.scale, w.scale, bias, rows.q, w.q)
+        low_rank = low_rank and (_flatten(low_rank[0]), low_rank[1])
+        scales = rows.scale, w.scale
+        out = _quantized_pair(chosen, (call, plan), *scales, bias, rows.q, w.q, low_rank)
     else:
         out = _weight_only(chosen, (call, plan), rows, w.scale, w.zero, bias, w.q)
     return out.reshape(*x.shape[:-1], w.shape[0])
@@ -185,7 +204,7 @@ def _composed(call: Call, implementation: Implementation | None, x: Any,
               residual: jax.Array | None, pending: jax.Array | None = None) -> Any:  # fmt: skip
     """The parts of a fused product one after the other."""
     if pending is not None:
-        total = (x.astype(jnp.float32) + pending).astype(x.dtype)
+        total = (x.astype(jnp.float32) + pending.astype(jnp.float32)).astype(x.dtype)
         return _composed(call, implementation, total, w, bias, gamma, residual), total
     if gamma is not None and call.eps is not None:  # both or neither
         x = rms_norm(x, gamma, call.eps, implementation=implementation)
@@ -194,7 +213,7 @@ def _composed(call: Call, implementation: Implementation | None, x: Any,
     else:
         y = _dense(x, w, bias, call.out)
     if call.swiglu:
-        y = gate(y, implementation=implementation)
+        y = gate(y, call.activation, implementation=implementation)
     return y if residual is None else residual + y
 
 
@@ -220,7 +239,7 @@ _OPERANDS = {
     "w": "float|QTensor [N, K]",
     "bias": "float [N] ?",
     "norm's weight": "float [K] ?",
-    "pending": "float32 [..., K] ?",
+    "pending": "float [..., K] ?",
     "residual": "float [..., columns] ?",
 }
 
@@ -234,6 +253,7 @@ def _check(
     residual: jax.Array | None,
     swiglu: bool,
     pending: jax.Array | None,
+    low_rank: _LowRank | None,
 ) -> None:
     """ValueError, with the fact, for operands that make no product."""
     op = "quantized_matmul"
@@ -247,6 +267,8 @@ def _check(
         _check_pair(x, w)
         if norm is not None or residual is not None or swiglu:
             raise ValueError(f"{op}: norm, residual and swiglu go with a float x")
+    if low_rank is not None:
+        _check_low_rank(x, w, *low_rank)
     if pending is not None and norm is None:
         raise ValueError(f"{op}: pending, of x's shape {x.shape}, comes before a norm")
     if swiglu and n % 2:
@@ -256,6 +278,20 @@ def _check(
         raise ValueError(
             f"{op}: residual {residual.dtype}{residual.shape} is not the result's "
             f"{out_dtype}{shape}, of x {x.shape} and w {w.shape}"
+        )
+
+
+def _check_low_rank(x: jax.Array | QTensor, w: jax.Array | QTensor, inner: jax.Array,
+                    second: tuple[jax.Array, ...]) -> None:  # fmt: skip
+    op, ranks = "quantized_matmul", second[0].shape[-1]
+    if not isinstance(x, QTensor):
+        raise ValueError(f"{op}: low_rank goes with a quantized x")
+    shape = (*x.shape[:-1], len(second) * ranks)
+    fits = all(b.ndim == 2 and b.shape[1] == ranks and b.dtype == inner.dtype for b in second)
+    if not fits or inner.shape != shape or sum(b.shape[0] for b in second) != w.shape[0]:
+        raise ValueError(
+            f"{op}: low_rank {inner.shape} and {[b.shape for b in second]} do not fit x {x.shape} "
+            f"and w {w.shape}"
         )
 
 
@@ -338,14 +374,20 @@ _weight_only = Op(
 
 
 def _pair_kernel(static: _Static, x_scale: jax.Array, w_scale: jax.Array, bias: jax.Array | None,
-                 xq: jax.Array, wq: jax.Array) -> jax.Array:  # fmt: skip
-    return choice.run(static, QTensor(xq, x_scale), QTensor(wq, w_scale), bias)
+                 xq: jax.Array, wq: jax.Array,
+                 low_rank: _LowRank | None) -> jax.Array:  # fmt: skip
+    x, w = QTensor(xq, x_scale), QTensor(wq, w_scale)
+    return choice.run(static, x, w, bias, low_rank=low_rank)
 
 
 def _pair_xla(static: _Static, x_scale: jax.Array, w_scale: jax.Array, bias: jax.Array | None,
-              xq: jax.Array, wq: jax.Array) -> jax.Array:  # fmt: skip
+              xq: jax.Array, wq: jax.Array,
+              low_rank: _LowRank | None) -> jax.Array:  # fmt: skip
     scales = x_scale.astype(jnp.float32) * w_scale.astype(jnp.float32)[:, 0]
-    return _finish(pair_sums(xq, wq) * scales, bias, static[0].out)
+    sums = pair_sums(xq, wq) * scales
+    if low_rank is not None:
+        sums = sums + low_rank_sums(*low_rank)
+    return _finish(sums, bias, static[0].out)
 
 
 _quantized_pair = Op("quantized_matmul", _pair_xla, _pair_kernel)

@@ -185,3 +185,15 @@ def _map_tiles(f: Callable[[Any], jax.Array], w: Any) -> jax.Array:
     if main < n:
         out = jnp.concatenate([out, f(jax.tree.map(lambda a: a[main:], w))])
     return out
+
+
+def low_rank_sums(inner: jax.Array, second: tuple[jax.Array, ...]) -> jax.Array:
+    """float32 ``[..., sum N_s]``: of each source ``[..., R]`` of inner times ``second[N_s, R]``."""
+    precision = lax.Precision.HIGHEST if inner.dtype == jnp.float32 else None
+    parts = [
+        jnp.einsum(
+            "...r,nr->...n", part, b, precision=precision, preferred_element_type=jnp.float32
+        )
+        for part, b in zip(jnp.split(inner, len(second), axis=-1), second, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)

@@ -1,4 +1,5 @@
-"""SwiGLU's gate: silu(gate) * up over a fused gate/up projection, and an optional quantize.
+"""SwiGLU's gate: silu(gate) * up over a fused gate/up projection, and an optional quantize; and
+that of GELU (``gate``).
 
 Source: GLU variants, arXiv 2002.05202; FasterLLaMA's DequantizedSiluMultiplyQuantized.
 """
@@ -53,6 +54,16 @@ def swiglu(
     codes = None if quantize is None else jnp.dtype(quantize).name
     found = choose_plan("swiglu", implementation, lambda: _plan(gate_up, codes), gate_up)
     return _swiglu(chosen(found, implementation), (codes, found), gate_up)
+
+
+def gate(
+    gate_up: jax.Array, activation: str, *, implementation: Implementation | None = None
+) -> jax.Array:
+    """``swiglu``, or with activation "gelu" or "gelu_tanh" the same with GELU, by XLA."""
+    if activation == "silu":
+        return swiglu(gate_up, implementation=implementation)
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.gelu(gate, approximate=activation == "gelu_tanh") * up).astype(gate_up.dtype)
 
 
 def _plan(gate_up: jax.Array, codes: str | None) -> Plan | Reason:
