@@ -2,10 +2,12 @@
 
     run(load) -> report        table(report) -> str
 
-Requests arrive as a Poisson process (or all at once), with prompt and answer lengths drawn from
-distributions; all of it follows from the seed.  Prompts are random token ids over /v1/completions,
-streamed, with ``ignore_eos``, so that the number of tokens is the one that was drawn.  Any server
-will do that lists its models as OpenAI's API does and takes those three, as vLLM and SGLang do.
+Conversations of one or more turns arrive as a Poisson process (or all at once), with prompt and
+answer lengths drawn from distributions or from a file (``workload``); all follows from the seed.
+Prompts are random token ids over /v1/completions, streamed, with ``ignore_eos``, so that the number
+of tokens is the one that was drawn.  Any server will do that lists its models as OpenAI's API does
+and takes those three, as vLLM and SGLang do.  Later turns repeat what was written where the server
+tells its ids (``return_token_ids``, as ours and vLLM do), else as many others.
 
 Times are a client's: ``ttft`` until the first chunk, ``itl`` between chunks (a chunk may bring
 several tokens), ``tpot`` the mean time per token after the first, ``e2e`` the whole request.  With
@@ -21,15 +23,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import math
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
+from jaxllama.bench import workload
+from jaxllama.bench.workload import Lengths, Turn
 from jaxllama.errors import JaxLlamaError
 
 try:
@@ -43,35 +49,12 @@ VOCABULARY = 10_000  # ids to draw from where the server does not tell, as only 
 
 
 @dataclasses.dataclass(frozen=True)
-class Lengths:
-    """``N``: always N.  ``LOW:HIGH``: uniform.  ``~N``: log-normal of mean N (sigma 1, at most
-    8 N), which is what chats look like."""
-
-    text: str
-
-    def __post_init__(self) -> None:
-        try:
-            numbers = [int(part) for part in self.text.removeprefix("~").split(":")]
-        except ValueError:
-            numbers = []
-        single = len(numbers) == 1
-        pair = len(numbers) == 2 and self.text[0] != "~" and numbers[0] <= numbers[1]
-        if not (single or pair) or numbers[0] < 1:
-            raise JaxLlamaError(f"{self.text!r} is no length: N, LOW:HIGH or ~MEAN, from 1 on")
-
-    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        if self.text[0] == "~":
-            mean = int(self.text[1:])
-            drawn = rng.lognormal(math.log(mean) - 0.5, 1.0, count)
-            return np.clip(drawn, 1, 8 * mean).astype(int).tolist()
-        low, _, high = self.text.partition(":")
-        return rng.integers(int(low), int(high or low), count, endpoint=True).tolist()
-
-
-@dataclasses.dataclass(frozen=True)
 class Load:
     """rate: requests a second, inf for all at once; concurrency: connections.  limits: seconds by
-    key of LIMITS, for the goodput.  model: None for the first that the server lists."""
+    key of LIMITS, for the goodput.  model: None for the first that the server lists.  requests:
+    conversations, of ``turns`` requests each.  lengths: a file's instead of prompt_tokens and
+    new_tokens (``workload``).  prefix_tokens: that one of ``prefixes`` has before its first prompt.
+    """
 
     url: str
     model: str | None = None
@@ -83,6 +66,10 @@ class Load:
     seed: int = 0
     api_key: str | None = None
     limits: tuple[tuple[str, float], ...] = ()
+    lengths: Path | None = None
+    prefix_tokens: int = 0
+    prefixes: int = 1
+    turns: int = 1
 
 
 @dataclasses.dataclass
@@ -94,7 +81,9 @@ class Sample:
     e2e: float = math.nan
     gaps: list[float] = dataclasses.field(default_factory=list)
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     new_tokens: int = 0
+    ids: list[int] = dataclasses.field(default_factory=list)
     error: str = ""
 
     @property
@@ -123,6 +112,7 @@ def run(load: Load) -> dict[str, Any]:
         "output_tokens_per_s": new / seconds,
         "total_tokens_per_s": (new + prompt) / seconds,
         "prompt_tokens": prompt,
+        "cached_tokens": sum(sample.cached_tokens for sample in good),
         "output_tokens": new,
         "ttft_s": _summary([sample.ttft for sample in good]),
         "itl_s": _summary([gap for sample in good for gap in sample.gaps]),
@@ -169,50 +159,53 @@ def _session(load: Load) -> aiohttp.ClientSession:
 async def _measure_all(
     session: aiohttp.ClientSession, load: Load
 ) -> tuple[str, list[Sample], float]:
-    model, vocab_size = await _model(session, load)
+    model, vocab_size, longest = await _model(session, load)
     rng = np.random.default_rng(load.seed)
-    bodies = [
-        {
-            "model": model,
-            "prompt": rng.integers(3, vocab_size, length).tolist(),
-            "max_tokens": new,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "temperature": 0,
-        }
-        for length, new in zip(
-            load.prompt_tokens.draw(rng, load.requests),
-            load.new_tokens.draw(rng, load.requests),
-            strict=True,
-        )
-    ]
+    conversations = workload.conversations(load, rng, vocab_size, longest)
     paced = math.isfinite(load.rate)
     gaps = rng.exponential(1 / load.rate, load.requests) if paced else np.zeros(load.requests)
     free = asyncio.Semaphore(load.concurrency)
     begin = time.perf_counter()
     arrivals = begin + np.cumsum(gaps)
 
-    async def one(body: dict[str, Any], arrival: float) -> Sample:
+    async def one(turns: list[Turn], arrival: float) -> list[Sample]:
+        """A turn is asked when the one before it has been answered."""
         await asyncio.sleep(max(arrival - time.perf_counter(), 0))
-        async with free:
-            start = arrival if paced else time.perf_counter()
-            return await _measure(session, body, start)
+        history: list[int] = []
+        samples: list[Sample] = []
+        for turn in turns:
+            prompt = history + turn.ids
+            body = {**common, "prompt": prompt, "max_tokens": turn.new_tokens}
+            async with free:
+                start = arrival if paced and not samples else time.perf_counter()
+                samples.append(await _measure(session, body, start))
+            if samples[-1].error:
+                break
+            written, count = samples[-1].ids, samples[-1].new_tokens
+            others = itertools.islice(itertools.cycle(prompt), max(count - len(written), 0))
+            history = [*prompt, *written, *others]
+        return samples
 
-    work = (one(body, arrival) for body, arrival in zip(bodies, arrivals, strict=True))
-    samples = await asyncio.gather(*work)
+    common = {"model": model, "ignore_eos": True, "stream": True, "temperature": 0,
+              "stream_options": {"include_usage": True}}  # fmt: skip
+    if load.turns > 1:
+        common["return_token_ids"] = True
+    work = (one(turns, arrival) for turns, arrival in zip(conversations, arrivals, strict=True))
+    samples = [sample for samples in await asyncio.gather(*work) for sample in samples]
     return model, samples, time.perf_counter() - begin
 
 
-async def _model(session: aiohttp.ClientSession, load: Load) -> tuple[str, int]:
-    """The model's name, and how many token ids to draw from."""
+async def _model(session: aiohttp.ClientSession, load: Load) -> tuple[str, int, int | None]:
+    """The model's name, how many token ids to draw from, and its context, if the server says."""
     where = f"{load.url}: /v1/models"
     try:
         async with session.get("v1/models") as reply:
             body = await reply.read()
         if reply.status != 200:
             raise JaxLlamaError(f"{where}: {_reason(body)}")
-        sizes = {model["id"]: model.get("vocab_size") for model in json.loads(body)["data"]}
+        there = {model["id"]: model for model in json.loads(body)["data"]}
+        sizes = {name: (model.get("vocab_size"), model.get("max_model_len"))
+                 for name, model in there.items()}  # fmt: skip
     except JaxLlamaError:
         raise
     except aiohttp.ClientConnectorError as error:
@@ -223,7 +216,8 @@ async def _model(session: aiohttp.ClientSession, load: Load) -> tuple[str, int]:
     if name not in sizes:
         known = ", ".join(map(str, sizes)) or "nothing"
         raise JaxLlamaError(f"{where} has {known}" + (f", not {name!r}" if name else ""))
-    return name, sizes[name] or VOCABULARY
+    vocab_size, longest = sizes[name]
+    return name, vocab_size or VOCABULARY, longest
 
 
 async def _measure(session: aiohttp.ClientSession, body: dict[str, Any], start: float) -> Sample:
@@ -256,8 +250,11 @@ async def _read(reply: aiohttp.ClientResponse, sample: Sample, start: float) -> 
         if usage := chunk.get("usage"):
             sample.prompt_tokens = usage["prompt_tokens"]
             sample.new_tokens = usage["completion_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            sample.cached_tokens = details.get("cached_tokens") or 0
         if not chunk["choices"]:
             continue
+        sample.ids += chunk["choices"][0].get("token_ids") or ()
         if math.isnan(last):
             sample.ttft = now - start
         else:
@@ -292,6 +289,9 @@ def table(report: dict[str, Any]) -> str:
         f"{report['requests_per_s']:.2f} requests/s, {report['output_tokens_per_s']:.1f} output "
         f"tokens/s, {report['total_tokens_per_s']:.1f} tokens/s with prompts",
     ]
+    if report["cached_tokens"]:
+        share = 100 * report["cached_tokens"] / report["prompt_tokens"]
+        lines.append(f"{share:.1f}% of the prompts' tokens were in the server's cache")
     if "goodput_per_s" in report:
         share = 100 * report["goodput_share"]
         lines.append(f"goodput {report['goodput_per_s']:.2f} requests/s ({share:.1f}%)")

@@ -18,6 +18,7 @@ from jaxllama.cli.domains import (
     out_folder,
     pair,
     refusing,
+    text_file,
 )
 from jaxllama.progress import working
 
@@ -106,6 +107,16 @@ def serve_options(sub: Parser) -> None:
     for kind in ("prompt", "new"):
         sub.add_argument(f"--{kind}-tokens", type=length, default="128", metavar="LENGTH",
                          help="N, LOW:HIGH or ~MEAN (default %(default)s)")  # fmt: skip
+    sub.add_argument("--lengths", type=text_file, metavar="FILE",
+                     help="both from a file: ShareGPT's, or lines of JSON with prompt_tokens "
+                     "and new_tokens")  # fmt: skip
+    sub.add_argument("--prefix-tokens", type=Number(least=0), default=0, metavar="N",
+                     help="that requests begin with in common (default %(default)s)")  # fmt: skip
+    sub.add_argument("--prefixes", type=COUNT, default=1, metavar="N",
+                     help="different beginnings (default %(default)s)")  # fmt: skip
+    sub.add_argument("--turns", type=COUNT, default=1, metavar="N",
+                     help="of each of the --requests, which repeat what was said "
+                     "(default %(default)s)")  # fmt: skip
     sub.add_argument("--goodput", action="append", type=goodput, default=[], metavar="KEY=SECONDS",
                      help="limits of ttft, tpot, e2e; may be given again")  # fmt: skip
     sub.add_argument("--seed", type=SEED, default=0, metavar="N", help="(default %(default)s)")
@@ -126,6 +137,10 @@ def run_serve(args: argparse.Namespace) -> None:
         seed=args.seed,
         api_key=args.api_key or os.environ.get("JAXLLAMA_API_KEY"),
         limits=tuple(args.goodput),
+        lengths=args.lengths,
+        prefix_tokens=args.prefix_tokens,
+        prefixes=args.prefixes,
+        turns=args.turns,
     )
     with working("measuring"):
         report = load_generator.run(load)

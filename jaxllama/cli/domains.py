@@ -159,7 +159,10 @@ class OutFile:
             raise Bad(f"= {text}: not a {' or '.join(self.suffixes)} file")
         if not path.absolute().parent.is_dir():
             raise Bad(f"= {text}: no such folder")
-        if path.suffix != ".json" and importlib.util.find_spec("matplotlib") is None:
+        if (
+            path.suffix not in (".json", ".jsonl")
+            and importlib.util.find_spec("matplotlib") is None
+        ):
             raise Bad(f"= {text}: a picture needs matplotlib: pip install 'jaxllama[experiment]'")
         return _writable(path)
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jaxllama.cli import (
+    batch,
     bench,
     chat,
     completion,
@@ -43,6 +44,7 @@ COMMANDS = {
     "generate": generate,
     "chat": chat,
     "serve": serve,
+    "batch": batch,
     "bench": bench,
     "quantize": quantize,
     "convert": convert,

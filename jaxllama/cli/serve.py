@@ -3,12 +3,49 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import COUNT, Number, Parser, api_key, filled, out_folder
+from jaxllama.cli.domains import COUNT, SHARE, Number, Parser, api_key, filled, out_folder
 from jaxllama.errors import JaxLlamaError
 
+# The engine's sizes that few change: (option, what it says).  Without one the engine chooses.
+ENGINE = (
+    ("prefill-rows", "short prompts that are prefilled at once"),
+    ("token-budget", "tokens of prompts between two decode steps"),
+    ("cache-tokens", "that the cache holds (default what memory there is)"),
+    ("page-size", "tokens in a page of the cache"),
+    ("steps-per-call", "most tokens of a row between two looks of the host"),
+)
 HELP = "OpenAI's API, a chat page and metrics over HTTP."
+
+
+def engine_options(sub: Parser) -> None:
+    sub.add_argument("--slots", type=COUNT, default=16, metavar="N",
+                     help="requests that run at once (default %(default)s)")  # fmt: skip
+    sub.add_argument("--max-len", type=COUNT, metavar="N",
+                     help="tokens of a request with its answer (default the model's context, "
+                     "if the cache holds it)")  # fmt: skip
+    sub.add_argument("--max-queue", type=COUNT, default=256, metavar="N",
+                     help="requests that wait; more get 429 (default %(default)s)")  # fmt: skip
+    group = sub.add_argument_group("engine", "sizes; README of jaxllama/serving/engine")
+    for option, text in ENGINE:
+        group.add_argument(f"--{option}", type=COUNT, metavar="N", help=text)
+    group.add_argument("--memory-share", type=SHARE, metavar="SHARE",
+                       help="of a GPU's memory, for all of it (default 0.9)")  # fmt: skip
+    group.add_argument("--no-prefix-cache", dest="prefix_cache", action="store_false", default=None,
+                       help="prompts are read whole, whatever is known of them")  # fmt: skip
+    group.add_argument("--deterministic", action="store_true", default=None,
+                       help="the same bits whatever runs beside a request")  # fmt: skip
+
+
+def engine_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``Engine`` is told; the cache's options are common's."""
+    engine = {"max_slots": args.slots, "max_len": args.max_len, "max_queue": args.max_queue,
+              "kv_dtype": common.kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
+    named = [option.replace("-", "_") for option, _ in ENGINE]
+    named += ["memory_share", "prefix_cache", "deterministic"]
+    return engine | {name: value for name in named if (value := getattr(args, name)) is not None}
 
 
 def options(sub: Parser) -> None:
@@ -17,18 +54,18 @@ def options(sub: Parser) -> None:
                      help="0 takes a free one (default %(default)s)")  # fmt: skip
     sub.add_argument("--api-key", action="append", type=api_key, default=[], metavar="KEY",
                      help="clients must send; may be repeated ($JAXLLAMA_API_KEY)")  # fmt: skip
-    sub.add_argument("--slots", type=COUNT, default=16, metavar="N",
-                     help="requests that run at once (default %(default)s)")  # fmt: skip
-    sub.add_argument("--max-len", type=COUNT, metavar="N",
-                     help="tokens of a request with its answer (default at most 1024)")  # fmt: skip
-    sub.add_argument("--max-queue", type=COUNT, default=256, metavar="N",
-                     help="requests that wait; more get 429 (default %(default)s)")  # fmt: skip
+    engine_options(sub)
     sub.add_argument("--max-body", type=Number(int, 1, 2**31), default=4 * 2**20, metavar="BYTES",
                      help="of a request; more get 413 (default %(default)s)")  # fmt: skip
     sub.add_argument("--drain-timeout", type=Number(int, 0, 86400), default=30, metavar="SECONDS",
                      help="for what is in flight at SIGTERM (default %(default)s)")  # fmt: skip
     sub.add_argument("--state", type=out_folder, metavar="DIR",
                      help="of requests and answers; a killed server's are finished")  # fmt: skip
+    sub.add_argument("--served-model-name", action="append", type=filled, default=[],
+                     metavar="NAME", help="what clients call it, instead of --model's name; the "
+                     "first is shown, further ones are taken too")  # fmt: skip
+    sub.add_argument("--allowed-origin", action="append", type=filled, default=[], metavar="URL",
+                     help="its web pages may ask, * for all; may be repeated")  # fmt: skip
     # Refused in words of its own.
     sub.add_argument("--policy", type=common.parse_policy, help=argparse.SUPPRESS)
     common.mesh_option(sub)
@@ -42,10 +79,8 @@ def run(args: argparse.Namespace) -> None:
         raise JaxLlamaError("--policy: the serving engine runs no offloaded models")
     from jaxllama.serving.http.process import ServeOptions, serve
 
-    engine = {"max_slots": args.slots, "max_len": args.max_len, "max_queue": args.max_queue,
-              "kv_dtype": common.kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
     options = ServeOptions(
         args.model, args.host, args.port, tuple(args.api_key), args.max_body, args.drain_timeout,
-        args.state, engine,
+        args.state, engine_of(args), tuple(args.served_model_name), tuple(args.allowed_origin),
     )  # fmt: skip
     serve(options, lambda: common.load(args))

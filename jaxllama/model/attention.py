@@ -40,7 +40,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.attention_cudnn import causal, extend, has_cudnn
-from jaxllama.model.cache import KVCache, quantize_kv, write
+from jaxllama.model.cache import KVCache, contiguous, quantize_kv, write
 from jaxllama.model.linear import Params
 from jaxllama.model.rope import Ropes, apply_rope
 from pallas_kernels.attention.blockwise import (
@@ -70,13 +70,18 @@ class At(NamedTuple):
 
     positions int32 ``[B, T]``; lengths int32 ``[B]``: valid new tokens of each row; rope: tables
     for the layers' kinds of positions, None where no layer is attention; sparse: which tokens read
-    the share ``cfg.attn_sparsity`` of V: none, all, or bool ``[B, T]``.
+    the share ``cfg.attn_sparsity`` of V: none, all, or bool ``[B, T]``; table: the cache's.
     """
 
     positions: jax.Array
     lengths: jax.Array
     rope: Ropes | None
     sparse: bool | jax.Array = False
+    table: jax.Array | None = None
+
+    def capacity(self, cache: KVCache) -> int:
+        """Tokens that a row of the cache has room for."""
+        return cache.k.shape[1] * (1 if self.table is None else self.table.shape[1])
 
 
 def inputs(cfg: ModelConfig, p: Params) -> Params:
@@ -114,7 +119,7 @@ def _extend(
 ) -> tuple[jax.Array, KVCache | None]:
     """Any number of tokens: ``qkv [B, T, N + 2K, H]`` -> (heads ``[B, T, N, H]``, cache)."""
     n, n_kv, window = cfg.n_heads, cfg.n_kv_heads, cfg.sliding_window
-    positions, lengths, ropes, _ = at
+    positions, lengths, ropes, _, table = at
     assert ropes is not None
     rope, cap = ropes.of(cfg.rope), cfg.attn_softcap
     q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
@@ -123,22 +128,22 @@ def _extend(
         return attend(q, k, v, positions, window, cap), None
     q, k, v = to_cache_basis(cache.k, q, k, v)
     is_new = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
-    cache = write(cache, k, v, jnp.where(is_new, positions, cache.k.shape[1]))
+    cache = write(cache, k, v, jnp.where(is_new, positions, at.capacity(cache)), table)
 
     def dense() -> jax.Array:
         if has_cudnn(q) and window is None and cap is None:
             # What a row without new tokens holds need not be read.
             n_past = jnp.where(lengths > 0, positions[:, 0], 0)
-            out = extend(q, *_as_stored(cache, k, v), cache.k, cache.v, n_past)
+            out = extend(q, *_as_stored(cache, k, v), cache.k, cache.v, n_past, table)
         elif has_cudnn(q) and cap is None:
             # Rows that begin at position 0 see their own new tokens and nothing else.
             out = lax.cond(
                 jnp.all(positions[:, 0] == 0),
                 lambda: attend(q, *_as_stored(cache, k, v), positions, window),
-                lambda: attend_cached(q, cache, positions, lengths, window),
+                lambda: attend_cached(q, cache, positions, lengths, window, table=table),
             )
         else:
-            out = attend_cached(q, cache, positions, lengths, window, cap)
+            out = attend_cached(q, cache, positions, lengths, window, cap, table)
         return from_cache_basis(cache.v, out)
 
     return _mixed(cfg, dense, q, cache, at), cache
@@ -149,29 +154,31 @@ def _decode(
 ) -> tuple[jax.Array, KVCache]:
     """One token per row: ``qkv [B, 1, (N + 2K) H]`` -> (heads ``[B, N, H]``, cache)."""
     assert at.rope is not None
-    window, position = cfg.sliding_window, at.positions[:, 0]
-    slots = jnp.where(at.lengths > 0, position, cache.k.shape[1])
-    where = (*(table[:, 0] for table in at.rope.of(cfg.rope)), cache.k, cache.v, slots)
+    window, position, table = cfg.sliding_window, at.positions[:, 0], at.table
+    slots = jnp.where(at.lengths > 0, position, at.capacity(cache))
+    where = (*(turns[:, 0] for turns in at.rope.of(cfg.rope)), cache.k, cache.v, slots)
     if cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0):
         if cfg.qk_norm == "head":
             heads, norm = qkv.reshape(*qkv.shape[:2], -1, cfg.head_dim), (*_norms(p), cfg.norm_eps)
         else:
             heads, norm = split_heads(cfg, p, qkv), None
         # A row without a new token sees nothing and gives zeros.
-        out, *kv = rope_and_attend(heads[:, 0], *where, norm=norm, window=window)
+        out, *kv = rope_and_attend(heads[:, 0], *where, norm=norm, window=window, table=table)
         return out, KVCache(*kv)
     new = split_heads(cfg, p, qkv)[:, 0], *where
     if cfg.attn_softcap is not None:  # no kernel caps scores
-        q, *kv = rope_and_write(*new)
+        q, *kv = rope_and_write(*new, table=table)
         last = jnp.where(at.lengths > 0, position, -1)[:, None]
-        out = blockwise_attention(q[:, None], *kv, last, window=window, softcap=cfg.attn_softcap)
+        out = blockwise_attention(
+            q[:, None], *kv, last, window=window, softcap=cfg.attn_softcap, table=table
+        )
         return from_cache_basis(cache.v, out[:, 0]), KVCache(*kv)
-    q, *kv = rope_and_write(*new)
+    q, *kv = rope_and_write(*new, table=table)
     cache = KVCache(*kv)
 
     def dense() -> jax.Array:
         seen = jnp.where(at.lengths > 0, position + 1, 0)
-        return decode_attention(q, *kv, seen, window=window)[:, None]
+        return decode_attention(q, *kv, seen, table=table, window=window)[:, None]
 
     return _mixed(cfg, dense, q[:, None], cache, at)[:, 0], cache
 
@@ -182,12 +189,13 @@ def _mixed(
     """``[B, T, N, H]``: sparse attention of q over the cache for the tokens that ``at.sparse``
     names, ``dense()`` for the others; each runs only where some token wants it."""
     share, window = cfg.attn_sparsity, cfg.sliding_window
-    positions, lengths, _, sparse = at
+    positions, lengths, _, sparse, table = at
     if share == 1.0:
         return dense()
 
     def few() -> jax.Array:
-        out = sparse_attend(q, cache, positions, lengths, share, window)
+        whole = contiguous(cache, table)
+        out = sparse_attend(q, whole, positions, lengths, share, window)
         return from_cache_basis(cache.v, out)
 
     if isinstance(sparse, bool):
@@ -240,6 +248,7 @@ def attend_cached(
     lengths: jax.Array,
     window: int | None,
     softcap: float | None = None,
+    table: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of ``q[B, T, N, H]`` over the cache, which already holds the T new tokens.
 
@@ -247,14 +256,14 @@ def attend_cached(
     others give finite garbage.
     """
     n_new, positions = q.shape[1], _without_padding(positions, lengths)
+    block = functools.partial(
+        blockwise_attention, k=cache.k, v=cache.v, window=window, softcap=softcap, table=table
+    )
     if n_new <= QUERY_BLOCK:
-        return blockwise_attention(q, cache.k, cache.v, positions, window=window, softcap=softcap)
+        return block(q, positions=positions)
     blocks = -(-n_new // QUERY_BLOCK)
     pad = blocks * QUERY_BLOCK - n_new
     q_blocks, p_blocks = _split_queries(q, pad, blocks), _split_queries(positions, pad, blocks)
-    block = functools.partial(
-        blockwise_attention, k=cache.k, v=cache.v, window=window, softcap=softcap
-    )
     out = lax.map(lambda qp: block(qp[0], positions=qp[1]), (q_blocks, p_blocks))
     return _join_queries(out, n_new)
 

@@ -51,11 +51,16 @@ def extend(
     cache_k: jax.Array | QTensor,
     cache_v: jax.Array | QTensor,
     n_past: jax.Array,
+    table: jax.Array | None = None,
 ) -> jax.Array:
     """``q[B, T, N, H]`` over the first ``n_past[B]`` tokens of a row of ``cache_k, cache_v
-    [B, S, K, H]``, and causally over ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``."""
-    batch, capacity = q.shape[0], cache_k.shape[1]
+    [B, S, K, H]``, or of its pages by a table (``model.cache.Cache``), and causally over
+    ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``."""
+    batch, page = q.shape[0], cache_k.shape[1]
+    capacity = page if table is None else page * table.shape[1]
     block = min(max(PAST_TOKENS // batch, 128), capacity)
+    if table is not None:
+        block -= block % page if block > page else block - page  # whole pages
     longest = jnp.max(n_past)
     own, own_log = _with_log_sum(q, k, v)
 
@@ -65,7 +70,8 @@ def extend(
         n_keys = jnp.clip(n_past - index * block, 0, block)
 
         def keys_first(kv: jax.Array | QTensor) -> jax.Array:
-            part = jnp.roll(load(kv, begin, block, q.dtype), begin - index * block, axis=1)
+            part = load(kv, begin, block, q.dtype, table)
+            part = jnp.roll(part, begin - index * block, axis=1)
             return _zeros_behind(part, n_keys)
 
         # A row without keys here gets one, and its result no weight.

@@ -1,12 +1,16 @@
 """The cache pytree: one mixer state per layer and one length per row.
 
-    Cache(layers=(KVCache | GLAState, ...), lengths=int32[B])
+    Cache(layers=(KVCache | GLAState, ...), lengths=int32[B], table=None | int32[B, M])
 
 Contract: a cache goes in, a new cache comes out; callers donate the old one, so XLA updates it in
 place.  Row ``b`` owns positions ``0 .. lengths[b] - 1``; what lies beyond may hold anything, NaN
 included, and reaches nobody.  ``insert`` replaces a row whole, which is also how a row is freed and
 reused (continuous batching: Inferencer's fill of new rows; Orca).  Attention rows grow with the
 context, GLA rows do not.
+
+With a table the rows of all attention layers share pools of pages (``init_pages``), so a row takes
+what it holds and not what it might; what a page holds that no row owns reaches nobody either
+(PagedAttention, arXiv 2309.06180).
 """
 
 from __future__ import annotations
@@ -35,8 +39,9 @@ QUANTIZED_CACHE = ("int8", "int4", "float8_e4m3fn")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys (after RoPE) and values, each ``[B, S, K, H]``: an array, or a QTensor with one scale
-    per token and head (int4: a scale and a zero point per 64 features, in a rotated basis)."""
+    """Keys (after RoPE) and values, each ``[B, S, K, H]``, or with a table pages ``[P, S, K, H]``:
+    an array, or a QTensor with one scale per token and head (int4: a scale and a zero point per 64
+    features, in a rotated basis)."""
 
     k: jax.Array | QTensor
     v: jax.Array | QTensor
@@ -59,8 +64,12 @@ class GLAState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
+    """table int32 ``[B, M]``: token t of row b is at ``[table[b, t // S], t % S]`` of every
+    attention layer's pages ``[P, S, K, H]``; an entry outside of [0, P) is no page."""
+
     layers: tuple[KVCache | GLAState, ...]
     lengths: jax.Array
+    table: jax.Array | None = None
 
     __repr__ = short_repr
 
@@ -72,7 +81,8 @@ class Cache:
     def capacity(self) -> int | None:
         """Tokens a row can hold; None when no layer is attention."""
         sizes = [layer.k.shape[1] for layer in self.layers if isinstance(layer, KVCache)]
-        return sizes[0] if sizes else None
+        pages = 1 if self.table is None else self.table.shape[1]
+        return sizes[0] * pages if sizes else None
 
     @property
     def nbytes(self) -> int:
@@ -106,6 +116,19 @@ def init_cache(
         return _init_on_mesh(cfg, batch, max_len, name, mesh)()
     layers = tuple(_init_layer(cfg, kind, batch, max_len, name) for kind in cfg.layer_types)
     return Cache(layers, jnp.zeros((batch,), jnp.int32))
+
+
+def init_pages(
+    cfg: ModelConfig, rows: int, row_pages: int, pages: int, page: int, dtype: str
+) -> Cache:
+    """An empty cache of ``rows`` rows of up to ``row_pages`` of the ``pages`` that they share, of
+    ``page`` tokens each; no row has one yet.  dtype: as of ``init_cache``, its name."""
+    layers = tuple(
+        _init_layer(cfg, kind, *((pages, page) if kind == "attention" else (rows, 0)), dtype)
+        for kind in cfg.layer_types
+    )
+    table = jnp.full((rows, row_pages), pages, jnp.int32)
+    return Cache(layers, jnp.zeros((rows,), jnp.int32), table)
 
 
 @functools.lru_cache(maxsize=32)
@@ -144,9 +167,12 @@ def _zeros(like: QTensor) -> QTensor:
 
 
 def cache_specs(cache: Cache, rows: str | None) -> Cache:
-    """How a cache is split on a mesh: its rows over the axis ``rows``, heads over the model's."""
-
-    tokens, state, row = P(rows, None, MODEL_AXIS), P(rows, MODEL_AXIS), P(rows)
+    """How a cache is split on a mesh: its rows over the axis ``rows``, heads over the model's.
+    Rows that share pages are not split."""
+    if cache.table is not None:
+        rows = None
+    tokens, state = P(rows, None, MODEL_AXIS), P(rows, MODEL_AXIS)
+    row = P() if rows is None else P(rows)  # programs give P(), which jit tells from P(None)
 
     def one(layer: Any) -> Any:
         if isinstance(layer, KVCache):
@@ -154,7 +180,8 @@ def cache_specs(cache: Cache, rows: str | None) -> Cache:
         conv = jax.tree.map(lambda _: tokens, layer.conv)
         return dataclasses.replace(layer, state=state, conv=conv)
 
-    return dataclasses.replace(cache, layers=tuple(map(one, cache.layers)), lengths=row)
+    table = None if cache.table is None else row
+    return Cache(tuple(map(one, cache.layers)), row, table)
 
 
 def cache_shardings(cache: Cache, mesh: Mesh | AbstractMesh) -> Cache:
@@ -166,10 +193,24 @@ def cache_shardings(cache: Cache, mesh: Mesh | AbstractMesh) -> Cache:
     )
 
 
-def write(cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> KVCache:
+def write(
+    cache: KVCache, k: jax.Array, v: jax.Array, slots: jax.Array, table: jax.Array | None = None
+) -> KVCache:
     """Store ``k, v [B, T, K, H]`` at positions ``slots[B, T]`` of each row; a slot beyond the
     capacity is dropped, which is how padding is kept out."""
-    return KVCache(store(cache.k, k, slots), store(cache.v, v, slots))
+    return KVCache(store(cache.k, k, slots, table), store(cache.v, v, slots, table))
+
+
+def contiguous(cache: KVCache, table: jax.Array | None) -> KVCache:
+    """The rows of a paged cache one by one, ``[B, M * S, K, H]``: as many bytes again."""
+    if table is None:
+        return cache
+
+    def joined(pool: jax.Array) -> jax.Array:
+        rows = jnp.take(pool, table, axis=0, mode="clip")
+        return rows.reshape(table.shape[0], -1, *pool.shape[2:])
+
+    return jax.tree.map(joined, cache)
 
 
 def insert(cache: Cache, slot: jax.Array | int, source: Cache, row: jax.Array | int = 0) -> Cache:

@@ -214,11 +214,11 @@ def forward(
         lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - start, 0))
     total = start + lengths if total_lengths is None else total_lengths
     positions, rope = positions_of(cfg, start, total, tokens.shape[1])
-    at = At(positions, lengths, rope, sparse)
+    at = At(positions, lengths, rope, sparse, None if cache is None else cache.table)
     stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
     stream, states = walk(cfg, params, stream, None if cache is None else cache.layers, at)
     x = final_norm(cfg, params, stream)
-    return x, None if cache is None else Cache(states, start + lengths)
+    return x, None if cache is None else Cache(states, start + lengths, cache.table)
 
 
 def logits(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:

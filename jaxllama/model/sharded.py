@@ -2,7 +2,7 @@
 
 Under ``shard_map`` a device has the kernels of one, on ``parallel.layout.local_config``'s shapes,
 with two sums a layer (``parallel.collectives``).  Rows are split over "data" where it divides them;
-otherwise every group does all of them.
+otherwise, and where they share pages, every group does all of them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def over_mesh(
     rows.  out: the results' specs, from the axis that rows are split over.
     """
     local, rows = local_config(cfg, mesh.shape[MODEL_AXIS]), row_axis(mesh, args[0].shape[0])
+    if any(isinstance(arg, Cache) and arg.table is not None for arg in args):
+        rows = None
     arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
     fixed = {name: value for name, value in options.items() if name not in arrays}
 

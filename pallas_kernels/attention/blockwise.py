@@ -4,6 +4,10 @@ The XLA form of ``decode_attention``, and for more than one query token the way 
 cache.  The trip count is known at run time: what lies beyond the longest row is never read, and
 what lies beyond a row's own length is masked in the scores and in V, so NaN there reaches nobody.
 
+Pages: with ``table`` int32 ``[B, M]`` a cache is a pool of pages ``[P, page, K, H]``, and a row's
+token t lies at ``[table[b, t // page], t % page]``; S is M * page.  Entries past the pages that a
+row's tokens need may be anything, and so may pages that no row owns; rows may share pages.
+
 Source: FlashAttention (arXiv 2205.14135).
 """
 
@@ -33,17 +37,22 @@ def blockwise_attention(
     scale: float | None = None,
     softcap: float | None = None,
     block: int | None = None,
+    table: jax.Array | None = None,
 ) -> jax.Array:
     """``q [B, T, N, H]`` at ``positions [B, T]`` over ``k, v [B, S, K, H]`` -> ``[B, T, N, H]``.
 
     A query sees the keys at s <= its position (and > position - window); at position -1 it sees
     none and gives zeros.  scale: of the scores, H ** -0.5 by default.  softcap: a score s becomes
     softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118).  block: keys at a time.
+    table: of pages ``k, v [P, page, K, H]``; where ``page`` divides ``block``, the same bits as of
+    the rows that it stands for.
     """
-    capacity = k.shape[1]
+    capacity = capacity_of(k, table)
     if block is None:
         decode_block = {"gpu": GPU_DECODE_BLOCK, "cpu": CPU_DECODE_BLOCK}
         block = decode_block.get(jax.default_backend(), KEY_BLOCK) if q.shape[1] == 1 else KEY_BLOCK
+    if table is not None:  # whole pages
+        block = -(-block // k.shape[1]) * k.shape[1]
     block = min(block, capacity)
     stop = (jnp.max(positions) + block) // block  # blocks that hold a visible key, rounded up
     first = jnp.int32(0)
@@ -55,8 +64,8 @@ def blockwise_attention(
         # The last block may overhang the capacity: it is moved back, and keys that an earlier
         # block has done are masked.
         begin = jnp.minimum(index * block, capacity - block)
-        k_block = load(k, begin, block, q.dtype)
-        v_block = load(v, begin, block, q.dtype)
+        k_block = load(k, begin, block, q.dtype, table)
+        v_block = load(v, begin, block, q.dtype, table)
         k_positions = begin + jnp.arange(block, dtype=jnp.int32)
         fresh = (k_positions >= index * block)[None, None, :]
         visible = is_visible(positions, k_positions[None, :], window) & fresh  # [B, T, block]
@@ -128,10 +137,33 @@ def is_visible(q_positions: jax.Array, k_positions: jax.Array, window: int | Non
     return visible if window is None else visible & (k_pos > q_pos - window)
 
 
-def load(kv: jax.Array | QTensor, begin: jax.Array, size: int, dtype: DTypeLike) -> jax.Array:
-    """Tokens ``begin .. begin + size - 1`` of a cache as floats."""
-    part = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, begin, size, axis=1), kv)
-    return floats(part, dtype)
+def capacity_of(kv: jax.Array | QTensor, table: jax.Array | None) -> int:
+    """Tokens that a row can hold: S."""
+    return kv.shape[1] if table is None else table.shape[1] * kv.shape[1]
+
+
+def load(
+    kv: jax.Array | QTensor,
+    begin: jax.Array | int,
+    size: int,
+    dtype: DTypeLike,
+    table: jax.Array | None = None,
+) -> jax.Array:
+    """Tokens ``begin .. begin + size - 1`` of a cache as floats ``[B, size, K, H]``.
+
+    table: then both are multiples of the page; an entry outside of the pool is another page.
+    """
+    page = kv.shape[1]
+    if table is not None:
+        table = lax.dynamic_slice_in_dim(table, begin // page, size // page, axis=1)
+
+    def part(leaf: jax.Array) -> jax.Array:
+        if table is None:
+            return lax.dynamic_slice_in_dim(leaf, begin, size, axis=1)
+        pages = jnp.take(leaf, table, axis=0, mode="clip")
+        return pages.reshape(table.shape[0], size, *leaf.shape[2:])
+
+    return floats(jax.tree.map(part, kv), dtype)
 
 
 def floats(x: jax.Array | QTensor, dtype: DTypeLike) -> jax.Array:

@@ -27,8 +27,10 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
+from pallas_kernels.attention.blockwise import capacity_of
 from pallas_kernels.attention.codes import KIND, Codes
 from pallas_kernels.attention.gather import Gather, write_heads
+from pallas_kernels.attention.pages import Paging
 from pallas_kernels.attention.source import Source, staged_floats
 from pallas_kernels.attention.tile import NEG_INF, TILE
 from pallas_kernels.dispatch import Reason
@@ -80,9 +82,9 @@ def plan(call) -> Plan | Reason:
 class _Kernel:
     """One warp's program.  Everything it does is emitted while the kernel is traced."""
 
-    def __init__(self, refs, *, plan, codes, shape, window, scale, eps, kind):
+    def __init__(self, refs, *, plan, codes, shape, paging, window, scale, eps, kind):
         self.plan, self.codes, self.window, self.scale = plan, codes, window, scale
-        self.kind, self.shape = kind, shape
+        self.kind, self.shape, self.paging = kind, shape, paging
         staged = None
         if eps is not None:
             *refs, staged = refs
@@ -104,8 +106,8 @@ class _Kernel:
     def run(self) -> None:
         self.gathering.start()
         source = Source(
-            self.inputs, self.codes, self.shape, self.kind, self.row, self.head, self.lane,
-            self.staged,
+            self.inputs, self.codes, self.shape, self.paging, self.kind, self.row, self.head,
+            self.lane, self.staged,
         )  # fmt: skip
         self.source, self.end, self.begin, first = source, source.end, p.ci(0), p.ci(0)
         if self.window is not None:
@@ -113,7 +115,7 @@ class _Kernel:
             first = p.masked(self.begin, -TILE)
         place = p.add(p.mul(self.warp, self.plan.cluster), self.rank)
         token0 = p.add(first, p.mul(place, TILE))
-        query, keys, values = source.first(token0)
+        query, keys, values = source.first(token0, early=self.window is None)
         self.queries = tile.Queries(query, self.codes, self.scale, self.kind)
         self.write_part(*self.attend(token0, keys, values))
         _, _, _, n, h = self.shape
@@ -142,19 +144,26 @@ class _Kernel:
         count = 2 * codes.groups if codes.zeros else 0
         start = [p.cf(LEAST)] * 2, [zero] * 2, [zero] * count, [zero] * (self.codes.head_dim // 4)
         if self.plan.steps == 1:
-            return self.step(token0, start, keys, values, None)[0]
+            return self.step(token0, start, keys, values, None, None)[0]
         apart = self.plan.cluster * self.plan.warps * TILE
-        flat, tree = jax.tree.flatten((start, keys, values))
+        coming = self.entry(token0, apart)  # of the next tile's page
+        flat, tree = jax.tree.flatten((start, keys, values, coming))
 
         def body(token0, carry):
-            state, keys, values = jax.tree.unflatten(tree, carry)
-            return jax.tree.leaves(self.step(token0, state, keys, values, p.add(token0, apart)))
+            state, keys, values, coming = jax.tree.unflatten(tree, carry)
+            later = self.entry(token0, 2 * apart)
+            done = self.step(token0, state, keys, values, p.add(token0, apart), coming)
+            return jax.tree.leaves((*done, later))
 
         done = p.loop(token0, self.end, apart, flat, body)
         return jax.tree.unflatten(tree, done)[0]
 
-    def step(self, token0, state, keys, values, following):
-        """One tile; what has been used is loaded again for the tile at ``following``."""
+    def entry(self, token0, ahead: int):
+        return self.source.entry(p.add(token0, ahead)) if self.paging else None
+
+    def step(self, token0, state, keys, values, following, entry):
+        """One tile; what has been used is loaded again for the tile at ``following``, whose page
+        is the table's ``entry``."""
         top, total, zeros, out = state
         scores = self.queries.scores(keys[0], self.adjusted(keys[1], False))
         for i in range(4):
@@ -163,7 +172,7 @@ class _Kernel:
             if self.window is not None:
                 seen = arith.andi(seen, p.at_most(self.begin, token))
             scores[i] = arith.select(seen, scores[i], p.cf(NEG_INF))
-        keys = self.reload(following, keys, self.source.next_keys)
+        keys = self.reload(following, entry, keys, self.source.next_keys)
         new_top, fade = tile.maxima([scores], top)
         (weights,) = tile.weights_of([scores], new_top)
         total, zeros, out = list(total), list(zeros), list(out)
@@ -175,16 +184,16 @@ class _Kernel:
         total = [arith.addf(x, arith.addf(weights[c], weights[c + 2])) for c, x in enumerate(total)]
         right = tile.right_operand(weights, self.adjusted(values[1], True), zeros, codes=self.codes)
         tile.add_values(out, values[0], right, self.codes)
-        values = self.reload(following, values, self.source.next_values)
+        values = self.reload(following, entry, values, self.source.next_values)
         return (new_top, total, zeros, out), keys, values
 
-    def reload(self, token0, held, load):
+    def reload(self, token0, entry, held, load):
         if token0 is None:
             return held
         flat, tree = jax.tree.flatten(held)
         there = p.below(token0, self.end)
         return jax.tree.unflatten(
-            tree, p.choose(there, lambda: jax.tree.leaves(load(token0)), flat)
+            tree, p.choose(there, lambda: jax.tree.leaves(load(token0, entry)), flat)
         )
 
     def write_part(self, top, total, zeros, out) -> None:
@@ -207,8 +216,8 @@ class _Kernel:
 @functools.partial(jax.jit, static_argnames=("window", "scale", "eps", "plan"))
 def attend(
     q: jax.Array, tables: tuple[jax.Array, ...] | None, lengths: jax.Array,
-    k: jax.Array | QTensor, v: jax.Array | QTensor, *, window: int | None, scale: float, plan: Plan,
-    eps: float | None = None,
+    k: jax.Array | QTensor, v: jax.Array | QTensor, table: jax.Array | None, *,
+    window: int | None, scale: float, plan: Plan, eps: float | None = None,
 ):  # fmt: skip
     """See ``pallas_kernels.attention.op``.
 
@@ -216,7 +225,7 @@ def attend(
     ``rope_and_attend``: q is the projection, lengths are the slots, and the result is (out, k, v).
     """
     batch, heads, h = q.shape
-    _, capacity, n_kv, _ = k.shape
+    capacity, n_kv = capacity_of(k, table), k.shape[2]
     n = heads - 2 * n_kv if tables else heads
     kind = KIND[q.dtype.name]
     codes = Codes.of(q, k)
@@ -224,13 +233,13 @@ def attend(
 
     def body(*refs):
         _Kernel(
-            refs, plan=plan, codes=codes, shape=(batch, capacity, n_kv, n, h), window=window,
-            scale=scale, eps=eps, kind=kind,
+            refs, plan=plan, codes=codes, shape=(batch, capacity, n_kv, n, h),
+            paging=Paging.of(k, table), window=window, scale=scale, eps=eps, kind=kind,
         ).run()  # fmt: skip
 
     def run(cache):
         return launch(
-            body, (q, *(tables or ()), lengths, *jax.tree.leaves(cache)),
+            body, (q, *(tables or ()), lengths, table, *jax.tree.leaves(cache)),
             jax.ShapeDtypeStruct((batch, n, h), q.dtype), name="decode_attention_direct",
             grid=batch * n_kv, cluster=plan.cluster, warpgroups=plan.warps // 4,
             scratch=scratch, registers=True,

@@ -25,6 +25,9 @@ The split depends on the batch, the capacity and the cache's dtype alone, and is
 other rows hold.  Past a row's end the last token is copied once more and its scores are -inf; teams
 with no token leave at once.
 
+With a block table (``attention.pages``) steps lie in pages: a window's first step begins before it,
+masked, and the entries for the steps that the ring will fetch are carried by the loop.
+
 Floor: the bytes of K, V and scales at 4.2 TB/s; cuDNN's decode shows that 4.46 can be read.
 Result, one H200, 32/8 heads of 128, 64 rows x 8192, microseconds: bfloat16 536 (95% of the floor's
 speed; cuDNN 481, XLA 3085), int8 283 (93%), int4 155 (93%); more, and what was tried, in NOTES.md.
@@ -41,9 +44,11 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile as mma_tile
+from pallas_kernels.attention.blockwise import capacity_of
 from pallas_kernels.attention.codes import KIND, Codes
 from pallas_kernels.attention.gather import write_heads
 from pallas_kernels.attention.merge import merge_chunks
+from pallas_kernels.attention.pages import Pages, Paging
 from pallas_kernels.attention.plan import (
     Plan,
     blocks_of,
@@ -58,7 +63,7 @@ from pallas_kernels.launch import launch
 from pallas_kernels.qtensor import QTensor
 
 
-def _attend(*refs, plan, codes, shape, window, scale, kind):
+def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
     batch, capacity, n_kv, n, h = shape
     refs = list(refs)
 
@@ -68,6 +73,7 @@ def _attend(*refs, plan, codes, shape, window, scale, kind):
     arrays = 1 + codes.quantized + codes.zeros  # codes, scales, zero points
     (q_ref,) = take(1)
     k_refs, v_refs, (lengths_ref,) = take(arrays), take(arrays), take(1)
+    pages_ref = take(1 if paging else 0)
     (out_ref,), stats_refs = take(1), take(0 if plan.cluster else 1)
     ring_ref, scale_ref, barrier_ref, *gather_refs = refs
     group = n // n_kv
@@ -103,25 +109,42 @@ def _attend(*refs, plan, codes, shape, window, scale, kind):
         busy = arith.andi(busy, p.less(unit, units_of(plan, capacity, n_kv)))
         late, apart = p.ci(0), step_tokens
     head = p.add(first_head, own)  # own: kv head within the team
+    pages = Pages(*pages_ref, row, paging) if paging else None
+    from_page = pages is not None and window is not None
+    seen = begin
     if window is not None:
-        begin = p.larger(begin, p.add(length, -window))
+        seen = begin = p.larger(begin, p.add(length, -window))
+    if from_page:
+        begin = p.masked(begin, -step_tokens)
     begin = p.add(begin, late)
 
     order = Ring.order(g)
     barriers = p.shared_address(barrier_ref)
     last = p.add(end, -1)
+
+    def entry_of(step):
+        """Of the step at a token, or of the row's last page where it is past the end."""
+        return pages.entry(p.smaller(step, last))
+
+    entries = [None] * (plan.depth + 1)
+    if pages:
+        # The first step's is asked for before the row's length is known, but for a window's.
+        following = [p.add(begin, (i + 1) * apart) for i in range(plan.depth)]
+        entries = [pages.entry(begin), *map(entry_of, following)]
+
+    def row_of(ref, first, size):
+        """A row's (a pool's) first token at a head, ``size`` bytes each."""
+        base = p.address(ref)
+        if not pages:
+            base = p.offset(base, row, capacity * n_kv * size)
+        return p.offset(base, first, size)
+
     ring = Ring(
         plan, codes, heads=heads, n_kv=n_kv, members=members, member=member, lane=lane,
         ring=p.add(p.shared_address(ring_ref), p.mul(team, ring_bytes(plan, heads, codes))),
         barriers=p.add(barriers, p.mul(team, 2 * plan.depth * 16)),
-        bases=[
-            p.offset(
-                p.offset(p.address(refs_[0]), row, capacity * n_kv * codes.row_bytes),
-                first_head, codes.row_bytes,
-            )
-            for refs_ in (k_refs, v_refs)
-        ],
-        last=last, apart=apart,
+        bases=[row_of(refs_[0], first_head, codes.row_bytes) for refs_ in (k_refs, v_refs)],
+        last=last, apart=apart, pages=pages,
     )  # fmt: skip
     tokens = Tokens(ring, codes, own, g, quad)
     k_token = p.mul(order, ring.per_run)
@@ -135,17 +158,14 @@ def _attend(*refs, plan, codes, shape, window, scale, kind):
                 token0 = p.add(begin, i * apart)
 
                 def both(token0=token0, i=i):
-                    ring.fill(token0, p.ci(i), False)
-                    ring.fill(token0, p.ci(i), True)
+                    ring.fill(token0, p.ci(i), False, entries[i])
+                    ring.fill(token0, p.ci(i), True, entries[i])
 
                 p.when(p.below(token0, end), both) if i else both()
 
         def sources(refs_):
             size = codes.groups * codes.scale_size
-            return [
-                p.offset(p.offset(p.address(ref), row, capacity * n_kv * size), head, size)
-                for ref in refs_[1:]
-            ]
+            return [row_of(ref, head, size) for ref in refs_[1:]]
 
         def adjust(*numbers):
             return queries.adjust(*numbers)
@@ -155,8 +175,8 @@ def _attend(*refs, plan, codes, shape, window, scale, kind):
         if codes.quantized:
             at = p.add(p.shared_address(scale_ref), p.mul(warp, scale_bytes(plan, codes)))
             scales = Scales(plan, codes, n_kv=n_kv, lane=lane, at=at, last=last, adjust=adjust,
-                            sources=[sources(k_refs), sources(v_refs)])  # fmt: skip
-            coming = scales.load(begin)
+                            pages=pages, sources=[sources(k_refs), sources(v_refs)])  # fmt: skip
+            coming = scales.load(begin, entries[0])
         # Heads past the group are copies.
         query_head = p.add(p.mul(sub, HEADS), p.smaller(g, p.add(p.mul(sub, -HEADS), group - 1)))
         query_head = p.add(p.mul(row, n), p.mul(head, group), query_head)
@@ -174,10 +194,15 @@ def _attend(*refs, plan, codes, shape, window, scale, kind):
         zero = p.cf(0.0)
         sums = 2 * codes.groups if codes.zeros else 0  # of weights times zero points
 
+        def parts_of(carry):
+            """Entries for the ``depth`` steps to come; slot, parity; what has been summed."""
+            ahead, carry = (carry[: plan.depth], carry[plan.depth :]) if pages else (entries, carry)
+            return ahead, *carry[:2], carry[2:4], carry[4:6], carry[6 : 6 + sums], carry[6 + sums :]
+
         def step(token0, carry):
-            slot, parity = carry[:2]
-            top, total, zeros, out = carry[2:4], carry[4:6], carry[6 : 6 + sums], carry[6 + sums :]
-            coming = scales.load(p.add(token0, apart)) if codes.quantized else None
+            ahead, slot, parity, top, total, zeros, out = parts_of(carry)
+            later = [entry_of(p.add(token0, (plan.depth + 1) * apart))] if pages else []
+            coming = scales.load(p.add(token0, apart), ahead[0]) if codes.quantized else None
             ring.wait(slot, parity, False)
             scores = []
             for u in range(plan.tiles):
@@ -187,7 +212,10 @@ def _attend(*refs, plan, codes, shape, window, scale, kind):
                 products = queries.scores(rows, numbers_of(u, False))
                 for i in range(4):
                     token = p.add(token0, k_token, 2 * u + i // 2)
-                    products[i] = arith.select(p.below(token, end), products[i], p.cf(NEG_INF))
+                    inside = p.below(token, end)
+                    if from_page:
+                        inside = arith.andi(inside, p.at_most(seen, token))
+                    products[i] = arith.select(inside, products[i], p.cf(NEG_INF))
                 scores.append(products)
             new_top, fade = mma_tile.maxima(scores, top)
             weights = mma_tile.weights_of(scores, new_top)
@@ -206,25 +234,36 @@ def _attend(*refs, plan, codes, shape, window, scale, kind):
                 for u, w in enumerate(weights)
             ]
             if plan.depth == 1:
-                ring.refill(token0, slot, parity, False)
+                ring.refill(token0, slot, parity, False, ahead[-1])
             else:
                 before, emptied = p.add(token0, -apart), ring.neighbour(slot, parity, -1)
-                p.when(p.at_most(begin, before), lambda: ring.refill(before, *emptied, True))
+                p.when(
+                    p.at_most(begin, before),
+                    lambda: ring.refill(before, *emptied, True, ahead[-2]),
+                )
             ring.wait(slot, parity, True)
             for u in range(plan.tiles):
                 values = tokens.values(slot, u)
                 if u == plan.tiles - 1:
                     ring.release(slot, True)
                 mma_tile.add_values(out, values, right[u], codes)
-            ring.refill(token0, slot, parity, plan.depth == 1)
+            ring.refill(token0, slot, parity, plan.depth == 1, ahead[-1])
             if codes.quantized:
                 scales.store(coming)
             following = ring.neighbour(slot, parity, 1)
-            return [*following, *new_top, *total, *zeros, *out]
+            return [
+                *(ahead[1:] if pages else []),
+                *later,
+                *following,
+                *new_top,
+                *total,
+                *zeros,
+                *out,
+            ]
 
         start = [p.ci(0)] * 2 + [p.cf(NEG_INF)] * 2 + [zero] * (2 + sums + h // 4)
-        carry = p.loop(begin, end, apart, start, step)
-        top, total, zeros, out = carry[2:4], carry[4:6], carry[6 : 6 + sums], carry[6 + sums :]
+        carry = p.loop(begin, end, apart, (entries[1:] if pages else []) + start, step)
+        _, _, _, top, total, zeros, out = parts_of(carry)
         run = mma_tile.run_of(codes)
         for c in range(2):
             whole, *parts = [mma_tile.over_tokens(x) for x in (total[c], *zeros[c::2])]
@@ -263,17 +302,17 @@ def _attend(*refs, plan, codes, shape, window, scale, kind):
 
 @functools.partial(jax.jit, static_argnames=("window", "scale", "plan"))
 def decode_attention(
-    q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, lengths: jax.Array, *,
-    window: int | None, scale: float, plan: Plan,
+    q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, lengths: jax.Array,
+    table: jax.Array | None, *, window: int | None, scale: float, plan: Plan,
 ) -> jax.Array:  # fmt: skip
     """See ``pallas_kernels.attention.op``."""
     batch, n, h = q.shape
-    _, capacity, n_kv, _ = k.shape
+    capacity, n_kv = capacity_of(k, table), k.shape[2]
     codes = Codes.of(q, k)
     shape = batch, capacity, n_kv, n, h
     body = functools.partial(
-        _attend, plan=plan, codes=codes, shape=shape, window=window, scale=scale,
-        kind=KIND[q.dtype.name],
+        _attend, plan=plan, codes=codes, shape=shape, paging=Paging.of(k, table), window=window,
+        scale=scale, kind=KIND[q.dtype.name],
     )  # fmt: skip
     out_type = jax.ShapeDtypeStruct(q.shape, q.dtype)
     if not plan.cluster:
@@ -283,7 +322,7 @@ def decode_attention(
             jax.ShapeDtypeStruct((batch, splits, n, 2), jnp.float32),
         )
     result = launch(
-        body, (q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths), out_type,
+        body, (q, *jax.tree.leaves(k), *jax.tree.leaves(v), lengths, table), out_type,
         name="decode_attention_kernel", cluster=plan.cluster, warpgroups=plan.warps // 4,
         grid=batch * blocks_of(plan, capacity, n_kv, n // n_kv) // max(plan.cluster, 1),
         scratch=[size // 4 for size in shared_bytes(plan, n // n_kv, codes)], registers=True,

@@ -9,7 +9,7 @@ keys.  Contract: what a cache holds at s >= lengths[b] reaches nobody, NaN inclu
 A quantized cache is read as it is stored, codes and scales, and never exists as floats in memory.
 
 Source: FlashAttention's online softmax (arXiv 2205.14135), split over keys as in Flash-Decoding.
-Left out: more than one query token (``attention.blockwise`` serves those), paging.
+Left out: more than one query token (``attention.blockwise`` serves those).
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.blockwise import blockwise_attention, floats, is_visible
+from pallas_kernels.attention.blockwise import (
+    blockwise_attention,
+    capacity_of,
+    floats,
+    is_visible,
+    load,
+)
 from pallas_kernels.attention.rope_cache import Cached, from_cache_basis, unusual
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, first_plan, is_empty
 from pallas_kernels.operands import check
-from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
 
 _Static = tuple[int | None, float, Any]  # window, scale, the kernel's plan
@@ -33,7 +39,10 @@ _OPERANDS = {
     "k": "float|QTensor [B, S, K+, H]",
     "v": "k|QTensor [B, S, K, H]",
     "lengths": "int32 [B]",
+    "table": "int32 [B, M+] ?",
 }
+# With a table k and v are pools of pages.
+_PAGED = {"k": "float|QTensor [P, page+, K+, H]", "v": "k|QTensor [P, page, K, H]"}
 
 
 def decode_attention(
@@ -44,6 +53,7 @@ def decode_attention(
     *,
     window: int | None = None,
     scale: float | None = None,
+    table: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """``q [B, N, H]`` over ``k, v [B, S, K, H]`` -> ``[B, N, H]`` in q's dtype.
@@ -54,6 +64,10 @@ def decode_attention(
     lengths: int32 ``[B]``, keys that each row sees, 0 to S, the newest token's own included.
     window: of those only the last ``window``.
     scale: of the scores, H ** -0.5 by default.
+    table: int32 ``[B, M]``: k and v are pools of pages, ``[P, page, K, H]``, and a row's token t
+        lies at ``[table[b, t // page], t % page]``; S is M * page.  Entries past the pages that
+        ``lengths[b]`` needs may be anything, and so may pages that no row owns; rows may share
+        pages.
     implementation: "xla", "mosaic" or None; see ``pallas_kernels.dispatch``.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
@@ -63,41 +77,46 @@ def decode_attention(
     Raises ValueError naming the argument for a wrong shape or dtype; NotImplementedError when
     "mosaic" is asked for and has no kernel for the call.
     """
-    _check(q, k, v, lengths, window)
+    _check(q, k, v, lengths, table, window)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    found = choose_plan("decode_attention", implementation, lambda: plan(q, k, v), q, k, v)
+    found = choose_plan("decode_attention", implementation, lambda: plan(q, k, v, table), q, k, v)
     if is_empty(q, k):  # nobody asks, or there is nothing to see
         return jnp.zeros(q.shape, q.dtype)
     call = window, scale, found
-    return _decode_attention(chosen(found, implementation), call, q, k, v, lengths)
+    return _decode_attention(chosen(found, implementation), call, q, k, v, lengths, table)
 
 
-def _kernel(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array) -> jax.Array:
+def _kernel(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,
+            table: jax.Array | None) -> jax.Array:  # fmt: skip
     from pallas_kernels.attention import direct, kernel
 
     window, scale, plan = call
     if isinstance(plan, direct.Plan):
-        return direct.attend(q, None, lengths, k, v, window=window, scale=scale, plan=plan)
-    return kernel.decode_attention(q, k, v, lengths, window=window, scale=scale, plan=plan)
+        return direct.attend(q, None, lengths, k, v, table, window=window, scale=scale, plan=plan)
+    return kernel.decode_attention(q, k, v, lengths, table, window=window, scale=scale, plan=plan)
 
 
-def _xla(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array) -> jax.Array:
+def _xla(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,
+         table: jax.Array | None) -> jax.Array:  # fmt: skip
     window, scale, _ = call
-    out = blockwise_attention(q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale)
+    out = blockwise_attention(
+        q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale, table=table
+    )
     return from_cache_basis(v, out[:, 0])
 
 
-def attend_at_once(
-    call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array
-) -> jax.Array:
+def attend_at_once(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,
+                   table: jax.Array | None) -> jax.Array:  # fmt: skip
     """The form that is differentiated: all keys in one block, since a loop whose length is known at
     run time has no transpose.  What no query sees is zeros: NaN there reaches no gradient."""
     window, scale, _ = call
-    position = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
+    capacity = capacity_of(k, table)
+    position = jnp.arange(capacity, dtype=jnp.int32)[None, :]
     seen = is_visible(lengths[:, None] - 1, position, window)[:, 0, :, None, None]
-    cache, (k, v) = v, (jnp.where(seen, floats(x, q.dtype), 0) for x in (k, v))
+    cache = v
+    k, v = (jnp.where(seen, load(x, 0, capacity, q.dtype, table), 0) for x in (k, v))
     out = blockwise_attention(
-        q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale, block=k.shape[1]
+        q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale, block=capacity
     )
     return from_cache_basis(cache, out[:, 0])
 
@@ -105,10 +124,16 @@ def attend_at_once(
 _decode_attention = Op("decode_attention", _xla, _kernel, derivative=attend_at_once)
 
 
-def plan(q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor) -> Plan | Reason:
+def plan(
+    q: jax.Array,
+    k: jax.Array | QTensor,
+    v: jax.Array | QTensor,
+    table: jax.Array | None = None,
+) -> Plan | Reason:
     """How a kernel computes the call: the one for one or two rows, or the one for many."""
     from pallas_kernels.attention import direct
     from pallas_kernels.attention import plan as many
+    from pallas_kernels.attention.pages import as_rows
 
     h = q.shape[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -132,7 +157,9 @@ def plan(q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor) -> Plan |
                 )
         if k.scale.shape != v.scale.shape:
             return Reason(f"k.scale {k.scale.shape} is not v.scale {v.scale.shape}")
-    return first_plan((q, k, n), direct.plan, many.plan)
+    if isinstance(rows := as_rows(k, table), Reason):
+        return rows
+    return first_plan((q, rows, n), direct.plan, many.plan)
 
 
 def decode_attention_reference(
@@ -143,12 +170,14 @@ def decode_attention_reference(
     *,
     window: int | None = None,
     scale: float | None = None,
+    table: jax.Array | None = None,
 ) -> jax.Array:
     """The definition in float32, every score of every row at once; never optimised."""
     batch, n, h = q.shape
     cache = v
-    k, v = (x if isinstance(x, jax.Array) else dequantize(x) for x in (k, v))
-    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    k, v = (floats(x, jnp.float32) for x in (k, v))
+    if table is not None:
+        k, v = (x[jnp.clip(table, 0, len(x) - 1)].reshape(batch, -1, *x.shape[2:]) for x in (k, v))
     capacity, n_kv = k.shape[1:3]
     position = jnp.arange(capacity, dtype=jnp.int32)[None, :]
     visible = position < lengths[:, None]
@@ -167,8 +196,10 @@ def decode_attention_reference(
     return from_cache_basis(cache, out.reshape(batch, n, h)).astype(q.dtype)
 
 
-def _check(q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, window: int | None) -> None:
-    sizes = check("decode_attention", _OPERANDS, q=q, k=k, v=v, lengths=lengths)
+def _check(q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None,
+           window: int | None) -> None:  # fmt: skip
+    lines = _OPERANDS if table is None else _OPERANDS | _PAGED
+    sizes = check("decode_attention", lines, q=q, k=k, v=v, lengths=lengths, table=table)
     if sizes["N"] % sizes["K"]:
         raise ValueError(
             f"decode_attention: q has {sizes['N']} heads on {sizes['K']} kv heads of k"

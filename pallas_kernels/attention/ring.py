@@ -40,14 +40,15 @@ class Ring:
 
     bases: addresses in device memory of the row's first token of keys and of values, at the team's
     first head.  last: the last token that may be read; past it that token is copied once more.
-    apart: tokens from one step of the team to its next.
+    apart: tokens from one step of the team to its next.  pages: where the tokens are scattered over
+    pages, and bases are the pool's; a copy then takes the entry for its step.
     """
 
     def __init__(self, plan, codes, *, heads, n_kv, members, member, lane, ring, barriers, bases,
-                 last, apart):  # fmt: skip
+                 last, apart, pages):  # fmt: skip
         self.depth, self.heads, self.n_kv, self.members = plan.depth, heads, n_kv, members
         self.member, self.lane, self.ring, self.barriers = member, lane, ring, barriers
-        self.bases, self.last, self.apart = bases, last, apart
+        self.bases, self.last, self.apart, self.pages = bases, last, apart, pages
         self.per_run = 2 * plan.tiles
         self.token_bytes = heads * codes.row_bytes  # of the team, in shared memory
         self.from_bytes = n_kv * codes.row_bytes  # in the cache
@@ -72,7 +73,7 @@ class Ring:
         at = (16 * self.depth if values else 0) + 8 * empty
         return p.add(self.barriers, p.mul(slot, 16), at)
 
-    def fill(self, token0, slot, values: bool) -> None:
+    def fill(self, token0, slot, values: bool, entry) -> None:
         """Copy this warp's runs of the step at ``token0``, a lane a run."""
         full = self.barrier(slot, values, False)
         mine = p.less(self.lane, RUNS)
@@ -86,11 +87,15 @@ class Ring:
             first = p.add(token0, p.mul(self.lane, self.per_run))
             size = self.per_run * self.token_bytes
             p.barrier_expect(full, size)
+            shift = self.pages.shift(token0, entry) if self.pages else None
+
+            def source_of(token):
+                token = p.add(token, shift) if self.pages else token
+                return p.offset_rows(self.bases[values], token, self.from_bytes)
 
             def tokens():
                 def one(i, _):
-                    token = p.smaller(p.add(first, i), self.last)
-                    source = p.offset_rows(self.bases[values], token, self.from_bytes)
+                    source = source_of(p.smaller(p.add(first, i), self.last))
                     at = p.add(to, p.mul(i, self.token_bytes))
                     p.copy_bulk(at, source, self.token_bytes, full)
                     return []
@@ -103,8 +108,7 @@ class Ring:
             whole = p.below(p.add(first, self.per_run - 2), self.last)
 
             def together():
-                source = p.offset_rows(self.bases[values], first, self.from_bytes)
-                p.copy_bulk(to, source, size, full)
+                p.copy_bulk(to, source_of(first), size, full)
 
             p.when(whole, together)
             p.when(p.at_most(self.last, p.add(first, self.per_run - 2)), tokens)
@@ -131,13 +135,13 @@ class Ring:
         empty = self.barrier(slot, values, True)
         p.when(p.less(self.lane, 1), lambda: p.barrier_arrive(empty))
 
-    def refill(self, token0, slot, parity, values: bool) -> None:
+    def refill(self, token0, slot, parity, values: bool, entry) -> None:
         """The step that follows ``depth`` steps after the one at ``token0``, into its slot."""
         token = p.add(token0, self.depth * self.apart)
 
         def go():
             p.barrier_wait(self.barrier(slot, values, True), parity)
-            self.fill(token, slot, values)
+            self.fill(token, slot, values, entry)
 
         p.when(p.at_most(token, self.last), go)
 
@@ -193,11 +197,13 @@ class Scales:
 
     keys, values: addresses of [scale | zero], each of the row's first token at the warp's head.
     adjust: (scale, zero or None, values?) -> the float32 numbers to be kept, as many.
+    pages: as the ring has them.
     """
 
-    def __init__(self, plan, codes: Codes, *, n_kv, lane, at, sources, last, adjust: Callable):
+    def __init__(self, plan, codes: Codes, *, n_kv, lane, at, sources, last, pages,
+                 adjust: Callable):  # fmt: skip
         self.codes, self.lane, self.at, self.sources = codes, lane, at, sources
-        self.last, self.adjust = last, adjust
+        self.last, self.pages, self.adjust = last, pages, adjust
         self.per_run = 2 * plan.tiles
         self.per_step = RUNS * self.per_run
         self.from_bytes = n_kv * codes.groups * codes.scale_size
@@ -215,12 +221,13 @@ class Scales:
                           p.shift_right(token, shift))  # fmt: skip
             yield token, p.add(self.at, p.mul(place, self.token_bytes))
 
-    def load(self, token0) -> list:
+    def load(self, token0, entry) -> list:
         """The words of the step at ``token0``."""
         loaded = []
         size = self.codes.groups * self.codes.scale_size
+        shift = self.pages.shift(p.smaller(token0, self.last), entry) if self.pages else 0
         for token, _ in self._rounds():
-            token = p.smaller(p.add(token0, token), self.last)
+            token = p.add(p.smaller(p.add(token0, token), self.last), shift)
             for source in (source for pair in self.sources for source in pair):
                 at = p.offset_rows(source, token, self.from_bytes)
                 loaded += [p.load_half(at)] if size == 2 else p.load_global(at, size // 4, cache="")

@@ -3,8 +3,8 @@
     q, k, v = rope_and_write(qkv, ..., slots);  out = decode_attention(q, k, v, slots + 1)
 
 Contract: those two ops', where a row sees all keys up to its new token's own.  A row whose slot is
-outside of [0, S) writes nothing and sees nothing: zeros.  A norm of q's and k's heads may come
-first (``norm_heads``).
+outside of [0, S), or on no page of the pool, writes nothing and sees nothing: zeros.  A norm of q's
+and k's heads may come first (``norm_heads``).
 
 For one or two rows of a 16-bit cache it is one kernel; for all others it is those ops.
 """
@@ -41,12 +41,14 @@ def rope_and_attend(
     norm: tuple[jax.Array, jax.Array, float] | None = None,
     window: int | None = None,
     scale: float | None = None,
+    table: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
     """``qkv [B, N + 2K, H]`` (heads of q, then k, then v) and a cache ``k, v [B, S, K, H]`` ->
     (heads ``[B, N, H]``, k, v with the new tokens).
 
-    cos, sin, slots: as ``rope_and_write`` takes them.  window, scale: as ``decode_attention`` does.
+    cos, sin, slots, table: as ``rope_and_write`` takes them.  window, scale: as
+        ``decode_attention`` does.
     norm: (weights ``[H]`` of q's heads, of k's, eps) of an RMSNorm of every head before RoPE.
     implementation: "mosaic" is the one kernel; None that, or the two ops with their own choices.
 
@@ -57,7 +59,7 @@ def rope_and_attend(
     Raises what the two ops raise; NotImplementedError when "mosaic" is asked for and the one kernel
     does not take the call.
     """
-    rope_cache.check_operands("rope_and_attend", qkv, cos, sin, k, v, slots)
+    rope_cache.check_operands("rope_and_attend", qkv, cos, sin, k, v, slots, table)
     if window is not None and window < 1:
         raise ValueError(f"rope_and_attend: window {window} is below 1")
     weights, eps, h = None, None, qkv.shape[-1]
@@ -66,48 +68,63 @@ def rope_and_attend(
         for name, weight in zip("qk", weights, strict=True):
             if weight.shape != (h,):
                 raise ValueError(f"rope_and_attend: norm of {name} {weight.shape} is not [{h}]")
-    find = functools.partial(plan, qkv, k, weights)
+    find = functools.partial(plan, qkv, k, weights, table)
     found = choose_plan("rope_and_attend", implementation, find, qkv, k, v)
     if found is not None:
         scale = h**-0.5 if scale is None else float(scale)
         choice, call = chosen(found, implementation), (window, scale, eps, found)
-        return _rope_and_attend(choice, call, qkv, cos, sin, k, v, slots, weights)
+        return _rope_and_attend(choice, call, qkv, cos, sin, k, v, slots, weights, table)
     if weights is not None and eps is not None:  # both or neither
         qkv = norm_heads(qkv, k.shape[2], weights, eps)
-    q, k, v = rope_cache.rope_and_write(qkv, cos, sin, k, v, slots, implementation=implementation)
-    seen = jnp.where((slots >= 0) & (slots < k.shape[1]), slots + 1, 0)
-    out = decode_attention(q, k, v, seen, window=window, scale=scale, implementation=implementation)
+    q, k, v = rope_cache.rope_and_write(
+        qkv, cos, sin, k, v, slots, table=table, implementation=implementation
+    )
+    if table is None:
+        inside = (slots >= 0) & (slots < k.shape[1])
+    else:
+        inside = rope_cache.place(k, slots[:, None], table)[0][:, 0] < k.shape[0]
+    out = decode_attention(
+        q, k, v, jnp.where(inside, slots + 1, 0), window=window, scale=scale, table=table,
+        implementation=implementation,
+    )  # fmt: skip
     return out, k, v
 
 
 def _kernel(call: _Static, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-            slots: jax.Array, weights: _Weights | None) -> _Result:  # fmt: skip
+            slots: jax.Array, weights: _Weights | None,
+            table: jax.Array | None) -> _Result:  # fmt: skip
     from pallas_kernels.attention import direct
 
     window, scale, eps, plan = call
     return direct.attend(
-        qkv, (cos, sin, *(weights or ())), slots, k, v, window=window, scale=scale, eps=eps,
+        qkv, (cos, sin, *(weights or ())), slots, k, v, table, window=window, scale=scale, eps=eps,
         plan=plan,
     )  # fmt: skip
 
 
 def _xla(call: _Static, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-         slots: jax.Array, weights: _Weights | None) -> _Result:  # fmt: skip
+         slots: jax.Array, weights: _Weights | None,
+         table: jax.Array | None) -> _Result:  # fmt: skip
     window, scale, eps, _ = call
     norm = None if weights is None or eps is None else (*weights, eps)
     return rope_and_attend(
-        qkv, cos, sin, k, v, slots, norm=norm, window=window, scale=scale, implementation="xla"
-    )
+        qkv, cos, sin, k, v, slots, norm=norm, window=window, scale=scale, table=table,
+        implementation="xla",
+    )  # fmt: skip
 
 
 _rope_and_attend = Op("rope_and_attend", _xla, _kernel)
 
 
 def plan(
-    qkv: jax.Array, k: jax.Array | QTensor, weights: Sequence[jax.Array] | None = None
+    qkv: jax.Array,
+    k: jax.Array | QTensor,
+    weights: Sequence[jax.Array] | None = None,
+    table: jax.Array | None = None,
 ) -> Plan | Reason:
     """How the one kernel computes the call."""
     from pallas_kernels.attention import direct
+    from pallas_kernels.attention.pages import as_rows
 
     if isinstance(k, QTensor):
         codes = jnp.dtype(k.dtype).name
@@ -117,9 +134,11 @@ def plan(
     for weight in weights or ():
         if weight.dtype != qkv.dtype:
             return Reason(f"a norm of heads with weights {weight.dtype.name}")
-    batch, capacity, n_kv, _ = k.shape
+    if isinstance(rows := as_rows(k, table), Reason):
+        return rows
+    batch, capacity, n_kv, _ = rows.shape
     group = qkv.shape[1] // n_kv - 2
-    found = direct.plan((qkv, k, group * n_kv))
+    found = direct.plan((qkv, rows, group * n_kv))
     if not isinstance(found, Reason):
         return found
     return Reason(

@@ -39,7 +39,10 @@ _OPERANDS = {
     "cos": "float32 [B, H / 2]",
     "sin": "float32 [B, H / 2]",
     "slots": "int32 [B]",
+    "table": "int32 [B, M+] ?",
 }
+# With a table k and v are pools of pages.
+_PAGED = {"k": "float|QTensor [P, page+, K+, H]", "v": "k|QTensor [P, page, K, H]"}
 
 
 def rope_and_write(
@@ -50,6 +53,7 @@ def rope_and_write(
     v: Cached,
     slots: jax.Array,
     *,
+    table: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, Cached, Cached]:
     """``qkv [B, N + 2K, H]`` (heads of q, then k, then v) and a cache ``k, v [B, S, K, H]`` ->
@@ -57,6 +61,9 @@ def rope_and_write(
 
     cos, sin: float32 ``[B, H / 2]``, the tables at each row's position.
     slots: int32 ``[B]``, where in its row of the cache each token goes.
+    table: int32 ``[B, M]``: k and v are pools of pages, ``[P, page, K, H]``, and a row's token t
+        goes to ``[table[b, t // page], t % page]``; S is M * page.  One whose entry is outside of
+        [0, P) goes nowhere.
     implementation: "xla", "mosaic" or None; see ``pallas_kernels.dispatch``.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
@@ -66,9 +73,9 @@ def rope_and_write(
     Raises ValueError naming the operand for a wrong shape or dtype; NotImplementedError when
     "mosaic" is asked for and has no kernel for the call.
     """
-    check_operands("rope_and_write", qkv, cos, sin, k, v, slots)
+    check_operands("rope_and_write", qkv, cos, sin, k, v, slots, table)
     found = choose_plan("rope_and_write", implementation, lambda: plan(qkv, k), qkv, k, v)
-    return _rope_and_write(chosen(found, implementation), None, qkv, cos, sin, k, v, slots)
+    return _rope_and_write(chosen(found, implementation), None, qkv, cos, sin, k, v, slots, table)
 
 
 def norm_heads(
@@ -94,14 +101,16 @@ def norm_heads(
 
 
 def _kernel(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-            slots: jax.Array) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
+            slots: jax.Array,
+            table: jax.Array | None) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
     from pallas_kernels.attention import rope_cache_kernel as rope_cache_mosaic
 
-    return rope_cache_mosaic.rope_and_write(qkv, cos, sin, k, v, slots)
+    return rope_cache_mosaic.rope_and_write(qkv, cos, sin, k, v, slots, table)
 
 
 def rotate_and_store(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-                     slots: jax.Array) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
+                     slots: jax.Array,
+            table: jax.Array | None) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
     """The XLA form."""
     n_kv = k.shape[2]
     n = qkv.shape[1] - 2 * n_kv
@@ -109,16 +118,18 @@ def rotate_and_store(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k:
     tables = cos[:, None], sin[:, None]
     q, new_k = rotate(q, *tables), rotate(new_k, *tables)
     q, new_k, new_v = to_cache_basis(k, q, new_k, new_v)
-    return q[:, 0], store(k, new_k, slots[:, None]), store(v, new_v, slots[:, None])
+    k, v = (store(x, new, slots[:, None], table) for x, new in ((k, new_k), (v, new_v)))
+    return q[:, 0], k, v
 
 
 _rope_and_write = Op("rope_and_write", rotate_and_store, _kernel)
 
 
 def check_operands(op: str, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
-                   slots: jax.Array) -> None:  # fmt: skip
+                   slots: jax.Array, table: jax.Array | None) -> None:  # fmt: skip
     """ValueError that names what ``rope_and_write`` cannot take."""
-    sizes = check(op, _OPERANDS, qkv=qkv, k=k, v=v, cos=cos, sin=sin, slots=slots)
+    lines = _OPERANDS if table is None else _OPERANDS | _PAGED
+    sizes = check(op, lines, qkv=qkv, k=k, v=v, cos=cos, sin=sin, slots=slots, table=table)
     heads, n_kv, h = sizes["N + 2K"], sizes["K"], sizes["H"]
     if heads < 3 * n_kv or heads % n_kv:
         raise ValueError(f"{op}: qkv {qkv.shape} is not [B, N + 2K, H] with N a multiple of the "
@@ -215,16 +226,26 @@ def unusual(kv: QTensor) -> str | None:
     return "a cache whose scales are not float32 without zero points"
 
 
-def store(kv: Cached, new: jax.Array, slots: jax.Array) -> Any:
+def store(kv: Cached, new: jax.Array, slots: jax.Array, table: jax.Array | None = None) -> Any:
     """``new[B, T, K, H]`` into ``kv[B, S, K, H]`` at ``slots[B, T]``; slots outside of [0, S) are
-    dropped."""
+    dropped.  table: as ``rope_and_write`` takes it."""
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
+    if table is not None:
+        rows, slots = place(kv, slots, table)
     if isinstance(kv, QTensor):
         return jax.tree.map(
             lambda o, n: _stored(o, rows, slots, n),
             kv, quantize_kv(new, jnp.dtype(kv.dtype).name),
         )  # fmt: skip
     return _stored(kv, rows, slots, new.astype(kv.dtype))
+
+
+def place(kv: Cached, slots: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(page, place in the page) of ``slots[B, T]``; page P where nothing is to be written."""
+    pages, page = kv.shape[:2]
+    entry = jnp.take_along_axis(table, slots // page, axis=1, mode="clip")
+    inside = (slots >= 0) & (slots < table.shape[1] * page) & (entry >= 0)
+    return jnp.where(inside, jnp.minimum(entry, pages), pages), slots % page
 
 
 def _stored(old: jax.Array, rows: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:

@@ -22,7 +22,9 @@ import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
+from pallas_kernels.attention.blockwise import capacity_of
 from pallas_kernels.attention.codes import hadamard_of_lanes
+from pallas_kernels.attention.pages import Pages, Paging
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
@@ -32,12 +34,13 @@ WARPS = 4
 _KIND = {"bfloat16": "bf16", "float16": "f16"}
 
 
-def _write(*refs, shape, dtype, groups, kind):
+def _write(*refs, shape, paging, dtype, groups, kind):
     batch, n, n_kv, h, capacity = shape
     quantized = dtype in CODES
-    qkv_ref, cos_ref, sin_ref, slots_ref, out_ref = refs[0], refs[1], refs[2], refs[3], refs[-1]
+    (qkv_ref, cos_ref, sin_ref, slots_ref), rest, out_ref = refs[:4], list(refs[4:-1]), refs[-1]
+    pages_ref = [rest.pop(0)] if paging else []
     arrays = 1 + quantized + (dtype == "int4")  # codes, scales, zero points
-    k_refs, v_refs = refs[4 : 4 + arrays], refs[4 + arrays : 4 + 2 * arrays]
+    k_refs, v_refs = rest[:arrays], rest[arrays:]
     heads, half = n + 2 * n_kv, h // 2
     runs = max(1, half // 64)  # of 64 features, two to a lane
 
@@ -50,6 +53,8 @@ def _write(*refs, shape, dtype, groups, kind):
     source = p.offset(p.offset(p.address(qkv_ref), unit, 2 * h), pair, 2)
     tables = [p.offset(p.offset(p.address(t), row, 4 * half), pair, 4) for t in (cos_ref, sin_ref)]
     (slot,) = p.load_global(p.offset(p.address(slots_ref), row, 4), 1)
+    pages = Pages(*pages_ref, row, paging) if paging else None
+    entry = pages.entry(slot) if pages else None
     raw = [
         p.load_global(source, 1, 2 * (part * half + 64 * r))[0]
         for part in range(2)
@@ -93,8 +98,12 @@ def _write(*refs, shape, dtype, groups, kind):
 
     def line(ref, first_head, size):
         """Where this warp's token and kv head lie in a cache of ``size`` bytes per head."""
-        base = p.offset(p.address(ref), row, capacity * n_kv * size)
-        base = p.offset(base, slot, n_kv * size)
+        base, token = p.address(ref), slot
+        if pages:
+            token = p.add(slot, pages.shift(slot, entry))
+        else:
+            base = p.offset(base, row, capacity * n_kv * size)
+        base = p.offset(base, token, n_kv * size)
         return p.offset(base, p.add(head, -first_head), size)
 
     def write_cache(of, first_head):
@@ -155,6 +164,8 @@ def _write(*refs, shape, dtype, groups, kind):
             p.store_byte(to, word) if bits == 4 else p.store_global_half(to, word)
 
     there = p.less(slot, capacity)
+    if pages:
+        there = arith.andi(there, pages.holds(entry))
     is_k = arith.andi(p.less(head, n + n_kv), arith.cmpi(arith.CmpIPredicate.uge, head, p.ci(n)))
     p.when(arith.andi(there, is_k), lambda: write_cache(k_refs, n))
     p.when(arith.andi(there, is_v), lambda: write_cache(v_refs, n + n_kv))
@@ -190,21 +201,21 @@ def _to_float16(x):
 @jax.jit
 def rope_and_write(
     qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: jax.Array | QTensor,
-    v: jax.Array | QTensor, slots: jax.Array,
+    v: jax.Array | QTensor, slots: jax.Array, table: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:  # fmt: skip
     """See ``pallas_kernels.attention.rope_cache``."""
     batch, heads, h = qkv.shape
-    _, capacity, n_kv, _ = k.shape
+    capacity, n_kv = capacity_of(k, table), k.shape[2]
     n = heads - 2 * n_kv
     groups = k.scale.shape[-1] if isinstance(k, QTensor) else 1
     body = functools.partial(
-        _write, shape=(batch, n, n_kv, h, capacity), dtype=jnp.dtype(k.dtype).name,
-        groups=groups, kind=_KIND[qkv.dtype.name],
+        _write, shape=(batch, n, n_kv, h, capacity), paging=Paging.of(k, table),
+        dtype=jnp.dtype(k.dtype).name, groups=groups, kind=_KIND[qkv.dtype.name],
     )  # fmt: skip
 
     def run(cache):
         return launch(
-            body, (qkv, cos, sin, slots, *jax.tree.leaves(cache)),
+            body, (qkv, cos, sin, slots, table, *jax.tree.leaves(cache)),
             jax.ShapeDtypeStruct((batch, n, h), qkv.dtype), name="rope_and_cache_write",
             grid=-(-batch * heads // WARPS), registers=True,
         )  # fmt: skip

@@ -6,6 +6,8 @@ cache yet, is taken from the projection and stored there by the tile that it bel
 and k's heads have a norm, the four lanes that share one sum its squares first; its weights, and the
 tables, are then read out of shared memory, because registers would not hold them.  Tokens past the
 row's end are the last one again.
+
+With a block table (``attention.pages``) a tile lies in a page, whose entry is loaded a tile ahead.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
 from pallas_kernels.attention.codes import Codes
+from pallas_kernels.attention.pages import Pages, Paging
 from pallas_kernels.attention.tile import TILE
 from pallas_kernels.fused_parts import floats, packed
 
@@ -28,18 +31,23 @@ def staged_floats(head_dim: int) -> int:
 class Source:
     """A lane's words of one kv head of a row; everything is emitted while a kernel is traced.
 
-    refs: q, [cos, sin, [norm of q, of k]], lengths or slots, leaves of k, leaves of v.  end: the
-    row's length.  Keys and values of a tile are (words of each token, its scales and zero points).
-    staged: (eps of the norm, shared memory of ``staged_floats``), or None.
+    refs: q, [cos, sin, [norm of q, of k]], lengths or slots, [table], leaves of k, leaves of v.
+    end: the row's length.  Keys and values of a tile are (words of each token, its scales and zero
+    points).  staged: (eps of the norm, shared memory of ``staged_floats``), or None.
     """
 
-    def __init__(self, refs, codes: Codes, shape, kind: str, row, head, lane, staged=None):
+    def __init__(
+        self, refs, codes: Codes, shape, paging: Paging | None, kind: str, row, head, lane,
+        staged=None,
+    ):  # fmt: skip
         self.codes, self.kind, self.row, self.head = codes, kind, row, head
         _, self.capacity, self.n_kv, self.n, self.h = shape
         self.g, self.quad = p.shift_right(lane, 2), p.masked(lane, 3)
         arrays = 1 + codes.quantized + codes.zeros  # codes, scales, zero points
         self.k, self.v = refs[-2 * arrays : -arrays], refs[-arrays:]
-        self.q, *self.tables, lengths = refs[: -2 * arrays]
+        self.q, *self.tables = refs[: -2 * arrays]
+        self.pages = Pages(self.tables.pop(), row, paging) if paging else None
+        lengths = self.tables.pop()
         self.eps, self.staged = staged or (None, None)
         if self.staged is not None:
             self.stage()
@@ -57,32 +65,56 @@ class Source:
             number = arith.select(self.there, p.add(number, 1), p.ci(0))
         self.end = p.larger(p.smaller(number, p.ci(self.capacity)), p.ci(0))
         self.last = p.larger(p.add(self.end, -1), p.ci(0))
+        if self.tables and self.pages:
+            self.there = arith.andi(self.there, self.pages.holds(self.pages.entry(self.slot)))
+            self.end = arith.select(self.there, self.end, p.ci(0))
 
-    def first(self, token0):
-        """Query, keys and values for a warp's first tile."""
-        keys, values = self.load_keys(token0), self.load_values(token0)
+    def first(self, token0, early: bool):
+        """Query, keys and values for a warp's first tile.  early: its place does not hang on the
+        row's length, nor should its page."""
+        if early and self.pages:
+            # Where it is past the end, any token of the row will do.
+            own, first = self.pages.entry(token0), self.pages.entry(p.ci(0))
+            entry = arith.select(p.at_most(token0, self.last), own, first)
+        else:
+            entry = self.entry(token0)
+        shift = self.shift(token0, entry)
+        keys, values = self.load_keys(token0, shift), self.load_values(token0, shift)
         if not self.tables:
             return self.raw_query, keys, values
         if self.staged is not None:
             p.copies_wait(0)
             p.barrier()
-        keys = self.with_new_key(token0, keys, self.new_key)
-        values = self.with_new_value(token0, values, self.new_value)
+        keys = self.with_new_key(token0, keys, shift, self.new_key)
+        values = self.with_new_value(token0, values, shift, self.new_value)
         return self.turned(self.raw_query, self.new_key[1], "q"), keys, values
 
-    def next_keys(self, token0):
-        keys = self.load_keys(token0)
-        return self.with_new_key(token0, keys) if self.tables else keys
+    def next_keys(self, token0, entry):
+        shift = self.shift(token0, entry)
+        keys = self.load_keys(token0, shift)
+        return self.with_new_key(token0, keys, shift) if self.tables else keys
 
-    def next_values(self, token0):
-        values = self.load_values(token0)
-        return self.with_new_value(token0, values) if self.tables else values
+    def next_values(self, token0, entry):
+        shift = self.shift(token0, entry)
+        values = self.load_values(token0, shift)
+        return self.with_new_value(token0, values, shift) if self.tables else values
 
     # --- the cache ---
 
-    def line(self, ref, token, size: int):
+    def entry(self, token0):
+        """Of the tile's page; None without a table."""
+        return self.pages.entry(p.smaller(token0, self.last)) if self.pages else None
+
+    def shift(self, token0, entry):
+        return self.pages.shift(p.smaller(token0, self.last), entry) if self.pages else None
+
+    def line(self, ref, token, size: int, shift):
         """A token's ``size`` bytes of this head."""
-        base = p.offset(p.address(ref), self.row, self.capacity * self.n_kv * size)
+        base = p.address(ref)
+        if shift is None:
+            base = p.offset(base, self.row, self.capacity * self.n_kv * size)
+        else:
+            token = p.add(token, shift)
         return p.offset_rows(p.offset(base, self.head, size), token, self.n_kv * size)
 
     def key_tokens(self, token0) -> list:
@@ -92,7 +124,7 @@ class Source:
         own = p.add(token0, p.mul(self.quad, 2))
         return [p.smaller(p.add(own, t % 2 + t // 2 * 8), self.last) for t in range(4)]
 
-    def load_keys(self, token0):
+    def load_keys(self, token0, shift):
         codes, tokens = self.codes, self.key_tokens(token0)
         at = p.mul(self.quad, codes.k_chunk)
         return [
@@ -100,16 +132,17 @@ class Source:
                 w
                 for j in range(codes.k_chunks)
                 for w in p.load_global(
-                    p.offset(self.line(self.k[0], t, codes.row_bytes), at),
+                    p.offset(self.line(self.k[0], t, codes.row_bytes, shift), at),
                     codes.k_chunk // 4, j * 4 * codes.k_chunk, cache=self.cache,
                 )
             ]
             for t in tokens
-        ], self.load_numbers(self.k, tokens)  # fmt: skip
+        ], self.load_numbers(self.k, tokens, shift)  # fmt: skip
 
-    def load_values(self, token0):
-        lines = [self.line(self.v[0], t, self.codes.row_bytes) for t in self.value_tokens(token0)]
-        numbers = self.load_numbers(self.v, self.key_tokens(token0))
+    def load_values(self, token0, shift):
+        size, tokens = self.codes.row_bytes, self.value_tokens(token0)
+        lines = [self.line(self.v[0], t, size, shift) for t in tokens]
+        numbers = self.load_numbers(self.v, self.key_tokens(token0), shift)
         return [self.value_words(at, self.cache) for at in lines], numbers
 
     def value_words(self, base, cache: str) -> list:
@@ -121,13 +154,13 @@ class Source:
             for w in p.load_global(base, codes.v_chunk // 4, j * 8 * codes.v_chunk, cache=cache)
         ]
 
-    def load_numbers(self, refs, tokens) -> list:
+    def load_numbers(self, refs, tokens, shift) -> list:
         """[token][scale, zero point] words."""
         size = self.codes.groups * self.codes.scale_size
         return [
             [
                 [p.load_half(at)] if size == 2 else p.load_global(at, size // 4)
-                for at in [self.line(ref, t, size) for ref in refs[1:]]
+                for at in [self.line(ref, t, size, shift) for ref in refs[1:]]
             ]
             for t in (tokens if self.codes.quantized else ())
         ]
@@ -236,21 +269,21 @@ class Source:
             for x in p.load_shared(at, 4, begin + 16 * i, "f32")
         ]  # fmt: skip
 
-    def with_new_key(self, token0, keys, loaded=None):
+    def with_new_key(self, token0, keys, shift, loaded=None):
         """loaded: by ``load_new_key``, where there are registers for it."""
         own, chunk = p.equal(p.masked(self.slot, 7), self.g), self.codes.k_chunk
 
         def new():
             return [w for part in self.turned(*(loaded or self.load_new_key()), "k") for w in part]
 
-        at = p.offset(
-            self.line(self.k[0], self.slot, self.codes.row_bytes), p.mul(self.quad, chunk)
-        )
+        at = self.line(self.k[0], self.slot, self.codes.row_bytes, shift)
+        at = p.offset(at, p.mul(self.quad, chunk))
         return self.with_new(token0, keys, self.key_tokens(token0), new, own, at, 4 * chunk)
 
-    def with_new_value(self, token0, values, loaded=None):
+    def with_new_value(self, token0, values, shift, loaded=None):
         own, chunk = p.less(self.quad, 1), self.codes.v_chunk
-        at = p.offset(self.line(self.v[0], self.slot, self.codes.row_bytes), p.mul(self.g, chunk))
+        at = self.line(self.v[0], self.slot, self.codes.row_bytes, shift)
+        at = p.offset(at, p.mul(self.g, chunk))
         return self.with_new(
             token0, values, self.value_tokens(token0), lambda: loaded or self.load_new_value(),
             own, at, 8 * chunk,

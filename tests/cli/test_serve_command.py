@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import contextlib
+import dataclasses
 import json
 import re
 import signal
@@ -10,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +23,10 @@ pytest.importorskip("httpx2")
 import httpx2 as httpx
 
 from jaxllama.bench.load_generator import Lengths
-from jaxllama.cli.main import main
+from jaxllama.cli.main import main, parser
+from jaxllama.serving.engine.options import EngineOptions
+from jaxllama.serving.engine.stats import Stats
+from jaxllama.serving.http import process as server_process
 from tests.helpers.http_server import client, serve, tiny_checkpoint
 from tests.helpers.models import LLAMA
 
@@ -98,6 +105,58 @@ def test_killed_restarted_drained(folder, capsys):
     assert {line["outcome"] for line in lines if "outcome" in line} == {"answered"}
     assert all({"time", "level", "request_id", "status", "seconds"} <= set(line) for line in lines)
     assert "Once" not in log.read_text(), "prompts are not logged"
+
+
+def test_names_origins_and_engine_options(folder):
+    flags = ["--slots", "2", "--max-len", "128", "--served-model-name", "tiny",
+             "--served-model-name", "other", "--allowed-origin", "https://page",
+             "--prefill-rows", "1", "--token-budget", "32", "--cache-tokens", "200",
+             "--memory-share", "0.5", "--page-size", "8", "--no-prefix-cache",
+             "--steps-per-call", "2"]  # fmt: skip
+    with serve(folder, *flags) as (_, url, _), client(url) as http:
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny", "other"]
+        ask = {"model": "other", "prompt": "ab", "max_tokens": 2}
+        reply = http.post("/v1/completions", json=ask, headers={"Origin": "https://page"})
+        assert reply.json()["model"] == "other"
+        assert reply.headers["access-control-allow-origin"] == "https://page"
+        page = http.get("/metrics").text
+        assert "jaxllama_cache_pages 25.0" in page
+        assert "jaxllama_cache_capacity_tokens 200.0" in page
+
+
+def test_every_engine_option_is_a_flag():
+    own = {"max_slots": "slots", "prefill_chunk": "chunk"}
+    dests = {action.dest for action in commands_of("serve")._actions}
+    for field in dataclasses.fields(EngineOptions):
+        assert own.get(field.name, field.name) in dests
+
+
+def commands_of(name: str):
+    [commands] = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    return commands.choices[name]
+
+
+def test_a_line_says_what_the_engine_does(monkeypatch, caplog):
+    """Every so often, and not where nothing happened."""
+    monkeypatch.setattr(server_process, "INTERVAL", 0.01)
+    none = dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0)
+    first = Stats(**{**none, "cache_capacity": 100, "finished": {}})
+    busy = dataclasses.replace(first, steps=5, prompt_tokens=80, prefix_hit_tokens=20,
+                               completion_tokens=40, running=3, waiting=1,
+                               cache_tokens=50)  # fmt: skip
+    told = iter([first, busy, *[busy] * 1000])
+
+    async def watch():
+        task = asyncio.create_task(server_process.report(SimpleNamespace(stats=lambda: next(told))))
+        await asyncio.sleep(0.2)
+        task.cancel()
+
+    with caplog.at_level("INFO", "jaxllama.serving"):
+        asyncio.run(watch())
+    [line] = [record.fields for record in caplog.records if record.message == "throughput"]
+    assert (line["running"], line["waiting"], line["cache_share"]) == (3, 1, 0.5)
+    assert line["prefix_hit_share"] == 0.25
+    assert line["prompt_tokens_per_s"] == pytest.approx(2 * line["output_tokens_per_s"], rel=0.01)
 
 
 CHILD = str(Path(__file__).parents[1] / "helpers" / "serve_child.py")

@@ -53,7 +53,10 @@ class FakeEngine:
             if len(self._live) >= self.options.max_queue:
                 raise QueueFull(len(self._live), 2.5)
             eos = () if request.ignore_eos else (self._eos,)
-            reader = OutputReader(self._tokenizer, eos, request.stop)
+            reader = OutputReader(
+                self._tokenizer, (*eos, *request.stop_token_ids), request.stop,
+                least=request.min_tokens, skip_special=request.skip_special_tokens,
+            )  # fmt: skip
             draw = random.Random(str((request.prompt, request.sampling.seed)))
             self._live[request.id] = (request, on_event, reader, draw, [])
             self.requests.append(request)
@@ -79,7 +82,7 @@ class FakeEngine:
 
     def stats(self) -> Stats:
         n = len(self._live)
-        return Stats(0, 0, n, 16, 0, 100, 0, 0, 0, 0, 0, dict(self.finished), 0, 0, 0)
+        return Stats(0, 0, n, 16, 0, 100, 0, 0, 0, 0, 0, 0, dict(self.finished), 0, 0, 0)
 
     def _loop(self) -> None:
         while True:
@@ -99,9 +102,7 @@ class FakeEngine:
         if len(tokens) == self.pause_at:
             self._changed.wait(0.01)
             return
-        token = draw.choice(b"abcdefghij ")
-        if len(tokens) == 40 and not request.ignore_eos:
-            token = self._eos
+        token = self._next(request, draw, len(tokens))
         tokens.append(token)
         _, text = reader.read([token])
         logprobs, top = (-draw.random(),), ()
@@ -114,6 +115,10 @@ class FakeEngine:
         else:
             self._emit(id, text=text, **event)
 
+    def _next(self, request: Request, draw: random.Random, index: int) -> int:
+        token = draw.choice(b"abcdefghij ")
+        return self._eos if index == 40 and not request.ignore_eos else token
+
     def _finish(self, id: str, reason: str, **event) -> None:
         if id in self._live:
             self.finished[reason] += 1
@@ -125,3 +130,14 @@ class FakeEngine:
         request, on_event, _, _, tokens = self._live[id]
         n = len(tokens)
         on_event(Event(id, prompt_tokens=len(request.prompt), completion_tokens=n, **event))
+
+
+class ScriptedEngine(FakeEngine):
+    """Every answer is what ``script`` makes of its prompt's text."""
+
+    script: Callable[[str], str] = staticmethod(lambda prompt: "")
+
+    def _next(self, request: Request, draw: random.Random, index: int) -> int:
+        prompt = self._tokenizer.decode(request.prompt, skip_special=False)
+        tokens = self._tokenizer.encode(self.script(prompt), add_special=False)
+        return tokens[index] if index < len(tokens) else self._eos

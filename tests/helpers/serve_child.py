@@ -1,6 +1,6 @@
 """``jaxllama serve`` with a fault built in: FAULT ARGUMENTS...
 
-step: the engine's third decode raises.  embedding: every text takes half a second.
+step: the engine's fourth step raises.  embedding: every text takes half a second.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from jaxllama.cli.main import main
 from jaxllama.serving.engine.runner import Runner
 from jaxllama.serving.http.embeddings import Embedder
 
-decode, calls = Runner.decode, itertools.count()
+run, calls = Runner.run, itertools.count()
 embed = Embedder.__call__
 
 
-def break_down(self, running, *rest):
+def break_down(self, *step):
     if next(calls) == 3:
         raise RuntimeError("the device is gone")
-    return decode(self, running, *rest)
+    return run(self, *step)
 
 
 def take_long(self, row):
@@ -31,7 +31,7 @@ def take_long(self, row):
 if __name__ == "__main__":
     fault, *words = sys.argv[1:]
     if fault == "step":
-        Runner.decode = break_down
+        Runner.run = break_down
     else:
         Embedder.__call__ = take_long
     sys.exit(main(words))

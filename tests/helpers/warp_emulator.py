@@ -32,6 +32,13 @@ def to_bytes(x) -> np.ndarray:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
+def from_bytes(raw: np.ndarray, like) -> jax.Array:
+    if like.dtype == jnp.int4:
+        nibbles = np.stack((raw << 4, raw & 0xF0), -1).view(np.int8) >> 4
+        return jnp.asarray(nibbles.reshape(like.shape), jnp.int4)
+    return jnp.asarray(raw.view(like.dtype).reshape(like.shape))
+
+
 class Block:
     """The threads that are there together: of one block, or of the ``blocks`` of a cluster, whose
     shared memories lie ``apart`` bytes from one another."""
@@ -176,6 +183,15 @@ def _permute(a, b, selector):
     ).view(U32)[:, 0]
 
 
+def _convert(code, *x, **_):
+    if code.startswith("cvt.rni.s32.f32"):
+        return np.rint(x[0]).astype(np.int32).view(U32)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in code
+    limit = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+    pair = np.clip(np.stack(x, 1), -limit, limit).astype(ml_dtypes.float8_e4m3fn)
+    return pair.view(np.uint16)[:, 0].astype(U32)
+
+
 def _modules(block: Block):
     def number(x):
         return block.c(x) if isinstance(x, int) else x
@@ -264,6 +280,8 @@ def _modules(block: Block):
             base, n, at, kind_of(kind)),
         store_global=lambda base, values, at=0: block.store(base, values, at),
         store_global_half=lambda base, half: block.store(base, [half.astype(np.uint16)]),
+        store_byte=lambda base, word: block.store(base, [word.astype(np.uint8)]),
+        ptx=_convert, i32=lambda: None,
         load_half=lambda base, at=0: block.load(base, 1, at, U32)[0] & U32(0xFFFF),
         load_shared=lambda base, n, at=0, kind="b32": block.load(base, n, at, kind_of(kind)),
         load_float=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
@@ -286,8 +304,8 @@ def _modules(block: Block):
         shli=lambda x, k: x << k, divui=lambda x, k: x // k, remui=lambda x, k: x % k,
         addi=lambda x, y: x + y, subi=lambda x, y: x - y, muli=lambda x, y: x * y, select=np.where,
         addf=np.add, subf=np.subtract, mulf=np.multiply, negf=np.negative,
-        cmpi=lambda predicate, x, y: x == y, CmpIPredicate=SimpleNamespace(eq=None),
-        cmpf=lambda predicate, x, y: predicate(x, y),
+        cmpi=lambda predicate, x, y: predicate(x, y), cmpf=lambda predicate, x, y: predicate(x, y),
+        CmpIPredicate=SimpleNamespace(eq=np.equal, uge=np.greater_equal),
         CmpFPredicate=SimpleNamespace(OEQ=np.equal, OGT=np.greater),
     )  # fmt: skip
     return {"p": p, "arith": arith}
@@ -337,11 +355,11 @@ def emulated(*modules):
             for start, x, old in zip(starts, operands, data, strict=False):
                 if not isinstance(x, jax.Array):  # a reference, to memory that may be written
                     raw = block.memory[start : start + len(old)]
-                    x[...] = jnp.asarray(raw.view(x.dtype).reshape(x.shape))
+                    x[...] = from_bytes(raw, x)
             done = []
             for start, o in zip(starts[len(data) :], outs, strict=False):
                 raw = block.memory[start : start + math.prod(o.shape) * o.dtype.itemsize]
-                done.append(jnp.asarray(raw.view(o.dtype).reshape(o.shape)))
+                done.append(from_bytes(raw, o))
             return done[0] if hasattr(out_type, "shape") else type(out_type)(done)
 
         return run

@@ -15,13 +15,13 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel, pad_rows
 from jaxllama.model.attention import quotas, sparse_decode
 from jaxllama.model.cache import KVCache, init_cache
+from jaxllama.model.decoder import forward
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.planner.trial import random_run
 from jaxllama.offload.policy import Policy
 from jaxllama.sampling import Sampling
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.request import Request
-from jaxllama.serving.engine.slots import fill_new
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA, params_of, relative_error
 
@@ -75,7 +75,7 @@ def test_every_way_gives_the_same_tokens(tmp_path, sparsity, dtype):
     assert tokens(off, None) == want
     engine = Engine(
         lm, max_slots=2, max_len=44, kv_dtype=dtype, prefill_chunk=8, steps_per_call=3,
-        cache_tokens=44, prefix_block=4,
+        cache_tokens=44, page_size=4,
     )  # fmt: skip
     requests = [Request(f"{i}", tuple(p), NEW, Sampling()) for i, p in enumerate(PROMPTS)]
     events = engine.generate(requests)
@@ -93,7 +93,8 @@ def test_what_was_generated_is_filled_as_it_was_generated():
     )
     rows = [p + o[:-1] for p, o in zip(PROMPTS, state.tokens.tolist(), strict=True)]
     whole, totals = pad_rows(rows, 64)
-    cache = fill_new(cfg, params, "float32", whole, totals, lengths)
+    written = jnp.arange(64, dtype=jnp.int32) >= lengths[:, None]
+    _, cache = forward(cfg, params, whole, totals, init_cache(cfg, 3, 64), lengths, sparse=written)
     for got, want in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(state.cache.layers)):  # noqa: B905
         for row, n in enumerate(map(len, rows)):
             assert relative_error(got[row, :n], want[row, :n]) < 1e-5

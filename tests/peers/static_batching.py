@@ -27,7 +27,7 @@ import numpy as np
 import jaxllama as jl
 from jaxllama.serving.engine import slots as device
 from jaxllama.serving.engine.request import Request
-from jaxllama.serving.engine.scheduler import Fill
+from jaxllama.serving.engine.scheduler import Fill, Plan
 from jaxllama.serving.engine.scheduler import Sequence as Row
 
 HEAD = """\
@@ -72,19 +72,23 @@ def static(engine: jl.Engine, load: Sequence[Request], width: int) -> dict[str, 
     tokens: dict[str, list[int]] = {}
     for begin in range(0, len(load), slots):
         rows = [Row(request, index, 0.0) for index, request in enumerate(load[begin:][:slots])]
-        running = dict(enumerate(rows))
-        for slot, row in running.items():
+        scheduler = engine.scheduler
+        for slot, row in enumerate(rows):
             row.slot = slot
-        runner.fit(running, rows)
-        runner.fill([Fill(row, 0, row.to_fill) for row in rows])
-        runner.start(rows)
-        longest = max(row.request.max_new_tokens for row in rows)
-        keep = np.arange(runner.slots.size) < len(rows)
+            tokens_of = len(row.request.prompt) + row.request.max_new_tokens
+            assert scheduler.pages.grow(row.held, scheduler.pages.need(tokens_of))
+        fills = [Fill(row, 0, row.to_fill) for row in rows]
+        runner.run(Plan([], rows, fills, rows, {}, 0), {}, scheduler).result()
+        orders = np.full((slots, 3 + engine.options.more_pages), device.NOBODY, np.int32)
+        orders[: len(rows), 0] = np.arange(len(rows))
         runner.slots, written, _ = device.decode(
             runner.cfg, runner.params, runner.slots,
-            device.make_orders(keep, steps=longest, level=0, wants_top=False, wanted=0),
-            runner._no_masks[len(keep)], runner._stop_ids, width=width,
+            device.make_orders(orders, level=0, wants_top=False, wanted=0),
+            runner._no_masks[slots], runner._stop_ids, n=slots, width=width,
         )  # fmt: skip
+        for row in rows:
+            scheduler.pages.release(row.held)
+            runner.drop(row)
         for row, (n, *numbers) in zip(rows, np.asarray(written).tolist(), strict=False):
             tokens[row.request.id] = numbers[:n]
     return tokens
@@ -131,7 +135,7 @@ def main() -> None:
     lm = jl.load(args.model, quantize=args.quantize, random=args.random)
     engine = jl.Engine(
         lm, max_slots=args.slots, max_len=args.prompt + 8 * args.mean, kv_dtype=args.kv_dtype,
-        max_queue=args.requests, prefix_blocks=0, prefill_chunk=min(args.prompt, 512),
+        max_queue=args.requests, prefix_cache=False, prefill_chunk=min(args.prompt, 512),
         prefill_rows=args.prefill_rows, steps_per_call=args.steps_per_call,
     )  # fmt: skip
     engine.warm_up()

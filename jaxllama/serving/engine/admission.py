@@ -7,7 +7,7 @@ from typing import Any
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.sampling import Sampling
-from jaxllama.serving.engine.grammar import GrammarCompiler, Matcher
+from jaxllama.serving.engine.grammar import AtLeast, GrammarCompiler, Matcher
 from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.engine.request import Request
 from jaxllama.serving.engine.scheduler import Scheduler
@@ -22,8 +22,8 @@ class Admission:
         self._grammars = GrammarCompiler(lm.tokenizer, cfg.vocab_size, cfg.eos_token_ids)
 
     def check(self, request: Request) -> Matcher | None:
-        """The matcher of its grammar, if it has one.  JaxLlamaError, which names the limit, for
-        what can never run."""
+        """The matcher of its grammar or least length, if it has one.  JaxLlamaError, which names
+        the limit, for what can never run."""
         cfg, n_prompt = self._cfg, len(request.prompt)
         for token in request.prompt:
             if not 0 <= token < cfg.vocab_size:
@@ -40,7 +40,12 @@ class Admission:
         self._adapter(request.adapter)
         self._scheduler.check(request)
         _check_sampling(request.sampling, cfg.vocab_size)
-        return None if request.grammar is None else self._grammars.matcher(request.grammar)
+        matcher = None if request.grammar is None else self._grammars.matcher(request.grammar)
+        if not request.min_tokens:
+            return matcher
+        ends = {*cfg.eos_token_ids, *request.stop_token_ids}
+        known = [token for token in ends if 0 <= token < cfg.vocab_size]
+        return AtLeast(matcher, known, request.min_tokens, cfg.vocab_size)
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:

@@ -6,7 +6,8 @@
     engine.drain(); engine.stop()
 
 or, without a thread, ``submit`` and then ``step`` until it returns False.  A step is: take what
-came in, end what is overdue or cancelled, let the scheduler plan, prefill, insert, decode, read.
+came in, end what is overdue or cancelled, let the scheduler plan, hand it to the runner (admit,
+fill, decode), read what the step before has written.
 
 Contract.  A request's tokens are those that ``lm.generate`` gives it alone, whatever else runs and
 in whatever order (up to rounding: other shapes add in other orders; the very same bits where the
@@ -17,8 +18,10 @@ request with an "error" and nothing else; what a step itself raises ends the eng
 requests and cancellations at the same steps give the same bits: with a ``state`` folder everything
 that comes in is written to its ``journal``, and ``restore`` does it again.
 
-What rows have written that go on is decoded to text and told after the next decode has been handed
-to the device, which works meanwhile; what may end an answer is read before anything is planned.
+A step is planned and handed to the device before the one before has been read, which is read, made
+text and told while the device works: what ends on the device (stop tokens, limits) is then not
+decoded further, what ends here (stop strings, cancellations) writes once more and is not read, and
+only rows under a grammar wait for themselves.
 
 Parameters on a mesh (``parallel``) make an engine on that mesh: a device holds its heads of every
 cache.  Left out: several processes behind one engine, beam search, speculative decoding.
@@ -35,12 +38,17 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.model import OffloadedModel
+from jaxllama.parallel.collectives import MODEL_AXIS
+from jaxllama.parallel.mesh import mesh_of
 from jaxllama.serving.engine import history
 from jaxllama.serving.engine.admission import Admission
 from jaxllama.serving.engine.grammar import Matcher
@@ -48,8 +56,8 @@ from jaxllama.serving.engine.inbox import Inbox
 from jaxllama.serving.engine.options import EngineOptions
 from jaxllama.serving.engine.output import Live, OnEvent, OutputReader
 from jaxllama.serving.engine.request import EngineFailed, Event, FinishReason, QueueFull, Request
-from jaxllama.serving.engine.runner import Runner
-from jaxllama.serving.engine.scheduler import Scheduler, Sequence
+from jaxllama.serving.engine.runner import Drawn, Runner, Written
+from jaxllama.serving.engine.scheduler import Plan, Scheduler, Sequence
 from jaxllama.serving.engine.stats import Stats, count
 from jaxllama.serving.journal import Entry
 
@@ -78,23 +86,24 @@ class Engine:
         self.lm = lm
         self.failure: str | None = None
         options = {"deterministic": lm.deterministic, **options}
-        self.options = EngineOptions(**options).resolve(cfg, lm.dtype)
+        mesh = mesh_of(lm.params)
+        devices = 1 if mesh is None else mesh.shape[MODEL_AXIS]
+        self.options = EngineOptions(**options).resolve(cfg, lm.dtype, devices)
         self.runner = Runner(cfg, lm.params, self.options, lm.adapters)
         self.scheduler = Scheduler(
             max_slots=self.options.max_slots,
-            cache_tokens=self.options.cache_tokens,
+            pages=self.runner.pages,
             chunk=self.options.prefill_chunk,
             token_budget=self.options.token_budget,
             widths=self.options.widths,
             steps_per_call=self.options.steps_per_call,
-            lanes=self.options.lanes,
             recompute=not self.options.deterministic,
-            lookup=self._admit,
+            may_share=self.runner.may_share,
         )
         self.admission = Admission(lm, self.options, self.scheduler)
         self._observe = observe or (lambda name, seconds: None)
         self.live: dict[str, Live] = {}
-        self._untold: list[Live] = []
+        self._decoding: tuple[Plan, Future[Drawn | None]] | None = None
         self.counts: collections.Counter[str] = collections.Counter()
         self.arrivals = 0
         self.steps = 0
@@ -158,60 +167,59 @@ class Engine:
             return True
 
     def _run(self) -> None:
-        scheduler, runner = self.scheduler, self.runner
+        scheduler = self.scheduler
         plan = scheduler.plan()
-        for sequence in plan.preempted:
-            runner.drop(sequence)
-            self.counts["preemptions"] += 1
-        scheduler.move(runner.fit(scheduler.running, plan.started))
-        runner.prefill(plan.fills, plan.started)
-        if not plan.steps:
-            self._tell()
-            return
+        self.counts["preemptions"] += len(plan.preempted)
+        self._admitted(plan.admitted)
+        masks = self._masks(plan)
+        before = self._decoding
+        self._decoding = plan, self.runner.run(plan, masks, scheduler)
+        if before is not None:
+            self._take(*before)
+        if not plan.budgets:
+            self._take(*self._decoding)
+            self._decoding = None
+
+    def _masks(self, plan: Plan) -> dict[Sequence, np.ndarray]:
         masks = {}
-        for slot, sequence in list(scheduler.running.items()):
+        for sequence in list(plan.budgets):
             live = self.live[sequence.request.id]
             if live.matcher is not None:
                 try:
-                    masks[slot] = live.matcher.mask()
+                    masks[sequence] = live.matcher.mask()
                 except Exception as error:
                     live.error = error
+                    sequence.ahead -= plan.budgets.pop(sequence)
                     self._end(sequence.request.id, "error")
-        running = dict(scheduler.running)
-        decoding = runner.decode(running, masks, plan.steps, plan.wanted)
-        try:
-            self._tell()
-        finally:  # nobody may touch the runner before
-            written = decoding.result()
-        now = time.monotonic()
-        for slot, sequence in running.items():
-            if written[slot].tokens:
-                live = self.live[sequence.request.id]
-                if live.accept(written[slot], now):
-                    self._untold.append(live)
-                else:
-                    self._read(live)
+        return masks
 
-    def _tell(self) -> None:
-        untold, self._untold = self._untold, []
-        for live in untold:
-            self._read(live)
-
-    def _admit(self, sequence: Sequence) -> int:
-        cached = self.runner.lookup(sequence)
-        if not sequence.output:
-            sequence.cached = cached
-            self.counts["prefix_hit_tokens"] += cached
-            self._observe("queue", time.monotonic() - sequence.submitted)
-        return cached
-
-    def _read(self, live: Live) -> None:
-        """Hand on what a row has written, if it has not been."""
-        if live.unread is None or live.error is not None:
+    def _take(self, plan: Plan, running: Future[Drawn | None]) -> None:
+        """What a step has written, waited for, while the next one runs."""
+        drawn = running.result()
+        if drawn is None:
             return
-        now = live.unread.time
+        written = self.runner.read(drawn)
+        now = time.monotonic()
+        for sequence, steps in plan.budgets.items():
+            sequence.ahead -= steps
+            live = self.live.get(sequence.request.id)
+            # It may have ended meanwhile, and another may have its name.
+            if live is not None and live.sequence is sequence and written[sequence].tokens:
+                self._read(live, written[sequence], now)
+
+    def _admitted(self, newcomers: list[Sequence]) -> None:
+        now = time.monotonic()
+        for sequence in newcomers:
+            if not sequence.output:
+                self.counts["prefix_hit_tokens"] += sequence.cached
+                self._observe("queue", now - sequence.submitted)
+
+    def _read(self, live: Live, written: Written, now: float) -> None:
+        """Hand on what a row has written."""
+        if live.error is not None:
+            return
         try:
-            news = live.read()
+            news = live.read(written)
         except Exception as error:
             self._blame(live, error)
             return
@@ -229,13 +237,12 @@ class Engine:
             self._end(live.sequence.request.id, live.reason, **news)
 
     def _blame(self, live: Live, error: Exception) -> None:
-        """A request's own work has raised: the next step ends it (rows may be decoding now)."""
+        """A request's own work has raised: the next step ends it."""
         live.error = error
         self.cancel(live.sequence.request.id)
 
     def _end(self, request_id: str, reason: FinishReason, **event: Any) -> None:
         live = self.live[request_id]
-        self._read(live)
         self.scheduler.finish(live.sequence)
         self.runner.drop(live.sequence)
         if live.reason is None and live.error is None:
@@ -287,7 +294,10 @@ class Engine:
     def _follow(self, sequence: Sequence, on_event: OnEvent, matcher: Matcher | None) -> Live:
         request = sequence.request
         eos = () if request.ignore_eos else self.lm.config.eos_token_ids
-        reader = OutputReader(self.lm.tokenizer, eos, request.stop)
+        reader = OutputReader(
+            self.lm.tokenizer, (*eos, *request.stop_token_ids), request.stop,
+            least=request.min_tokens, skip_special=request.skip_special_tokens,
+        )  # fmt: skip
         live = Live(sequence, on_event, reader, matcher, sequence.submitted)
         self.live[request.id] = live
         return live

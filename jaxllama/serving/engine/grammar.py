@@ -9,6 +9,7 @@ Left out: tokens forced by the grammar are drawn one by one like the others.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,8 @@ class GrammarCompiler:
         try:
             if grammar.kind == "regex":
                 source = library.grammar_from_regex(grammar.source)
+            elif grammar.kind == "lark":
+                source = _lark(grammar.source)
             else:
                 # One spelling of the space between tokens: a weak model would go on with blanks.
                 source = library.grammar_from_json_schema(
@@ -94,6 +97,36 @@ class Matcher:
             raise JaxLlamaError(f"grammar: {_one_line(self._matcher.get_error())}")
 
 
+class AtLeast(Matcher):
+    """A matcher that keeps a request from its stop tokens until it has ``least`` tokens, or until
+    its grammar, if it has one, allows nothing else."""
+
+    def __init__(
+        self, inner: Matcher | None, stop_ids: Sequence[int], least: int, vocab_size: int
+    ) -> None:
+        self._inner, self._left = inner, least
+        self._all = np.full(-(-vocab_size // 32), 2**32 - 1, np.uint32)
+        self._unstopped = self._all.copy()
+        for token in stop_ids:
+            self._unstopped[token // 32] &= ~np.uint32(1 << token % 32)
+
+    def mask(self) -> np.ndarray:
+        allowed = self._all if self._inner is None else self._inner.mask()
+        if self._left <= 0:
+            return allowed
+        unstopped = allowed & self._unstopped
+        return unstopped if unstopped.any() else allowed
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self._left -= len(tokens)
+        if self._inner is not None:
+            self._inner.read(tokens)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._inner is not None and self._inner.is_complete
+
+
 class _Vocabulary:
     """What llguidance asks of a tokenizer."""
 
@@ -113,6 +146,22 @@ class _Vocabulary:
     def __call__(self, text: str | bytes) -> list[int]:
         text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         return self._tokenizer.encode(text, add_special=False)
+
+
+def _lark(source: str) -> str:
+    """As the library takes it; GBNF is understood too."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    several = {"grammars": [{"lark_grammar": source}]}
+    if source.startswith('{"grammars"'):
+        several = json.loads(source)
+    for grammar in several["grammars"]:
+        if "lark_grammar" in grammar:
+            try:
+                grammar["lark_grammar"] = any_to_lark(grammar["lark_grammar"])
+            except Exception as error:  # the library has no type for it that is public
+                raise ValueError(error) from None
+    return json.dumps(several)
 
 
 def _one_line(error: object) -> str:

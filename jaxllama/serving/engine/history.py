@@ -19,7 +19,7 @@ import numpy as np
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.lora import factors
-from jaxllama.serving.engine.options import ResolvedOptions
+from jaxllama.serving.engine.options import EngineOptions, ResolvedOptions
 from jaxllama.serving.journal import Entry, Journal
 
 
@@ -29,7 +29,9 @@ def begin(folder: str | Path, lm: LanguageModel, options: ResolvedOptions) -> Jo
     if journal.history():
         journal.close()
         raise JaxLlamaError(f"{folder}: another engine's journal: Engine.restore goes on")
-    header = {"model": _fingerprint(lm), "options": dataclasses.asdict(options)}
+    asked = [field.name for field in dataclasses.fields(EngineOptions)]
+    sizes = {name: getattr(options, name) for name in asked}
+    header = {"model": _fingerprint(lm), "options": sizes}
     journal.accept(None, "options", 0, json.dumps(header))
     return journal
 

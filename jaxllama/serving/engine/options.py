@@ -12,34 +12,37 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.cache import QUANTIZED_CACHE
+from jaxllama.model.cache import QUANTIZED_CACHE, KVCache, init_pages
+from pallas_kernels.qtensor import tree_bytes
 
-DEFAULT_MAX_LEN = 1024
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED_CACHE)
-# Tokens that several prompts are prefilled at once with: enough to fill a GPU, and a short stall
-# for those who decode.
+# Tokens that prompts are prefilled with at once: enough to fill a GPU, and a short stall for those
+# who decode.
 PREFILL_TOKENS = 2048
+# Of the host's memory for the cache, where nothing is asked for.
+CPU_CACHE_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
     """None: ``resolve`` chooses.  Raises JaxLlamaError naming an option that is no such number.
 
-    max_slots: requests that run at once.  max_len: tokens of a request, prompt and answer.
+    max_slots: requests that run at once.  max_len: tokens of a request, prompt and answer; the
+    model's context by default, if the cache holds it.
     kv_dtype: of the cache, as for ``init_cache``; the activations' by default.
-    prefill_chunk: tokens of a prompt between two decode steps; 64 on a CPU, else 512, at most
+    cache_tokens: that the cache holds, of all requests together and of prefixes that are known; at
+        least max_len.  By default what memory_share leaves; on a CPU 1 GiB of them, and no more
+        than the slots can use.
+    memory_share: of a GPU's memory that weights, cache and work may take together.
+    page_size: tokens in a page of the cache; 16 on a CPU, else 64, at most prefill_chunk.
+    prefix_cache: requests begin with what others have left in the cache.
+    prefill_chunk: tokens of a prompt between two decode steps; 64 on a CPU, else 2048, at most
         max_len.
     prefill_rows: prompts that fit one chunk are prefilled so many at a time, long ones fewer
         (``rows``); 1 on a CPU, else a 32nd of the slots.
     token_budget: tokens of prompts, with their padding, between two decode steps, at least a chunk;
         by default those of one prefill call.
-    cache_tokens: that all admitted requests may hold together, at least max_len; all that the slots
-        have by default.
-    prefix_block: tokens in a block of the prefix cache; 16, with GLA layers prefill_chunk.
-    prefix_blocks: in the pool; as much memory as half the slots by default, 0 is no prefix cache.
     max_queue: waiting requests.
-    lanes: prompts that are worked on at once because they are longer than a chunk or begin with
-        what the prefix cache has; each is a row of max_len tokens beside the slots'.  2 by default.
     steps_per_call: most tokens a row writes between two looks of the host (streams then move by so
         many); 4 by default.  A look costs an H200 about 2 ms: where throughput is all, take 16
         steps, and an eighth of the slots as prefill_rows.
@@ -53,123 +56,143 @@ class EngineOptions:
     max_slots: int = 16
     max_len: int | None = None
     kv_dtype: str | None = None
+    cache_tokens: int | None = None
+    memory_share: float = 0.9
+    page_size: int | None = None
+    prefix_cache: bool = True
     prefill_chunk: int | None = None
     prefill_rows: int | None = None
     token_budget: int | None = None
-    cache_tokens: int | None = None
-    prefix_block: int | None = None
-    prefix_blocks: int | None = None
     max_queue: int = 256
     steps_per_call: int | None = None
-    lanes: int | None = None
     deterministic: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            # A request is a prompt of one token and an answer of one.
-            least = {"prefix_blocks": 0, "max_len": 2}.get(field.name, 1)
-            if field.name in ("kv_dtype", "deterministic") or (
-                value is None and field.default is None
-            ):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise JaxLlamaError(f"{field.name} = {value!r}: must be a whole number >= {least}")
-        if not isinstance(self.deterministic, bool):
-            raise JaxLlamaError(f"deterministic = {self.deterministic!r}: must be true or false")
+            if field.type == "bool":
+                if not isinstance(value, bool):
+                    raise JaxLlamaError(f"{field.name} = {value!r}: must be true or false")
+            elif field.type == "float":
+                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                    raise JaxLlamaError(f"{field.name} = {value!r}: must be a number")
+            elif field.name != "kv_dtype" and not (value is None and field.default is None):
+                # A request is a prompt of one token and an answer of one.
+                least = 2 if field.name == "max_len" else 1
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    raise JaxLlamaError(
+                        f"{field.name} = {value!r}: must be a whole number >= {least}"
+                    )
+        if not 0 < self.memory_share <= 1:
+            raise JaxLlamaError(f"memory_share = {self.memory_share}: must be in (0, 1]")
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", _cache_dtype(self.kv_dtype))
 
-    def resolve(self, cfg: ModelConfig, dtype: jnp.dtype) -> ResolvedOptions:
-        """Every None replaced.  Raises JaxLlamaError for sizes that do not go together."""
-        max_len = self.max_len or min(DEFAULT_MAX_LEN, cfg.max_position)
-        if max_len > cfg.max_position:
+    def resolve(self, cfg: ModelConfig, dtype: jnp.dtype, devices: int = 1) -> ResolvedOptions:
+        """Every None replaced.  devices: that a token's keys and values are split over.  Raises
+        JaxLlamaError for sizes that do not go together."""
+        if self.max_len is not None and self.max_len > cfg.max_position:
             raise JaxLlamaError(
-                f"max_len = {max_len}: {cfg.name} has a context of {cfg.max_position}"
+                f"max_len = {self.max_len}: {cfg.name} has a context of {cfg.max_position}"
             )
         on_cpu = jax.default_backend() == "cpu"
-        chunk = self.prefill_chunk or min(64 if on_cpu else 512, max_len)
-        fixed = "gla" in cfg.layer_types or self.deterministic
-        block = self.prefix_block or (chunk if fixed else math.gcd(16, chunk))
-        blocks = self.prefix_blocks
-        if cfg.rope.scaling == "dynamic":
-            if blocks:
-                raise JaxLlamaError(
-                    f"prefix_blocks = {blocks}: must be 0, as keys of dynamic RoPE depend on the "
-                    "length of the whole prompt"
-                )
-            blocks = 0
-        if blocks is None:
-            per_row = 1 if set(cfg.layer_types) == {"gla"} else max_len // block
-            blocks = max(self.max_slots * per_row // 2, 1)
+        kv_dtype = self.kv_dtype or jnp.dtype(dtype).name
+        tokens = self.cache_tokens or self._affordable(cfg, kv_dtype, devices)
+        share = tokens // self.max_slots if self.deterministic else tokens
+        max_len = self.max_len or max(min(cfg.max_position, share), 2)
+        chunk = self.prefill_chunk or min(64 if on_cpu else 2048, max_len)
+        has_gla, is_dynamic = "gla" in cfg.layer_types, cfg.rope.scaling == "dynamic"
+        page = self.page_size or min(16 if on_cpu else 64, chunk)
+        if self.page_size is None and (has_gla or self.deterministic):
+            page = math.gcd(page, chunk)
+        row_pages = -(-max_len // page)
+        if self.cache_tokens is None:
+            most = self.max_slots * row_pages * page
+            tokens = max(most if on_cpu or self.deterministic else tokens, row_pages * page)
         rows = 1 if on_cpu or self.deterministic else max(self.max_slots // 32, 1)
         if self.token_budget is not None:
             rows = min(rows, max(self.token_budget // _widths(chunk)[0], 1))
         rows = self.prefill_rows or rows
         call = max(width * _rows(rows, width) for width in _widths(chunk))
+        prefix_cache = self.prefix_cache and not is_dynamic
         resolved = ResolvedOptions(
             max_slots=self.max_slots,
             max_len=max_len,
-            kv_dtype=self.kv_dtype or jnp.dtype(dtype).name,
+            kv_dtype=kv_dtype,
+            cache_tokens=-(-tokens // page) * page,
+            memory_share=self.memory_share,
+            page_size=page,
+            prefix_cache=prefix_cache,
             prefill_chunk=chunk,
             prefill_rows=rows,
             token_budget=self.token_budget or call,
-            cache_tokens=self.cache_tokens or self.max_slots * max_len,
-            prefix_block=block,
-            prefix_blocks=blocks,
             max_queue=self.max_queue,
             steps_per_call=self.steps_per_call or min(4, max_len - 1),
-            lanes=self.lanes or min(2, self.max_slots),
             deterministic=self.deterministic,
+            snapshots=self.max_slots if has_gla and prefix_cache else 0,
         )
-        resolved.check(cfg)
+        resolved._check()
         return resolved
+
+    def _affordable(self, cfg: ModelConfig, kv_dtype: str, devices: int) -> int:
+        """Tokens that there is memory for."""
+        one = jax.eval_shape(lambda: init_pages(cfg, 1, 1, 1, 1, kv_dtype))
+        token = tree_bytes([layer for layer in one.layers if isinstance(layer, KVCache)])
+        context = self.max_slots * (self.max_len or cfg.max_position)
+        if not token:
+            return context
+        memory = jax.local_devices()[0].memory_stats()
+        if jax.default_backend() == "cpu" or not memory:
+            return max(min(CPU_CACHE_BYTES // token, context), self.max_len or 2)
+        free = memory["bytes_limit"] * self.memory_share - memory["bytes_in_use"]
+        # Logits and what the sampler makes of them; the rows' histories; a prefill call's
+        # activations, the widest twice.
+        work = self.max_slots * cfg.vocab_size * 24
+        work += 2 * PREFILL_TOKENS * 4 * (3 * cfg.d_ff + 8 * cfg.d_model)
+        return max(int((free - work) * devices // token), self.max_len or 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedOptions:
-    """The sizes an engine has: ``EngineOptions`` without a None."""
+    """The sizes an engine has: ``EngineOptions`` without a None.  snapshots: of GLA's states, for
+    known prefixes."""
 
     max_slots: int
     max_len: int
     kv_dtype: str
+    cache_tokens: int
+    memory_share: float
+    page_size: int
+    prefix_cache: bool
     prefill_chunk: int
     prefill_rows: int
     token_budget: int
-    cache_tokens: int
-    prefix_block: int
-    prefix_blocks: int
     max_queue: int
     steps_per_call: int
-    lanes: int
     deterministic: bool
+    snapshots: int
 
-    def check(self, cfg: ModelConfig) -> None:
+    def _check(self) -> None:
         """JaxLlamaError for sizes that do not go together."""
         chunk, slots, max_len = self.prefill_chunk, self.max_slots, self.max_len
-        all_tokens = slots * max_len
-        has_gla, smallest = "gla" in cfg.layer_types, self.widths[0]
-        call = self.rows(smallest) * smallest
+        call, page = self.rows(self.widths[0]) * self.widths[0], self.page_size
         for name, fits, why in (
             ("prefill_chunk", chunk <= max_len, f"exceeds max_len = {max_len}"),
-            ("prefix_block", not chunk % self.prefix_block,
-             f"must divide {chunk}, as chunks are taken between them"),
-            ("prefix_block", not has_gla or self.prefix_block == chunk,
-             f"must be {chunk}, as GLA's states are taken between chunks"),
-            ("prefix_block", not self.deterministic or self.prefix_block == chunk,
-             f"must be {chunk}, as a deterministic engine takes over whole chunks"),
+            ("page_size", page <= chunk, f"exceeds prefill_chunk = {chunk}"),
+            ("page_size", not self.snapshots or not chunk % page,
+             f"must divide {chunk}, as GLA's states are taken between chunks"),
+            ("page_size", not self.deterministic or not chunk % page,
+             f"must divide {chunk}, as a deterministic engine takes over whole chunks"),
             ("prefill_rows", not self.deterministic or self.prefill_rows == 1,
              "must be 1, as a deterministic engine prefills prompts one by one"),
             ("prefill_rows", self.prefill_rows <= slots, f"exceeds max_slots = {slots}"),
             ("token_budget", self.token_budget >= chunk, f"less than prefill_chunk = {chunk}"),
             ("prefill_rows", call <= self.token_budget,
-             f"{smallest} tokens each exceed token_budget = {self.token_budget}"),
-            ("cache_tokens", self.cache_tokens >= max_len, f"less than max_len = {max_len}"),
-            ("cache_tokens", self.cache_tokens <= all_tokens,
-             f"exceeds what {slots} slots of {max_len} tokens hold, {all_tokens}"),
-            ("cache_tokens", not self.deterministic or self.cache_tokens == all_tokens,
-             f"must be {all_tokens}, as a deterministic engine preempts no row"),
-            ("lanes", self.lanes <= slots, f"exceeds max_slots = {slots}"),
+             f"{self.widths[0]} tokens each exceed token_budget = {self.token_budget}"),
+            ("cache_tokens", self.pages >= self.row_pages, f"less than max_len = {max_len}"),
+            ("cache_tokens", not self.deterministic or self.pages >= slots * self.row_pages,
+             f"less than {slots} slots of {self.row_pages * page} tokens, and a deterministic "
+             "engine preempts no row"),
             ("steps_per_call", self.steps_per_call < max_len,
              f"an answer within max_len = {max_len} has fewer tokens"),
         ):  # fmt: skip
@@ -181,19 +204,38 @@ class ResolvedOptions:
         return _rows(self.prefill_rows, width)
 
     @property
-    def capacity(self) -> int:
-        """Tokens that a slot has room for: whole blocks."""
-        return -(-self.max_len // self.prefix_block) * self.prefix_block
+    def pages(self) -> int:
+        return self.cache_tokens // self.page_size
+
+    @property
+    def row_pages(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.max_len // self.page_size)
+
+    @property
+    def more_pages(self) -> int:
+        """Most pages that a row can need for one decode call."""
+        return -(-self.steps_per_call // self.page_size)
+
+    @property
+    def unit(self) -> int:
+        """Prefixes are taken over in multiples of so many tokens."""
+        return self.prefill_chunk if self.snapshots or self.deterministic else 1
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of slots that there are programs for: 1, 4, 16, ..., max_slots."""
+        """Numbers of rows that are decoded at once: 1, 4, 16, ..., max_slots."""
         return (self.max_slots,) if self.deterministic else _powers_of_four(1, self.max_slots)
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Tokens of a prefill call: 32, 128, ..., prefill_chunk."""
         return _widths(self.prefill_chunk)
+
+    @property
+    def history_widths(self) -> tuple[int, ...]:
+        """Tokens of a newcomer that its sampling depends on: none, 128, 512, ..., max_len."""
+        return (0, *_powers_of_four(128, self.max_len))
 
 
 def _rows(most: int, width: int) -> int:

@@ -9,7 +9,7 @@ its reader, its grammar's matcher and its listener.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxllama.serving.engine import scheduler
 from jaxllama.serving.engine.grammar import Matcher
@@ -21,17 +21,22 @@ OnEvent = Callable[[Event], None]
 
 
 class OutputReader:
+    """least: no stop string is looked for in that many tokens.  skip_special: of ``TextStream``."""
+
     def __init__(
-        self, tokenizer: Tokenizer | None, eos_ids: Sequence[int], stops: Sequence[str]
+        self,
+        tokenizer: Tokenizer | None,
+        eos_ids: Sequence[int],
+        stops: Sequence[str],
+        *,
+        least: int = 0,
+        skip_special: bool = True,
     ) -> None:
         self.stopped = False
         self._eos = frozenset(eos_ids)
-        self._stream = TextStream(tokenizer) if tokenizer else None
+        self._stream = TextStream(tokenizer, skip_special=skip_special) if tokenizer else None
         self._stops = StopStrings(stops) if stops else None
-
-    def may_stop(self, tokens: Sequence[int]) -> bool:
-        """Could the text end within these tokens?"""
-        return self._stops is not None or not self._eos.isdisjoint(tokens)
+        self._exempt = least
 
     def read(self, tokens: Sequence[int]) -> tuple[int, str]:
         """(How many of ``tokens`` belong to the answer, the text that is certain by then)."""
@@ -41,6 +46,7 @@ class OutputReader:
                 self.stopped = True
             elif self._stream is not None:
                 shown.append(self._pass(self._stream.feed(token)))
+            self._exempt -= 1
             if self.stopped:
                 return index + 1, "".join(shown)
         return len(tokens), "".join(shown)
@@ -55,20 +61,11 @@ class OutputReader:
         return text
 
     def _pass(self, text: str) -> str:
-        if self._stops is None:
+        if self._stops is None or self._exempt > 0:
             return text
         text = self._stops.feed(text)
         self.stopped |= self._stops.found
         return text
-
-
-class Unread(NamedTuple):
-    """What a row has written at ``time`` and nobody has been told yet.  is_accepted: it stands in
-    the sequence's output already."""
-
-    written: Written
-    time: float
-    is_accepted: bool
 
 
 class Live:
@@ -87,28 +84,11 @@ class Live:
         self.sequence, self.on_event = sequence, on_event
         self.reader, self.matcher = reader, matcher
         self.last_time = last_time
-        self.unread: Unread | None = None
         self.reason: FinishReason | None = None
         self.error: Exception | None = None
 
-    def accept(self, written: Written, time: float) -> bool:
-        """Take what a row has written.  True if the answer goes on after it: then it can be read
-        later, else at once."""
-        tokens, sequence = written.tokens, self.sequence
-        may_end = (
-            len(tokens) >= sequence.remaining
-            or self.matcher is not None
-            or self.reader.may_stop(tokens)
-        )
-        if not may_end:
-            sequence.output += tokens
-        self.unread = Unread(written, time, not may_end)
-        return not may_end
-
-    def read(self) -> dict[str, Any]:
-        """What is news in ``unread``, as fields of an Event."""
-        assert self.unread is not None
-        (written, _, is_accepted), self.unread = self.unread, None
+    def read(self, written: Written) -> dict[str, Any]:
+        """What is news in what a row has written, as fields of an Event."""
         sequence = self.sequence
         kept, text = self.reader.read(written.tokens)
         news: dict[str, Any] = {
@@ -121,8 +101,7 @@ class Live:
             news["top_logprobs"] = tuple(
                 tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)
             )
-        if not is_accepted:
-            sequence.output += news["tokens"]
+        sequence.output += news["tokens"]
         if self.reader.stopped:
             self.reason = "stop"
         elif self.matcher is not None:

@@ -39,15 +39,17 @@ class EngineFailed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """What the output must match: a JSON schema (its JSON text; "{}" is any JSON) or a regular
-    expression."""
+    """What the output must match: a JSON schema (its JSON text; "{}" is any JSON), a regular
+    expression, or a grammar in llguidance's Lark (several that name each other as its JSON)."""
 
-    kind: Literal["json_schema", "regex"]
+    kind: Literal["json_schema", "regex", "lark"]
     source: str
 
     def __post_init__(self) -> None:
-        if self.kind not in ("json_schema", "regex"):
-            raise JaxLlamaError(f"grammar kind = {self.kind!r}: allowed are json_schema and regex")
+        if self.kind not in ("json_schema", "regex", "lark"):
+            raise JaxLlamaError(
+                f"grammar kind = {self.kind!r}: allowed are json_schema, regex and lark"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,10 @@ class Request:
     id: the caller's own, unique among requests in flight.
     prompt: token ids.
     sampling: as for ``LanguageModel.generate``; a seed of None is 0.
-    stop: strings that end the text, across token borders too.
+    stop: strings that end the text, across token borders too.  stop_token_ids: tokens that end it
+        beside the model's own.
+    min_tokens: neither of them, nor a stop token, ends the text before so many.
+    skip_special_tokens: false writes special tokens out in the text, but for those that end it.
     logprobs: how many alternatives to report per token beside the chosen one's, None for no
         logprobs at all, up to 20.
     priority: larger goes first, and may push out smaller.
@@ -77,9 +82,14 @@ class Request:
     grammar: Grammar | None = None
     ignore_eos: bool = False
     adapter: str | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
+        ends = tuple(int(token) for token in self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ends)
         object.__setattr__(self, "stop", tuple(self.stop))
         # The engine's thread computes with these: what is none of its kind is known here.
         for name, kind in _KINDS.items():
@@ -94,6 +104,11 @@ class Request:
             raise JaxLlamaError("the prompt is empty")
         if self.max_new_tokens < 1:
             raise JaxLlamaError(f"max_new_tokens = {self.max_new_tokens}: must be at least 1")
+        if not 0 <= self.min_tokens <= self.max_new_tokens:
+            raise JaxLlamaError(
+                f"min_tokens = {self.min_tokens}: must be from 0 to max_new_tokens = "
+                f"{self.max_new_tokens}"
+            )
         if "" in self.stop:
             raise JaxLlamaError("stop = '': a stop string must not be empty")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
@@ -124,6 +139,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "deadline": (int, float, _NONE),
     "grammar": (Grammar, _NONE),
     "adapter": (str, _NONE),
+    "min_tokens": (int,),
 }
 
 

@@ -1,24 +1,26 @@
 """Scheduler: which requests run, and what the next step of the engine does.  No jax.
 
     waiting     by priority, then by arrival; a preempted sequence keeps its place of arrival
-    prefilling  whose prompt is partly in the cache, at most ``lanes`` of them between two steps
-    running     one slot each, one new token each per decode step
+    prefilling  admitted, with a slot and pages, their prompts partly in the cache
+    running     one new token each per decode step
 
-``plan`` makes one step: end what is over, admit, hand out chunks of prompts, make room.  Contract:
+``plan`` makes one step: admit, hand out chunks of prompts, make room.  It need not know what the
+step before has written: a row is taken to go on for as long as it may.  Contract:
 
 * Between two decode steps one chunk, or several of together no more than ``token_budget`` tokens,
   each counted as wide as its prefill call (``widths``): a long prompt, or many short ones, never
   stall running rows.  Chunks end at multiples of ``chunk``.
-* At most ``max_slots`` sequences are admitted, and together they hold at most ``cache_tokens``.
+* At most ``max_slots`` sequences are admitted, and they hold the pages that their tokens take and
+  no more (``pages``): a prompt's when it is admitted, an answer's as it is written.
 * Strict order: nobody overtakes an earlier request of the same priority.
-* When the cache is short, or a more urgent request finds no slot, the last of the least urgent
-  sequences is preempted: it gives up its cache and waits; later its prompt and what it wrote are
-  prefilled again, so its tokens are the same.
+* When pages are short, or a more urgent request finds no slot, the last of the least urgent
+  sequences is preempted: it gives up its pages and waits; later what is no longer known of its
+  prompt and of what it wrote is prefilled again, so its tokens are the same.
   Without ``recompute`` only those are preempted that have written nothing.
 * One sequence alone can always run to its end (``check`` refuses what cannot): there is progress.
 
 Sources: Orca (OSDI 2022) for iteration-level batching, Sarathi-Serve (arXiv 2403.02310) for
-chunked prefill, vLLM (arXiv 2309.06180) for preemption by recomputation.
+chunked prefill, vLLM (arXiv 2309.06180) for pages and preemption by recomputation.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.serving.engine.pages import Held, Pages
 from jaxllama.serving.engine.request import FinishReason, Request
 
 
@@ -38,8 +41,9 @@ class Sequence:
     """A request on its way.
 
     order: of arrival, each newcomer's larger than any before it.  output: tokens written so far.
-    slot: its row while running.  filled: tokens of ``tokens`` that are in the cache.  cached: of
-    those, how many the prefix cache gave at first.
+    slot, held: its row and its pages while it is admitted.  filled: tokens of ``tokens`` that are
+    in the cache.  cached: of those, how many were known at first.  ahead: tokens that decode calls
+    whose results are not here yet may have written.
     """
 
     request: Request
@@ -47,8 +51,10 @@ class Sequence:
     submitted: float
     output: list[int] = dataclasses.field(default_factory=list)
     slot: int | None = None
+    held: Held = dataclasses.field(default_factory=Held)
     filled: int = 0
     cached: int = 0
+    ahead: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -68,6 +74,16 @@ class Sequence:
     def remaining(self) -> int:
         return self.request.max_new_tokens - len(self.output)
 
+    def room(self, steps: int) -> int:
+        """Of ``steps`` tokens, how many it may surely still write."""
+        return min(steps, self.remaining - self.ahead)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether its next token is restricted."""
+        request = self.request
+        return request.grammar is not None or len(self.output) < request.min_tokens
+
     @property
     def urgency(self) -> tuple[int, int]:
         """Smaller goes first."""
@@ -75,6 +91,10 @@ class Sequence:
 
 
 _urgency = operator.attrgetter("urgency")
+
+
+def _total(short: Iterable[tuple[Sequence, int]]) -> int:
+    return sum(count for _, count in short)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,39 +112,43 @@ class Fill:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One step: forget the caches of ``preempted``, run ``fills`` in order, move ``started``
-    sequences into their slots, then decode up to ``steps`` tokens a row.  wanted: so many wait for
-    a slot, and when as many rows have ended, or as many as are prefilled at once, it stops."""
+    """One step: the slots of ``admitted`` are theirs, run ``fills`` in order, then decode for each
+    row up to so many tokens as ``budgets`` says.  preempted: wait again.  started: have become
+    running.  wanted: so many wait for a slot, and when as many rows have ended, or as many as are
+    prefilled at once, it stops."""
 
     preempted: list[Sequence]
+    admitted: list[Sequence]
     fills: list[Fill]
     started: list[Sequence]
-    steps: int
+    budgets: dict[Sequence, int]
     wanted: int
+
+    @property
+    def steps(self) -> int:
+        return max(self.budgets.values(), default=0)
 
 
 class Scheduler:
-    """lookup(sequence) -> tokens of its prompt that the prefix cache holds, called once when it is
-    admitted."""
+    """may_share(sequence) -> how many of its tokens others may begin with, once they are in the
+    cache."""
 
     def __init__(
         self,
         *,
         max_slots: int,
-        cache_tokens: int,
+        pages: Pages,
         chunk: int,
         token_budget: int,
         widths: tuple[int, ...] = (),
         steps_per_call: int = 1,
-        lanes: int = 2,
         recompute: bool = True,
-        lookup: Callable[[Sequence], int] = lambda sequence: 0,
+        may_share: Callable[[Sequence], int] = lambda sequence: sequence.to_fill,
     ) -> None:
-        self.max_slots, self.cache_tokens = max_slots, cache_tokens
+        self.max_slots, self.pages = max_slots, pages
         self.chunk, self.token_budget, self.widths = chunk, token_budget, widths
-        self.steps_per_call, self.lanes = steps_per_call, lanes
-        self.recompute = recompute
-        self._lookup = lookup
+        self.steps_per_call, self.recompute = steps_per_call, recompute
+        self._may_share = may_share
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
@@ -144,26 +168,20 @@ class Scheduler:
     def n_admitted(self) -> int:
         return len(self.prefilling) + len(self.running)
 
-    @property
-    def used_tokens(self) -> int:
-        """Cache that is promised: a sequence's tokens so far and the one being written."""
-        return sum(sequence.length for sequence in self.admitted)
-
     # What comes and goes
 
     def check(self, request: Request) -> None:
         """JaxLlamaError if the request could never run to its end."""
-        total = len(request.prompt) + request.max_new_tokens
-        if total > self.cache_tokens:
+        total, room = len(request.prompt) + request.max_new_tokens, self.pages.count
+        if self.pages.need(total) > room:
             raise JaxLlamaError(
                 f"{len(request.prompt)} prompt tokens and {request.max_new_tokens} new ones exceed "
-                f"the cache of {self.cache_tokens} tokens"
+                f"the cache of {room * self.pages.size} tokens"
             )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a newcomer."""
         self.check(sequence.request)
-        # An earlier one that came later would wait for a lane of those that wait for it.
         if sequence.order <= self._newest:
             raise JaxLlamaError(
                 f"request {sequence.request.id!r} is number {sequence.order}, after number "
@@ -176,14 +194,29 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_urgency)
 
     def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is; its slot is free."""
-        if sequence.slot is not None:
-            del self.running[sequence.slot]
-            sequence.slot = None
-        elif sequence in self.prefilling:
+        """Forget a sequence, wherever it is; its slot and pages are free."""
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+            return
+        if sequence in self.prefilling:
             self.prefilling.remove(sequence)
         else:
-            self.waiting.remove(sequence)
+            del self.running[sequence.slot]
+            sequence.filled = sequence.to_fill
+        self._publish(sequence, sequence.filled)
+        self.pages.release(sequence.held)
+        sequence.slot, sequence.filled = None, 0
+
+    def filled(self, fill: Fill) -> int | None:
+        """A chunk goes into the cache: others may begin with what is there then.  Returns the
+        snapshot that is to be taken of the state behind it, if any."""
+        sequence, end = fill.sequence, fill.end
+        self._publish(sequence, end)
+        return None if end > self._may_share(sequence) else self.pages.snapshot(sequence.held, end)
+
+    def _publish(self, sequence: Sequence, end: int) -> None:
+        shared = sequence.tokens[: min(end, self._may_share(sequence))]
+        self.pages.publish(sequence.held, shared, sequence.request.adapter)
 
     def overdue(self, now: float) -> Iterable[tuple[Sequence, FinishReason]]:
         """Sequences whose deadline has passed."""
@@ -192,40 +225,47 @@ class Scheduler:
             if deadline is not None and now - sequence.submitted >= deadline:
                 yield sequence, "deadline"
 
-    def move(self, slots: dict[int, int]) -> None:
-        """Running sequences go from slot to slot, as in {old: new}."""
-        self.running = {slots[slot]: sequence for slot, sequence in self.running.items()}
-        for slot, sequence in self.running.items():
-            sequence.slot = slot
-
     # One step
 
     def plan(self) -> Plan:
         self._preempted: list[Sequence] = []
-        self._used = self.used_tokens  # kept up to date below: summing costs what rows there are
-        self._make_room()
-        fills, started, is_more = self._fill()
-        steps = min(self.steps_per_call, self._longest())
-        # A constrained row's mask comes from the host, after every token.
-        is_masked = any(sequence.request.grammar for sequence in self.running.values())
-        if is_more or is_masked or not self._fits(steps):
-            steps = min(steps, 1)
-        return Plan(self._preempted, fills, started, steps, len(self.waiting))
-
-    def _longest(self) -> int:
-        """How many tokens some running row may still write."""
-        return max((sequence.remaining for sequence in self.running.values()), default=0)
-
-    def _fits(self, steps: int) -> bool:
-        """Can every admitted sequence write so many more tokens?"""
-        if self._used + steps * self.n_admitted <= self.cache_tokens:
-            return True
-        growth = sum(min(steps, sequence.remaining) for sequence in self.admitted)
-        return self._used + growth <= self.cache_tokens
-
-    def _make_room(self) -> None:
-        while not self._fits(1):
+        self._newcomers: list[Sequence] = []
+        # Pages that are missing for one more token each; kept up to date below.
+        self._next = _total(self._short(1))
+        while self._next > self.pages.available:
             self._preempt(self.admitted)
+        fills, started, is_more = self._fill()
+        budgets = self._budgets(1 if is_more else self.steps_per_call)
+        if _total(self._short(max(budgets.values(), default=0))) > self.pages.available:
+            budgets = self._budgets(1)
+        for sequence, steps in budgets.items():
+            self.pages.grow(sequence.held, self._growth(sequence, steps))
+            sequence.ahead += steps
+        return Plan(self._preempted, self._newcomers, fills, started, budgets, len(self.waiting))
+
+    def _budgets(self, steps: int) -> dict[Sequence, int]:
+        """What each running row may write.  A constrained row's mask comes from the host, after
+        every token, so it waits for what it has written."""
+        return {
+            sequence: room
+            for sequence in self.running.values()
+            if not (sequence.is_masked and sequence.ahead)
+            and (room := sequence.room(1 if sequence.is_masked else steps)) > 0
+        }
+
+    def _growth(self, sequence: Sequence, steps: int) -> int:
+        """Pages that it lacks to write so many more tokens."""
+        after = sequence.length + sequence.ahead + sequence.room(steps)
+        return max(self.pages.need(after) - len(sequence.held.pages), 0)
+
+    def _short(self, steps: int) -> list[tuple[Sequence, int]]:
+        """Admitted sequences that lack pages to write so many more tokens, and how many."""
+        size = self.pages.size
+        return [
+            (sequence, self._growth(sequence, steps))
+            for sequence in self.admitted
+            if sequence.length + sequence.ahead + steps > len(sequence.held.pages) * size
+        ]
 
     def _fill(self) -> tuple[list[Fill], list[Sequence], bool]:
         """Hand out the token budget in order of urgency: (chunks, whose prompt is complete, whether
@@ -237,8 +277,8 @@ class Scheduler:
         for sequence in heapq.merge(began, list(self.waiting), key=_urgency):
             if sequence in self._preempted:
                 break
-            if sequence not in self.prefilling:
-                # What the prefix cache has of it is not known yet.
+            if sequence.slot is None:
+                # What is known of it is not known yet.
                 if fills and self._cost(self._next_fill(sequence)) > budget:
                     return fills, started, True
                 if not self._admit(sequence):
@@ -250,7 +290,8 @@ class Scheduler:
                 fills.append(fill)
                 budget -= self._cost(fill)
                 sequence.filled = fill.end
-            self._start(sequence)
+            self.prefilling.remove(sequence)
+            self.running[sequence.slot] = sequence
             started.append(sequence)
         return fills, started, False
 
@@ -263,8 +304,9 @@ class Scheduler:
         return next((width for width in self.widths if width >= size), size)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """From waiting to prefilling, if there is a lane, a slot and cache, or if less urgent
-        sequences have them."""
+        """From waiting to prefilling, if there is a slot and pages, or if less urgent sequences
+        have them."""
+        self._begin(sequence)
         if not self._has_room(sequence):
             priority = sequence.request.priority
             victims = [
@@ -273,34 +315,40 @@ class Scheduler:
                 if other.request.priority < priority and (self.recompute or not other.output)
             ]
             if not victims or not self._has_room(sequence, without=victims):
+                self.pages.release(sequence.held)
                 return False
             while not self._has_room(sequence):
-                in_lanes = len(self.prefilling) >= self.lanes
-                self._preempt([v for v in victims if not in_lanes or v in self.prefilling])
+                self._preempt(victims)
                 victims = [v for v in victims if v not in self._preempted]
+            self.pages.release(sequence.held)
+            self._begin(sequence)  # perhaps with what they have left
+        sequence.filled = len(sequence.held.pages) * self.pages.size
+        if not sequence.output:
+            sequence.cached = sequence.filled
         self.waiting.remove(sequence)
+        self.pages.grow(sequence.held, self._growth(sequence, 0))
+        taken = {other.slot for other in self.admitted}
+        sequence.slot = next(slot for slot in range(self.max_slots) if slot not in taken)
         self.prefilling.append(sequence)
-        self._used += sequence.length
-        sequence.filled = self._lookup(sequence)
+        self._newcomers.append(sequence)
+        self._next += self._growth(sequence, 1)
         return True
 
-    def _has_room(self, sequence: Sequence, without: Collection[Sequence] = ()) -> bool:
-        n_others = self.n_admitted - len(without)
-        # Everybody may write one more token before anything else can be done about it.
-        need = self._used - sum(other.length for other in without) + n_others + sequence.length + 1
-        lanes = sum(other not in without for other in self.prefilling)
-        return lanes < self.lanes and n_others < self.max_slots and need <= self.cache_tokens
+    def _begin(self, sequence: Sequence) -> None:
+        known = sequence.tokens[: min(sequence.to_fill, self._may_share(sequence))]
+        sequence.held = self.pages.begin(known, sequence.request.adapter)
 
-    def _start(self, sequence: Sequence) -> None:
-        self.prefilling.remove(sequence)
-        sequence.slot = next(slot for slot in range(self.max_slots) if slot not in self.running)
-        self.running[sequence.slot] = sequence
+    def _has_room(self, sequence: Sequence, without: Collection[Sequence] = ()) -> bool:
+        # Everybody may write one more token before anything else can be done about it.
+        need = self._next - sum(self._growth(other, 1) for other in without)
+        need += self._growth(sequence, 1)
+        available = self.pages.available + self.pages.gain(other.held for other in without)
+        return self.n_admitted - len(without) < self.max_slots and need <= available
 
     def _preempt(self, victims: list[Sequence]) -> None:
         """Send the least urgent of ``victims`` back to waiting."""
         victim = max(victims, key=lambda sequence: sequence.urgency)
+        self._next -= self._growth(victim, 1)
         self.finish(victim)
-        self._used -= victim.length
-        victim.filled = 0
         self._preempted.append(victim)
         self._queue(victim)

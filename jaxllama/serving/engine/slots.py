@@ -1,41 +1,44 @@
 """Slots: the engine's device state, and the jitted functions that change it.
 
-    Slots(cache, token, prompted, active, remaining, ignore_eos, sampling, history)    all [B, ...]
+    Slots(cache, snapshots, token, prompted, active, remaining, ignore_eos, sampling, history)
 
-A running request is one row.  Life of a row: its prompt but for the last token is prefilled into a
-cache outside (``fill``, ``fill_new``), ``insert`` puts the rows of such a cache into free slots,
-whole, and ``decode`` appends each row's newest token and draws the next, several times a call.  A
-free slot may hold anything, NaN included.  Llama, GLA and hybrid rows and every cache dtype differ
-in ``Cache``'s leaves only, so nothing here knows which they are.
+A running request is one row of ``cache``, whose attention layers are pages that all rows share.
+Life of a row: ``admit`` gives a slot to a request, with its pages and the state that it begins
+with; its prompt but for the last token goes through ``fill`` into the cache; ``decode`` appends
+each row's newest token and draws the next, several times a call.  Nothing is copied on the way.  A
+slot or a page that is nobody's may hold anything, NaN included.  Rows of Llama, GLA and hybrids and
+every cache dtype differ in ``Cache``'s leaves only, so nothing here knows which they are.
+
+``fill`` and ``decode`` run on those rows alone that they are told.
 
 Sampling: all features of ``sample`` are compiled into one program and a ``lax.switch`` runs what
 some row of the batch needs (``level_of``), so a request with another feature compiles nothing.
 
-A transfer between host and device costs time whatever its size: what the host says to ``insert``
-and ``decode`` is one array (``pack``, ``make_orders``), and so is what rows have written.
+A transfer between host and device costs time whatever its size: what the host says to each is one
+array (``pack``, ``make_orders``), and so is what rows have written.
 
-Donated: what each function returns anew.  Sources: document 3 of the seeds (Inferencer) for slots,
-lengths and insertion; Orca.  Left out: paging (a row's cache is contiguous, up to ``max_len``).
+Donated: what each function returns anew.  Sources: document 3 of the seeds (Inferencer) for slots
+and lengths; Orca; PagedAttention (arXiv 2309.06180).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.cache import Cache, cache_shardings, init_cache
+from jaxllama.model.cache import Cache, GLAState, KVCache, cache_shardings, init_pages
 from jaxllama.model.decoder import forward, logits
-from jaxllama.parallel.mesh import mesh_of, traced_mesh
+from jaxllama.parallel.mesh import traced_mesh
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
 from jaxllama.serving.engine.request import MAX_LOGPROBS
 
@@ -44,17 +47,21 @@ Params = dict[str, Any]
 _EDITS = ("bias", "penalties")
 _LEVELS = ((), _EDITS, (*_EDITS, "draw", "top_k", "top_p", "min_p", "mixed"))
 HIGHEST_LEVEL = len(_LEVELS) - 1  # serves every request
+NOBODY = 2**30  # past the last slot, page or snapshot
 MAX_BIAS = 320  # entries of logit_bias a row; OpenAI takes up to 300
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """token int32: the newest, not yet in the cache.  prompted: it is the prompt's last, which
-    attends to everything, where generated tokens may attend sparsely.  active: somebody's.
-    remaining int32: tokens that may still be drawn.  ignore_eos: goes on past stop tokens."""
+    """snapshots: of each GLA layer some states to begin with, each leaf ``[S, ...]``, None for
+    attention.  All else has a row for each slot.  token int32: the newest, not yet in the cache.
+    prompted: it is the prompt's last, which attends to everything, where generated tokens may
+    attend sparsely.  active: it has not ended.  remaining int32: tokens that may still be drawn.
+    ignore_eos: goes on past stop tokens."""
 
     cache: Cache
+    snapshots: tuple[GLAState | None, ...]
     token: jax.Array
     prompted: jax.Array
     active: jax.Array
@@ -88,16 +95,32 @@ def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
     return int(is_masked or any(row.has_penalties or row.logit_bias for row in requests))
 
 
-def init_slots(cfg: ModelConfig, cache: Cache) -> Slots:
-    """A free slot for every row of the cache."""
-    size, vocab = cache.batch, cfg.vocab_size
-    none, no = np.zeros(size, np.int32), np.zeros(size, bool)
-    seen, counts = np.zeros((size, vocab), bool), np.zeros((size, vocab), np.int32)
-    history = History(seen, counts)  # pyright: ignore[reportArgumentType] - soon on the device
-    rest = (none, no, no, none, no, stack_sampling([Sampling()] * size, vocab), history)
-    mesh = mesh_of(cache.lengths)
-    place = None if mesh is None else NamedSharding(mesh, P())
-    return Slots(cache, *jax.device_put(rest, place))
+@functools.partial(jax.jit, static_argnums=range(7))
+def empty_slots(
+    cfg: ModelConfig, size: int, row_pages: int, pages: int, page: int, states: int, dtype: str
+) -> Slots:
+    """``size`` slots, all free; the sizes of ``init_pages``, and how many snapshots."""
+    cache = init_pages(cfg, size, row_pages, pages, page, dtype)
+    like = init_pages(cfg, states, 1, 1, 1, dtype).layers
+    snapshots = tuple(None if isinstance(layer, KVCache) else layer for layer in like)
+    none, no = jnp.zeros(size, jnp.int32), jnp.zeros(size, bool)
+    vocab = cfg.vocab_size
+    history = History(jnp.zeros((size, vocab), bool), jnp.zeros((size, vocab), jnp.int32))
+    sampling = jax.tree.map(jnp.asarray, stack_sampling([Sampling()] * size, vocab))
+    return Slots(cache, snapshots, none, no, no, none, no, sampling, history)
+
+
+def slots_shardings(slots: Slots, mesh: Mesh | AbstractMesh) -> Slots:
+    """Where arrays of slots, or of their shapes, belong: heads are split, all else is
+    everywhere."""
+    everywhere = NamedSharding(mesh, P())
+    places = jax.tree.map(lambda leaf: everywhere, slots)
+    cache = cache_shardings(slots.cache, mesh)
+    snapshots = tuple(
+        None if known is None else place
+        for known, place in zip(slots.snapshots, cache.layers, strict=True)
+    )
+    return dataclasses.replace(places, cache=cache, snapshots=snapshots)
 
 
 def _constrained(slots: Slots, like: Slots) -> Slots:
@@ -106,74 +129,65 @@ def _constrained(slots: Slots, like: Slots) -> Slots:
     mesh = traced_mesh(like.cache.lengths)
     if mesh is None:
         return slots
-    everywhere = NamedSharding(mesh, P())
-    places = jax.tree.map(lambda leaf: everywhere, slots)
-    places = dataclasses.replace(places, cache=cache_shardings(slots.cache, mesh))
-    return jax.lax.with_sharding_constraint(slots, places)
+    return jax.lax.with_sharding_constraint(slots, slots_shardings(slots, mesh))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def empty_cache(cfg: ModelConfig, rows: int, max_len: int, dtype: str) -> Cache:
-    return init_cache(cfg, rows, max_len, dtype)
+def _take(rows: jax.Array, tree: Any) -> Any:
+    """These rows of every array; past the last, any."""
+    return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), tree)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def fill(
-    cfg: ModelConfig,
-    params: Params,
-    cache: Cache,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    totals: jax.Array,
-) -> Cache:
-    """Append ``tokens[R, T]``, ``lengths[R]`` valid, to a cache; no logits.
-
-    totals[R]: the whole prompt's length, which dynamic RoPE depends on; what is behind it was
-    generated.
-    """
-    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    written = cache.lengths[:, None] + columns >= totals[:, None]
-    _, after = forward(cfg, params, tokens, lengths, cache, totals, sparse=written)
-    return after  # pyright: ignore[reportReturnType] - there is one where one was given
+def _put(rows: jax.Array, old: Any, new: Any) -> Any:
+    """``new``'s rows into these of ``old``; past the last they are dropped."""
+    return jax.tree.map(lambda o, n: o.at[rows].set(n, mode="drop"), old, new)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def fill_new(
-    cfg: ModelConfig,
-    params: Params,
-    dtype: str,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    totals: jax.Array,
-) -> Cache:
-    """``fill`` of a new cache with room for these tokens."""
-    rows, width = tokens.shape
-    return fill(cfg, params, init_cache(cfg, rows, width, dtype), tokens, lengths, totals)
+def _by_row(function: Any, rows: jax.Array, cache: Cache, *others: Cache) -> Cache:
+    """``function(rows, ...)`` of what caches have by row; pages are all rows', and the last's."""
+    layers = tuple(
+        states[-1] if isinstance(states[0], KVCache) else function(rows, *states)
+        for states in zip(*(each.layers for each in (cache, *others)), strict=True)
+    )
+    rest = [(each.lengths, each.table) for each in (cache, *others)]
+    return Cache(layers, *function(rows, *rest))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def insert(slots: Slots, source: Cache, packed: jax.Array) -> Slots:
-    """The rows of ``source`` into their slots, which become active, as packed Rows say.  No two go
-    to one slot."""
-    rows = unpack(packed, slots.history.counts.shape[1])
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        # A cache may have less room than the slots: the rest of a slot is beyond its length.
-        where = (rows.slot, *(slice(size) for size in new.shape[1:]))
-        return old.at[where].set(new, mode="drop", unique_indices=True)
-
-    newest = jnp.take_along_axis(rows.tokens, rows.n_tokens[:, None] - 1, axis=1)[:, 0]
-    inserted = Slots(
-        cache=jax.tree.map(put, slots.cache, source),
-        token=put(slots.token, newest),
-        prompted=put(slots.prompted, rows.n_tokens == rows.n_prompt),
-        active=put(slots.active, jnp.ones(newest.shape, bool)),
-        remaining=put(slots.remaining, rows.remaining),
-        ignore_eos=put(slots.ignore_eos, rows.ignore_eos),
-        sampling=jax.tree.map(put, slots.sampling, rows.sampling),
-        history=jax.tree.map(put, slots.history, _history(rows, slots.history.counts.shape[1])),
+def admit(slots: Slots, packed: jax.Array) -> Slots:
+    """Slots for newcomers, as packed Rows say.  No two go to one slot."""
+    cache = slots.cache
+    rows = unpack(packed, slots.history.counts.shape[1], cache.table.shape[1])
+    slot = rows.slot
+    layers = tuple(
+        state if known is None else _put(slot, state, _beginning(known, rows.snapshot))
+        for state, known in zip(cache.layers, slots.snapshots, strict=True)
     )
-    return _constrained(inserted, slots)
+    lengths, table = _put(slot, (cache.lengths, cache.table), (rows.length, rows.table))
+    admitted = dataclasses.replace(
+        slots,
+        cache=Cache(layers, lengths, table),
+        token=_put(slot, slots.token, rows.token),
+        prompted=_put(slot, slots.prompted, rows.prompted),
+        active=_put(slot, slots.active, jnp.ones(slot.shape, bool)),
+        remaining=_put(slot, slots.remaining, rows.remaining),
+        ignore_eos=_put(slot, slots.ignore_eos, rows.ignore_eos),
+        sampling=_put(slot, slots.sampling, rows.sampling),
+        history=_put(slot, slots.history, _history(rows, slots.history.counts.shape[1])),
+    )
+    return _constrained(admitted, slots)
+
+
+def _beginning(snapshots: GLAState, index: jax.Array) -> GLAState:
+    """These snapshots, ``[R, ...]``; at -1 the state of no tokens."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        none = jnp.zeros((len(index), *leaf.shape[1:]), leaf.dtype)
+        if not len(leaf):
+            return none
+        is_known = (index >= 0).reshape(-1, *(1,) * (leaf.ndim - 1))
+        return jnp.where(is_known, jnp.take(leaf, index, axis=0, mode="clip"), none)
+
+    return jax.tree.map(one, snapshots)
 
 
 def _history(rows: Rows, vocab_size: int) -> History:
@@ -184,21 +198,36 @@ def _history(rows: Rows, vocab_size: int) -> History:
     return dataclasses.replace(history, counts=history.counts.at[where].add(1, mode="drop"))
 
 
-@jax.jit
-def resize(slots: Slots, index: jax.Array) -> Slots:
-    """Slots of another number: new slot i is old slot ``index[i]``, or free where that is -1."""
-    moved = jax.tree.map(lambda leaf: jnp.take(leaf, index, axis=0, mode="clip"), slots)
-    return _constrained(dataclasses.replace(moved, active=moved.active & (index >= 0)), slots)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def fill(
+    cfg: ModelConfig, params: Params, slots: Slots, tokens: jax.Array, facts: jax.Array
+) -> Slots:
+    """Append ``tokens[R, T]`` to rows of the cache; no logits.
+
+    facts int32 ``[R, 4]``: each row's slot, past the last for nobody's; how many of its tokens are
+    valid; the whole prompt's length, which dynamic RoPE depends on, and what is behind it was
+    generated; the snapshot that its state then becomes, past the last for none.
+    """
+    slot, lengths, totals, snapshot = facts.T
+    cache = _by_row(_take, slot, slots.cache)
+    columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    written = cache.lengths[:, None] + columns >= totals[:, None]
+    _, cache = forward(cfg, params, tokens, lengths, cache, totals, sparse=written)
+    snapshots = tuple(
+        None if known is None else _put(snapshot, known, state)
+        for known, state in zip(slots.snapshots, cache.layers, strict=True)
+    )
+    cache = _by_row(_put, slot, slots.cache, cache)
+    return _constrained(dataclasses.replace(slots, cache=cache, snapshots=snapshots), slots)
 
 
-def make_orders(
-    keep: np.ndarray, *, steps: int, level: int, wants_top: bool, wanted: int
-) -> np.ndarray:
-    """What ``decode`` is told, int32 ``[4 + B]``."""
-    return np.concatenate([[steps, level, wants_top, wanted], keep]).astype(np.int32)
+def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, wanted: int) -> np.ndarray:
+    """What ``decode`` is told, int32.  rows ``[n, 3 + k]``: slot, most tokens, how many pages it
+    had, new ones."""
+    return np.concatenate([[level, wants_top, wanted], rows.reshape(-1)]).astype(np.int32)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="width", donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("n", "width"), donate_argnums=2)
 def decode(
     cfg: ModelConfig,
     params: Params,
@@ -207,22 +236,67 @@ def decode(
     masks: jax.Array,
     stop_ids: jax.Array,
     *,
+    n: int,
     width: int,
 ) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:
-    """Up to ``steps`` (at most ``width``) new tokens for every active row.
+    """New tokens for each of ``n`` rows, for none more than ``width``.
 
-    orders: of ``make_orders``.  keep bool ``[B]``: False frees a slot first.  level: the sampler's
+    orders: of ``make_orders``.  A slot past the last is nobody's; with as many rows as there are
+    slots, row i is slot i's or nobody's.  A page past the last is none.  level: the sampler's
     branch.  wanted: come back as soon as so many rows have ended; 0 is never.  masks uint32
-    ``[B, ceil(V / 32)]``: bit i of a row allows token i; not read at level 0.
+    ``[n, ceil(V / 32)]``: bit i of a row allows token i; not read at level 0.
 
-    Returns (slots, rows int32 ``[B, 1 + 2 width]``: how many tokens, the tokens, the bits of their
-    logprobs; the likeliest tokens and their logprobs ``[B, width, n]``, if asked for).
+    Returns (slots, rows int32 ``[n, 1 + 2 width]``: how many tokens, the tokens, the bits of their
+    logprobs; the likeliest tokens and their logprobs ``[n, width, top]``, if asked for).
     """
+    told, every = orders[3:].reshape(n, -1), slots
+    rows, budgets = told[:, 0], told[:, 1]
+    if n < every.size:
+        slots = _of_rows(every, rows)
+    is_live = rows < every.size
+    active = slots.active & is_live
+    slots = dataclasses.replace(
+        slots, cache=_with_pages(slots.cache, told[:, 2], told[:, 3:]), active=active
+    )
+    slots, *written = _decode(cfg, params, slots, budgets, orders[:3], masks, stop_ids, width)
+    slots = dataclasses.replace(slots, active=jnp.where(is_live, slots.active, every.active[:n]))
+    if n < every.size:
+        slots = _to_rows(every, rows, slots)
+    return _constrained(slots, every), *written
+
+
+def _of_rows(slots: Slots, rows: jax.Array) -> Slots:
+    cache, snapshots = _by_row(_take, rows, slots.cache), slots.snapshots
+    taken = _take(rows, dataclasses.replace(slots, cache=None, snapshots=None))
+    return dataclasses.replace(taken, cache=cache, snapshots=snapshots)
+
+
+def _to_rows(slots: Slots, rows: jax.Array, new: Slots) -> Slots:
+    bare = dataclasses.replace(slots, cache=None, snapshots=None)
+    put = _put(rows, bare, dataclasses.replace(new, cache=None, snapshots=None))
+    cache = _by_row(_put, rows, slots.cache, new.cache)
+    return dataclasses.replace(put, cache=cache, snapshots=slots.snapshots)
+
+
+def _with_pages(cache: Cache, had: jax.Array, more: jax.Array) -> Cache:
+    """The cache's rows with more pages, ``[n, k]``, behind the first ``had``."""
+    where = had[:, None] + jnp.arange(more.shape[1], dtype=jnp.int32)
+    where = jnp.where(more < NOBODY, where, cache.table.shape[1])
+    index = jnp.arange(len(more), dtype=jnp.int32)[:, None], where
+    return dataclasses.replace(cache, table=cache.table.at[index].set(more, mode="drop"))
+
+
+def _decode(
+    cfg: ModelConfig, params: Params, slots: Slots, budgets: jax.Array, orders: jax.Array,
+    masks: jax.Array, stop_ids: jax.Array, width: int,
+) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
     batch, n_top = slots.size, min(MAX_LOGPROBS, cfg.vocab_size)
-    steps, level, wants_top, wanted = orders[:4]
-    keep, wants_top = orders[4:] != 0, wants_top != 0
-    slots = dataclasses.replace(slots, active=slots.active & keep)
+    level, wants_top, wanted = orders
+    wants_top = wants_top != 0
     before = jnp.sum(slots.active, dtype=jnp.int32)
+
+    def may_write(step: jax.Array, slots: Slots) -> jax.Array:
+        return slots.active & (step < budgets)
 
     def draw_with(features: tuple[str, ...]):
         def draw(scores: jax.Array, slots: Slots, masks: jax.Array):
@@ -236,12 +310,13 @@ def decode(
 
     def unfinished(carry: tuple[jax.Array, Slots, Drawn]) -> jax.Array:
         step, slots, _ = carry
-        live = jnp.sum(slots.active, dtype=jnp.int32)
-        return (step < steps) & (live > 0) & ((wanted == 0) | (before - live < wanted))
+        ended = before - jnp.sum(slots.active, dtype=jnp.int32)
+        is_any = jnp.any(may_write(step, slots)) & (step < width)
+        return is_any & ((wanted == 0) | (ended < wanted))
 
     def one_token(carry: tuple[jax.Array, Slots, Drawn]) -> tuple[jax.Array, Slots, Drawn]:
         step, slots, drawn = carry
-        live = slots.active
+        live = may_write(step, slots)
         hidden, cache = forward(
             cfg, params, slots.token[:, None], live.astype(jnp.int32), slots.cache,
             sparse=~slots.prompted[:, None],
@@ -267,7 +342,7 @@ def decode(
             slots,
             token=jnp.where(live, tokens, slots.token),
             prompted=slots.prompted & ~live,
-            active=live & ~stopped & (remaining > 0),
+            active=slots.active & ~(live & (stopped | (remaining <= 0))),
             remaining=remaining,
             history=slots.history.add(tokens, live),
         )
@@ -283,7 +358,7 @@ def decode(
     _, after, drawn = lax.while_loop(unfinished, one_token, (jnp.int32(0), slots, blank))
     bits = lax.bitcast_convert_type(drawn.logprobs, jnp.int32)
     rows = jnp.concatenate([drawn.counts[:, None], drawn.tokens, bits], axis=1)
-    return _constrained(after, slots), rows, (drawn.top_tokens, drawn.top_logprobs)
+    return after, rows, (drawn.top_tokens, drawn.top_logprobs)
 
 
 def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -303,53 +378,79 @@ def _mask_bits(masks: jax.Array, vocab_size: int) -> jax.Array:
 
 
 # Newcomers, as arrays and as one array:  packed = pack(make_rows(newcomers, ...))  on the host,
-# rows = unpack(packed, vocab_size)  on the device
+# rows = unpack(packed, vocab_size, row_pages)  on the device
 
 
 class Newcomer(NamedTuple):
-    """A request on its way into slot ``slot``; ``output`` is what it has written already."""
+    """A request on its way into slot ``slot``; ``output`` is what it has written already.  It
+    begins with ``length`` known tokens, the first of ``pages``, and a snapshot's state."""
 
     slot: int
+    pages: Sequence[int]
+    length: int
+    snapshot: int | None
     sampling: Sampling
     prompt: Sequence[int]
     output: Sequence[int]
     remaining: int
     ignore_eos: bool
 
+    @property
+    def history(self) -> int:
+        """Tokens that its sampling depends on."""
+        return len(self.prompt) + len(self.output) if self.sampling.has_penalties else 0
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What ``insert`` needs to know of the rows of a cache, all ``[R, ...]``.
+    """What ``admit`` needs to know of newcomers, all ``[R, ...]``.
 
-    slot int32: where each goes, past the last slot for one that is nobody's.  tokens int32
-    ``[R, max_len]``: the prompt, then the output; n_prompt and n_tokens count them.
+    slot int32: past the last for nobody's.  table int32 ``[R, M]``: a row's pages, and past the
+    last.  snapshot int32: -1 for none.  tokens int32 ``[R, T]``: of the history, the prompt, then
+    the output; n_prompt and n_tokens count them.
     """
 
-    slot: Any  # numpy's arrays on the host, jax's inside of ``insert``
-    tokens: Any
-    n_prompt: Any
-    n_tokens: Any
-    remaining: Any
-    ignore_eos: Any
+    slot: np.ndarray
+    table: np.ndarray
+    length: np.ndarray
+    snapshot: np.ndarray
+    token: np.ndarray
+    prompted: np.ndarray
+    tokens: np.ndarray
+    n_prompt: np.ndarray
+    n_tokens: np.ndarray
+    remaining: np.ndarray
+    ignore_eos: np.ndarray
     sampling: SamplingParams
 
 
-def make_rows(newcomers: Mapping[int, Newcomer], rows: int, max_len: int, vocab_size: int) -> Rows:
-    """newcomers: by the row of the cache that is theirs; the others of ``rows`` are nobody's."""
-    slot = np.arange(2**30, 2**30 + rows, dtype=np.int32)  # distinct, as insert promises
-    tokens = np.zeros((rows, max_len), np.int32)
-    n_prompt, n_tokens, remaining = (np.zeros(rows, np.int32) for _ in range(3))
-    ignore_eos = np.zeros(rows, bool)
+def make_rows(
+    newcomers: Sequence[Newcomer], rows: int, width: int, row_pages: int, vocab_size: int
+) -> Rows:
+    """The first of ``rows``; the others are nobody's.  width: of the tokens."""
+    slot = np.arange(NOBODY, NOBODY + rows, dtype=np.int32)  # distinct, as admit promises
+    table = np.full((rows, row_pages), NOBODY, np.int32)
+    tokens = np.zeros((rows, width), np.int32)
+    length, token, n_prompt, n_tokens, remaining = (np.zeros(rows, np.int32) for _ in range(5))
+    snapshot = np.full(rows, -1, np.int32)
+    prompted, ignore_eos = (np.zeros(rows, bool) for _ in range(2))
     sampling = [Sampling()] * rows
-    for row, new in newcomers.items():
-        slot[row], sampling[row] = new.slot, new.sampling
-        n_prompt[row], n_tokens[row] = len(new.prompt), len(new.prompt) + len(new.output)
-        tokens[row, : n_prompt[row]] = new.prompt
-        tokens[row, n_prompt[row] : n_tokens[row]] = new.output
+    for row, new in enumerate(newcomers):
+        slot[row], sampling[row], length[row] = new.slot, new.sampling, new.length
+        table[row, : len(new.pages)] = new.pages
+        if new.snapshot is not None:
+            snapshot[row] = new.snapshot
+        token[row], prompted[row] = (*new.prompt, *new.output)[-1], not new.output
+        if new.history:
+            n_prompt[row], n_tokens[row] = len(new.prompt), new.history
+            tokens[row, : new.history] = (*new.prompt, *new.output)
         remaining[row], ignore_eos[row] = new.remaining, new.ignore_eos
     params = stack_sampling(sampling, vocab_size)
-    return Rows(slot, tokens, n_prompt, n_tokens, remaining, ignore_eos, params)
+    return Rows(
+        slot, table, length, snapshot, token, prompted, tokens, n_prompt, n_tokens, remaining,
+        ignore_eos, params,
+    )  # fmt: skip
 
 
 def pack(rows: Rows) -> np.ndarray:
@@ -360,11 +461,12 @@ def pack(rows: Rows) -> np.ndarray:
     return np.concatenate(bits, axis=1)
 
 
-def unpack(packed: jax.Array, vocab_size: int) -> Rows:
+def unpack(packed: jax.Array, vocab_size: int, row_pages: int) -> Rows:
     """Inside a jitted function."""
     n_rows, columns = packed.shape
-    rest = pack(make_rows({}, 1, 0, vocab_size)).shape[1]
-    like, structure = jax.tree.flatten(make_rows({}, n_rows, columns - rest, vocab_size))
+    rest = pack(make_rows((), 1, 0, row_pages, vocab_size)).shape[1]
+    like = make_rows((), n_rows, columns - rest, row_pages, vocab_size)
+    like, structure = jax.tree.flatten(like)
     ends = np.cumsum([leaf[0].size for leaf in like]).tolist()
     leaves = []
     for leaf, end in zip(like, ends, strict=True):
@@ -380,7 +482,6 @@ def stack_sampling(rows: Sequence[Sampling], vocab_size: int) -> SamplingParams:
     ids = np.full((len(rows), MAX_BIAS), vocab_size, np.int32)
     values = np.zeros((len(rows), MAX_BIAS), np.float32)
     for row, sampling in enumerate(rows):
-        pairs: tuple[Any, ...] = tuple(sampling.logit_bias or ())
-        for column, (token, value) in enumerate(pairs):
+        for column, (token, value) in enumerate(sampling.logit_bias or ()):
             ids[row, column], values[row, column] = token, value
     return dataclasses.replace(params, bias_ids=ids, bias_values=values, features=())

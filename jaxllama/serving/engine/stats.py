@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What an engine is doing and has done.  finished: requests by reason.  compilations: programs
-    compiled since the warm-up."""
+    """What an engine is doing and has done.  pages_used: by requests that run; pages_known: that
+    new ones may begin with.  finished: requests by reason.  compilations: programs compiled since
+    the warm-up."""
 
     waiting: int
     prefilling: int
@@ -20,8 +21,9 @@ class Stats:
     max_slots: int
     cache_tokens: int
     cache_capacity: int
-    prefix_blocks_used: int
-    prefix_blocks: int
+    pages: int
+    pages_used: int
+    pages_known: int
     prefix_hit_tokens: int
     prompt_tokens: int
     completion_tokens: int
@@ -33,15 +35,17 @@ class Stats:
 
 def count(engine: Engine) -> Stats:
     scheduler, counts, options = engine.scheduler, engine.counts, engine.options
+    pages = scheduler.pages
     return Stats(
         waiting=len(scheduler.waiting),
         prefilling=len(scheduler.prefilling),
         running=len(scheduler.running),
         max_slots=options.max_slots,
-        cache_tokens=scheduler.used_tokens,
+        cache_tokens=pages.used * pages.size,
         cache_capacity=options.cache_tokens,
-        prefix_blocks_used=engine.runner.prefix.used,
-        prefix_blocks=options.prefix_blocks,
+        pages=pages.count,
+        pages_used=pages.used,
+        pages_known=pages.known,
         prefix_hit_tokens=counts["prefix_hit_tokens"],
         prompt_tokens=counts["prompt_tokens"],
         completion_tokens=counts["completion_tokens"],

@@ -4,13 +4,13 @@
     completion(call, answer)        a whole text_completion; chat(call, answer) a chat.completion
     completion_chunk, chat_chunk    the pieces of a stream
 
-A token that is no valid UTF-8 by itself is written ``bytes:\\xe2\\x80`` where a string is asked
-for, as OpenAI's API did.  A stop token is counted in the usage and has no entry in the logprobs.
+The text of a chat is read as its call says (``reading``): reasoning, content, calls of tools.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,28 +18,42 @@ import numpy as np
 from jaxllama import __version__
 from jaxllama.serving.engine.request import Event
 from jaxllama.serving.http.calls import Call
+from jaxllama.serving.http.logprobs import (
+    TextOffsets,
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs,
+)
+from jaxllama.serving.http.reading import MessageReader
 from jaxllama.serving.http.schemas import (
+    Arguments,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
-    ChatLogprobs,
     ChatMessage,
     ChatObject,
     CompletionChoice,
     CompletionLogprobs,
     CompletionObject,
     Delta,
+    DetailedChoice,
     EmbeddingItem,
     EmbeddingList,
     EmbeddingUsage,
     FinishReason,
+    FunctionCalled,
     Opening,
     PromptDetails,
-    TokenLogprob,
-    TopLogprob,
+    ReasoningDelta,
+    ToolCallDelta,
+    ToolCalled,
+    ToolCallGoesOn,
+    ToolCallStart,
     Usage,
 )
-from jaxllama.text.stream import TextStream
+from jaxllama.serving.http.tool_formats import Part
 
 _FINGERPRINT = f"jaxllama-{__version__}"
 
@@ -83,9 +97,13 @@ def completion(call: Call, answer: Answer) -> CompletionObject:
     choices = []
     for index, events in enumerate(answer.events):
         echo = call.echoes[index] if call.echoes else ""
-        logprobs = completion_logprobs(call, index, events, TextOffsets(call))
-        text = echo + answer.text(index)
-        choices.append(CompletionChoice(index, text, logprobs, answer.finish(index)))
+        offsets = TextOffsets(call)
+        logprobs = joined(
+            echoed_logprobs(call, index, offsets),
+            completion_logprobs(call, index, events, offsets),
+        )
+        text, finish = echo + answer.text(index), answer.finish(index)
+        choices.append(_choice(call, index, text, logprobs, finish, events, is_first=True))
     return _completion(call, choices, usage(call, [events[-1] for events in answer.events]))
 
 
@@ -94,13 +112,37 @@ def completion_chunk(
 ) -> CompletionObject:
     """offsets: the choice's own, which has seen its earlier events."""
     logprobs = completion_logprobs(call, index, [event], offsets)
-    choice = CompletionChoice(index, event.text, logprobs, finish_reason(event))
+    choice = _choice(call, index, event.text, logprobs, finish_reason(event), [event])
     return _completion(call, [choice], total)
 
 
-def completion_echo(call: Call, index: int) -> CompletionObject:
+def completion_echo(call: Call, index: int, offsets: TextOffsets) -> CompletionObject:
     """The prompt, which ``echo`` puts before a choice's stream."""
-    return _completion(call, [CompletionChoice(index, call.echoes[index])], None)
+    logprobs = echoed_logprobs(call, index, offsets)
+    choice = _choice(call, index, call.echoes[index], logprobs, None, [], is_first=True)
+    return _completion(call, [choice], None)
+
+
+def _choice(
+    call: Call,
+    index: int,
+    text: str,
+    logprobs: CompletionLogprobs | None,
+    finish: FinishReason | None,
+    events: Sequence[Event],
+    is_first: bool = False,
+) -> CompletionChoice:
+    """is_first: it, or the first of its chunks."""
+    if not (call.shows_ids or call.lists_scores):
+        return CompletionChoice(index, text, logprobs, finish)
+    choice = DetailedChoice(index, text, logprobs, finish)
+    if call.lists_scores:
+        choice.prompt_logprobs = prompt_logprobs(call, index)
+    if call.shows_ids:
+        choice.token_ids = [token for event in events for token in event.tokens]
+        if is_first:
+            choice.prompt_token_ids = list(call.requests[index].prompt)
+    return choice
 
 
 def completion_usage(call: Call, total: Usage) -> CompletionObject:
@@ -118,13 +160,44 @@ def _completion(
 def chat(call: Call, answer: Answer) -> ChatObject:
     choices = []
     for index, events in enumerate(answer.events):
-        message = ChatMessage("assistant", answer.text(index))
-        logprobs = chat_logprobs(call, index, events)
-        choices.append(ChatChoice(index, message, logprobs, answer.finish(index)))
+        message, finish = ChatMessage("assistant", answer.text(index)), answer.finish(index)
+        if call.reading is not None:
+            message, calls = chat_message(call, index, message.content or "")
+            finish = "tool_calls" if calls and finish == "stop" else finish
+        choices.append(ChatChoice(index, message, chat_logprobs(call, index, events), finish))
     total = usage(call, [events[-1] for events in answer.events])
+    listed = prompt_logprobs(call, 0) if call.lists_scores else None
     return ChatObject(
-        call.id, "chat.completion", call.created, call.model, _FINGERPRINT, choices, total
+        call.id, "chat.completion", call.created, call.model, _FINGERPRINT, choices, total, listed
     )
+
+
+def chat_message(call: Call, index: int, text: str) -> tuple[ChatMessage, int]:
+    """The message that a choice's whole text is, and how many calls of tools it has."""
+    assert call.reading is not None
+    reader = MessageReader(call.reading)
+    said = {"reasoning": "", "content": ""}
+    calls: list[ToolCalled] = []
+    for part in (*reader.feed(text), *reader.close()):
+        if part.kind == "call":
+            id = tool_call_id(call, index, part.index)
+            calls.append(ToolCalled(id, "function", FunctionCalled(part.text, "")))
+        elif part.kind == "arguments":
+            calls[part.index].function.arguments += part.text
+        else:
+            said[part.kind] += part.text
+    content = said["content"] or ("" if not calls else None)
+    message = ChatMessage(
+        "assistant", content, None, said["reasoning"] or None, calls or None
+    )  # fmt: skip
+    return message, len(calls)
+
+
+def tool_call_id(call: Call, index: int, number: int) -> str:
+    """The same whenever it is asked for, in the form that the model's template takes."""
+    assert call.reading is not None and call.reading.tools is not None
+    digest = hashlib.sha256(f"{call.id}/{index}/{number}".encode()).hexdigest()
+    return call.reading.tools.format.call_id(digest)
 
 
 def chat_role(call: Call, index: int) -> ChatChunk:
@@ -138,6 +211,43 @@ def chat_chunk(call: Call, index: int, event: Event, total: Usage | None) -> Cha
     return _chat_chunk(call, [choice], total)
 
 
+class ChatChunks:
+    """The chunks of a choice whose text is read, from its events."""
+
+    def __init__(self, call: Call, index: int) -> None:
+        assert call.reading is not None
+        self._call, self._index = call, index
+        self._reader = MessageReader(call.reading)
+
+    def __call__(self, event: Event, total: Usage | None) -> list[ChatChunk]:
+        call, index, finish = self._call, self._index, finish_reason(event)
+        parts = self._reader.feed(event.text)
+        if finish is not None:
+            parts += self._reader.close()
+        deltas = [self._delta(part) for part in parts]
+        logprobs = chat_logprobs(call, index, [event])
+        if finish is not None or (logprobs is not None and logprobs.content and not deltas):
+            deltas.append(Delta(""))
+        choices = [ChatChunkChoice(index, delta) for delta in deltas]
+        if choices:
+            choices[0].logprobs = logprobs
+        if finish is not None:
+            is_call = self._reader.calls and finish == "stop"
+            choices[-1].finish_reason = "tool_calls" if is_call else finish
+        return [_chat_chunk(call, [choice], total) for choice in choices]
+
+    def _delta(self, part: Part) -> Delta | ReasoningDelta | ToolCallDelta:
+        if part.kind == "content":
+            return Delta(part.text)
+        if part.kind == "reasoning":
+            return ReasoningDelta(part.text)
+        if part.kind == "arguments":
+            return ToolCallDelta([ToolCallGoesOn(part.index, Arguments(part.text))])
+        id = tool_call_id(self._call, self._index, part.index)
+        begun = ToolCallStart(part.index, id, "function", FunctionCalled(part.text, ""))
+        return ToolCallDelta([begun])
+
+
 def chat_usage(call: Call, total: Usage) -> ChatChunk:
     return _chat_chunk(call, [], total)
 
@@ -146,92 +256,6 @@ def _chat_chunk(call: Call, choices: list[ChatChunkChoice], total: Usage | None)
     return ChatChunk(
         call.id, "chat.completion.chunk", call.created, call.model, _FINGERPRINT, choices, total
     )
-
-
-# Logprobs
-
-
-class TextOffsets:
-    """Where in a choice's text each of its tokens begins, in whole characters."""
-
-    def __init__(self, call: Call) -> None:
-        self._stream = TextStream(call.tokenizer) if call.tokenizer else None
-        self._length = 0
-
-    def __call__(self, token: int) -> int:
-        begin = self._length
-        if self._stream is not None:
-            self._length += len(self._stream.feed(token))
-        return begin
-
-
-def completion_logprobs(
-    call: Call, index: int, events: Sequence[Event], offsets: TextOffsets
-) -> CompletionLogprobs | None:
-    wanted = call.requests[index].logprobs
-    if wanted is None:
-        return None
-    out = CompletionLogprobs([], [], [] if wanted else None, [])
-    for event in events:
-        for token, logprob, top in _scored(call, event):
-            out.tokens.append(_spell(call, token))
-            out.token_logprobs.append(_number(logprob))
-            if out.top_logprobs is not None:
-                best = {_spell(call, other): _number(value) for other, value in top[:wanted]}
-                out.top_logprobs.append(best)
-            out.text_offset.append(offsets(token))
-    return out
-
-
-def chat_logprobs(call: Call, index: int, events: Sequence[Event]) -> ChatLogprobs | None:
-    wanted = call.requests[index].logprobs
-    if wanted is None:
-        return None
-    content = [
-        TokenLogprob(
-            _spell(call, token),
-            _number(logprob),
-            list(_bytes(call, token)),
-            [
-                TopLogprob(_spell(call, other), _number(value), list(_bytes(call, other)))
-                for other, value in top[:wanted]
-            ],
-        )
-        for event in events
-        for token, logprob, top in _scored(call, event)
-    ]
-    return ChatLogprobs(content)
-
-
-def _scored(call: Call, event: Event) -> list[tuple[int, float, tuple[tuple[int, float], ...]]]:
-    """(token, logprob, alternatives) of an event, without a stop token."""
-    n = len(event.tokens)
-    if event.finish_reason == "stop" and n and event.tokens[-1] in call.eos:
-        n -= 1
-    tops = event.top_logprobs or ((),) * len(event.tokens)
-    return list(zip(event.tokens, event.logprobs, tops, strict=True))[:n]
-
-
-def _bytes(call: Call, token: int) -> bytes:
-    return call.tokenizer.token_bytes(token, skip_special=False) if call.tokenizer else b""
-
-
-def _spell(call: Call, token: int) -> str:
-    if call.tokenizer is None:
-        return f"token_id:{token}"
-    data = _bytes(call, token)
-    try:
-        return data.decode() or f"token_id:{token}"
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _number(value: float) -> float | None:
-    """JSON has no -inf and NaN; OpenAI writes the least likely as -9999."""
-    return value if value > -9999.0 else (-9999.0 if value == value else None)
-
-
-# The rest
 
 
 def embeddings(

@@ -7,9 +7,12 @@ Contract.  A body is checked strictly: no coercion between types, no NaN.  null 
 everywhere.  Fields that concern OpenAI's own service are accepted without effect, and so are
 unknown ones, with one line in the log for each name.  A body's values are counted before they are
 parsed, and lists end at their first bad entry, so that a refusal costs less than a request.
-Beyond OpenAI: ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``priority`` (larger
-goes first), ``deadline`` (seconds; what is there by then is the answer, finish_reason "length"),
-prompts as token ids, and ``response_format`` "regex".
+Beyond OpenAI: ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``stop_token_ids``,
+``min_tokens``, ``skip_special_tokens``, ``priority`` (larger goes first), ``deadline`` (seconds;
+what is there by then is the answer, finish_reason "length"), prompts as token ids,
+``prompt_logprobs``, ``return_token_ids``, ``response_format`` "regex" and "structural_tag",
+``structured_outputs`` and ``guided_*``, ``chat_template_kwargs``, ``add_generation_prompt`` and
+``continue_final_message``.
 
 Source: OpenAI's API reference; the extensions' names are vLLM's where it has them.
 """
@@ -76,16 +79,47 @@ class JsonSchema(_Strict):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Strict):
-    type: Literal["text", "json_object", "json_schema", "regex"]
-    json_schema: JsonSchema | None = None
-    regex: str | None = None
-
-
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 # Every list: without it a long one is an error for every entry.
 FIRST_ERROR = Field(fail_fast=True)
+
+
+class Structure(_Strict):
+    """``begin``, which starts with a trigger, JSON of the schema, ``end``."""
+
+    begin: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    end: str
+
+
+Structures = Annotated[list[Structure], Field(min_length=1, max_length=128), FIRST_ERROR]
+Triggers = Annotated[list[Stop], Field(min_length=1, max_length=128), FIRST_ERROR]
+Choices = Annotated[list[Stop], Field(min_length=1, max_length=4096), FIRST_ERROR]
+
+
+class StructuralTag(_Strict):
+    structures: Structures
+    triggers: Triggers
+
+
+class ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema", "regex", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+    structures: Structures | None = None
+    triggers: Triggers | None = None
+
+
+class StructuredOutputs(_Strict):
+    """One of these.  json: a schema, or its text; structural_tag may be text too."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: StructuralTag | str | None = None
 
 
 class Generation(_Strict):
@@ -118,6 +152,15 @@ class Generation(_Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128), FIRST_ERROR] | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     deadline: float | None = Field(None, gt=0, le=86400)
     # Without effect: they concern OpenAI's own service, or are hints.
@@ -138,6 +181,9 @@ class Completion(Generation):
     """Body of POST /v1/completions."""
 
     prompt: str | Texts | Ids | IdRows
+    # 0 scores the prompt alone.
+    max_tokens: int | None = Field(None, ge=0)
+    return_token_ids: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1, le=128)
@@ -166,6 +212,7 @@ class Message(_Lenient):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class Function(_Strict):
@@ -192,6 +239,10 @@ class Chat(Generation):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=128), FIRST_ERROR] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     modalities: Annotated[list[Literal["text", "audio"]], FIRST_ERROR] | None = None
     # Refused by ``calls`` unless they ask for nothing.
     audio: dict[str, Any] | None = None
@@ -200,7 +251,6 @@ class Chat(Generation):
     moderation: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
     # Without effect, as above.
-    parallel_tool_calls: bool | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
@@ -225,6 +275,9 @@ class Tokenize(_Strict):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class Detokenize(_Strict):

@@ -8,9 +8,11 @@ chat.  A body without a seed draws one, and ``Call.seed`` tells it, so that the 
 be made again; choice i has seed + i.  Raises ApiError, or JaxLlamaError for what the tokenizer or
 the template refuses.
 
-Left out, with an error that says so: images and audio, web search, moderation, ``tool_choice``
-other than none and auto (tools are shown to the model by its template, or refused where it ignores
-them; its answer comes as text), ``suffix``, ``echo`` with logprobs, ``best_of``.
+Tools are shown to the model by its template, or refused where it ignores them; what of its answer
+is a call, or reasoning, ``Call.reading`` says.
+
+Left out, with an error that says so: images and audio, web search, moderation, tools that are no
+functions, ``suffix``, ``best_of``.
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ from typing import Any
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.sampling import Sampling
-from jaxllama.serving.engine.request import Grammar, Request
-from jaxllama.serving.http.bodies import Chat, Completion, Generation, Message, ResponseFormat
+from jaxllama.serving.engine.request import Request
+from jaxllama.serving.http.bodies import Chat, Completion, Generation, Message, Tokenize
+from jaxllama.serving.http.constraints import constraint, form
+from jaxllama.serving.http.reading import PLAIN, Reading, reading
 from jaxllama.serving.http.schemas import ApiError
+from jaxllama.serving.http.scoring import Scores
+from jaxllama.serving.http.tools import offered
 from jaxllama.text.tokenizer import Tokenizer
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
@@ -41,7 +47,11 @@ _ABSENT = {
 @dataclasses.dataclass(frozen=True)
 class Call:
     """One accepted body.  ``requests``: its choices in order, ``choices`` to a prompt; ``echoes``:
-    what ``echo`` puts before them; ``seed``: the body's, or the one that was drawn."""
+    what ``echo`` puts before them; ``seed``: the body's, or the one that was drawn.  ``reading``:
+    how an answer's text is read, None for plain text.  ``is_written``: false where nothing but the
+    prompt was asked for.  ``to_score``: how many alternatives to each of the prompts' tokens, None
+    where they have no scores, which are in ``scores`` once they are known, by prompt;
+    ``echoes_scores``, ``lists_scores``: where they are told.  ``shows_ids``: token ids are."""
 
     id: str
     created: int
@@ -52,25 +62,43 @@ class Call:
     seed: int
     tokenizer: Tokenizer | None
     eos: frozenset[int]
+    reading: Reading | None = None
+    is_written: bool = True
+    to_score: int | None = None
+    echoes_scores: bool = False
+    lists_scores: bool = False
+    shows_ids: bool = False
+    scores: tuple[Scores, ...] = ()
+
+    @property
+    def prompts(self) -> tuple[Request, ...]:
+        """A request of each prompt."""
+        return self.requests[:: self.choices]
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
     """Bodies to Calls: tokenizer, chat template, and the limits that need them.
 
-    max_choices bounds prompts x n of one body: no more than the queue takes, or no retry helps.
-    A prompt beyond max_len is refused without tokenizing the rest of it.
+    name: of the model, ``aliases``: other names of it.  max_choices bounds prompts x n of one body:
+    no more than the queue takes, or no retry helps.  A prompt beyond max_len is refused without
+    tokenizing the rest of it.
     """
 
     lm: LanguageModel
     name: str
     max_len: int
     max_choices: int
+    aliases: tuple[str, ...] = ()
 
     @property
     def models(self) -> dict[str, str | None]:
         """What a body may call the model, and the adapter that it means: "name:adapter"."""
-        return {self.name: None, **{f"{self.name}:{name}": name for name in self.lm.adapters}}
+        return {
+            f"{own}:{adapter}" if adapter else own: adapter
+            for own in (self.name, *self.aliases)
+            for adapter in (None, *self.lm.adapters)
+        }
 
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that ``model`` means; None where the body leaves it out, and for the model
@@ -92,8 +120,11 @@ class Prompts:
             raise _unsupported("suffix", "text cannot be filled in before a suffix")
         if body.best_of not in (None, body.n or 1):
             raise _unsupported("best_of", "only best_of equal to n is supported")
-        if body.echo and body.logprobs is not None:
-            raise _unsupported("echo", "logprobs of a prompt are not computed")
+        _check_prompt_logprobs(body)
+        echoes_scores = bool(body.echo) and body.logprobs is not None
+        if body.max_tokens == 0 and not (body.echo or body.prompt_logprobs is not None):
+            message = "max_tokens: 0 needs echo or prompt_logprobs"
+            raise ApiError(400, message, param="max_tokens", code="invalid_value")
         n = body.n or 1
         prompts = as_list(body.prompt)
         self._check_choices(len(prompts), n)
@@ -103,8 +134,14 @@ class Prompts:
             for text, row in zip(prompts, rows, strict=True):
                 echoes.append(text if isinstance(text, str) else self.tokenizer().decode(row))
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        return self._call(
-            body, call_id, rows, max_tokens, body.logprobs, [e for e in echoes for _ in range(n)]
+        call = self._call(body, call_id, rows, max_tokens, body.logprobs)
+        asked = [body.prompt_logprobs, body.logprobs if echoes_scores else None]
+        return dataclasses.replace(
+            call,
+            echoes=tuple(echo for echo in echoes for _ in range(n)),
+            to_score=max((count for count in asked if count is not None), default=None),
+            echoes_scores=echoes_scores,
+            shows_ids=bool(body.return_token_ids),
         )
 
     def chat(self, body: Chat, call_id: str) -> Call:
@@ -113,15 +150,20 @@ class Prompts:
         self._check_choices(1, body.n or 1)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
-        tools = None
-        if body.tools and body.tool_choice != "none":
-            tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        row = self.chat_ids(body.messages, tools)
+        _check_prompt_logprobs(body)
+        template = self.tokenizer().chat_template or ""
+        tools = offered(body, template)
+        prompt = self.chat_prompt(body, list(tools.shown) if tools else None)
+        row = self.encode(prompt, "messages", add_special=False)
+        how = reading(template, prompt, tools)
         max_tokens = body.max_completion_tokens or body.max_tokens
         if max_tokens is None:
             max_tokens = max(self.max_len - len(row), 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return self._call(body, call_id, [row], max_tokens, logprobs, [])
+        call = self._call(body, call_id, [row], max_tokens, logprobs, how)
+        return dataclasses.replace(
+            call, reading=None if how.is_plain else how, to_score=body.prompt_logprobs
+        )
 
     def row(self, prompt: str | list[int], key: str) -> list[int]:
         """A prompt's 1 to max_len token ids; ``key`` is the body's field."""
@@ -140,17 +182,18 @@ class Prompts:
             )
         return row
 
-    def chat_ids(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int]:
+    def chat_prompt(self, body: Chat | Tokenize, tools: list[dict[str, Any]] | None) -> str:
         """The conversation through the checkpoint's template."""
         tokenizer = self.tokenizer()
-        plain = [_plain(message) for message in messages]
+        plain = [_plain(message) for message in body.messages or ()]
         # A template copies its messages several times.
         if any(tokenizer.exceeds(message["content"], self.max_len) for message in plain):
             raise self._too_long("messages")
-        text = tokenizer.apply_chat_template(plain, tools=tools)
-        if tools and text == tokenizer.apply_chat_template(plain):
+        more = _template_variables(body)
+        text = tokenizer.apply_chat_template(plain, tools=tools, **more)
+        if tools and text == tokenizer.apply_chat_template(plain, **more):
             raise _unsupported("tools", "the model's chat template does not show tools")
-        return self.encode(text, "messages", add_special=False)
+        return _cut(text, plain[-1]["content"]) if body.continue_final_message else text
 
     def encode(self, text: str, key: str, add_special: bool = True) -> list[int]:
         """At most max_len token ids, in the time that so many take."""
@@ -189,9 +232,9 @@ class Prompts:
         rows: list[list[int]],
         max_tokens: int,
         logprobs: int | None,
-        echoes: list[str],
+        how: Reading = PLAIN,
     ) -> Call:
-        n = body.n or 1
+        n, tokenizer = body.n or 1, self.lm.tokenizer
         for row in rows:
             if len(row) + max_tokens > self.max_len:
                 raise ApiError(
@@ -204,14 +247,18 @@ class Prompts:
         # 63 bits, so that seed + choice stays within 64.
         seed = secrets.randbits(62) if body.seed is None else body.seed
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        grammar = _grammar(body.response_format)
+        grammar = constraint(form(body), how, tokenizer)
+        ends = tuple(body.stop_token_ids or ())
+        skip_special = body.skip_special_tokens is not False
+        if tokenizer is not None and how.needs_special(tokenizer):
+            skip_special = False
         requests = []
         for index, row in enumerate(row for row in rows for _ in range(n)):
             requests.append(
                 Request(
                     id=f"{call_id}/{index}",
                     prompt=tuple(row),
-                    max_new_tokens=max_tokens,
+                    max_new_tokens=max(max_tokens, 1),
                     sampling=self._sampling(body, seed + index % n),
                     stop=stop,
                     logprobs=logprobs,
@@ -220,6 +267,9 @@ class Prompts:
                     grammar=grammar,
                     ignore_eos=bool(body.ignore_eos),
                     adapter=self.adapter_of(body.model),
+                    stop_token_ids=ends,
+                    min_tokens=(body.min_tokens or 0) if max_tokens else 0,
+                    skip_special_tokens=skip_special,
                 )
             )
         return Call(
@@ -228,10 +278,12 @@ class Prompts:
             model=body.model,
             requests=tuple(requests),
             choices=n,
-            echoes=tuple(echoes),
+            echoes=(),
             seed=seed,
-            tokenizer=self.lm.tokenizer,
-            eos=frozenset(self.lm.config.eos_token_ids),
+            tokenizer=tokenizer,
+            eos=frozenset((*self.lm.config.eos_token_ids, *ends)),
+            is_written=max_tokens > 0,
+            lists_scores=body.prompt_logprobs is not None,
         )
 
 
@@ -253,26 +305,43 @@ def _check_features(body: Chat) -> None:
             raise _unsupported(key, reason)
     if body.modalities and "audio" in body.modalities:
         raise _unsupported("modalities", "only text is written")
-    for key in ("tool_choice", "function_call"):
-        if getattr(body, key) not in (None, "none", "auto"):
-            raise _unsupported(key, "only 'none' and 'auto' are supported")
+    if body.function_call not in (None, "none", "auto"):
+        raise _unsupported("function_call", "send tool_choice instead")
 
 
 def _unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code="unsupported")
 
 
-def _grammar(form: ResponseFormat | None) -> Grammar | None:
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return Grammar("json_schema", '{"type": "object"}')
-    if form.type == "regex" and form.regex is not None:
-        return Grammar("regex", form.regex)
-    if form.type == "json_schema" and form.json_schema is not None:
-        return Grammar("json_schema", json.dumps(form.json_schema.schema_))
-    param = f"response_format.{form.type}"
-    raise ApiError(400, f"{param}: is required", param=param, code="missing_parameter")
+def _check_prompt_logprobs(body: Generation) -> None:
+    if body.stream and body.prompt_logprobs is not None:
+        raise _unsupported("prompt_logprobs", "they are not streamed")
+
+
+def _template_variables(body: Chat | Tokenize) -> dict[str, Any]:
+    """What the template gets beside messages and tools."""
+    more = dict(body.chat_template_kwargs or {})
+    for key in ("messages", "tools", "add_generation_prompt"):
+        if key in more:
+            message = f"chat_template_kwargs: {key} is a field of its own"
+            raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "continue_final_message: excludes add_generation_prompt"
+        raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+    asked = body.add_generation_prompt
+    more["add_generation_prompt"] = not body.continue_final_message if asked is None else asked
+    return more
+
+
+def _cut(prompt: str, last: str) -> str:
+    """Without what a template puts behind the last message, whose blanks it may have dropped."""
+    begin = prompt.rfind(last.strip())
+    if not last.strip() or begin < 0:
+        message = "continue_final_message: the template does not show the last message's text"
+        raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+    whole = last.lstrip()
+    end = len(whole) if prompt.startswith(whole, begin) else len(last.strip())
+    return prompt[: begin + end]
 
 
 def _plain(message: Message) -> dict[str, Any]:

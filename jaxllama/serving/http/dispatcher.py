@@ -116,9 +116,20 @@ class Dispatcher:
             raise
         return stream
 
+    def ended(self, events: Sequence[Event]) -> Stream:
+        """The stream of requests that have come to their ends without the engine."""
+        stream = Stream(self)
+        for event in events:
+            stream.put(event)
+        return stream
+
     def _submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._engine.submit(request, self._receive)
+
+    def has(self, id: str) -> bool:
+        """Whether a request of this id is in flight."""
+        return id in self._streams
 
     def cancel(self, id: str) -> None:
         if self._streams.pop(id, None) is not None:

@@ -34,8 +34,9 @@ _GAUGES = {
     "max_slots": ("slots", "Requests that can run at once"),
     "cache_tokens": ("cache_tokens", "Tokens in the cache"),
     "cache_capacity": ("cache_capacity_tokens", "Tokens that the cache may hold"),
-    "prefix_blocks_used": ("prefix_blocks_used", "Blocks in the prefix cache"),
-    "prefix_blocks": ("prefix_blocks", "Blocks that the prefix cache can hold"),
+    "pages": ("cache_pages", "Pages of the cache"),
+    "pages_used": ("cache_pages_used", "Pages that running requests hold"),
+    "pages_known": ("cache_pages_known", "Pages that new requests may begin with"),
 }
 _COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts"),

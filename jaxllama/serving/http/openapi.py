@@ -9,8 +9,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from jaxllama.serving.http import bodies, schemas
+from jaxllama.serving.http import bodies, response_schemas, schemas
+from jaxllama.serving.http.response_bodies import Responses
 
+_ANSWERS = {**vars(schemas), **vars(response_schemas)}
+_BODIES = {**vars(bodies), "Responses": Responses}
 _ERRORS = {
     "400": "A field is wrong, or the request is beyond a limit",
     "404": "There is no such model or answer",
@@ -26,15 +29,15 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
     """max_len: for the description.  keyed: whether requests need an API key."""
     from jaxllama import __version__
 
-    bodies_read = "Completion", "Chat", "Embedding", "Tokenize", "Detokenize"
+    bodies_read = "Completion", "Chat", "Responses", "Embedding", "Tokenize", "Detokenize"
     answers = (
-        "CompletionObject", "ChatObject", "EmbeddingList", "ModelObject", "ModelList", "Tokens",
-        "Text", "Health", "ErrorObject",
+        "CompletionObject", "ChatObject", "ResponseObject", "ResponseDeleted", "EmbeddingList",
+        "ModelObject", "ModelList", "Tokens", "Text", "Health", "Version", "ErrorObject",
     )  # fmt: skip
     refs, shared = TypeAdapter.json_schemas(
         [
-            *((name, "validation", TypeAdapter(getattr(bodies, name))) for name in bodies_read),
-            *((name, "serialization", TypeAdapter(getattr(schemas, name))) for name in answers),
+            *((name, "validation", TypeAdapter(_BODIES[name])) for name in bodies_read),
+            *((name, "serialization", TypeAdapter(_ANSWERS[name])) for name in answers),
         ],
         ref_template="#/components/schemas/{model}",
     )
@@ -42,13 +45,14 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
     post = {
         "/v1/completions": ("Continue prompts", "Completion", "CompletionObject"),
         "/v1/chat/completions": ("Answer a conversation", "Chat", "ChatObject"),
+        "/v1/responses": ("Go on with a conversation", "Responses", "ResponseObject"),
         "/v1/embeddings": ("Mean-pooled hidden states", "Embedding", "EmbeddingList"),
         "/tokenize": ("Text or messages to token ids", "Tokenize", "Tokens"),
         "/detokenize": ("Token ids to text", "Detokenize", "Text"),
     }
     paths: dict[str, Any] = {}
     for path, (text, body, answer) in post.items():
-        streams = body in ("Completion", "Chat")
+        streams = body in ("Completion", "Chat", "Responses")
         paths[path] = {
             "post": {
                 "summary": text,
@@ -64,6 +68,7 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
             _json(schema["ModelList"]),
         ),
         "/health": ("Whether the server is up", _json(schema["Health"])),
+        "/version": ("This program's version", _json(schema["Version"])),
         "/metrics": ("Prometheus metrics", {"text/plain": {"schema": {"type": "string"}}}),
     }
     for path, (text, content) in get.items():
@@ -89,6 +94,16 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
                 "parameters": [_path_parameter("id")],
                 "responses": responses,
             }
+        }
+    for method, text, answer in (
+        ("get", "A response again, while it is kept in memory", "ResponseObject"),
+        ("delete", "Forget a response", "ResponseDeleted"),
+    ):
+        responses = _responses(schema, _json(schema[answer]), False, keyed, ("404",))
+        paths.setdefault("/v1/responses/{id}", {})[method] = {
+            "summary": text,
+            "parameters": [_path_parameter("id")],
+            "responses": responses,
         }
     components: dict[str, Any] = {"schemas": shared["$defs"]}
     page: dict[str, Any] = {

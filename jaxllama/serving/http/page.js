@@ -122,13 +122,14 @@ async function answer() {
       const choice = chunk.choices[0];
       if (!choice) continue;
       finish = choice.finish_reason ?? finish;
+      const isThinking = choice.delta?.reasoning_content !== undefined;
       text += choice.delta?.content ?? choice.text ?? "";
       // Follow the text unless the reader has scrolled away.
       const log = $("log");
       const below = log.scrollHeight - log.scrollTop - log.clientHeight;
       target.textContent = text;
       if (below < 40) log.scrollTop = log.scrollHeight;
-      $("status").textContent = "writing …";
+      $("status").textContent = isThinking ? "thinking …" : "writing …";
     }
     const seconds = (performance.now() - start) / 1000;
     const tokens = usage.completion_tokens;

@@ -2,7 +2,7 @@
 
     run = Run(kind, call, stream, fields, finish)
     await run.whole()              the answer object; ApiError when a row or the engine fails
-    EventStream(run, body)         an ASGI response that sends it as it is made
+    ChunkStream(run, body)         an ASGI response that sends it as it is made
 
 Contract.  ``finish(id, answer)`` is called once, when the end is certain: answered, failed, or left
 by its client (then the rows are cancelled).  answer is None when the engine was stopped meanwhile:
@@ -12,7 +12,7 @@ then it is still owed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -23,6 +23,7 @@ from jaxllama.serving.http import answers
 from jaxllama.serving.http.bodies import Chat, Completion
 from jaxllama.serving.http.calls import Call
 from jaxllama.serving.http.dispatcher import Stream
+from jaxllama.serving.http.logprobs import TextOffsets
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
     ClientGone,
@@ -102,14 +103,11 @@ class Run:
 
 
 class EventStream:
-    """A streamed answer, as an ASGI response: one chunk an event, ``[DONE]`` at the end, an error
-    object instead when the engine fails midway."""
+    """A streamed answer, as an ASGI response: server-sent events (``_pieces``), and ``_failure``
+    when the engine fails midway."""
 
-    def __init__(self, run: Run, body: Completion | Chat) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        options = body.stream_options
-        self._running_usage = bool(options and options.continuous_usage_stats)
-        self._usage = self._running_usage or bool(options and options.include_usage)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write() -> None:
@@ -120,12 +118,11 @@ class EventStream:
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
-                async with contextlib.aclosing(self._lines()) as lines:
-                    async for line in lines:
-                        await _send_data(send, line)
-                await _send_data(send, b"[DONE]")
+                async with contextlib.aclosing(self._pieces()) as pieces:
+                    async for piece in pieces:
+                        await _send_piece(send, piece)
             except ApiError as error:
-                await _send_data(send, to_json(error.body()))
+                await _send_piece(send, self._failure(error))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:
@@ -133,27 +130,51 @@ class EventStream:
         except ClientGone:
             self._run.abandon()
 
-    async def _lines(self) -> AsyncGenerator[bytes]:
+    def _pieces(self) -> AsyncGenerator[bytes]:
+        raise NotImplementedError
+
+    def _failure(self, error: ApiError) -> bytes:
+        return _data(to_json(error.body()))
+
+
+class ChunkStream(EventStream):
+    """Of completions and chats: one chunk an event, ``[DONE]`` at the end, an error object instead
+    when the engine fails midway."""
+
+    def __init__(self, run: Run, body: Completion | Chat) -> None:
+        super().__init__(run)
+        options = body.stream_options
+        self._running_usage = bool(options and options.continuous_usage_stats)
+        self._usage = self._running_usage or bool(options and options.include_usage)
+
+    async def _pieces(self) -> AsyncGenerator[bytes]:
         run, call = self._run, self._run.call
         is_chat = run.kind == "chat"
+        offsets = [TextOffsets(call) for _ in call.requests]
         for index in range(len(call.requests)):
             if is_chat:
-                yield to_json(answers.chat_role(call, index))
+                yield _data(to_json(answers.chat_role(call, index)))
             elif call.echoes:
-                yield to_json(answers.completion_echo(call, index))
-        writers = [self._writer(index) for index in range(len(call.requests))]
+                yield _data(to_json(answers.completion_echo(call, index, offsets[index])))
+        writers = [self._writer(index, offsets[index]) for index in range(len(call.requests))]
         async with contextlib.aclosing(run.events()) as events:
             async for index, event in events:
-                yield writers[index](event)
+                for line in writers[index](event):
+                    yield _data(line)
         if self._usage:
             build = answers.chat_usage if is_chat else answers.completion_usage
-            yield to_json(build(call, run.usage()))
+            yield _data(to_json(build(call, run.usage())))
+        yield _data(b"[DONE]")
 
-    def _writer(self, index: int) -> Callable[[Event], bytes]:
+    def _writer(self, index: int, offsets: TextOffsets) -> Callable[[Event], Iterable[bytes]]:
         """The function from a choice's events to lines.  Those of a plain stream differ in nothing
         but the text, so they are put together from the two halves of one around it."""
         run, call = self._run, self._run.call
-        offsets = answers.TextOffsets(call)
+        chunks = None if call.reading is None else answers.ChatChunks(call, index)
+
+        def write_read(event: Event) -> list[bytes]:
+            total = run.usage() if self._running_usage else None
+            return [to_json(chunk) for chunk in chunks(event, total)]
 
         def write(event: Event) -> bytes:
             total = run.usage() if self._running_usage else None
@@ -161,12 +182,16 @@ class EventStream:
                 return to_json(answers.chat_chunk(call, index, event, total))
             return to_json(answers.completion_chunk(call, index, event, offsets, total))
 
-        if self._running_usage or call.requests[index].logprobs is not None:
-            return write
+        if chunks is not None:
+            return write_read
+        detailed = call.requests[index].logprobs is not None or call.shows_ids
+        if self._running_usage or detailed:
+            return lambda event: (write(event),)
         before, after = write(Event("", text="\0")).split(_quoted("\0"))
 
-        def write_plain(event: Event) -> bytes:
-            return write(event) if event.finish_reason else before + _quoted(event.text) + after
+        def write_plain(event: Event) -> tuple[bytes]:
+            line = write(event) if event.finish_reason else before + _quoted(event.text) + after
+            return (line,)
 
         return write_plain
 
@@ -176,6 +201,9 @@ def _quoted(text: str) -> bytes:
     return encode_basestring(text).encode()
 
 
-async def _send_data(send: Send, line: bytes) -> None:
-    data = b"data: %b\n\n" % line
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+def _data(line: bytes) -> bytes:
+    return b"data: %b\n\n" % line
+
+
+async def _send_piece(send: Send, piece: bytes) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -11,52 +11,78 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, TypeAdapter
 from starlette.responses import Response
 
-FinishReason = Literal["stop", "length"]
+T = TypeVar("T")
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class _Schema:
+class Schema:
     """Nothing is left out on the wire, so every key is required in the schemas."""
 
     __slots__ = ()
     __pydantic_config__ = ConfigDict(json_schema_serialization_defaults_required=True)
 
 
-@dataclasses.dataclass(slots=True)
-class PromptDetails(_Schema):
+@dataclass_transform()
+def schema(cls: type[T]) -> type[T]:
+    return dataclasses.dataclass(slots=True)(cls)
+
+
+@schema
+class PromptDetails(Schema):
     cached_tokens: int
 
 
-@dataclasses.dataclass(slots=True)
-class Usage(_Schema):
+@schema
+class Usage(Schema):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
 
 
-@dataclasses.dataclass(slots=True)
-class CompletionLogprobs(_Schema):
+@schema
+class CompletionLogprobs(Schema):
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None]] | None
+    top_logprobs: list[dict[str, float | None] | None] | None
     text_offset: list[int]
 
 
-@dataclasses.dataclass(slots=True)
-class CompletionChoice(_Schema):
+@schema
+class CompletionChoice(Schema):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
-@dataclasses.dataclass(slots=True)
-class CompletionObject(_Schema):
+@schema
+class PromptLogprob(Schema):
+    logprob: float | None
+    rank: int | None
+    decoded_token: str
+
+
+# A prompt's tokens: the token itself and the likeliest ones, by id.  The first has none.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+@schema
+class DetailedChoice(CompletionChoice):
+    """With what only those get who ask for it."""
+
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+@schema
+class CompletionObject(Schema):
     """A whole answer, or a chunk of its stream."""
 
     id: str
@@ -64,48 +90,65 @@ class CompletionObject(_Schema):
     created: int
     model: str
     system_fingerprint: str
-    choices: list[CompletionChoice]
+    choices: list[DetailedChoice | CompletionChoice]
     usage: Usage | None
 
 
-@dataclasses.dataclass(slots=True)
-class TopLogprob(_Schema):
+@schema
+class TopLogprob(Schema):
     token: str
     logprob: float | None
     bytes: list[int]
 
 
-@dataclasses.dataclass(slots=True)
-class TokenLogprob(_Schema):
+@schema
+class TokenLogprob(Schema):
     token: str
     logprob: float | None
     bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 
-@dataclasses.dataclass(slots=True)
-class ChatLogprobs(_Schema):
+@schema
+class ChatLogprobs(Schema):
     content: list[TokenLogprob]
     refusal: None = None
 
 
-@dataclasses.dataclass(slots=True)
-class ChatMessage(_Schema):
+@schema
+class FunctionCalled(Schema):
+    name: str
+    arguments: str
+
+
+@schema
+class ToolCalled(Schema):
+    id: str
+    type: Literal["function"]
+    function: FunctionCalled
+
+
+@schema
+class ChatMessage(Schema):
+    """content is None where there are only calls."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCalled] | None = None
 
 
-@dataclasses.dataclass(slots=True)
-class ChatChoice(_Schema):
+@schema
+class ChatChoice(Schema):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
-@dataclasses.dataclass(slots=True)
-class ChatObject(_Schema):
+@schema
+class ChatObject(Schema):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -113,31 +156,63 @@ class ChatObject(_Schema):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
 
 
-@dataclasses.dataclass(slots=True)
-class Opening(_Schema):
+@schema
+class Opening(Schema):
     """The delta of a choice's first chunk."""
 
     role: Literal["assistant"]
     content: Literal[""]
 
 
-@dataclasses.dataclass(slots=True)
-class Delta(_Schema):
+@schema
+class Delta(Schema):
     content: str
 
 
-@dataclasses.dataclass(slots=True)
-class ChatChunkChoice(_Schema):
+@schema
+class ReasoningDelta(Schema):
+    reasoning_content: str
+
+
+@schema
+class ToolCallStart(Schema):
+    """The first piece of a call."""
+
     index: int
-    delta: Delta | Opening
+    id: str
+    type: Literal["function"]
+    function: FunctionCalled
+
+
+@schema
+class Arguments(Schema):
+    arguments: str
+
+
+@schema
+class ToolCallGoesOn(Schema):
+    index: int
+    function: Arguments
+
+
+@schema
+class ToolCallDelta(Schema):
+    tool_calls: list[ToolCallStart | ToolCallGoesOn]
+
+
+@schema
+class ChatChunkChoice(Schema):
+    index: int
+    delta: Opening | Delta | ReasoningDelta | ToolCallDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
-@dataclasses.dataclass(slots=True)
-class ChatChunk(_Schema):
+@schema
+class ChatChunk(Schema):
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
@@ -147,29 +222,29 @@ class ChatChunk(_Schema):
     usage: Usage | None
 
 
-@dataclasses.dataclass(slots=True)
-class EmbeddingItem(_Schema):
+@schema
+class EmbeddingItem(Schema):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-@dataclasses.dataclass(slots=True)
-class EmbeddingUsage(_Schema):
+@schema
+class EmbeddingUsage(Schema):
     prompt_tokens: int
     total_tokens: int
 
 
-@dataclasses.dataclass(slots=True)
-class EmbeddingList(_Schema):
+@schema
+class EmbeddingList(Schema):
     object: Literal["list"]
     data: list[EmbeddingItem]
     model: str
     usage: EmbeddingUsage
 
 
-@dataclasses.dataclass(slots=True)
-class ModelObject(_Schema):
+@schema
+class ModelObject(Schema):
     id: str
     object: Literal["model"]
     created: int
@@ -179,39 +254,44 @@ class ModelObject(_Schema):
     chat: bool
 
 
-@dataclasses.dataclass(slots=True)
-class ModelList(_Schema):
+@schema
+class ModelList(Schema):
     object: Literal["list"]
     data: list[ModelObject]
 
 
-@dataclasses.dataclass(slots=True)
-class Tokens(_Schema):
+@schema
+class Tokens(Schema):
     tokens: list[int]
     count: int
     max_model_len: int
 
 
-@dataclasses.dataclass(slots=True)
-class Text(_Schema):
+@schema
+class Text(Schema):
     prompt: str
 
 
-@dataclasses.dataclass(slots=True)
-class Health(_Schema):
+@schema
+class Version(Schema):
+    version: str
+
+
+@schema
+class Health(Schema):
     status: str
 
 
-@dataclasses.dataclass(slots=True)
-class ErrorDetail(_Schema):
+@schema
+class ErrorDetail(Schema):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-@dataclasses.dataclass(slots=True)
-class ErrorObject(_Schema):
+@schema
+class ErrorObject(Schema):
     error: ErrorDetail
 
 

@@ -4,15 +4,15 @@
 
     POST /v1/completions, /v1/chat/completions    whole or streamed (server-sent events)
     GET  /v1/completions/ID, /v1/chat/completions/ID    an answer again (with a state folder)
+    POST, GET, DELETE /v1/responses               (``response_routes``)
     POST /v1/embeddings, /tokenize, /detokenize
-    GET  /v1/models, /health, /metrics, /openapi.json, / (a chat page)
+    GET  /v1/models, /version, /health, /metrics, /openapi.json, / (a chat page)
 
 Contract.  Every accepted body is answered once: with its tokens, or with OpenAI's error object.
 A client that disconnects cancels its rows.  A body is refused before it costs anything: 400 with
 the field's name, 401, 404, 413, 415, and 429 with Retry-After when the engine's queue is full.  The
-event loop never computes: tokenizing and embedding run in threads, the model in the engine's.
-Texts of several bodies are embedded in turns, one at a time; once the engine has stopped or failed,
-none.
+event loop never computes: tokenizing runs in threads, the model in the engine's, embeddings and
+prompts' logprobs in one of their own (``forward_passes``).
 
 Keys, ids, logs and errors are ``middleware``, what bodies mean ``calls``, a call's way to its
 answer ``runs``, the answers ``answers``.  With a state folder a body is written down
@@ -29,20 +29,21 @@ import importlib.resources
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from jaxllama import __version__
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.serving.engine.request import EngineClosed, EngineFailed, QueueFull
+from jaxllama.serving.engine.request import EngineClosed, EngineFailed, Event, QueueFull
 from jaxllama.serving.http import answers, openapi
 from jaxllama.serving.http.bodies import (
     MAX_IDS,
@@ -54,8 +55,8 @@ from jaxllama.serving.http.bodies import (
     parse,
 )
 from jaxllama.serving.http.calls import Call, Prompts, as_list
-from jaxllama.serving.http.dispatcher import Dispatcher
-from jaxllama.serving.http.embeddings import Embedder
+from jaxllama.serving.http.dispatcher import Dispatcher, Stream
+from jaxllama.serving.http.forward_passes import ForwardPasses
 from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
@@ -66,7 +67,8 @@ from jaxllama.serving.http.middleware import (
     read_body,
     unless_disconnected,
 )
-from jaxllama.serving.http.runs import EventStream, Outcome, Run
+from jaxllama.serving.http.response_routes import ResponseRoutes
+from jaxllama.serving.http.runs import ChunkStream, Outcome, Run
 from jaxllama.serving.http.schemas import (
     ApiError,
     Health,
@@ -74,6 +76,7 @@ from jaxllama.serving.http.schemas import (
     ModelObject,
     Text,
     Tokens,
+    Version,
     respond,
     to_json,
 )
@@ -87,14 +90,17 @@ SMALL_BODY = 2048  # bytes of one that becomes tokens sooner than a thread is wo
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """name: what clients call the model.  max_len: tokens of prompt and answer together.
-    max_body: bytes.  state: the journal's folder, None for none."""
+    """name: what clients call the model; aliases: other names of it.  max_len: tokens of prompt and
+    answer together.  max_body: bytes.  state: the journal's folder, None for none.  origins: of web
+    pages that may ask, "*" for all."""
 
     name: str
     max_len: int
     api_keys: tuple[str, ...] = ()
     max_body: int = 4 * 2**20
     state: str | None = None
+    aliases: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
 
 
 def create_app(lm: LanguageModel, engine: Any, settings: Settings, metrics: Metrics) -> ASGIApp:
@@ -117,8 +123,10 @@ def create_app(lm: LanguageModel, engine: Any, settings: Settings, metrics: Metr
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/health", server.health),
+        Route("/version", server.version),
         Route("/metrics", server.metrics_page),
         Route("/openapi.json", lambda _: JSONResponse(document)),
+        *server.responses.routes(),
         *(Route(path, _file(name, kind)) for path, (name, kind) in static.items()),
     ]
     errors = dict.fromkeys(
@@ -126,7 +134,14 @@ def create_app(lm: LanguageModel, engine: Any, settings: Settings, metrics: Metr
     )
     app = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=errors)
     paths = [route.path for route in routes if "{" not in route.path]
-    return Middleware(app, metrics, settings.api_keys, paths)
+    app = Middleware(app, metrics, settings.api_keys, paths)
+    if not settings.origins:
+        return app
+    # Outside: a browser asks first, without the key.
+    return CORSMiddleware(
+        app, settings.origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",),
+        expose_headers=("X-Request-Id", "Retry-After"),
+    )  # fmt: skip
 
 
 async def _answer_error(_: HttpRequest, error: Exception) -> Response:
@@ -146,11 +161,10 @@ class _Server:
     ) -> None:
         self._lm, self._engine, self._settings, self._metrics = lm, engine, settings, metrics
         max_choices = min(MAX_CHOICES, engine.options.max_queue)
-        self._prompts = Prompts(lm, settings.name, settings.max_len, max_choices)
+        self._prompts = Prompts(lm, settings.name, settings.max_len, max_choices, settings.aliases)
         self._dispatcher = Dispatcher(engine)
-        self._embed = Embedder(lm)
-        # Of their own, so that tokenizing never waits for them.
-        self._embedding_thread = ThreadPoolExecutor(1, "embeddings")
+        self.responses = ResponseRoutes(self._prompts, self._dispatcher, settings.max_body)
+        self._forward = ForwardPasses(lm, engine)
         self._embedding = 0
         self._created = int(time.time())
         self._journal = None if settings.state is None else Journal(settings.state)
@@ -169,7 +183,7 @@ class _Server:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._embedding_thread.shutdown(wait=False, cancel_futures=True)
+            self._forward.close()
             if self._journal is not None:
                 self._journal.close()
 
@@ -192,7 +206,12 @@ class _Server:
                 body, call = self._call(kind, call_id, data)
             else:
                 body, call = await asyncio.to_thread(self._call, kind, call_id, data)
-            stream = await self._dispatcher.submit(call.requests)
+            if call.to_score is not None:
+                call = await unless_disconnected(http.receive, self._forward.scored(call))
+            stream = await self._stream(call)
+        except ClientGone:
+            self._owed.pop(call_id).set()
+            return Response(status_code=CLIENT_GONE)
         except BaseException:
             self._owed.pop(call_id).set()
             raise
@@ -206,7 +225,7 @@ class _Server:
                 run.abandon()
                 raise
         if body.stream:
-            return EventStream(run, body)
+            return ChunkStream(run, body)
         try:
             answer = await unless_disconnected(http.receive, run.whole())
         except ClientGone:
@@ -225,6 +244,16 @@ class _Server:
         body = parse(Chat, data, longest, longest)
         return body, self._prompts.chat(body, call_id)
 
+    async def _stream(self, call: Call) -> Stream:
+        if call.is_written:
+            return await self._dispatcher.submit(call.requests)
+        return self._dispatcher.ended(
+            [
+                Event(r.id, finish_reason="length", prompt_tokens=len(r.prompt))
+                for r in call.requests
+            ]
+        )
+
     def _finish(self, call_id: str, answer: Callable[[], Outcome] | None) -> None:
         """The answer is certain, be it an error, or None, and owed by the next server."""
         try:
@@ -241,7 +270,9 @@ class _Server:
             stream = None
             while stream is None:
                 try:
-                    stream = await self._dispatcher.submit(call.requests)
+                    if not call.scores:
+                        call = await self._forward.scored(call)
+                    stream = await self._stream(call)
                 except QueueFull as full:
                     await asyncio.sleep(full.retry_after)
         except EngineClosed:  # the next server owes it
@@ -287,23 +318,12 @@ class _Server:
         self._embedding += 1
         try:
             body, rows = await asyncio.to_thread(self._embedding_rows, data)
-            vectors = await unless_disconnected(http.receive, self._vectors(rows))
+            vectors = await unless_disconnected(http.receive, self._forward.vectors(rows))
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
         finally:
             self._embedding -= 1
         return await asyncio.to_thread(self._embeddings, body, rows, vectors)
-
-    async def _vectors(self, rows: list[list[int]]) -> list[np.ndarray]:
-        """One row at a time is in the thread's queue, behind one of every other body."""
-        loop, vectors = asyncio.get_running_loop(), []
-        for row in rows:
-            if self._engine.failure is not None:
-                raise EngineFailed(self._engine.failure)
-            if self._engine.closed is not None:
-                raise EngineClosed(self._engine.closed)
-            vectors.append(await loop.run_in_executor(self._embedding_thread, self._embed, row))
-        return vectors
 
     def _embeddings(
         self, body: Embedding, rows: list[list[int]], vectors: list[np.ndarray]
@@ -341,7 +361,8 @@ class _Server:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt or messages", param="prompt")
         if body.messages is not None:
-            ids = self._prompts.chat_ids(body.messages, None)
+            prompt = self._prompts.chat_prompt(body, None)
+            ids = self._prompts.encode(prompt, "messages", add_special=False)
         else:
             special = body.add_special_tokens is not False
             ids = self._prompts.encode(body.prompt or "", "prompt", special)
@@ -380,6 +401,9 @@ class _Server:
         if self._engine.failure is not None:
             return respond(Health(self._engine.failure), 503)
         return respond(Health("ok"))
+
+    async def version(self, _: HttpRequest) -> Response:
+        return respond(Version(__version__))
 
     async def metrics_page(self, _: HttpRequest) -> Response:
         kind, page = self._metrics.page()

@@ -18,9 +18,9 @@ import jaxllama as jl
 from jaxllama import generation
 from jaxllama.config import RopeConfig
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.cache import KVCache
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.sampling import SamplingParams
-from jaxllama.serving.engine import slots as device
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.grammar import Matcher
 from jaxllama.serving.engine.request import (
@@ -115,7 +115,7 @@ def check_answer(family: str, request: Request, events: list[Event], kv_dtype="f
 
 
 def poison(eng: Engine) -> None:
-    """NaN into every slot that is nobody's, and every row of the pool that holds no block."""
+    """NaN into every slot, page and snapshot that is nobody's."""
 
     def with_nan(tree, rows: list[int]):
         def put(leaf: jax.Array) -> jax.Array:
@@ -126,14 +126,19 @@ def poison(eng: Engine) -> None:
 
         return jax.tree.map(put, tree)
 
-    runner = eng.runner
-    free = [slot for slot in range(runner.slots.size) if slot not in eng.scheduler.running]
-    cache = runner.slots.cache
-    cache = dataclasses.replace(cache, layers=with_nan(cache.layers, free))
-    runner.slots = dataclasses.replace(runner.slots, cache=cache)
-    if runner.pool is not None:
-        layers = with_nan(runner.pool.layers, runner.prefix._free)
-        runner.pool = dataclasses.replace(runner.pool, layers=layers)
+    eng.runner.wait()
+    runner, slots = eng.runner, eng.runner.slots
+    taken = {sequence.slot for sequence in eng.scheduler.admitted}
+    free = [slot for slot in range(slots.size) if slot not in taken]
+    layers = tuple(
+        with_nan(layer, runner.pages.free if isinstance(layer, KVCache) else free)
+        for layer in slots.cache.layers
+    )
+    runner.slots = dataclasses.replace(
+        slots,
+        cache=dataclasses.replace(slots.cache, layers=layers),
+        snapshots=with_nan(slots.snapshots, runner.pages.free_states),
+    )
 
 
 PROMPTS = tuple(
@@ -203,14 +208,10 @@ def test_tokens_survive_preemption_in_many_schedules(family):
 
 
 def test_short_cache_preempts_and_the_tokens_stay():
-    eng = engine("hybrid")
-    before, eng.scheduler.cache_tokens = eng.stats().preemptions, 80
-    try:
-        run_schedule("hybrid", eng, [(8, 0, 24, 0, 0, None), (3, 2, 24, 0, 0, None),
-                                     (2, 4, 24, 0, 0, None)])  # fmt: skip
-        assert eng.stats().preemptions > before
-    finally:
-        eng.scheduler.cache_tokens = eng.options.cache_tokens
+    eng = engine("hybrid", cache_tokens=96)
+    run_schedule("hybrid", eng, [(8, 0, 24, 0, 0, None), (3, 2, 24, 0, 0, None),
+                                 (2, 4, 24, 0, 0, None)])  # fmt: skip
+    assert eng.stats().preemptions > 0
 
 
 def test_a_repeated_prefix_is_not_computed_again():
@@ -239,11 +240,9 @@ def test_nothing_is_compiled_after_the_warm_up():
         for index in range(12)
     ]
     eng.generate(requests)
-    for _ in range(40):  # long enough alone for the slots to shrink
-        eng.generate([Request("one", (5, 6), 2)])
+    eng.generate([Request("one", (5, 6), 2)])
     assert compiled == []
     assert eng.stats().compilations == 0
-    assert eng.runner.slots.size == 1
 
 
 def test_likeliest_tokens_are_reported():
@@ -318,32 +317,30 @@ def test_a_decode_stops_when_as_many_rows_have_ended_as_are_wanted(wanted, count
     eng = engine("llama")
     decode, written = eng.runner._decode, []
 
-    def forced(orders, masks):
-        orders[3] = wanted
-        written.append(decode(orders, masks))
-        return written[-1]
+    def forced(call):
+        call.orders[2] = wanted
+        drawn = decode(call)
+        written.append(eng.runner.read(drawn))
+        return drawn
 
     monkeypatch.setattr(eng.runner, "_decode", forced)
     requests = [Request(f"w{n}", PROMPTS[0], n, ignore_eos=True) for n in (1, 2, 3, 9)]
     events = eng.generate(requests)
-    assert [len(row.tokens) for row in written[0]] == counts
+    assert [len(row.tokens) for row in written[0].values()] == counts
     assert [events[request.id][-1].completion_tokens for request in requests] == [1, 2, 3, 9]
 
 
-def test_rows_that_go_on_are_told_while_the_device_works(monkeypatch):
-    eng, told, in_time = engine("llama"), threading.Event(), []
-    decode = eng.runner._decode
-
-    def patient(orders, masks):
-        in_time.append(not in_time or told.wait(60))  # what the call before has written
-        told.clear()
-        return decode(orders, masks)
-
-    monkeypatch.setattr(eng.runner, "_decode", patient)
-    eng.submit(Request("on", PROMPTS[0], 7, ignore_eos=True), lambda event: told.set())
+def test_a_step_is_told_while_the_device_does_the_next_one(monkeypatch):
+    """The next call is handed over before anybody hears of the one before."""
+    eng, order = engine("llama"), []
+    run, read = eng.runner.run, eng.runner.read
+    monkeypatch.setattr(eng.runner, "run", lambda *args: (order.append("run"), run(*args))[1])
+    monkeypatch.setattr(eng.runner, "read", lambda drawn: (order.append("read"), read(drawn))[1])
+    request = Request("on", PROMPTS[0], 7, ignore_eos=True)
+    eng.submit(request, lambda event: order.append(len(event.tokens)))
     while eng.step():
         pass
-    assert in_time == [True] * 3
+    assert order == ["run", "run", "read", 3, "run", "read", 3, "run", "read", 1]
 
 
 def test_deadline_ends_a_request():
@@ -380,12 +377,12 @@ def test_what_raises_ends_its_own_request_with_one_error(what, monkeypatch):
     error = jl.JaxLlamaError("too complex") if what == "mask" else RuntimeError("gone")
     broken, events = Broken(error), {"bad": [], "well": []}
     listener = broken if what == "listener" else events["bad"].append
-    eng.submit(Request("bad", PROMPTS[2], 20, ignore_eos=True), listener)
+    eng.submit(Request("bad", PROMPTS[4], 20, ignore_eos=True), listener)
     well = Request("well", PROMPTS[3], 8)
     eng.submit(well, events["well"].append)
     before = eng.stats().finished.get("error", 0)
     if what == "impossible":
-        monkeypatch.setattr(eng.scheduler, "cache_tokens", len(well.prompt) + 8)
+        monkeypatch.setattr(eng.runner.pages, "count", 2)  # well's
     eng.step()
     if what == "mask":
         eng.live["bad"].matcher = Matcher(types.SimpleNamespace(compute_bitmask=broken), 256)
@@ -414,11 +411,11 @@ def test_a_step_that_raises_ends_the_engine_and_everybody_is_told(monkeypatch, c
     eng.submit(Request("a", PROMPTS[2], 24), events["a"].append)
     eng.submit(Request("b", PROMPTS[3], 24), Broken(RuntimeError("gone")))
 
-    def decode(*_) -> None:
+    def run(*_) -> None:
         eng.submit(Request("c", PROMPTS[3], 24), events["c"].append)  # not taken by a step yet
         raise MemoryError("no more")
 
-    monkeypatch.setattr(eng.runner, "decode", decode)
+    monkeypatch.setattr(eng.runner, "run", run)
     eng.start()
     eng._thread.join(60)
     assert eng.failure == eng.closed == "the engine failed: MemoryError: no more"
@@ -432,32 +429,33 @@ def test_a_step_that_raises_ends_the_engine_and_everybody_is_told(monkeypatch, c
     assert "no more" in caplog.text
 
 
-def test_whole_rows_beside_the_slots_are_at_most_the_lanes(monkeypatch):
-    """Prompts that the prefix cache has whole, in part and not at all; counted by jax whenever one
-    goes into its slot."""
+def test_what_runs_shares_the_pages_of_a_common_beginning():
+    """Ten questions about one text, longer than a row's share of the cache: pages, not copies."""
+    eng = Engine(model("llama"), **{**OPTIONS, "max_slots": 12, "cache_tokens": 256})
+    text = tuple(np.random.default_rng(5).integers(3, 97, 64).tolist())
+    first = Request("first", (*text, 7), 4)
+    check_answer("llama", first, eng.generate([first])["first"])
+    requests = [Request(f"m{i}", (*text, 5, 7 + i), 8) for i in range(10)]
+    events = {request.id: [] for request in requests}
+    for request in requests:
+        eng.submit(request, events[request.id].append)
+    while eng.step():
+        used = eng.scheduler.pages.used
+        assert used <= 64 // 16 + 10
+    for request in requests:
+        check_answer("llama", request, events[request.id])
+        assert events[request.id][-1].cached_tokens == 64
+    assert eng.stats().preemptions == 0
+
+
+def test_an_answer_is_known_when_the_talk_goes_on():
     eng = engine("llama")
-    shared = tuple(np.random.default_rng(5).integers(3, 97, 65).tolist())
-    eng.generate([Request("warm", shared, 2)])
-    known = {id(array) for array in jax.live_arrays()}
-    leaves = len(jax.tree.leaves(eng.runner.slots.cache.layers))
-    insert, counted = device.insert, []
-
-    def counting(slots, cache, packed):
-        mine = {id(leaf) for leaf in jax.tree.leaves(eng.runner.slots)}
-        shape = (1, eng.options.capacity)
-        rows = [
-            array for array in jax.live_arrays()
-            if array.shape[:2] == shape and array.ndim == 4 and not {id(array)} & (known | mine)
-        ]  # fmt: skip
-        counted.append(len(rows) / leaves)
-        return insert(slots, cache, packed)
-
-    monkeypatch.setattr(device, "insert", counting)
-    prompts = [shared, shared[:49], shared[:40], PROMPTS[8], shared] * 4
-    events = eng.generate([Request(f"m{i}", prompt, 3) for i, prompt in enumerate(prompts)])
-    assert sum(event[-1].cached_tokens for event in events.values()) > 500
-    assert 1 <= max(counted) <= eng.options.lanes
-    assert not eng.runner.lanes
+    talk = tuple(np.random.default_rng(66).integers(3, 97, 30).tolist())
+    for turn in range(2):
+        request = Request(f"t{turn}", talk, 18, ignore_eos=True)
+        events = eng.generate([request])[request.id]
+        assert events[-1].cached_tokens == (0, 47 // 16 * 16)[turn]
+        talk += tuple(token for event in events for token in event.tokens) + (9,)
 
 
 @FAMILY
@@ -484,38 +482,39 @@ def test_a_deterministic_engine_gives_the_same_bits_in_any_company(family):
 
 def test_options_that_do_not_go_together_are_refused_by_name():
     lm, offloaded = model("llama"), OffloadedModel(**vars(model("llama")))
-    rope = RopeConfig(theta=1e4, scaling="dynamic", factor=2.0, original_max_position=16)
-    dynamic = LanguageModel(lm.config.replace(rope=rope), lm.params, None)
     fixed = dataclasses.replace(lm, deterministic=True)
     for bad, options, words in (
         (lm, {"max_slots": 0}, "max_slots = 0: must be a whole number >= 1"),
         (lm, {"max_slots": None}, "max_slots = None: must be a whole number"),
-        (lm, {"lanes": 1.5}, "lanes = 1.5: must be a whole number"),
+        (lm, {"prefill_rows": 1.5}, "prefill_rows = 1.5: must be a whole number"),
         (lm, {"max_len": 1}, "max_len = 1: must be a whole number >= 2"),
         (lm, {"max_len": 5000}, "max_len = 5000: tiny-bytes has a context of 4096"),
         (lm, {"prefill_chunk": 128}, "prefill_chunk = 128: exceeds max_len = 96"),
-        (lm, {"prefix_block": 5}, "prefix_block = 5: must divide 16"),
-        (lm, {"prefix_block": 32}, "prefix_block = 32: must divide 16"),
-        (model("hybrid"), {"prefix_block": 8}, "prefix_block = 8: must be 16, as GLA's states"),
-        (dynamic, {"prefix_blocks": 9}, "prefix_blocks = 9: must be 0"),
+        (lm, {"page_size": 32}, "page_size = 32: exceeds prefill_chunk = 16"),
+        (model("hybrid"), {"page_size": 5}, "page_size = 5: must divide 16, as GLA's states"),
+        (lm, {"memory_share": 1.5}, "memory_share = 1.5: must be in"),
+        (lm, {"memory_share": "all"}, "memory_share = 'all': must be a number"),
+        (lm, {"prefix_cache": 1}, "prefix_cache = 1: must be true or false"),
         (lm, {"prefill_rows": 5}, "prefill_rows = 5: exceeds max_slots = 4"),
         (lm, {"token_budget": 15}, "token_budget = 15: less than prefill_chunk = 16"),
         (lm, {"token_budget": 16, "prefill_rows": 2}, "prefill_rows = 2: 16 tokens each exceed"),
-        (lm, {"cache_tokens": 95}, "cache_tokens = 95: less than max_len = 96"),
-        (lm, {"cache_tokens": 385}, "cache_tokens = 385: exceeds what 4 slots of 96 tokens hold"),
-        (lm, {"lanes": 5}, "lanes = 5: exceeds max_slots = 4"),
+        (lm, {"cache_tokens": 80}, "cache_tokens = 80: less than max_len = 96"),
         (lm, {"steps_per_call": 96}, "steps_per_call = 96: an answer within max_len = 96"),
         (lm, {"kv_dtype": "int16"}, "kv_dtype = 'int16': allowed are float32"),
         (lm, {"kv_dtype": "fp7"}, "kv_dtype = 'fp7': allowed are float32"),
         (lm, {"deterministic": 1}, "deterministic = 1: must be true or false"),
         (fixed, {"prefill_rows": 2}, "prefill_rows = 2: must be 1"),
-        (fixed, {"prefix_block": 8}, "prefix_block = 8: must be 16, as a deterministic"),
-        (fixed, {"cache_tokens": 200}, "cache_tokens = 200: must be 384"),
+        (fixed, {"page_size": 5}, "page_size = 5: must divide 16, as a deterministic"),
+        (fixed, {"cache_tokens": 208}, "cache_tokens = 208: less than 4 slots of 96 tokens"),
         (offloaded, {}, "the engine runs no offloaded models"),
     ):
         with pytest.raises(jl.JaxLlamaError, match=words) as error:
             Engine(bad, **{**OPTIONS, **options})
         assert "\n" not in str(error.value)
+    rope = RopeConfig(theta=1e4, scaling="dynamic", factor=2.0, original_max_position=16)
+    dynamic = LanguageModel(lm.config.replace(rope=rope), lm.params, None)
+    # Its keys depend on the length of the whole prompt.
+    assert not Engine(dynamic, **OPTIONS).options.prefix_cache
     for smallest in ({"max_len": 2, "max_slots": 1}, {"max_len": 3, "prefill_chunk": 3}):
         eng = Engine(lm, **smallest)
         assert eng.options.steps_per_call == eng.options.max_len - 1

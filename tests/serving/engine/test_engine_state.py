@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama.model.cache import init_cache
-from jaxllama.serving.engine import prefix
 from jaxllama.serving.engine import slots as device
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.request import Event, Grammar, Request
-from tests.helpers.models import FAMILIES
+from tests.helpers.models import FAMILIES, params_of
 from tests.serving.engine.test_engine import (
     OPTIONS,
     PROMPTS,
@@ -59,7 +57,8 @@ def run(eng: Engine, requests: list[Request], until: int | None = None) -> dict[
 
 
 def arrays(eng: Engine) -> list[bytes]:
-    leaves = jax.tree.leaves((eng.runner.slots, eng.runner.pool))
+    eng.runner.wait()
+    leaves = jax.tree.leaves(eng.runner.slots)
     return [np.asarray(leaf).tobytes() for leaf in leaves]
 
 
@@ -171,43 +170,43 @@ DTYPES = ("float32", "bfloat16", "int8", "int4", "float8_e4m3fn")
 
 
 @pytest.mark.parametrize("dtype", DTYPES[2:])
-def test_rows_and_blocks_move_unchanged(dtype):
-    """A row's cache through insertion, growth, shrinking, the pool and back: the same bits."""
-    cfg, block = FAMILIES["hybrid"].replace(head_dim=64), 8
+def test_rows_pages_and_snapshots_move_unchanged(dtype):
+    """Row 2 of three begins with a snapshot and two pages, and all that is another's keeps its
+    bits, in a decode call of its own that takes a third page."""
+    cfg, rng = FAMILIES["hybrid"].replace(head_dim=64), np.random.default_rng(1)
+    slots = device.empty_slots(cfg, 3, 4, 6, 8, 2, dtype)
 
-    def noise(cache, seed: int):
-        rng = np.random.default_rng(seed)
+    def noise(leaf: jax.Array) -> jax.Array:
+        return jnp.asarray(rng.integers(-7, 8, leaf.shape)).astype(jnp.int32).astype(leaf.dtype)
 
-        def fill(leaf: jax.Array) -> jax.Array:
-            values = rng.integers(-7, 8, leaf.shape)
-            return jnp.asarray(values).astype(jnp.int32).astype(leaf.dtype)
+    layers = jax.tree.map(noise, slots.cache.layers)
+    cache = dataclasses.replace(slots.cache, layers=layers)
+    slots = dataclasses.replace(slots, cache=cache, snapshots=jax.tree.map(noise, slots.snapshots))
 
-        return jax.tree.map(fill, cache)
+    def bits(tree, rows=slice(None)) -> list[bytes]:
+        return [np.asarray(leaf)[rows].tobytes() for leaf in jax.tree.leaves(tree)]
 
-    source = noise(init_cache(cfg, 2, 24, dtype=dtype), 1)
-    slots = device.init_slots(cfg, init_cache(cfg, 2, 24, dtype=dtype))
-    newcomer = device.Newcomer(1, jl.Sampling(), [5, 6], [], 4, False)
-    rows = device.pack(device.make_rows({0: newcomer}, 2, 24, cfg.vocab_size))
-    slots = device.insert(slots, source, rows)
-    slots = device.resize(slots, np.array([-1, 1, -1, -1], np.int32))
-    slots = device.resize(slots, np.array([1], np.int32))
-    assert bool(slots.active[0]) and int(slots.token[0]) == 6
-
-    def bits(tree, where) -> list[bytes]:
-        return [np.asarray(leaf)[where].tobytes() for leaf in jax.tree.leaves(tree)]
-
-    assert bits(slots.cache, 0) == bits(source, 0)
-
-    blocks = init_cache(cfg, 4, block, dtype=dtype)
-    rows = np.array([[4, 4], [2, 0]], np.int32)  # nothing of row 0, tokens 8 .. 23 of row 1
-    states = np.array([4, 0], np.int32)
-    blocks = prefix.store_blocks(blocks, source, np.int32(8), rows, states)
-    rows = np.array([2, 0, 3], np.int32)
-    loaded = prefix.load_blocks(blocks, rows, np.int32(2), np.int32(16))
-    gla, attention = loaded.layers
-    assert bits(attention, (0, slice(0, 16))) == bits(source.layers[1], (1, slice(8, 24)))
-    assert bits(gla, 0) == bits(source.layers[0], 1)
-    assert loaded.lengths.tolist() == [16]
+    gla, attention = (cfg.layer_types.index(kind) for kind in ("gla", "attention"))
+    pages, others = bits(layers[attention]), bits(layers[gla], slice(0, 2))
+    known = bits(slots.snapshots, 1)
+    newcomer = device.Newcomer(2, [5, 0], 16, 1, jl.Sampling(), [5, 6], [], 4, False)
+    rows = device.make_rows([newcomer], 2, 0, 4, cfg.vocab_size)
+    slots = device.admit(slots, device.pack(rows))
+    assert bits([slots.cache.layers[i] for i, kind in enumerate(cfg.layer_types)
+                 if kind == "gla"], 2) == known  # fmt: skip
+    orders = device.make_orders(np.array([[2, 0, 2, 3]]), level=0, wants_top=False, wanted=0)
+    masks = np.zeros((1, -(-cfg.vocab_size // 32)), np.uint32)
+    slots, *_ = device.decode(
+        cfg, params_of(cfg), slots, orders, masks, np.array([2], np.int32), n=1, width=2
+    )
+    assert slots.cache.table[2].tolist() == [5, 0, 3, device.NOBODY]
+    assert slots.cache.lengths.tolist() == [0, 0, 16] and slots.active.tolist() == [False] * 2 + [
+        True
+    ]
+    assert int(slots.token[2]) == 6
+    assert bits(slots.cache.layers[attention]) == pages
+    assert bits(slots.cache.layers[gla], slice(0, 2)) == others
+    assert bits(slots.snapshots, 1) == known
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.serving.engine.prefix import PrefixCache
+from jaxllama.serving.engine.pages import Held, Pages
 from jaxllama.serving.engine.request import Grammar, Request
 from jaxllama.serving.engine.scheduler import Plan, Scheduler, Sequence
 
@@ -19,16 +19,16 @@ def make(n_prompt: int, n_new: int = 4, order: int = 0, **options) -> Sequence:
     return Sequence(request, order, submitted=0.0)
 
 
-def scheduler(**options) -> Scheduler:
-    sizes = {"max_slots": 2, "cache_tokens": 100, "chunk": 8, "token_budget": 10}
-    return Scheduler(**{**sizes, **options})
+def scheduler(cache_tokens: int = 100, page: int = 1, share: bool = False, **options) -> Scheduler:
+    pages = Pages(cache_tokens // page, page, share=share)
+    return Scheduler(**{"max_slots": 2, "pages": pages, "chunk": 8, "token_budget": 10, **options})
 
 
 def write(plan: Plan, sch: Scheduler, steps: int | None = None) -> None:
     """What the engine does after a plan: every running row writes, and ends at its limit."""
-    for sequence in list(sch.running.values()):
-        for _ in range(min(plan.steps if steps is None else steps, sequence.remaining)):
-            sequence.output.append(0)
+    for sequence, budget in plan.budgets.items():
+        sequence.ahead -= budget
+        sequence.output += [0] * min(budget if steps is None else steps, sequence.remaining)
         if not sequence.remaining:
             sch.finish(sequence)
 
@@ -101,10 +101,28 @@ def test_a_plan_says_how_many_wait_for_a_slot():
     assert (plan.steps, plan.wanted, len(plan.started)) == (4, 1, 2)
 
 
-def test_constrained_rows_go_token_by_token():
+def test_constrained_rows_go_token_by_token_and_only_they_wait():
     sch = scheduler(steps_per_call=4)
-    sch.add(make(3, 10, grammar=Grammar("regex", "a*")))
-    assert sch.plan().steps == 1
+    bound, free = make(3, 10, grammar=Grammar("regex", "a*")), make(3, 10, order=1)
+    sch.add(bound)
+    sch.add(free)
+    first = sch.plan()
+    assert first.budgets == {bound: 1, free: 4}
+    assert sch.plan().budgets == {free: 4}  # what bound has written is not known yet
+    write(first, sch)
+    assert sch.plan().budgets == {bound: 1, free: 2}
+    assert sch.plan().budgets == {}
+
+
+def test_pages_are_there_for_what_may_have_been_written():
+    sch = scheduler(steps_per_call=4, page=2)
+    sequence = make(3, 10)
+    sch.add(sequence)
+    plans = [sch.plan(), sch.plan()]
+    assert [plan.steps for plan in plans] == [4, 4] and sequence.ahead == 8
+    assert len(sequence.held.pages) == 6  # 3 + 8 tokens
+    write(plans[0], sch, steps=1)  # it was called back early
+    assert sequence.ahead == 4 and sch.plan().steps == 4
 
 
 def test_steps_do_not_pass_the_last_token():
@@ -151,15 +169,30 @@ def test_equal_priority_never_preempts():
     assert sch.plan().preempted == []
 
 
-def test_urgent_long_prompt_takes_a_lane():
-    sch = scheduler(max_slots=4, lanes=1, token_budget=8)
+def test_urgent_long_prompt_takes_a_slot():
+    sch = scheduler(max_slots=1, token_budget=8)
     slow = make(40, order=0)
     sch.add(slow)
     sch.plan()
     sch.add(make(20, order=1, priority=1))
     plan = sch.plan()
-    assert plan.preempted == [slow] and slow.filled == 0
-    assert spans(plan) == [("r1", 0, 8)]
+    assert plan.preempted == [slow] and slow.filled == 0 and not slow.held.pages
+    assert spans(plan) == [("r1", 0, 8)] and [new.slot for new in plan.admitted] == [0]
+
+
+def test_what_was_preempted_is_known_when_it_comes_again():
+    sch = scheduler(max_slots=1, page=2, share=True)
+    slow = make(3, 9, order=0)
+    sch.add(slow)
+    for _ in range(4):
+        write(sch.plan(), sch)
+    sch.add(make(3, 1, order=1, priority=1))
+    plan = sch.plan()
+    assert plan.preempted == [slow]
+    assert spans(plan) == []  # its prompt is the other's beginning
+    write(plan, sch)
+    assert spans(sch.plan()) == []  # 3 + 4 tokens, of which 6 are in the cache: three pages
+    assert slow.filled == 6 and slow.cached == 0
 
 
 def test_short_cache_preempts_the_latest_and_resumes_it():
@@ -173,7 +206,7 @@ def test_short_cache_preempts_the_latest_and_resumes_it():
             break
         plan = sch.plan()
         preempted += plan.preempted
-        assert sch.used_tokens + len(sch.running) * plan.steps <= 12
+        assert sch.pages.used <= 12
         write(plan, sch)
     assert not sch.in_flight
     assert set(preempted) == {second}
@@ -181,8 +214,8 @@ def test_short_cache_preempts_the_latest_and_resumes_it():
 
 
 def test_newcomers_are_numbered_by_arrival():
-    """An earlier number that comes later would stand before the one whose lane it waits for."""
-    sch = scheduler(lanes=1)
+    """An earlier number that comes later would stand before the one whose slot it waits for."""
+    sch = scheduler(max_slots=1)
     sch.add(make(40, order=5))
     sch.plan()
     with pytest.raises(JaxLlamaError, match="'r3' is number 3, after number 5: newcomers must be"):
@@ -211,13 +244,73 @@ def test_deadlines_and_cancellation_free_what_they_held():
     assert list(sch.overdue(5.0)) == [(running, "deadline")]
     sch.finish(waiting)
     sch.finish(running)
-    assert not sch.in_flight and sch.used_tokens == 0
+    assert not sch.in_flight and sch.pages.used == 0
 
 
 def test_prefix_hits_shorten_the_prefill():
-    sch = scheduler(lookup=lambda sequence: 4)
-    sch.add(make(11))
-    assert spans(sch.plan()) == [("r0", 4, 8), ("r0", 8, 10)]
+    sch = scheduler(page=4, share=True)
+    sch.add(make(6))
+    for fill in sch.plan().fills:
+        sch.filled(fill)
+    sch.add(make(11, order=1))
+    assert spans(sch.plan()) == [("r1", 4, 8), ("r1", 8, 10)]
+    assert sch.pages.used == 2 + 3 - 1  # 6 and 11 tokens, with one more each, share a page
+
+
+def test_pages_are_those_that_tokens_take():
+    """A thousand short requests run where rows of the longest length would hold ten."""
+    sch = scheduler(max_slots=1000, cache_tokens=10_240, page=4, token_budget=10**6)
+    for order in range(1000):
+        sch.add(make(5, 4, order=order))
+    assert len(sch.plan().started) == 1000 and sch.pages.used == 2000
+
+
+def test_six_times_the_requests_run_where_rows_were_as_long_as_the_longest():
+    """Log-normal lengths, of mean 1,000 and such a spread that the longest of 1,500 is 8,192, half
+    prompt, half answer, in the memory of 64 rows of 8,192 tokens."""
+    rng, sch = random.Random(0), scheduler(
+        max_slots=2048, cache_tokens=64 * 8192, page=64, chunk=2048, token_budget=8192
+    )  # fmt: skip
+    at_once = []
+    for order in range(1500):
+        total = max(2, min(round(rng.lognormvariate(6.627, 0.75)), 8192))
+        sch.add(make(total // 2, total - total // 2, order=order))
+    while len(sch.waiting):
+        write(sch.plan(), sch)
+        at_once.append(len(sch.running))
+    assert sorted(at_once)[len(at_once) // 2] >= 6 * 64
+
+
+def test_talks_of_eight_turns_are_read_once():
+    """Of the tokens of a turn's prompt that were in the talk before, 95% are known."""
+    rng, sch = random.Random(1), scheduler(
+        max_slots=8, cache_tokens=64 * 1024, page=16, share=True, chunk=512, token_budget=512
+    )  # fmt: skip
+    talks = [[rng.randrange(10**6) for _ in range(rng.randrange(50, 400))] for _ in range(20)]
+    order = before = known = 0
+    for turn in range(8):
+        sequences = []
+        for talk in talks:
+            request = Request(f"r{order}", tuple(talk), rng.randrange(50, 300))
+            sequences.append(Sequence(request, order, submitted=0.0))
+            sch.add(sequences[-1])
+            order += 1
+        while sch.in_flight:
+            plan = sch.plan()
+            for fill in plan.fills:
+                sch.filled(fill)
+            for sequence, budget in plan.budgets.items():
+                sequence.ahead -= budget
+                sequence.output += [rng.randrange(10**6) for _ in range(budget)]
+                if not sequence.remaining:
+                    sch.finish(sequence)
+        for talk, sequence in zip(talks, sequences, strict=True):
+            known += sequence.cached
+            talk += sequence.output
+            before += len(talk) if turn < 7 else 0
+            talk += [rng.randrange(10**6) for _ in range(rng.randrange(10, 100))]
+    assert sch.pages.used == 0
+    assert known >= 0.95 * before
 
 
 def test_continuous_batching_takes_a_third_of_static_batchings_steps():
@@ -254,8 +347,10 @@ arrivals = st.lists(
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(arrivals, st.integers(1, 4), st.integers(42, 90), st.integers(1, 3), st.integers(1, 4))
-def test_every_load_is_served_within_the_limits(load, slots, cache, lanes, steps_per_call):
-    sch = scheduler(max_slots=slots, cache_tokens=cache, lanes=lanes, steps_per_call=steps_per_call)
+def test_every_load_is_served_within_the_limits(load, slots, cache, page, steps_per_call):
+    sch = scheduler(
+        max_slots=slots, cache_tokens=cache + page, page=page, steps_per_call=steps_per_call
+    )
     load = sorted(load, key=lambda entry: entry[3])  # the engine numbers by arrival
     sequences = [
         make(n_prompt, n_new, order=order, priority=priority)
@@ -280,15 +375,17 @@ def test_every_load_is_served_within_the_limits(load, slots, cache, lanes, steps
         for fill in plan.fills:
             assert fill.begin == filled[fill.sequence] and fill.sequence not in plan.preempted
             filled[fill.sequence] = fill.end
-        assert len(sch.admitted) <= slots and len(sch.prefilling) <= lanes
+        assert len(sch.admitted) <= slots
         assert sorted(sch.running) == sorted(s.slot for s in sch.running.values())
         for sequence in sch.running.values():
             if sequence in plan.started:
                 assert filled[sequence] == sequence.to_fill
             else:
                 assert sequence in running
-        growth = sum(min(plan.steps, s.remaining) for s in sch.running.values())
-        assert sch.used_tokens + growth <= cache
+        held = [page for s in sch.admitted for page in s.held.pages]
+        assert len(held) == len(set(held)) == sch.pages.used <= sch.pages.count
+        for sequence, budget in plan.budgets.items():
+            assert len(sequence.held.pages) * page >= sequence.length + budget
         # Nobody starts before somebody who goes first.
         for waiting in sch.waiting:
             for other in plan.started:
@@ -300,49 +397,89 @@ def test_every_load_is_served_within_the_limits(load, slots, cache, lanes, steps
         assert sequence in cancelled or not sequence.remaining
 
 
-def test_prefix_index_matches_extends_and_evicts():
-    index = PrefixCache(rows=3, block=2)
-    assert index.match([1, 2, 3, 4]) == []
-    a, is_new = index.extend([], (1, 2))
-    b, _ = index.extend([a], (3, 4))
-    assert is_new and index.used == 2
-    assert index.extend([a], (3, 4)) == (b, False)  # known already
-    index.release([a, b, b])
-    assert index.match([1, 2, 3, 4, 5]) == [a, b]
-    assert index.match([1, 2, 9, 9]) == [a]
-    index.release([a, b])
-    c, _ = index.extend([a], (5, 6))  # a is still held by the second match
-    assert index.used == 3
-    d, _ = index.extend([a], (7, 8))  # evicts b, the only idle leaf
-    assert index.match([1, 2, 3, 4]) == [a]
-    assert index.extend([a], (9, 9)) is None  # all in use
-    index.release([a, a, c, d])
-    # Of what was released together the last goes first.
-    index.extend([], (4, 4))
-    assert index.match([1, 2, 7, 8]) == [a]
-    assert index.match([1, 2, 5, 6]) == [a, c]
+def test_known_prefixes_are_found_shared_and_evicted():
+    pages = Pages(4, 2)
+
+    def hold(tokens, model=None) -> Held:
+        held = pages.begin(tokens, model)
+        assert pages.grow(held, pages.need(len(tokens)) - len(held.pages))
+        pages.publish(held, tokens, model)
+        return held
+
+    first = hold([1, 2, 3, 4, 5])
+    assert len(first.pages) == 3 and pages.used == 3 and pages.known == 2
+    second = hold([1, 2, 3, 4])
+    assert second.pages == first.pages[:2] and pages.used == 3
+    assert pages.begin([1, 2, 3, 4], "other").pages == []  # another model's keys and values
+    pages.release(first)
+    assert pages.used == 2 and pages.available == 2
+    third = hold([1, 2, 9, 9])
+    assert third.pages[0] == second.pages[0] and pages.used == 3
+    assert not pages.grow(third, 2) and len(third.pages) == 2  # nothing has happened
+    assert pages.gain([third]) == 1 and pages.gain([second, third]) == 3
+    pages.release(second)
+    assert pages.grow(third, 2) and pages.known == 2  # 3, 4 is evicted
+    pages.release(third)
+    assert pages.used == 0 and pages.available == 4
+    assert pages.begin([1, 2, 3, 4]).pages == third.pages or pages.begin([1, 2, 9, 9]).nodes
+
+
+def test_the_same_tokens_written_twice_are_known_once():
+    pages = Pages(4, 2)
+    one, two = pages.begin([1, 2, 3]), pages.begin([1, 2, 3])
+    assert pages.grow(one, 2) and pages.grow(two, 2)
+    pages.publish(one, [1, 2])
+    pages.publish(two, [1, 2])
+    assert pages.known == 1 and list(two.own) == two.pages and list(one.own) == one.pages[1:]
+    pages.release(two)
+    assert pages.used == 2 and pages.begin([1, 2]).pages == one.pages[:1]
+
+
+def test_states_are_kept_at_the_ends_of_units():
+    pages = Pages(8, 2, states=1, unit=4)
+    held = pages.begin(range(9))
+    assert pages.grow(held, 5)
+    pages.publish(held, range(7))
+    assert pages.known == 2 and pages.snapshot(held, 6) is None
+    row = pages.snapshot(held, 4)
+    assert row == 0 and pages.snapshot(held, 4) is None  # taken already
+    pages.publish(held, range(9))
+    assert pages.snapshot(held, 8) is None  # no room: the other's is in use
+    again = pages.begin(range(9))
+    assert len(again.pages) == 2 and again.nodes[-1].state == row
+    pages.release(again)
+    pages.release(held)
+    other = pages.begin([9] * 4)
+    assert pages.grow(other, 2)
+    pages.publish(other, [9] * 4)
+    assert pages.snapshot(other, 4) == row  # the idle one's
+    assert pages.begin(range(9)).pages == []
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.lists(st.integers(0, 1), max_size=8), max_size=30), st.integers(1, 6))
-def test_prefix_index_never_loses_or_doubles_a_row(prompts, rows):
-    index = PrefixCache(rows, block=2)
-    held = []
+@given(st.lists(st.lists(st.integers(0, 1), max_size=8), max_size=30), st.integers(1, 9))
+def test_no_page_is_lost_or_anybody_elses(prompts, count):
+    pages, running = Pages(count, 2), []
+    written: dict[int, tuple[int, ...]] = {}
     for turn, prompt in enumerate(prompts):
-        nodes = index.match(prompt)
-        for begin in range(2 * len(nodes), len(prompt) - 1, 2):
-            found = index.extend(nodes, prompt[begin : begin + 2])
-            if found is None:
-                break
-            nodes.append(found[0])
-        assert [token for node in nodes for token in node.tokens] == prompt[: 2 * len(nodes)]
-        in_use = {node.row for other in [*held, nodes] for node in other}
-        assert all(0 <= row < rows for row in in_use)
-        by_row = {node.row: node for other in [*held, nodes] for node in other}
-        assert len(by_row) == len(in_use) <= index.used <= rows
-        held.append(nodes)
-        if turn % 3 == 2:
-            index.release(held.pop(0))
-    for nodes in held:
-        index.release(nodes)
-    assert len(index._idle) <= index.used
+        held = pages.begin(prompt)
+        for index, page in enumerate(held.pages):  # what is known is what was written
+            assert written[page] == tuple(prompt[2 * index : 2 * index + 2])
+        known = len(held.pages)
+        if pages.grow(held, pages.need(len(prompt)) - known):
+            mine = set(held.pages[known:])
+            assert not mine & {page for other, _ in running for page in other.pages}
+            for index in range(known, len(held.pages)):
+                written[held.pages[index]] = tuple(prompt[2 * index : 2 * index + 2])
+            pages.publish(held, prompt)
+            running.append((held, prompt))
+        else:
+            pages.release(held)
+        in_use = {page for other, _ in running for page in other.pages}
+        in_use |= {node.page for other, _ in running for node in other.nodes}
+        assert pages.used == len(in_use) and not in_use & set(pages.free)
+        if turn % 3 == 2 and running:
+            pages.release(running.pop(0)[0])
+    for held, _ in running:
+        pages.release(held)
+    assert pages.used == 0 and len(pages.free) + pages.known == count

@@ -28,6 +28,7 @@ pytest.importorskip("httpx2")
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxllama import __version__
 from jaxllama.bench import load_generator
 from jaxllama.bench.load_generator import Lengths, Load
 from jaxllama.errors import JaxLlamaError
@@ -339,6 +340,7 @@ def test_models_health_page_and_their_headers(http):
     assert model["id"] == NAME and model["max_model_len"] == MAX_LEN and model["chat"]
     assert http.get(f"/v1/models/{NAME}").json() == model
     assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/version").json() == {"version": __version__}
     page = http.get("/")
     assert page.headers["content-type"].startswith("text/html") and "page.js" in page.text
     assert "default-src 'self'" in page.headers["content-security-policy"]
@@ -348,6 +350,22 @@ def test_models_health_page_and_their_headers(http):
     assert reply.headers["x-request-id"] == "mine" and reply.json()["id"] == "cmpl-mine"
     strange = http.get("/health", headers={"X-Request-Id": 'a"b c'}).headers["x-request-id"]
     assert len(strange) == 32
+
+
+def test_pages_of_other_origins_ask_only_where_they_may(lm, engine, http):
+    asks = {"Origin": "https://page", "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+    assert http.options("/v1/completions", headers=asks).status_code == 405
+    settings = {"origins": ("https://page",), "api_keys": ("secret",)}
+    with serving(lm, engine, **settings) as url, client(url) as open_http:
+        before = open_http.options("/v1/completions", headers=asks)
+        assert before.status_code == 200, "a browser asks without the key"
+        assert before.headers["access-control-allow-origin"] == "https://page"
+        other = open_http.options("/v1/completions", headers={**asks, "Origin": "https://other"})
+        assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+        refused = open_http.get("/v1/models", headers={"Origin": "https://page"})
+        assert refused.status_code == 401, "and says so to the page"
+        assert refused.headers["access-control-allow-origin"] == "https://page"
 
 
 def test_an_adapter_is_a_model_of_its_own(lm, engine):
@@ -417,7 +435,15 @@ BAD = {
     "too many choices": ({"prompt": ["a"] * 2, "n": 100}, "too_many_choices"),
     "best of": ({"best_of": 3}, "unsupported"),
     "suffix": ({"suffix": "x"}, "unsupported"),
-    "echo with logprobs": ({"echo": True, "logprobs": 1}, "unsupported"),
+    "streamed prompt logprobs": ({"prompt_logprobs": 1, "stream": True}, "unsupported"),
+    "two forms": ({"guided_regex": "a", "guided_choice": ["a"]}, "invalid_value"),
+    "no form": ({"structured_outputs": {}}, "invalid_value"),
+    "a schema that is none": ({"guided_json": "["}, "invalid_value"),
+    "tags without structures": (
+        {"response_format": {"type": "structural_tag"}},
+        "missing_parameter",
+    ),
+    "more than the most": ({"min_tokens": 7}, None),
     "logprobs": ({"logprobs": 21}, "invalid_value"),
     "schema without one": ({"response_format": {"type": "json_schema"}}, "missing_parameter"),
     "refused by the engine": ({"stop": ["refuse me"]}, None),

@@ -45,6 +45,8 @@ OPERATIONS = [
     ("/tokenize", "POST"), ("/detokenize", "POST"), ("/v1/models", "GET"),
     ("/v1/models/{model}", "GET"), ("/v1/completions/{id}", "GET"),
     ("/v1/chat/completions/{id}", "GET"), ("/health", "GET"), ("/metrics", "GET"),
+    ("/version", "GET"), ("/v1/responses", "POST"), ("/v1/responses/{id}", "GET"),
+    ("/v1/responses/{id}", "DELETE"),
 ]  # fmt: skip
 
 
@@ -54,7 +56,7 @@ def ask(case) -> None:
     if isinstance(body, dict):
         if isinstance(body.get("model"), str):
             body["model"] = NAME
-        for key in ("max_tokens", "max_completion_tokens"):
+        for key in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if type(body.get(key)) is int and body[key] > 0:
                 body[key] = body[key] % 20 + 1
     case.call_and_validate(excluded_checks=EXCLUDED)

@@ -1,0 +1,162 @@
+"""Batch files: many bodies from a file, their answers into another, without a network.
+
+    run(app, name, source, target, at_once, show) -> {"answered": ..., "failed": ..., "kept": ...}
+
+Lines are those of OpenAI's Batch API: ``{"custom_id", "method": "POST", "url", "body"}`` in,
+``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`` out, in the
+order in which answers end.  ``url`` is any of the server's POST paths; a body without ``model``
+means the one that is loaded.
+
+Resumable: what is in ``target`` already is not asked again, and half a line at its end, of a
+process that was killed, is taken back.  Every line that is there is an answer for good: what is
+asked too fast is asked again, and an engine that fails ends the run without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from jaxllama import progress
+from jaxllama.errors import JaxLlamaError
+
+AGAIN_SECONDS = 0.05
+Line = tuple[str, str, dict[str, Any]]  # custom_id, url, body
+
+
+def run(
+    app: ASGIApp, name: str, source: Path, target: Path, at_once: int, show: bool = True
+) -> dict[str, int]:
+    """at_once: bodies in flight.  JaxLlamaError naming a line that is none, before anything is
+    asked, and for an engine that fails."""
+    done = _finished(target)
+    lines = [line for line in read(source) if line[0] not in done]
+    counts = {"answered": 0, "failed": 0, "kept": len(done)}
+    with (
+        open(target, "a", encoding="utf-8") as out,
+        progress.working("answering", len(lines), show, unit="requests") as bar,
+    ):
+
+        async def one(line: Line) -> None:
+            custom_id, url, body = line
+            request_id = uuid.uuid4().hex
+            body = {"model": name, **body}
+            while True:
+                status, answer = await post(app, url, body, request_id)
+                if status not in (429, 503):
+                    break
+                if status == 503:
+                    raise JaxLlamaError(answer["error"]["message"])
+                await asyncio.sleep(AGAIN_SECONDS)
+            response = {"status_code": status, "request_id": request_id, "body": answer}
+            entry = {"id": f"batch_req_{request_id}", "custom_id": custom_id,
+                     "response": response, "error": None}  # fmt: skip
+            out.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            out.flush()
+            counts["answered" if status == 200 else "failed"] += 1
+            bar()
+
+        asyncio.run(_all(lines, one, at_once))
+    return counts
+
+
+async def _all(lines: list[Line], one: Any, at_once: int) -> None:
+    """As many workers as may be in flight, each with the next line when it has an answer."""
+    rest = iter(lines)
+
+    async def work() -> None:
+        for line in rest:
+            await one(line)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(at_once, len(lines))):
+                group.create_task(work())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def post(
+    app: ASGIApp, path: str, body: dict[str, Any], request_id: str
+) -> tuple[int, dict[str, Any]]:
+    """What the application answers to one body: (status, JSON)."""
+    data = json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+        "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "root_path": "", "headers": headers, "client": None, "server": None,
+    }  # fmt: skip
+    sent: list[Message] = []
+    arrived = False
+
+    async def receive() -> Message:
+        nonlocal arrived
+        if arrived:
+            await asyncio.Event().wait()  # the client never leaves
+        arrived = True
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent[0]["status"], json.loads(b"".join(part.get("body", b"") for part in sent[1:]))
+
+
+def read(source: Path) -> list[Line]:
+    """JaxLlamaError naming the line."""
+    lines: list[Line] = []
+    seen: set[str] = set()
+    for number, text in _numbered(source):
+        where = f"{source}:{number}"
+        try:
+            entry = json.loads(text)
+            custom_id, url, body = entry["custom_id"], entry["url"], entry["body"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise JaxLlamaError(f"{where}: needs custom_id, url and body") from None
+        if not (isinstance(custom_id, str) and isinstance(url, str) and isinstance(body, dict)):
+            raise JaxLlamaError(f"{where}: custom_id and url are texts, body is an object")
+        if entry.get("method", "POST") != "POST":
+            raise JaxLlamaError(f"{where}: method is POST")
+        if custom_id in seen:
+            raise JaxLlamaError(f"{where}: custom_id {custom_id!r} is there twice")
+        if body.get("stream"):
+            raise JaxLlamaError(f"{where}: stream has no use in a batch")
+        seen.add(custom_id)
+        lines.append((custom_id, url, body))
+    return lines
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            for number, text in enumerate(file, start=1):
+                if text.strip():
+                    yield number, text
+    except UnicodeDecodeError as error:
+        raise JaxLlamaError(f"{path}: not UTF-8 text: byte {error.start}") from None
+
+
+def _finished(target: Path) -> set[str]:
+    """The ids that ``target`` has answers of; half a line at its end goes."""
+    if not target.exists():
+        return set()
+    data = target.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    done = set()
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            done.add(json.loads(line)["custom_id"])
+        except (ValueError, KeyError, TypeError):
+            raise JaxLlamaError(f"{target}:{number}: no answer of a batch: not mine") from None
+    if len(whole) < len(data):
+        with open(target, "r+b") as file:
+            file.truncate(len(whole))
+    return done

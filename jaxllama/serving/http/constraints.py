@@ -1,0 +1,262 @@
+"""What a body's answer must match, as a Grammar: forms of output, forced and strict calls of tools.
+
+    form(body) -> Form | None                      response_format, structured_outputs, guided_*
+    constraint(form, reading, tokenizer) -> Grammar | None      with what may stand around it
+
+Forms: a JSON schema, any JSON object, a regular expression, one of some texts (``choice``), a
+grammar in Lark or GBNF, and ``structural_tag``: free text in which what follows a trigger is one of
+some structures.  The names are vLLM's.
+
+Reasoning is free, the form begins behind it.  Tools: a forced call is nothing but calls; beside a
+form the answer is either; else the arguments follow their schema if a function is ``strict``, and
+the text around calls is free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jaxllama.serving.engine.request import Grammar
+from jaxllama.serving.http.bodies import Function, Generation, StructuralTag
+from jaxllama.serving.http.reading import Reading, special_id
+from jaxllama.serving.http.schemas import ApiError
+from jaxllama.serving.http.tools import Tools
+from jaxllama.text.tokenizer import Tokenizer
+
+_ANYTHING = r"/(.|\n)*/"
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    kind: Literal["json_schema", "regex", "lark"]
+    source: str
+
+    @property
+    def nested(self) -> dict[str, Any]:
+        """As one of several grammars, called "form"."""
+        if self.kind == "json_schema":
+            return {"name": "form", "json_schema": _tight(json.loads(self.source))}
+        source = self.source
+        if self.kind == "regex":
+            source = "start: /" + source.replace("/", r"\/") + "/"
+        return {"name": "form", "lark_grammar": source}
+
+
+def form(body: Generation) -> Form | None:
+    """ApiError 400 for two forms at once, and for one that is incomplete."""
+    regex, grammar = body.guided_regex, body.guided_grammar
+    asked = {
+        "response_format": _response_format(body),
+        "structured_outputs": _structured(body),
+        "guided_json": _json(body.guided_json),
+        "guided_regex": None if regex is None else Form("regex", regex),
+        "guided_choice": _choice(body.guided_choice),
+        "guided_grammar": None if grammar is None else Form("lark", grammar),
+    }
+    found = {key: value for key, value in asked.items() if value is not None}
+    if len(found) > 1:
+        raise _wrong(list(found)[1], f"one form at a time, and {next(iter(found))} is another")
+    return next(iter(found.values()), None)
+
+
+def _response_format(body: Generation) -> Form | None:
+    asked = body.response_format
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return Form("json_schema", '{"type": "object"}')
+    if asked.type == "structural_tag":
+        if asked.structures is None or asked.triggers is None:
+            raise _missing("response_format.structures and triggers", "response_format.structures")
+        return _tagged(asked, "response_format")
+    value = asked.json_schema if asked.type == "json_schema" else asked.regex
+    if value is None:
+        raise _missing(f"response_format.{asked.type}", f"response_format.{asked.type}")
+    if asked.type == "regex":
+        return Form("regex", asked.regex)
+    return Form("json_schema", json.dumps(asked.json_schema.schema_))
+
+
+def _structured(body: Generation) -> Form | None:
+    asked = body.structured_outputs
+    if asked is None:
+        return None
+    tag = asked.structural_tag
+    if isinstance(tag, str):
+        tag = _from_json(StructuralTag, tag)
+    found = [
+        value
+        for value in (
+            _json(asked.json_, "structured_outputs"),
+            None if asked.regex is None else Form("regex", asked.regex),
+            _choice(asked.choice),
+            None if asked.grammar is None else Form("lark", asked.grammar),
+            Form("json_schema", '{"type": "object"}') if asked.json_object else None,
+            None if tag is None else _tagged(tag, "structured_outputs"),
+        )
+        if value is not None
+    ]
+    if len(found) != 1:
+        raise _wrong("structured_outputs", f"one form at a time, and these are {len(found)}")
+    return found[0]
+
+
+def _from_json(model: type[StructuralTag], text: str) -> StructuralTag:
+    try:
+        return model.model_validate_json(text)
+    except ValueError:
+        raise _wrong("structured_outputs", "structural_tag needs structures and triggers") from None
+
+
+def _json(schema: str | dict[str, Any] | None, param: str = "guided_json") -> Form | None:
+    if schema is None:
+        return None
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            schema = None
+        if not isinstance(schema, dict):
+            raise _wrong(param, "a JSON schema is a JSON object")
+    return Form("json_schema", json.dumps(schema))
+
+
+def _choice(texts: Sequence[str] | None) -> Form | None:
+    return None if texts is None else Form("lark", "start: " + " | ".join(map(_quoted, texts)))
+
+
+def _tagged(asked: Any, param: str) -> Form:
+    """Structures begin with one of the triggers, each."""
+    rules = []
+    for index, structure in enumerate(asked.structures):
+        trigger = next((t for t in asked.triggers if structure.begin.startswith(t)), None)
+        if trigger is None:
+            raise _wrong(param, f"no trigger begins {structure.begin!r}")
+        rest = _literal(structure.begin.removeprefix(trigger))
+        schema = json.dumps(_tight(structure.schema_))
+        rules += [
+            f"head_{index}[lazy]: TEXT {_literal(trigger)}",
+            f"tag_{index}: head_{index} {rest} %json {schema} {_literal(structure.end)}",
+        ]
+    tags = " | ".join(f"tag_{index}" for index in range(len(asked.structures)))
+    return Form(
+        "lark", "\n".join([f"start: ({tags})* end", "end: TEXT", *rules, f"TEXT: {_ANYTHING}"])
+    )
+
+
+def constraint(form: Form | None, reading: Reading, tokenizer: Tokenizer | None) -> Grammar | None:
+    """See the module docstring."""
+    tools = reading.tools
+    is_strict = tools is not None and any(function.strict for function in tools.functions)
+    if form is None and not is_strict and not (tools is not None and tools.is_forced):
+        return None
+    if form is not None and tools is None and reading.tags is None:
+        return Grammar(form.kind, form.source)
+    assert tokenizer is not None  # chat has one
+    rules: list[str] = []
+    thought = _thought(reading, tokenizer, rules)
+    if tools is None:
+        answer = "@form"
+    else:
+        answer = _calls(tools, tokenizer, rules)
+        if not tools.is_forced:
+            answer = f"({answer} | @form)" if form else _among_text(tools, tokenizer, rules)
+    lark = "\n".join([f"start: {thought} {answer}", *rules, f"TEXT: {_ANYTHING}"])
+    nested = [form.nested] if form and "@form" in answer else []
+    if not nested:
+        return Grammar("lark", lark)
+    return Grammar("lark", json.dumps({"grammars": [{"lark_grammar": lark}, *nested]}))
+
+
+def _thought(reading: Reading, tokenizer: Tokenizer, rules: list[str]) -> str:
+    if reading.tags is None:
+        return ""
+    first, last = reading.tags
+    rules += [_up_to("thought", last, tokenizer), r"gap: /\n{0,2}/"]
+    if reading.is_thinking:
+        return "thought gap"
+    return f"({_literal(first, tokenizer)} thought gap)?"
+
+
+def _calls(tools: Tools, tokenizer: Tokenizer, rules: list[str]) -> str:
+    """The rules of calls; returns what one or several of them are."""
+    form = tools.format
+    rules += [f"call_{i}: {_call(tools, f, tokenizer)}" for i, f in enumerate(tools.functions)]
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools.functions))))
+    begin, end = _literal(form.begin, tokenizer), _literal(form.end)
+    several = not tools.only_one and form.separator is not None
+    if form.is_list:
+        rest = f"({_literal(form.separator or '')} call)*" if several else ""
+        rules.append(f'calls: {begin} "[" call {rest} "]" {end}')
+    else:
+        rules.append(f"one: {begin} call {end}")
+        rules.append(
+            "calls: one" + (f" ({_literal(form.separator or '')} one)*" if several else "")
+        )
+    return "calls"
+
+
+def _call(tools: Tools, function: Function, tokenizer: Tokenizer) -> str:
+    schema = {"type": "object", **(function.parameters or {})}
+    arguments = "%json " + json.dumps(_tight(schema, is_lenient=not function.strict))
+    form = tools.format
+    if form.arguments is None:
+        return f"{_literal(function.name)} {_literal(form.between, tokenizer)} {arguments}"
+    head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
+    return f'{_literal(head)} {arguments} "}}"'
+
+
+def _among_text(tools: Tools, tokenizer: Tokenizer, rules: list[str]) -> str:
+    """Calls, if any, among free text."""
+    form = tools.format
+    if not form.mark:
+        rules.append(r"OTHER: /[^{\s](.|\n)*/")
+        return "(calls | OTHER)"
+    behind = _literal(form.begin.removeprefix(form.mark))
+    body = '"[" call "]"' if form.is_list else "call"
+    if form.is_list and not tools.only_one:
+        body = f'"[" call ({_literal(form.separator or "")} call)* "]"'
+    rules += [
+        _up_to("head", form.mark, tokenizer),
+        f"tag: head {behind} {body} {_literal(form.end)}",
+        "end: TEXT",
+    ]
+    return "(tag | end)" if tools.only_one or form.is_list else "(tag* end)"
+
+
+def _up_to(rule: str, mark: str, tokenizer: Tokenizer) -> str:
+    """A rule for text up to and with a mark."""
+    if special_id(tokenizer, mark) is not None:
+        return f"{rule}: TEXT {_literal(mark, tokenizer)}"
+    return f"{rule}[lazy]: TEXT {_literal(mark)}"
+
+
+def _literal(text: str, tokenizer: Tokenizer | None = None) -> str:
+    """In Lark: a text, or the special token that it begins with and its rest."""
+    if tokenizer is not None:
+        mark = text.strip()
+        index = special_id(tokenizer, mark)
+        if index is not None:
+            return f"<[{index}]> {_literal(text.removeprefix(mark))}"
+    return _quoted(text) if text else ""
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _tight(schema: dict[str, Any], is_lenient: bool = False) -> dict[str, Any]:
+    """At most one blank between tokens: a weak model would go on with them.  lenient: what the
+    library cannot hold an answer to is ignored, not refused."""
+    return {**schema, "x-guidance": {"whitespace_pattern": " ?", "lenient": is_lenient}}
+
+
+def _wrong(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param=param, code="invalid_value")
+
+
+def _missing(what: str, param: str) -> ApiError:
+    return ApiError(400, f"{what}: is required", param=param, code="missing_parameter")

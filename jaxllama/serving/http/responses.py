@@ -1,0 +1,299 @@
+"""Answers of /v1/responses: a conversation's newest part as items, whole or as a stream of events.
+
+    Frame(call, body, messages)     what is known of a response before it is written
+    Writer(frame)                   Events of the engine to items, telling each step of them
+    ResponseStream(run, frame, done)    an ASGI response
+    Store()                         the newest responses, in memory, to be continued or read again
+
+Source: OpenAI's API reference, and its Python client's types.  Reasoning tokens are not counted
+apart.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from jaxllama.serving.engine.request import Event
+from jaxllama.serving.http import answers
+from jaxllama.serving.http.bodies import Message
+from jaxllama.serving.http.calls import Call
+from jaxllama.serving.http.reading import PLAIN, MessageReader
+from jaxllama.serving.http.response_bodies import (
+    InputCall,
+    InputMessage,
+    InputReasoning,
+    ReasoningText,
+    Responses,
+    add_items,
+)
+from jaxllama.serving.http.response_schemas import (
+    FunctionCallItem,
+    IncompleteDetails,
+    InputDetails,
+    MessageItem,
+    OutputDetails,
+    OutputText,
+    ReasoningItem,
+    ReasoningPart,
+    ResponseObject,
+    ResponseUsage,
+)
+from jaxllama.serving.http.runs import EventStream, Run
+from jaxllama.serving.http.schemas import ApiError, Usage, to_json
+from jaxllama.serving.http.tool_formats import Part
+
+STORED_BYTES = 64 * 2**20
+OutputItem = ReasoningItem | MessageItem | FunctionCallItem
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """messages: the conversation up to the answer, without the instructions."""
+
+    call: Call
+    body: Responses
+    messages: list[Message]
+
+    def response(
+        self, status: str, output: list[OutputItem], usage: Usage | None = None
+    ) -> ResponseObject:
+        body, form = self.body, self.body.text.format if self.body.text else None
+        is_cut = status == "incomplete"
+        sampling = self.call.requests[0].sampling
+        return ResponseObject(
+            id=self.call.id,
+            object="response",
+            created_at=self.call.created,
+            status=status,
+            error=None,
+            incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            model=self.call.model,
+            output=output,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            store=body.store is not False,
+            temperature=sampling.temperature,
+            text={"format": _dump(form) if form else {"type": "text"}},
+            tool_choice=body.tool_choice or "auto",
+            tools=[
+                {"strict": None, "parameters": None, **_dump(tool)} for tool in body.tools or ()
+            ],
+            top_p=sampling.top_p,
+            truncation="disabled",
+            usage=None if usage is None else _usage(usage),
+            metadata=body.metadata or {},
+        )
+
+    def conversation(self, output: list[OutputItem]) -> list[Message]:
+        """With the answer."""
+        items: list[Any] = []
+        for item in output:
+            if isinstance(item, ReasoningItem):
+                texts = [ReasoningText(type="reasoning_text", text=p.text) for p in item.content]
+                items.append(InputReasoning(type="reasoning", content=texts))
+            elif isinstance(item, MessageItem):
+                text = "".join(part.text for part in item.content)
+                items.append(InputMessage(role="assistant", content=text))
+            else:
+                items.append(
+                    InputCall(
+                        type="function_call", call_id=item.call_id, name=item.name,
+                        arguments=item.arguments,
+                    )
+                )  # fmt: skip
+        messages = [*self.messages]
+        add_items(messages, items)
+        return messages
+
+
+def _dump(model: Any) -> dict[str, Any]:
+    return model.model_dump(exclude_none=True, by_alias=True)
+
+
+def _usage(usage: Usage) -> ResponseUsage:
+    cached = InputDetails(usage.prompt_tokens_details.cached_tokens)
+    return ResponseUsage(
+        usage.prompt_tokens, cached, usage.completion_tokens, OutputDetails(0), usage.total_tokens
+    )
+
+
+Told = dict[str, Any]
+
+
+class Writer:
+    """``read`` gives the events that the client is told; ``output`` is what has come of it."""
+
+    def __init__(self, frame: Frame) -> None:
+        self._call = frame.call
+        self._reader = MessageReader(frame.call.reading or PLAIN)
+        self.output: list[OutputItem] = []
+
+    def read(self, event: Event) -> list[Told]:
+        parts, told = self._reader.feed(event.text), []
+        if event.finish_reason is not None:
+            parts += self._reader.close()
+        for part in parts:
+            told += self._take(part)
+        if event.finish_reason is not None:
+            self._status = "completed" if event.finish_reason == "stop" else "incomplete"
+            if not self.output:
+                told += self._begin(Part("content", ""))
+            told += self._end(self._status)
+        return told
+
+    def _take(self, part: Part) -> list[Told]:
+        told: list[Told] = []
+        kinds = {"reasoning": ReasoningItem, "content": MessageItem, "arguments": FunctionCallItem}
+        if part.kind == "call" or not (
+            self.output and isinstance(self.output[-1], kinds[part.kind])
+        ):
+            told += self._end("completed")
+            told += self._begin(part)
+        item = self.output[-1]
+        if isinstance(item, FunctionCallItem):
+            if part.kind == "arguments":
+                item.arguments += part.text
+                told.append(self._tell("function_call_arguments.delta", delta=part.text))
+        elif part.text:
+            item.content[0].text += part.text
+            name = "output_text" if isinstance(item, MessageItem) else "reasoning_text"
+            more = {"logprobs": []} if isinstance(item, MessageItem) else {}
+            told.append(self._tell(f"{name}.delta", content_index=0, delta=part.text, **more))
+        return told
+
+    def _begin(self, part: Part) -> list[Told]:
+        number = len(self.output)
+        own = f"{self._call.id.removeprefix('resp_')}_{number}"
+        if part.kind == "call":
+            id = answers.tool_call_id(self._call, 0, part.index)
+            self.output.append(
+                FunctionCallItem(f"fc_{own}", "function_call", id, part.text, "", "in_progress")
+            )
+            return [self._tell("output_item.added")]
+        if part.kind == "reasoning":
+            item: OutputItem = ReasoningItem(f"rs_{own}", "reasoning", [], [], "in_progress")
+            piece: Any = ReasoningPart("reasoning_text", "")
+        else:
+            item = MessageItem(f"msg_{own}", "message", "assistant", [], "in_progress")
+            piece = OutputText("output_text", "", [], [])
+        self.output.append(item)
+        told = [self._tell("output_item.added")]
+        item.content.append(piece)
+        return [*told, self._tell("content_part.added", content_index=0, part=piece)]
+
+    def _end(self, status: str) -> list[Told]:
+        """Of the item that is being written."""
+        if not self.output or self.output[-1].status != "in_progress":
+            return []
+        item = self.output[-1]
+        item.status = status
+        if isinstance(item, FunctionCallItem):
+            done = self._tell(
+                "function_call_arguments.done", name=item.name, arguments=item.arguments
+            )
+            return [done, self._tell("output_item.done")]
+        piece = item.content[0]
+        name = "output_text" if isinstance(item, MessageItem) else "reasoning_text"
+        more = {"logprobs": []} if isinstance(item, MessageItem) else {}
+        return [
+            self._tell(f"{name}.done", content_index=0, text=piece.text, **more),
+            self._tell("content_part.done", content_index=0, part=piece),
+            self._tell("output_item.done"),
+        ]
+
+    def _tell(self, name: str, /, **more: Any) -> Told:
+        """What is told is written down at once: the item goes on changing."""
+        item, number = self.output[-1], len(self.output) - 1
+        fields = {"item": item} if name.startswith("output_item") else {"item_id": item.id}
+        told = {"type": f"response.{name}", "output_index": number, **fields, **more}
+        return {
+            key: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+            for key, value in told.items()
+        }
+
+
+async def whole(run: Run, frame: Frame) -> ResponseObject:
+    """ApiError when the engine fails."""
+    writer = Writer(frame)
+    async with contextlib.aclosing(run.events()) as events:
+        async for _, event in events:
+            writer.read(event)
+    return frame.response(writer._status, writer.output, run.usage())
+
+
+class ResponseStream(EventStream):
+    """done(response): it is whole."""
+
+    def __init__(self, run: Run, frame: Frame, done: Callable[[ResponseObject], None]) -> None:
+        super().__init__(run)
+        self._frame, self._done, self._number = frame, done, 0
+
+    async def _pieces(self) -> AsyncGenerator[bytes]:
+        frame, writer = self._frame, Writer(self._frame)
+        for name in ("created", "in_progress"):
+            yield self._piece(
+                {"type": f"response.{name}", "response": frame.response("in_progress", [])}
+            )
+        async with contextlib.aclosing(self._run.events()) as events:
+            async for _, event in events:
+                for told in writer.read(event):
+                    yield self._piece(told)
+        response = frame.response(writer._status, writer.output, self._run.usage())
+        self._done(response)
+        yield self._piece({"type": f"response.{response.status}", "response": response})
+
+    def _failure(self, error: ApiError) -> bytes:
+        detail = error.body().error
+        return self._piece(
+            {"type": "error", "code": detail.code, "message": detail.message, "param": detail.param}
+        )
+
+    def _piece(self, told: Told) -> bytes:
+        line = to_json({**told, "sequence_number": self._number})
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (told["type"].encode(), line)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    json: bytes
+    messages: list[Message]
+    size: int
+
+
+class Store:
+    """The oldest go when there are more than ``STORED_BYTES``; those that went on from them stay
+    whole."""
+
+    def __init__(self) -> None:
+        self._kept: collections.OrderedDict[str, Stored] = collections.OrderedDict()
+        self._size = 0
+
+    def put(self, response: ResponseObject, messages: list[Message], body_size: int) -> None:
+        data = to_json(response)
+        stored = Stored(data, messages, len(data) + body_size)
+        self._kept[response.id] = stored
+        self._size += stored.size
+        while self._size > STORED_BYTES:
+            self._size -= self._kept.popitem(last=False)[1].size
+
+    def find(self, id: str, param: str) -> Stored:
+        """ApiError 404 for one that is not there."""
+        stored = self._kept.get(id)
+        if stored is None:
+            message = f"{param}: no response with the id {id!r}"
+            raise ApiError(404, message, param=param, code="not_found")
+        return stored
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._kept
+
+    def drop(self, id: str) -> None:
+        self._size -= self.find(id, "id").size
+        del self._kept[id]

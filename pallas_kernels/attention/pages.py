@@ -1,0 +1,67 @@
+"""Where the tokens of a row lie in a pool of pages: a block table, for the Mosaic kernels.
+
+A step's tokens (16 or 32, aligned) lie in one page, so one number added to a token gives its place
+in the pool, and everything else is as in a cache of rows whose one row is the pool.  That number
+takes an entry of the table, which kernels load a step before the copy that needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import ptx as p
+from pallas_kernels.dispatch import Reason
+
+STEP = 32  # the longest of a kernel's steps, tokens
+
+
+class Paging(NamedTuple):
+    """``pool`` pages of ``page`` tokens; ``entries`` of a row's table."""
+
+    pool: int
+    page: int
+    entries: int
+
+    @classmethod
+    def of(cls, k: Any, table: jax.Array | None) -> Paging | None:
+        return None if table is None else cls(*k.shape[:2], table.shape[1])
+
+
+class Pages:
+    """A row's block table; everything is emitted while a kernel is traced."""
+
+    def __init__(self, ref, row, paging: Paging):
+        self.paging = paging
+        self.at = p.offset(p.address(ref), row, 4 * paging.entries)
+
+    def entry(self, token):
+        """The table's entry for the page of ``token``; of any number, an entry of this row."""
+        index = p.minimum(arith.divui(token, p.ci(self.paging.page)), self.paging.entries - 1)
+        (entry,) = p.load_global(p.offset(self.at, index, 4), 1)
+        return entry
+
+    def shift(self, token, entry):
+        """What brings ``token``, of the page that ``entry`` is for, and those beside it to their
+        places in the pool, whatever the entry."""
+        page = arith.divui(token, p.ci(self.paging.page))
+        entry = p.minimum(entry, self.paging.pool - 1)
+        return p.mul(arith.subi(entry, page), self.paging.page)
+
+    def holds(self, entry):
+        """Is the entry a page of the pool?"""
+        return p.less(entry, self.paging.pool)
+
+
+def as_rows(k: Any, table: jax.Array | None) -> Any | Reason:
+    """The shapes of the rows that pages stand for, by which kernels are planned."""
+    if table is None:
+        return k
+    batch, entries = table.shape
+    if k.shape[1] % STEP:
+        return Reason(f"k has pages of {k.shape[1]} tokens; the kernel takes multiples of {STEP}")
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((batch, entries * x.shape[1], *x.shape[2:]), x.dtype), k
+    )

@@ -1,0 +1,313 @@
+"""Block tables: a cache in pages, of any order, is the cache in rows, to the bit.
+
+What no row owns is NaN where a number can be, and entries past a row's own pages are anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention.blockwise import blockwise_attention, floats
+from pallas_kernels.attention.op import decode_attention, decode_attention_reference
+from pallas_kernels.attention.rope_attention import rope_and_attend
+from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write, store
+from tests.helpers.warp_emulator import emulated
+from tests.kernels.attention.test_decode_attention import (
+    CACHES,
+    NEWEST,
+    error,
+    form_given,
+    make,
+    oracle,
+    poison,
+)
+from tests.kernels.attention.test_rope_attention import case as step_of_rows
+
+ANYWHERE = (2**31 - 1, -(2**31), -1, 0, 10**6)
+
+
+def garbage(shape, dtype):
+    """NaN, or codes that no test has."""
+    if dtype == jnp.int4:
+        return jnp.full(shape, -8, jnp.int4)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.full(shape, -128, dtype)
+    return jnp.full(shape, jnp.nan, dtype)
+
+
+def in_pages(rows, page, needed, seed=0):
+    """(pools of pages, table) of caches ``[B, S, ...]``, of whose rows b the first ``needed[b]``
+    tokens are to be found: scattered over a pool half of which is garbage."""
+    batch, capacity = jax.tree.leaves(rows)[0].shape[:2]
+    entries = capacity // page
+    owned = -(-np.minimum(np.asarray(needed), capacity) // page)
+    rng = np.random.default_rng(seed)
+    table = rng.choice(np.asarray(ANYWHERE), (batch, entries))
+    free = iter(rng.permutation(2 * batch * entries))
+    for row, count in enumerate(owned):
+        table[row, :count] = [next(free) for _ in range(count)]
+    own = np.arange(entries) < owned[:, None]
+
+    def pool(leaf):
+        pages = leaf.reshape(batch * entries, page, *leaf.shape[2:])
+        out = garbage((2 * batch * entries, *pages.shape[1:]), leaf.dtype)
+        return out.at[table[own]].set(pages[own.ravel()])
+
+    return jax.tree.map(pool, rows), jnp.asarray(table, jnp.int32)
+
+
+def same(got, want):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(*(np.asarray(z.astype(jnp.float32)) for z in (x, y)))
+
+
+def paged_case(cache, page, batch=7, capacity=192, heads=(4, 2, 64)):
+    q, k, v, lengths = make(batch, capacity, *heads, cache)
+    k, v = poison(k, lengths), poison(v, lengths)
+    (paged_k, paged_v), table = in_pages((k, v), page, lengths)
+    return q, (k, v), (paged_k, paged_v), lengths, table
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("page", [4, 16, 64])
+@pytest.mark.parametrize("cache", ["float32", *CACHES])
+def test_attention_through_a_table_is_that_of_the_rows(cache, page, window):
+    q, rows, pages, lengths, table = paged_case(cache, page)
+    step = jax.jit(decode_attention, static_argnames="window")
+    want = step(q, *rows, lengths, window=window)
+    same(step(q, *pages, lengths, window=window, table=table), want)
+    assert np.isfinite(np.asarray(want)).all()
+    reference = functools.partial(decode_attention_reference, window=window)
+    same(reference(q, *pages, lengths, table=table), reference(q, *rows, lengths))
+
+
+@pytest.mark.parametrize("capacity, page, block", [
+    (1040, 16, 512), (192, 64, None), (208, 4, 64), (144, 48, 96), (144, 48, 40), (96, 96, 32),
+])  # fmt: skip
+def test_several_queries_in_blocks_of_whole_pages(capacity, page, block):
+    """And the last block overhangs the capacity."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.standard_normal((3, 5, 4, 64)), jnp.float32)
+    k, v = (jnp.asarray(rng.standard_normal((3, capacity, 2, 64)), jnp.float32) for _ in range(2))
+    first = np.asarray([capacity - 5, 0, capacity // 2])
+    positions = jnp.asarray(first[:, None] + np.arange(5), jnp.int32)
+    positions = positions.at[1].set(-1)  # sees nothing
+    needed = [capacity, 0, capacity // 2 + 5]
+    pages, table = in_pages((k, v), page, needed)
+    rounded = None if block is None else -(-block // page) * page
+    for window, softcap in ((None, None), (30, 20.0)):
+        options = {"window": window, "softcap": softcap}
+        want = blockwise_attention(q, k, v, positions, block=rounded, **options)
+        same(blockwise_attention(q, *pages, positions, block=block, table=table, **options), want)
+        assert not np.asarray(want)[1].any()
+
+
+def test_rows_share_the_pages_that_they_read():
+    q, (k, v), _, _, _ = paged_case("float32", 16)
+    k, v = (x.at[1:, :48].set(x[:1, :48]) for x in (k, v))
+    lengths = jnp.asarray([192, 48, 100, 49, 64, 1, 0], jnp.int32)
+    (k_pages, v_pages), table = in_pages((k, v), 16, lengths)
+    shared = table.at[1:, :3].set(table[:1, :3])
+    want = decode_attention(q, k, v, lengths)
+    same(decode_attention(q, k_pages, v_pages, lengths, table=shared), want)
+
+
+def rope_case(cache, page, capacity=192):
+    """Rows in order, one past the end, one at -1; the last has no page where it would write."""
+    rng = np.random.default_rng(1)
+    qkv = jnp.asarray(rng.standard_normal((7, 8, 64)), jnp.float32)
+    angle = jnp.asarray(rng.uniform(0, 6, (7, 32)), jnp.float32)
+    slots = jnp.asarray([0, capacity - 1, capacity, -1, 70, 3, 64], jnp.int32)
+    _, k, v, _ = make(7, capacity, 4, 2, 64, cache)
+    pages, table = in_pages((k, v), page, slots + 1)
+    table = table.at[6, 64 // page].set(2 * table.size)
+    return (qkv, jnp.cos(angle), jnp.sin(angle)), (k, v), pages, slots, table
+
+
+def written(pages, rows, table, page):
+    """``pages`` with a row's token at each (row, slot) of ``rows`` put where the table has it."""
+    for (row, slot), new in rows.items():
+        at = int(table[row, slot // page]), slot % page
+        pages = jax.tree.map(lambda x, y, at=at: x.at[at].set(y), pages, new)
+    return pages
+
+
+@pytest.mark.parametrize("page", [4, 16, 64])
+@pytest.mark.parametrize("cache", ["float32", *CACHES])
+def test_a_step_writes_where_the_table_says_and_nowhere_else(cache, page):
+    new, rows, pages, slots, table = rope_case(cache, page)
+    q, *after = jax.jit(rope_and_write)(*new, *rows, slots)
+    got_q, *got = jax.jit(rope_and_write)(*new, *pages, slots, table=table)
+    same(got_q, q)
+    tokens = {(b, int(slots[b])): b for b in (0, 1, 4, 5)}
+    for x, before, want in zip(got, pages, after, strict=True):
+        where = {at: jax.tree.map(lambda y, at=at: y[at], want) for at in tokens}
+        same(x, written(before, where, table, page))
+
+
+@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize("cache", ["float32", "int4"])
+def test_the_whole_step_through_a_table(cache, window):
+    new, rows, pages, slots, table = rope_case(cache, 16)
+    step = functools.partial(rope_and_attend, window=window)
+    want, *_ = step(*new, *rows, slots.at[6].set(-1))  # its slot is on no page
+    got, *got_pages = step(*new, *pages, slots, table=table)
+    same(got, want)
+    assert not np.asarray(want)[jnp.asarray([2, 3, 6])].any()
+    _, *want_pages = rope_and_write(*new, *pages, slots, table=table)
+    same(got_pages, want_pages)
+
+
+@pytest.mark.parametrize("cache", ["float32", "int8", "int4"])
+def test_store_takes_many_tokens_of_a_row(cache):
+    _, _, pages, _, table = rope_case(cache, 16)
+    rng = np.random.default_rng(2)
+    new = jnp.asarray(rng.standard_normal((7, 20, 2, 64)), jnp.float32)
+    slots = np.full((7, 20), 10**6, np.int32)
+    slots[1], slots[4, :9] = np.arange(150, 170), np.arange(62, 71)
+    slots[5] = -1 - np.arange(20)
+    got = store(pages[0], new, jnp.asarray(slots), table)
+    words = quantize_kv(new, cache) if cache != "float32" else new
+    where = {
+        (b, int(slots[b, t])): jax.tree.map(lambda x, b=b, t=t: x[b, t], words)
+        for b, count in ((1, 20), (4, 9))
+        for t in range(count)
+    }
+    same(got, written(pages[0], where, table, 16))
+
+
+def test_gradients_are_those_of_the_rows():
+    q, rows, pages, lengths, table = paged_case("float32", 16, batch=3)
+
+    def loss(q, k, v, table=None):
+        return jnp.sum(decode_attention(q, k, v, lengths, window=40, table=table) ** 2)
+
+    want = jax.grad(loss, argnums=(0, 1, 2))(q, *(jnp.nan_to_num(x) for x in rows))
+    got = jax.grad(loss, argnums=(0, 1, 2))(q, *pages, table)
+    np.testing.assert_allclose(got[0], want[0], 1e-5, 1e-6)
+    for x, y in zip(got[1:], want[1:], strict=True):
+        for row, length in enumerate(np.asarray(lengths)):
+            owned = x[table[row, : -(-length // 16)]].reshape(-1, 2, 64)
+            np.testing.assert_allclose(owned[:length], y[row, :length], 1e-5, 1e-6)
+        assert np.isclose(jnp.sum(x), jnp.sum(y), atol=1e-4)  # and no other page has one
+
+
+def test_a_bad_table_is_named():
+    q, _, (k, v), lengths, table = paged_case("float32", 16, batch=2)
+    new, _, pages, slots, rope_table = rope_case("float32", 16)
+    for match, bad in (
+        (r"table is float32, not int32", lambda t: t.astype(jnp.float32)),
+        (r"table \(1, 12\) is not \[B, M\]: B is", lambda t: t[:1]),
+        (r"table \(12,\) is not \[B, M\]", lambda t: t[0]),
+        (r"table \(\d, 0\) is not \[B, M\]: M is 0", lambda t: t[:, :0]),
+        ("table is a list, not an array", lambda t: [1]),
+    ):
+        with pytest.raises(ValueError, match=f"decode_attention: {match}"):
+            decode_attention(q, k, v, lengths, table=bad(table))
+        for op in (rope_and_write, rope_and_attend):
+            with pytest.raises(ValueError, match=f"{op.__name__}: {match}"):
+                op(*new, *pages, slots, table=bad(rope_table))
+    with pytest.raises(ValueError, match=r"v \(\d+, 8, 2, 64\) is not \[P, page, K, H\]: page is"):
+        decode_attention(q, k, v[:, :8], lengths, table=table)
+
+
+PAGED_KERNELS = ("direct", "gather", "kernel", "merge", "pages", "ring", "rope_cache_kernel",
+                 "source", "tile", "codes")  # fmt: skip
+EMULATED = [  # capacity, page, heads, cache, q, window
+    (320, 32, (8, 2, 64), "bfloat16", "bfloat16", None),
+    (320, 64, (6, 3, 128), "float16", "float16", 40),
+    (320, 64, (8, 8, 128), "int4", "bfloat16", 40),
+    (384, 96, (16, 1, 128), "int8", "bfloat16", None),
+    (256, 128, (8, 2, 64), "float8_e4m3fn", "float16", 130),
+    (192, 64, (8, 2, 256), "int4", "float16", None),
+    (512, 32, (7, 1, 128), "int4", "bfloat16", 200),
+    (2112, 64, (4, 1, 64), "int8", "bfloat16", 1000),
+]
+
+
+def emulation():
+    return emulated(
+        *(importlib.import_module(f"pallas_kernels.attention.{name}") for name in PAGED_KERNELS)
+    )
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("form", ["direct", "clusters", "blocks", "chunks", "few chunks"])
+@pytest.mark.parametrize("case", EMULATED, ids=str)
+def test_the_kernel_emulated_reads_through_the_table(case, form, monkeypatch):
+    """Every step is that of the rows: without a window, whose first step is aligned, to the bit."""
+    capacity, page, heads, cache, q_dtype, window = case
+    if (form == "direct" and heads[0] // heads[1] > 8) or (
+        form in (("blocks", "clusters") if cache == "int4" else ("few chunks",))
+    ):
+        pytest.skip("another form takes it")
+    form_given(monkeypatch, form)
+    q, k, v, _ = make(4, capacity, *heads, cache, q_dtype)
+    lengths = jnp.asarray([capacity, 0, 1, capacity // 2 + 3], jnp.int32)
+    k, v = poison(k, lengths), poison(v, lengths)
+    pages, table = in_pages((k, v), page, lengths)
+    options = {"window": window, "implementation": "mosaic"}
+    with emulation():
+        got = decode_attention(q, *pages, lengths, table=table, **options)
+        want = decode_attention(q, k, v, lengths, **options)
+    if window is None or form == "direct":
+        same(got, want)
+    assert error(got, oracle(q, k, v, lengths, window)) < 4e-3
+    assert not np.asarray(got, np.float32)[1].any()
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("page", [16, 96])
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_write_kernel_emulated_writes_where_the_table_says(cache, page):
+    dtype = "float16" if cache == "float16" else "bfloat16"
+    (qkv, cos, sin), rows, pages, slots, table = rope_case(cache, page)
+    new = qkv.astype(dtype), cos, sin
+    with emulation():
+        q, *after = rope_and_write(*new, *rows, slots, implementation="mosaic")
+        got_q, *got = rope_and_write(*new, *pages, slots, table=table, implementation="mosaic")
+    same(got_q, q)
+    _, *plain = rope_and_write(*new, *rows, slots)
+    tokens = {(b, int(slots[b])) for b in (0, 1, 4, 5)}
+    for x, before, want, expected in zip(got, pages, after, plain, strict=True):
+        where = {at: jax.tree.map(lambda y, at=at: y[at], want) for at in tokens}
+        same(x, written(before, where, table, page))
+        want, expected = (floats(kv, jnp.float32) for kv in (want, expected))
+        for at in tokens:  # a tie may round either way
+            assert error(want[at], np.asarray(expected[at])) < 0.02
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("case", [
+    (320, 32, (8, 2, 128), "bfloat16", None), (192, 64, (6, 3, 64), "float16", 40),
+    (160, 32, (8, 1, 256), "bfloat16", None), (1344, 64, (4, 2, 128), "bfloat16", 700),
+    (1344, 96, (4, 2, 128), "bfloat16", None),
+], ids=str)  # fmt: skip
+def test_the_one_kernel_emulated_through_a_table(case, monkeypatch):
+    capacity, page, heads, dtype, window = case
+    form_given(monkeypatch, "direct")
+    new, rows, slots = step_case(capacity, heads, dtype)
+    pages, table = in_pages(rows, page, jnp.where(slots < capacity, slots + 1, 0))
+    table = table.at[5, slots[5] // page].set(2 * table.size)
+    options = {"window": window, "implementation": "mosaic"}
+    with emulation():
+        out, *after = rope_and_attend(*new, *rows, slots, **options)
+        got, *got_pages = rope_and_attend(*new, *pages, slots, table=table, **options)
+    same(got, out.at[5].set(0))
+    tokens = {(b, int(slots[b])) for b in (0, 2, 3)}
+    for x, before, want in zip(got_pages, pages, after, strict=True):
+        same(x, written(before, {at: want[at] for at in tokens}, table, page))
+
+
+def step_case(capacity, heads, dtype):
+    """As the one kernel's own, and a row whose slot is on no page."""
+    qkv, cos, sin, k, v, slots = step_of_rows(capacity, heads, dtype)
+    again = [jnp.concatenate((x, x[:1])) for x in (qkv, cos, sin, k, v, slots)]
+    return again[:3], tuple(again[3:5]), again[5]

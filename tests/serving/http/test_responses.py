@@ -1,0 +1,223 @@
+"""/v1/responses by OpenAI's own client: made, streamed, with tools, continued, read, forgotten."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pydantic
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("openai")
+pytest.importorskip("llguidance")
+
+import openai
+from openai.types.responses import response_create_params
+
+from jaxllama.language_model import LanguageModel
+from jaxllama.serving.engine.engine import Engine
+from jaxllama.serving.http import responses
+from jaxllama.serving.http.response_bodies import Responses
+from jaxllama.serving.http.schemas import ApiError
+from tests.helpers.fake_engine import ScriptedEngine
+from tests.helpers.http_server import NAME, byte_tokenizer, serving
+from tests.helpers.models import LLAMA
+from tests.helpers.seeded import seeded_params
+from tests.serving.http.test_tools import CFG as TOOL_CFG
+from tests.serving.http.test_tools import CITY, tokenizer
+
+CFG = LLAMA.replace(vocab_size=TOOL_CFG.vocab_size)
+MAX_LEN = 2048
+WEATHER = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
+THINK = "{% if False %}<think></think>{% endif %}"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def lm():
+    params = jax.tree.map(jnp.asarray, seeded_params(CFG))
+    return LanguageModel(CFG, params, tokenizer("hermes", THINK))
+
+
+@pytest.fixture(scope="module")
+def engine(lm):
+    engine = ScriptedEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def client(lm, engine):
+    with serving(lm, engine) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            yield client
+
+
+def prompt(engine) -> str:
+    return bytes(engine.requests[-1].prompt).decode()
+
+
+def test_a_response_and_its_stream_are_the_same(client, engine):
+    engine.script = lambda prompt: f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}"
+    ask = {"model": NAME, "input": "hi", "tools": [WEATHER], "instructions": "Be brief."}
+    whole = client.responses.create(**ask)
+    assert prompt(engine).startswith("<system>Be brief.\n<user>hi\n")
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    thought, said, call = whole.output
+    assert thought.content[0].text == "Hm." and whole.output_text == "Let me see."
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Oslo", "days": 1})
+    assert whole.status == call.status == said.status == "completed"
+    assert whole.usage.input_tokens == len(prompt(engine))
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    with client.responses.stream(**ask) as stream:
+        events = list(stream)
+    streamed = stream.get_final_response()
+    plain = {"id", "call_id", "parsed", "parsed_arguments"}
+
+    def bare(item) -> dict:
+        return {key: value for key, value in item.model_dump().items() if key not in plain}
+
+    assert [bare(item)["type"] for item in streamed.output] == [i.type for i in whole.output]
+    assert streamed.output_text == whole.output_text
+    assert streamed.output[2].arguments == call.arguments
+    assert [event.sequence_number for event in events] == sorted(
+        {event.sequence_number for event in events}
+    )
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:2] == ["created", "in_progress"] and kinds[-1] == "completed"
+    for name, count in (("output_item.added", 3), ("output_item.done", 3),
+                        ("content_part.added", 2), ("content_part.done", 2),
+                        ("function_call_arguments.done", 1)):  # fmt: skip
+        assert kinds.count(name) == count
+    for name, text in (("reasoning_text", "Hm."), ("output_text", "Let me see.")):
+        deltas = [e.delta for e in events if e.type == f"response.{name}.delta"]
+        assert "".join(deltas) == text
+
+
+def test_what_is_cut_is_incomplete(client, engine):
+    engine.script = lambda prompt: "a long answer"
+    cut = client.responses.create(model=NAME, input="hi", max_output_tokens=3)
+    assert (cut.status, cut.output_text) == ("incomplete", "a l")
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    events = list(client.responses.create(model=NAME, input="hi", max_output_tokens=3, stream=True))
+    assert events[-1].type == "response.incomplete" and events[-1].response.output_text == "a l"
+    engine.script = lambda prompt: ""
+    assert client.responses.create(model=NAME, input="hi").output_text == ""
+
+
+def test_a_conversation_goes_on_from_its_last_response(client, engine):
+    engine.script = lambda prompt: f"<think>Hm</think>{CALL}"
+    first = client.responses.create(
+        model=NAME, input="hi", tools=[WEATHER], instructions="Be brief."
+    )
+    call = first.output[-1]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "cold"}
+    engine.script = lambda prompt: "It is cold."
+    second = client.responses.create(model=NAME, input=[result], previous_response_id=first.id)
+    shown = f"<user>hi\n<assistant><why>Hm</why>{CALL}\n<tool>cold\n<assistant>"
+    assert prompt(engine) == shown, "the instructions were the first one's"
+    third = client.responses.create(model=NAME, input="Sure?", previous_response_id=second.id)
+    assert prompt(engine) == shown + "It is cold.\n<user>Sure?\n<assistant>"
+    items = [{"role": "user", "content": "hi"}, *first.output, result, *second.output,
+             {"role": "user", "content": [{"type": "input_text", "text": "Sure?"}]}]  # fmt: skip
+    client.responses.create(model=NAME, input=items)
+    assert prompt(engine) == shown + "It is cold.\n<user>Sure?\n<assistant>", "or from its items"
+    again = client.responses.retrieve(third.id)
+    assert again == third
+    client.responses.delete(third.id)
+    for wrong in (
+        lambda: client.responses.retrieve(third.id),
+        lambda: client.responses.delete(third.id),
+        lambda: client.responses.create(model=NAME, input="x", previous_response_id=third.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            wrong()
+    kept = client.responses.create(model=NAME, input="hi", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(kept.id)
+    streamed = list(client.responses.create(model=NAME, input="hi", stream=True))[-1].response
+    assert client.responses.retrieve(streamed.id).output_text == "It is cold."
+
+
+def test_what_is_kept_is_bounded(monkeypatch, client):
+    monkeypatch.setattr(responses, "STORED_BYTES", 4000)
+    made = [client.responses.create(model=NAME, input="x" * 100 * n) for n in range(1, 6)]
+    there = []
+    for response in made:
+        try:
+            there.append(client.responses.retrieve(response.id).id)
+        except openai.NotFoundError:
+            there.append(None)
+    assert there[0] is None and there[-1] == made[-1].id
+
+
+def test_refusals(client, engine):
+    for fields in (
+        {"background": True},
+        {"conversation": "c"},
+        {"top_logprobs": 2},
+        {"tools": [{"type": "web_search"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        {"text": {"format": {"type": "json_schema", "name": "x"}}},
+        {"tool_choice": {"type": "function", "name": "nobody"}, "tools": [WEATHER]},
+        {"input": []},
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(**{"model": NAME, "input": "hi", **fields})
+        assert refused.value.param == next(iter(fields))
+
+
+def test_an_engine_that_fails_is_told_midway(lm):
+    engine = ScriptedEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
+    engine.start()
+    engine.break_down = True
+    with serving(lm, engine) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            *_, last = client.responses.create(model=NAME, input="hi", stream=True)
+            assert (last.type, last.code) == ("error", "engine_failed")
+            assert "as asked" in last.message
+    engine.stop()
+
+
+def test_every_field_of_the_official_api_is_known():
+    theirs = response_create_params.ResponseCreateParamsStreaming
+    known = {field.alias or name for name, field in Responses.model_fields.items()}
+    assert theirs.__required_keys__ | theirs.__optional_keys__ <= known
+
+
+def test_structured_output_and_forced_calls_of_a_real_engine(lm):
+    class Answer(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="forbid")
+        ok: bool
+
+    plain = dataclasses.replace(lm, tokenizer=byte_tokenizer())
+    engine = Engine(plain, max_slots=1, max_len=512, prefill_chunk=64)
+    engine.start()
+    with serving(plain, engine) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            parsed = client.responses.parse(model=NAME, input="hi", text_format=Answer)
+            assert isinstance(parsed.output_parsed, Answer)
+            chat = client.chat.completions.parse(
+                model=NAME, messages=[{"role": "user", "content": "hi"}], response_format=Answer
+            )
+            assert isinstance(chat.choices[0].message.parsed, Answer)
+            named = {"type": "function", "name": "weather"}
+            allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+            for choice in ("required", named, allowed):
+                made = client.responses.create(
+                    model=NAME, input="hi", tools=[WEATHER], tool_choice=choice,
+                    parallel_tool_calls=False,
+                )  # fmt: skip
+                [call] = made.output
+                assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
+    assert engine.stats().compilations == 0
+    engine.stop()
+
+
+def test_a_store_forgets_only_what_is_there():
+    with pytest.raises(ApiError):
+        responses.Store().drop("nobody")

@@ -1,0 +1,455 @@
+"""Calls of tools and reasoning, by OpenAI's own client: what models write (a scripted engine), and
+what grammar makes a model without sense write (a real one)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("openai")
+pytest.importorskip("llguidance")
+
+import openai
+
+from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import LanguageModel
+from jaxllama.serving.engine.engine import Engine
+from jaxllama.serving.engine.grammar import GrammarCompiler
+from jaxllama.serving.engine.request import Grammar
+from jaxllama.serving.http.bodies import Chat
+from jaxllama.serving.http.calls import Prompts
+from jaxllama.serving.http.tool_formats import FORMATS, CallReader
+from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.fake_engine import ScriptedEngine
+from tests.helpers.http_server import NAME, serving
+from tests.helpers.models import LLAMA
+from tests.helpers.seeded import seeded_params
+
+CFG = LLAMA.replace(vocab_size=264)
+MAX_LEN = 2048
+SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
+# As checkpoints' templates have it, in small.
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}<why>{{ m.reasoning_content }}</why>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}CALL%{% endfor %}{{ '\n' }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{{ '\n' }}{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}\n</tool_call>",
+    "llama3": '<|python_tag|>{"name": "{{ c.function.name }}", "parameters": '
+    "{{ c.function.arguments | tojson }}}",
+    "mistral-list": '[TOOL_CALLS][{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}]",
+    "mistral": "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}",
+}
+FORMS = {form.name: form for form in FORMATS}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def tool(name: str, parameters: dict | None = None, **more) -> dict:
+    function = {"name": name, "parameters": parameters or {"type": "object"}, **more}
+    return {"type": "function", "function": function}
+
+
+TOOLS = [tool("weather", CITY), tool("time")]
+USER = [{"role": "user", "content": "hi"}]
+
+
+def tokenizer(form: str, tail: str = "") -> Tokenizer:
+    backend = Tokenizer.byte_level()._backend
+    backend.add_special_tokens(SPECIAL)
+    template = TURNS.replace("CALL%", CALLS[form]) + tail
+    return Tokenizer(backend, "test tokenizer", chat_template=template)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    params = jax.tree.map(jnp.asarray, seeded_params(CFG))
+    return LanguageModel(CFG, params, tokenizer("hermes"))
+
+
+class Scripted:
+    """A client of a server whose model answers by script."""
+
+    def __init__(self, lm, form: str, tail: str = "") -> None:
+        self.lm = dataclasses.replace(lm, tokenizer=tokenizer(form, tail))
+        self.engine = ScriptedEngine(self.lm.tokenizer, eos=2, max_len=MAX_LEN)
+
+    def __enter__(self):
+        self.engine.start()
+        self._serving = serving(self.lm, self.engine)
+        url = self._serving.__enter__()
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        return self
+
+    def __exit__(self, *error):
+        self.client.close()
+        self._serving.__exit__(*error)
+        self.engine.stop()
+
+    def ask(self, says: str, **fields):
+        """The whole answer's choice, which the client's own reading of the stream equals."""
+        self.engine.script = lambda prompt: says
+        ask = {"model": NAME, "messages": USER, "tools": TOOLS, "seed": 1, **fields}
+        [choice] = self.client.chat.completions.create(**ask).choices
+        if choice.finish_reason == "length":
+            return choice  # the client's reader refuses it
+        with self.client.chat.completions.stream(**ask) as stream:
+            for _ in stream:
+                pass
+        [streamed] = stream.get_final_completion().choices
+        assert streamed.finish_reason == choice.finish_reason
+        assert (streamed.message.content or "") == (choice.message.content or "")
+        assert spelt(streamed.message) == spelt(choice.message)
+        return choice
+
+
+def spelt(message) -> list[tuple[str, str]]:
+    calls = message.tool_calls or []
+    assert len({call.id for call in calls}) == len(calls)
+    return [(call.function.name, call.function.arguments) for call in calls]
+
+
+ONE = '{"city": "Oslo", "days": 1}'
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>\n'
+    '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
+    "llama3": '{"name": "weather", "parameters": %s}; {"name": "time", "parameters": {}}',
+    "mistral-list": '[TOOL_CALLS][{"name": "weather", "arguments": %s}, '
+    '{"name": "time", "arguments": {}}]',
+    "mistral": "[TOOL_CALLS]weather[ARGS]%s[TOOL_CALLS]time[ARGS]{}",
+}
+
+TIME = {
+    "hermes": '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
+    "llama3": '{"name": "time", "parameters": {}}',
+    "mistral-list": '[TOOL_CALLS][{"name": "time", "arguments": {}}]',
+    "mistral": "[TOOL_CALLS]time[ARGS]{}",
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_calls_in_every_format(lm, form):
+    with Scripted(lm, form) as server:
+        choice = server.ask(WRITTEN[form] % ONE)
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert spelt(choice.message) == [("weather", ONE), ("time", "{}")]
+        [first, _] = choice.message.tool_calls
+        assert len(first.id) == (9 if "mistral" in form else 29) and first.id.isascii()
+        one = server.ask(WRITTEN[form] % ONE, parallel_tool_calls=False)
+        assert spelt(one.message) == [("weather", ONE)]
+        # The client sends the call back as it came, with what the tool said.
+        turns = [*USER, choice.message, {"role": "tool", "content": "12", "tool_call_id": first.id}]
+        server.ask("fine", messages=turns)
+        shown = server.lm.tokenizer.decode(server.engine.requests[-1].prompt, skip_special=False)
+        mark = FORMS[form].mark or "<|python_tag|>"
+        assert f"<assistant>{mark}" in shown and '"Oslo"' in shown and "<tool>12\n" in shown
+
+        plain = server.ask("It is { cold }.\n")
+        assert (plain.finish_reason, plain.message.content) == ("stop", "It is { cold }.\n")
+        assert plain.message.tool_calls is None
+        stranger = WRITTEN[form].replace("weather", "whether").split("; ")[0] % ONE
+        assert "whether" in server.ask(stranger).message.content, "no tool of that name: text"
+        cut = server.ask(WRITTEN[form] % ONE, max_tokens=WRITTEN[form].index("%") + 5)
+        assert cut.finish_reason == "length"
+
+
+def test_words_before_a_call_and_between_events(lm):
+    with Scripted(lm, "hermes") as server:
+        choice = server.ask("Let me see.\n\n" + WRITTEN["hermes"] % ONE, logprobs=True)
+        assert choice.message.content == "Let me see." and len(choice.message.tool_calls) == 2
+        assert len(choice.logprobs.content) == len("Let me see.\n\n" + WRITTEN["hermes"] % ONE)
+        assert server.ask("<tool_call> is a mark").message.content == "<tool_call> is a mark"
+        none = server.ask(WRITTEN["hermes"] % ONE, tool_choice="none")
+        assert none.message.content == WRITTEN["hermes"] % ONE
+        other = [{"type": "function", "function": {"name": "time"}}]
+        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": other}}
+        choice = server.ask(WRITTEN["hermes"] % ONE, tool_choice=allowed)
+        assert spelt(choice.message) == [("time", "{}")] and "weather" in choice.message.content
+
+
+def test_a_reader_gives_the_same_however_the_text_is_cut():
+    for form, text in WRITTEN.items():
+        text = f"{'' if form == 'llama3' else 'so: '}{text % ONE}"
+        for step in (1, 2, 3, 5, 1000):
+            reader = CallReader(FORMS[form], {"weather", "time"})
+            parts = [p for i in range(0, len(text), step) for p in reader.feed(text[i : i + step])]
+            parts += reader.close()
+            assert [p.text for p in parts if p.kind == "call"] == ["weather", "time"]
+            arguments = ["", ""]
+            for part in parts:
+                if part.kind == "arguments":
+                    arguments[part.index] += part.text
+            assert arguments == [ONE, "{}"]
+            said = "".join(p.text for p in parts if p.kind == "content")
+            assert said == ("" if form == "llama3" else "so:")
+
+
+@pytest.mark.parametrize(
+    ("written", "want"),
+    [
+        ('{"arguments": {"a": 1}, "name": "time"}', '{"a": 1}'),
+        ('{"name": "time", "arguments": "{\\"a\\": 1}"}', '{"a": 1}'),
+        ('{"name": "time"}', "{}"),
+        ('{"type": "function", "name": "time", "parameters": {"a": "}\\"]"}}', '{"a": "}\\"]"}'),
+        ('{"name": "time", "arguments": {"a": [{', '{"a": [{'),
+        ('{"name": "time", "arguments": {"a": 1}, "id": "x"}', '{"a": 1}'),
+        ("{time}", None),
+        ('{"answer": 5}', None),
+        ('{"name": ["time"], "arguments": {}}', None),
+    ],
+)
+def test_what_weak_models_write(written, want):
+    reader = CallReader(FORMS["llama3"], {"time"})
+    parts = [*reader.feed(written), *reader.close()]
+    if want is None:
+        assert "".join(part.text for part in parts) == written and reader.calls == 0
+    else:
+        assert [parts[0].text, "".join(part.text for part in parts[1:])] == ["time", want]
+
+
+@pytest.mark.parametrize(("first", "last"), [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
+def test_reasoning_is_split_off(lm, first, last):
+    tail = (
+        "{% if open %}" + first + "\n{% elif closed %}" + first + "\n\n" + last + "\n\n{% endif %}"
+    )
+    thought, said = f"\nWell, 1 < 2.\n{last}\n\n", "Yes."
+    with Scripted(lm, "hermes", tail) as server:
+        for text, variables in ((first + thought + said, {}), (thought + said, {"open": True})):
+            extra = {"chat_template_kwargs": variables}
+            choice = server.ask(text, extra_body=extra)
+            assert (choice.message.content, choice.finish_reason) == (said, "stop")
+            assert choice.message.reasoning_content == "Well, 1 < 2."
+            called = server.ask(text + WRITTEN["hermes"] % ONE, extra_body=extra)
+            assert called.message.reasoning_content == "Well, 1 < 2."
+            assert called.message.content == said and len(called.message.tool_calls) == 2
+        extra = {"chat_template_kwargs": {"open": True}}
+        cut = server.ask(thought + said, extra_body=extra, max_tokens=8)
+        assert (cut.message.reasoning_content, cut.message.content) == ("Well, 1", "")
+        off = server.ask(said, extra_body={"chat_template_kwargs": {"closed": True}})
+        assert off.message.content == said and off.message.reasoning_content is None
+        turns = [*USER, choice.message, *USER]
+        server.ask(said, messages=turns)
+        shown = server.lm.tokenizer.decode(server.engine.requests[-1].prompt)
+        assert "<why>Well, 1 < 2.</why>Yes." in shown
+
+
+def test_continued_messages_and_template_variables(lm):
+    with Scripted(lm, "hermes", "{{ more }}") as server:
+
+        def prompt(**extra) -> str:
+            messages = [*USER, {"role": "assistant", "content": "I think "}]
+            server.client.chat.completions.create(
+                model=NAME, messages=messages, max_tokens=1, extra_body=extra
+            )
+            return bytes(server.engine.requests[-1].prompt).decode()
+
+        whole = "<user>hi\n<assistant>I think "
+        assert prompt() == whole + "\n<assistant>"
+        assert prompt(add_generation_prompt=False) == whole + "\n"
+        assert prompt(continue_final_message=True) == whole
+        assert prompt(chat_template_kwargs={"more": "!"}) == whole + "\n<assistant>!"
+        for extra in (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            {"chat_template_kwargs": {"messages": []}},
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                prompt(**extra)
+            assert refused.value.param == next(iter(extra))
+
+
+def test_choices_that_cannot_be(lm):
+    named = {"type": "function", "function": {"name": "nobody"}}
+    with Scripted(lm, "hermes") as server:
+        for fields in (
+            {"tool_choice": "required", "tools": openai.NOT_GIVEN},
+            {"tool_choice": named},
+            {"tool_choice": "any"},
+            {"tool_choice": {"type": "custom", "custom": {"name": "time"}}},
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
+            {"tools": [TOOLS[0], TOOLS[0]]},
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                server.ask("", **fields)
+            assert refused.value.param == next(iter(fields))
+
+
+# Held to it
+
+
+def constraint(lm, form: str, tail: str = "", **fields) -> Grammar | None:
+    lm = dataclasses.replace(lm, tokenizer=tokenizer(form, tail))
+    body = {"model": NAME, "messages": USER, "tools": TOOLS, "seed": 1, **fields}
+    call = Prompts(lm, NAME, MAX_LEN, 8).chat(Chat(**body), "x")
+    return call.requests[0].grammar
+
+
+def matches(lm, grammar: Grammar, text: str) -> bool:
+    """Whether an answer may be this text."""
+    own = tokenizer("hermes")
+    matcher = GrammarCompiler(own, CFG.vocab_size, CFG.eos_token_ids).matcher(grammar)
+    for token in own.encode(text, add_special=False):
+        if matcher.is_complete or not (int(matcher.mask()[token // 32]) >> token % 32) & 1:
+            return False
+        matcher.read([token])
+    return matcher.is_complete or bool(int(matcher.mask()[0]) >> CFG.eos_token_ids[0] & 1)
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_forced_calls_are_nothing_but_calls(lm, form):
+    two = WRITTEN[form] % ONE
+    required = constraint(lm, form, tool_choice="required")
+    one = constraint(lm, form, tool_choice="required", parallel_tool_calls=False)
+    assert matches(lm, required, two) == (form != "llama3"), "its template shows one at a time"
+    assert not matches(lm, one, two) and not matches(lm, required, "hello")
+    assert not matches(lm, required, two.replace("Oslo", "Bonn"))
+    named = {"type": "function", "function": {"name": "time"}}
+    assert matches(lm, constraint(lm, form, tool_choice=named), TIME[form])
+    assert not matches(lm, constraint(lm, form, tool_choice=named), two)
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_strict_arguments_follow_their_schema_among_free_text(lm, form):
+    assert constraint(lm, form) is None, "nothing is strict"
+    strict = constraint(lm, form, tools=[tool("weather", CITY, strict=True), tool("time")])
+    two = WRITTEN[form] % ONE
+    said = "" if form == "llama3" else "Let me see. "
+    assert matches(lm, strict, said + two) == (form != "llama3")
+    assert matches(lm, strict, "It is cold.")
+    assert not matches(lm, strict, said + two.replace("Oslo", "Bonn"))
+    schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes"]}}}
+    either = constraint(lm, form, response_format=schema)
+    assert matches(lm, either, '"yes"') and not matches(lm, either, "yes")
+    assert matches(lm, either, two) == (form != "llama3")
+
+
+@pytest.mark.parametrize(("first", "last"), [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
+def test_reasoning_is_free_before_a_form(lm, first, last):
+    tail = "{% if open %}" + first + "\n{% endif %}{# " + last + " #}"
+    fields = {"tools": None, "guided_choice": ["yes", "no"]}
+    closed = constraint(lm, "hermes", tail, **fields)
+    opened = constraint(lm, "hermes", tail, **fields, chat_template_kwargs={"open": True})
+    for grammar, begin in ((closed, first), (opened, "")):
+        assert matches(lm, grammar, f"{begin}who knows{last}\n\nyes")
+        assert not matches(lm, grammar, f"{begin}who knows{last}\n\nmaybe")
+    assert matches(lm, closed, "no") and not matches(lm, opened, "no")
+    forced = constraint(lm, "hermes", tail, tool_choice="required")
+    assert matches(lm, forced, f"{first}hm{last}\n" + WRITTEN["hermes"] % ONE)
+
+
+FORMED = {
+    "a choice": ({"guided_choice": ['é"', "b"]}, 'é"', "c"),
+    "an expression": ({"guided_regex": "a+/b"}, "aa/b", "ab"),
+    "a schema": ({"guided_json": {"enum": [1, 2]}}, "2", "3"),
+    "a schema's text": ({"structured_outputs": {"json": '{"enum": [1, 2]}'}}, "2", "3"),
+    "an object": ({"structured_outputs": {"json_object": True}}, '{"a":1}', "[]"),
+    "Lark": ({"guided_grammar": 'start: "a" b+\nb: "b"'}, "abb", "ba"),
+    "GBNF": ({"structured_outputs": {"grammar": 'root ::= "a" [0-9]+'}}, "a12", "a"),
+    "tags": (
+        {"response_format": {"type": "structural_tag", "triggers": ["<n"], "structures": [
+            {"begin": "<num>", "schema": {"type": "integer"}, "end": "</num>"},
+            {"begin": "<nil>", "schema": {"type": "null"}, "end": "</nil>"}]}},
+        "so <num>12</num> and <nil>null</nil>.", "so <num>null</num>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMED)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_forms_of_output(lm, name, thinks):
+    fields, good, bad = FORMED[name]
+    tail = "{{ '<think>' }}{# </think> #}" if thinks else ""
+    begin = "hm</think>" if thinks else ""
+    grammar = constraint(lm, "hermes", tail, tools=None, **fields)
+    assert matches(lm, grammar, begin + good) and not matches(lm, grammar, begin + bad)
+
+
+def test_a_grammar_that_is_none_is_refused(lm):
+    for kind, source in (("lark", "start: nobody"), ("lark", 'root ::= "a')):
+        with pytest.raises(JaxLlamaError, match="lark: "):
+            matches(lm, Grammar(kind, source), "")
+
+
+# A real engine
+
+
+@pytest.fixture(scope="module")
+def client(lm):
+    engine = Engine(lm, max_slots=1, max_len=MAX_LEN, prefill_chunk=256)
+    engine.start()
+    with serving(lm, engine) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            yield client
+    assert engine.stats().compilations == 0
+    engine.stop()
+
+
+def test_an_agent_of_ten_calls(client):
+    """As agents do it: call, run, tell, until the model has to speak."""
+    messages = list(USER)
+    for turn in range(10):
+        answer = client.chat.completions.create(
+            model=NAME, messages=messages, tools=TOOLS[:1], tool_choice="required",
+            parallel_tool_calls=False, seed=turn,
+        )  # fmt: skip
+        [choice] = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        [call] = choice.message.tool_calls
+        asked = json.loads(call.function.arguments)
+        assert asked["city"] in ("Oslo", "Rome") and asked["days"] in (1, 2)
+        result = {"role": "tool", "tool_call_id": call.id, "content": f"{asked['city']} is cold"}
+        messages += [choice.message.model_dump(exclude_none=True), result]
+    last = client.chat.completions.create(
+        model=NAME, messages=messages, tools=TOOLS, tool_choice="none", max_tokens=5, seed=1
+    )
+    assert last.choices[0].message.tool_calls is None
+    assert last.usage.prompt_tokens > 10 * len(TIME["hermes"])
+
+
+def test_a_named_call_streams(client):
+    named = {"type": "function", "function": {"name": "weather"}}
+    with client.chat.completions.stream(
+        model=NAME, messages=USER, tools=TOOLS, tool_choice=named, seed=3
+    ) as stream:
+        kinds = [event.type for event in stream]
+    [choice] = stream.get_final_completion().choices
+    [call] = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+    assert kinds.count("tool_calls.function.arguments.delta") > 5
+    assert kinds.count("tool_calls.function.arguments.done") == 1
+
+
+def test_min_tokens_and_stop_token_ids(client):
+    def ask(**extra):
+        return client.completions.create(
+            model=NAME, prompt="ab", max_tokens=12, seed=4, logit_bias={"2": 100},
+            extra_body=extra,
+        )  # fmt: skip
+
+    assert ask().usage.completion_tokens == 1, "the stop token at once"
+    held = ask(min_tokens=7)
+    assert held.usage.completion_tokens == 8 and held.choices[0].finish_reason == "stop"
+    text = ask(ignore_eos=True, min_tokens=0).choices[0].text
+    assert len(text.encode()) == 12
+    bias = {"logit_bias": {"97": 100}}
+    ended = ask(stop_token_ids=[97], **bias)
+    assert ended.usage.completion_tokens == 1 and ended.choices[0].text == ""
+    both = ask(stop_token_ids=[97], min_tokens=3, **bias)
+    assert both.usage.completion_tokens == 4 and "a" not in both.choices[0].text
+    assert ask(stop=["a"], min_tokens=3, **bias).choices[0].text == "aaa"
+    one = ask(guided_choice=["b"], min_tokens=5)
+    assert one.choices[0].text == "b", "a form that allows no more"
