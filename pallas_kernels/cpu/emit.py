@@ -33,7 +33,11 @@ def vector(element: Any, lanes: int = LANES) -> Any:
 
 
 class Emitter:
-    """Appends to the function whose builder it has."""
+    """Appends to the function whose builder it has.  Types are its attributes, so that a program
+    need not import llvmlite."""
+
+    I1, I8, I16, I32, I64, F16, F32, PTR = I1, I8, I16, I32, I64, F16, F32, PTR
+    vector = staticmethod(vector)
 
     def __init__(self, builder: ir.IRBuilder, target: Target) -> None:
         self.b = builder

@@ -68,14 +68,10 @@ class Frame:
 
     def argument_dim(self, i: int, axis: int) -> Value:
         """i64."""
-        from pallas_kernels.cpu.emit import I64
-
-        return self.e.load(self._buffer(ARGUMENTS, i, DIMS), I64, 8 * axis, align=8)
+        return self.e.load(self._buffer(ARGUMENTS, i, DIMS), self.e.I64, 8 * axis, align=8)
 
     def result_dim(self, i: int, axis: int) -> Value:
-        from pallas_kernels.cpu.emit import I64
-
-        return self.e.load(self._buffer(RESULTS, i, DIMS), I64, 8 * axis, align=8)
+        return self.e.load(self._buffer(RESULTS, i, DIMS), self.e.I64, 8 * axis, align=8)
 
     def attribute(self, i: int, kind: Any) -> Value:
         """The i-th attribute in the order of their names, a number of LLVM's type ``kind``."""
@@ -86,9 +82,7 @@ class Frame:
         return self._at(self._at(self._at(self.pointer, which), 8 * i), field)
 
     def _at(self, pointer: Value, offset: int) -> Value:
-        from pallas_kernels.cpu.emit import PTR
-
-        return self.e.load(pointer, PTR, offset, align=8)
+        return self.e.load(pointer, self.e.PTR, offset, align=8)
 
 
 # --- a call by hand ------------------------------------------------------------------------------

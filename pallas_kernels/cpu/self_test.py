@@ -31,24 +31,22 @@ class SelfTest(Program):
     results = 2
 
     def phases(self, target: Target) -> Sequence[Phase]:
-        from pallas_kernels.cpu.emit import F32, I8, vector
-
         def count(e: Emitter, call: frame.Frame) -> Value:
             return call.argument_dim(0, 0)
 
         def chunk(e: Emitter, call: frame.Frame, i: Value) -> None:
             b, at = e.b, e.b.mul(i, e.i64(64))
-            w, x = (e.load(call.argument(n), vector(I8, 64), at) for n in (0, 1))
+            w, x = (e.load(call.argument(n), e.vector(e.I8, 64), at) for n in (0, 1))
             fours = e.splat(e.i32(0))
             ones = e.splat(e.i32(0x01010101))
             extra = e.code_offset(self.bits)
             acc = e.dots(fours, [(w, x)], self.bits)
             if extra:  # the sum of x by the same instruction: codes of 1
-                one = b.bitcast(ones, vector(I8, 64))
+                one = b.bitcast(ones, e.vector(e.I8, 64))
                 sums = e.dots(fours, [(one, x)], 4)
                 acc = b.sub(acc, b.mul(sums, e.splat(e.i32(extra))))
             e.store(acc, call.result(0), at)
-            small = b.fmul(b.sitofp(acc, vector(F32)), e.floats(1e-3))
+            small = b.fmul(b.sitofp(acc, e.vector(e.F32)), e.floats(1e-3))
             e.store(e.exp(small), call.result(1), at)
 
         return [Phase(count, chunk)]
