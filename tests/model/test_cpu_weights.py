@@ -1,4 +1,4 @@
-"""Models whose weights are laid out for the CPU's handlers: the same functions, the same answers."""
+"""Models whose weights are laid out for the CPU's handlers: the same functions and answers."""
 
 from __future__ import annotations
 
