@@ -31,7 +31,6 @@ from pallas_kernels.cpu.handler import Program
 from pallas_kernels.cpu.target import VARIABLE, Target, target
 from pallas_kernels.dispatch import Reason
 
-
 # Programs are traced by several threads, and XLA takes a name once.
 _one_at_a_time = threading.RLock()
 
