@@ -44,6 +44,7 @@ from jaxllama.text.rows import (
 )
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.brief import brief, size_text
+from pallas_kernels.cpu import CpuWeight, restore_tree
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
 # Tokens between two looks at the text when only stop strings are watched.
@@ -205,6 +206,7 @@ class LanguageModel:
             raise JaxLlamaError("adapters lie beside the weights: load(..., merge=True) joins them")
         if mesh is not None:
             params = gather_params(self.config, params, mesh.shape[MODEL_AXIS])
+        params = restore_tree(params)
         is_packed = any(isinstance(leaf, QTensor | RowBlocks) for leaf in _weights(params))
         with tempfile.TemporaryDirectory() as scratch:
             files = [] if self.tokenizer is None else self.tokenizer.save(scratch)
@@ -496,14 +498,16 @@ class _Options:
 
 def _weights(params: generation.Params) -> list[Any]:
     """Every parameter, a quantized one being one."""
-    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks))
+    return jax.tree.leaves(
+        params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks | CpuWeight)
+    )
 
 
 def _described(lm: LanguageModel) -> str:
     """What ``repr`` says: facts, then a line for every kind of parameter."""
     kinds: dict[tuple[str, str], int] = {}
     leaves = jax.tree_util.tree_leaves_with_path(
-        lm.params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks)
+        lm.params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks | CpuWeight)
     )
     for path, leaf in leaves:
         name = ".".join(str(getattr(entry, "key", entry)) for entry in path)

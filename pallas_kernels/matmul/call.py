@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.device import H200
 from pallas_kernels.qtensor import QTensor
 
-Weight = jax.ShapeDtypeStruct | QTensor
+Weight = jax.ShapeDtypeStruct | QTensor | CpuWeight
 N_SM = H200.sms  # which the plans' tables were measured on
 
 
@@ -70,7 +71,7 @@ class Call:
     @property
     def plain(self) -> bool:
         """Is w in floats?"""
-        return not isinstance(self.w, QTensor)
+        return not isinstance(self.w, QTensor | CpuWeight)
 
     @property
     def alone(self) -> bool:

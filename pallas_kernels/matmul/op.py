@@ -18,7 +18,8 @@ the product to the only rounding; elsewhere the ops run one after the other.  ``
 
 The XLA forms are in ``matmul.xla``, the kernels in ``few_rows`` (up to 16 rows of x) and
 ``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain layout, so there is no
-re-layout at load.
+re-layout at load.  A CPU's handler (``cpu.matmul``) reads its own: where w is a ``CpuWeight``,
+whose preparation was the choice, floats of x are rounded to 8 bits by blocks of 32.
 
 Gradients: for float x, with respect to x, bias, w.scale and a floating w.zero (or a plain w), and
 to what is fused; for QTensor x, with respect to both scales and bias.  Codes get none.  That of x
@@ -42,7 +43,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.cpu import matmul as cpu
+from pallas_kernels.cpu.weight import CpuWeight, restore
 from pallas_kernels.dispatch import (
+    Find,
     Implementation,
     Plan,
     Reason,
@@ -63,7 +67,7 @@ from pallas_kernels.operands import FLOATS, check
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import gate
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.transform import Choice, Op, chosen
 
 _Activation = Literal["silu", "gelu_tanh"]
 _LowRank = tuple[jax.Array, tuple[jax.Array, ...]]
@@ -71,7 +75,7 @@ _LowRank = tuple[jax.Array, tuple[jax.Array, ...]]
 
 @overload
 def quantized_matmul(
-    x: jax.Array | QTensor, w: jax.Array | QTensor, *, bias: jax.Array | None = ...,
+    x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, *, bias: jax.Array | None = ...,
     out_dtype: DTypeLike | None = ..., norm: tuple[jax.Array, float] | None = ...,
     residual: jax.Array | None = ..., swiglu: bool = ..., activation: _Activation = ...,
     pending: None = ..., low_rank: _LowRank | None = ...,
@@ -79,7 +83,7 @@ def quantized_matmul(
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def quantized_matmul(
-    x: jax.Array | QTensor, w: jax.Array | QTensor, *, bias: jax.Array | None = ...,
+    x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, *, bias: jax.Array | None = ...,
     out_dtype: DTypeLike | None = ..., norm: tuple[jax.Array, float] | None = ...,
     residual: jax.Array | None = ..., swiglu: bool = ..., activation: _Activation = ...,
     pending: jax.Array, low_rank: _LowRank | None = ...,
@@ -87,7 +91,7 @@ def quantized_matmul(
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def quantized_matmul(
     x: jax.Array | QTensor,
-    w: jax.Array | QTensor,
+    w: jax.Array | QTensor | CpuWeight,
     *,
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
@@ -118,7 +122,7 @@ def quantized_matmul(
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
 
     Raises ValueError for shapes or dtypes that do not go together, NotImplementedError for
-    ``implementation="mosaic"`` where no kernel covers the call.
+    ``implementation="mosaic"`` or ``"cpu"`` where no kernel covers the call.
     """
     if out_dtype is None:
         if not isinstance(x, QTensor):
@@ -128,26 +132,30 @@ def quantized_matmul(
             out_dtype = scale if scale.itemsize == 2 else jnp.float32
     out_dtype = jnp.dtype(out_dtype)
     _check(x, w, bias, out_dtype, norm, residual, swiglu, pending, low_rank)
-    if norm is None and residual is None and not swiglu and isinstance(w, QTensor):
-        return _product(x, w, bias, out_dtype, implementation, low_rank)
+    if norm is None and residual is None and not swiglu:
+        if isinstance(w, QTensor):
+            return _product(x, w, bias, out_dtype, implementation, low_rank)
+        if isinstance(w, CpuWeight):
+            return _prepared_product(x, w, bias, out_dtype, implementation)
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
     fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
     call = Call.of(x, w, out_dtype, bias=bias, swiglu=swiglu, activation=activation, **fused)
     find = functools.partial(choice.plan, call)
     arrays = x, w, gamma, residual, pending
-    plan = choose_plan("quantized_matmul", implementation, find, *arrays)
+    on_cpu = _cpu_plan(call, implementation)
+    plan = choose_plan("quantized_matmul", implementation, find, *arrays, cpu=on_cpu)
     if plan is None:
         parts = "xla" if is_empty(x, w) else implementation
         return _composed(call, parts, x, w, bias, gamma, residual, pending)
     residual, pending = _flatten(residual), _flatten(pending)
-    chosen = Choice("mosaic", implementation is not None)
-    out = _fused(chosen, (call, plan), _flatten(x), w, bias, gamma, residual, pending)
+    choice_ = chosen(plan, implementation)
+    out = _fused(choice_, (call, plan), _flatten(x), w, bias, gamma, residual, pending)
     return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out)
 
 
 def fusible(
     x: jax.Array | QTensor,
-    w: jax.Array | QTensor | RowBlocks,
+    w: jax.Array | QTensor | RowBlocks | CpuWeight,
     *,
     out_dtype: DTypeLike | None = None,
     norm: tuple[jax.Array, float] | None = None,
@@ -164,7 +172,13 @@ def fusible(
     fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
     gated = {"swiglu": swiglu, "activation": activation}
     call = Call.of(x, w, x.dtype if out_dtype is None else out_dtype, **fused, **gated)
-    return has_plan(lambda: choice.plan(call), x, w)
+    return has_plan(lambda: choice.plan(call), x, w, cpu=_cpu_plan(call))
+
+
+def _cpu_plan(call: Call, implementation: Implementation | None = None) -> Find | None:
+    """The handler's planner where w is in its layout, or the handler was named."""
+    is_asked = isinstance(call.w, CpuWeight) or implementation == "cpu"
+    return functools.partial(cpu.plan, call) if is_asked else None
 
 
 def product_plan(
@@ -183,24 +197,42 @@ def _product(x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dty
     rows, w = _flatten(x), QTensor(w.q, w.scale, w.zero)
     call = Call.of(rows, w, out_dtype, bias=bias, low_rank=low_rank)
     find = functools.partial(choice.plan, call)
-    plan = choose_plan("quantized_matmul", implementation, find, rows, w)
+    on_cpu = _cpu_plan(call, implementation)
+    plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
     if low_rank is not None and (plan is None or is_empty(x, w)):
         y = _product(x, w, bias, jnp.dtype(jnp.float32), implementation)
         return (y + low_rank_sums(*low_rank)).astype(out_dtype)
     if is_empty(x, w):
         return _finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), bias, out_dtype)
-    chosen = Choice("xla" if plan is None else "mosaic", implementation is not None)
+    made = chosen(plan, implementation)
     if isinstance(rows, QTensor):
         low_rank = low_rank and (_flatten(low_rank[0]), low_rank[1])
         scales = rows.scale, w.scale
-        out = _quantized_pair(chosen, (call, plan), *scales, bias, rows.q, w.q, low_rank)
+        out = _quantized_pair(made, (call, plan), *scales, bias, rows.q, w.q, low_rank)
     else:
-        out = _weight_only(chosen, (call, plan), rows, w.scale, w.zero, bias, w.q)
+        out = _weight_only(made, (call, plan), rows, w.scale, w.zero, bias, w.q)
+    return out.reshape(*x.shape[:-1], w.shape[0])
+
+
+def _prepared_product(x: jax.Array | QTensor, w: CpuWeight, bias: jax.Array | None,
+                      out_dtype: jnp.dtype,
+                      implementation: Implementation | None) -> jax.Array:  # fmt: skip
+    """The product of a weight in the layout of the CPU's handler alone."""
+    if w.columns is not None and not is_empty(x):
+        x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
+    rows = _flatten(x)
+    call = Call.of(rows, w, out_dtype, bias=bias)
+    find, on_cpu = functools.partial(choice.plan, call), _cpu_plan(call, implementation)
+    plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
+    if plan is None:
+        return _product(x, restore(w), bias, out_dtype, "xla")
+    made = chosen(plan, implementation)
+    out = _fused(made, (call, plan), rows, w, bias, None, None, None)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
 def _composed(call: Call, implementation: Implementation | None, x: Any,
-              w: jax.Array | QTensor, bias: jax.Array | None, gamma: jax.Array | None,
+              w: jax.Array | QTensor | CpuWeight, bias: jax.Array | None, gamma: jax.Array | None,
               residual: jax.Array | None, pending: jax.Array | None = None) -> Any:  # fmt: skip
     """The parts of a fused product one after the other."""
     if pending is not None:
@@ -210,6 +242,8 @@ def _composed(call: Call, implementation: Implementation | None, x: Any,
         x = rms_norm(x, gamma, call.eps, implementation=implementation)
     if isinstance(w, QTensor):
         y = _product(x, w, bias, call.out, implementation)
+    elif isinstance(w, CpuWeight):
+        y = _prepared_product(x, w, bias, call.out, implementation)
     else:
         y = _dense(x, w, bias, call.out)
     if call.swiglu:
@@ -246,7 +280,7 @@ _OPERANDS = {
 
 def _check(
     x: jax.Array | QTensor,
-    w: jax.Array | QTensor,
+    w: jax.Array | QTensor | CpuWeight,
     bias: jax.Array | None,
     out_dtype: jnp.dtype,
     norm: tuple[jax.Array, float] | None,
@@ -259,7 +293,7 @@ def _check(
     op = "quantized_matmul"
     gamma = None if norm is None else norm[0]
     fused = {"bias": bias, "norm's weight": gamma, "pending": pending, "residual": residual}
-    check(op, _OPERANDS, x=x, w=w, **fused)
+    check(op, _OPERANDS, x=x, w=w.outline if isinstance(w, CpuWeight) else w, **fused)
     n = w.shape[0]
     if out_dtype.name not in FLOATS:
         raise ValueError(f"{op}: out_dtype {out_dtype} is not a float")
@@ -281,7 +315,7 @@ def _check(
         )
 
 
-def _check_low_rank(x: jax.Array | QTensor, w: jax.Array | QTensor, inner: jax.Array,
+def _check_low_rank(x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, inner: jax.Array,
                     second: tuple[jax.Array, ...]) -> None:  # fmt: skip
     op, ranks = "quantized_matmul", second[0].shape[-1]
     if not isinstance(x, QTensor):
@@ -295,7 +329,7 @@ def _check_low_rank(x: jax.Array | QTensor, w: jax.Array | QTensor, inner: jax.A
         )
 
 
-def _check_pair(x: QTensor, w: jax.Array | QTensor) -> None:
+def _check_pair(x: QTensor, w: jax.Array | QTensor | CpuWeight) -> None:
     if not isinstance(w, QTensor):
         raise ValueError("quantized_matmul: a quantized x goes with a quantized w")
     pair = (jnp.dtype(x.dtype).name, jnp.dtype(w.dtype).name)
@@ -400,8 +434,10 @@ def _fused_xla(static: _Static, *operands: Any) -> Any:
     return _composed(static[0], "xla", *operands)
 
 
-def _fused_parts(static: _Static, *operands: Any) -> Any:
-    return _composed(static[0], None, *operands)
+def _fused_parts(static: _Static, x: jax.Array, w: Any, *rest: Any) -> Any:
+    # A prepared weight's derivative is that of the weight which it stands for.
+    w = restore(w) if isinstance(w, CpuWeight) else w
+    return _composed(static[0], None, x, w, *rest)
 
 
 _fused = Op("quantized_matmul", _fused_xla, choice.run, derivative=_fused_parts)
