@@ -319,12 +319,13 @@ class LanguageModel:
         params = SamplingParams.stack(sampling, self.config.vocab_size, 0)
         width, capacity, room = shapes_of(rows, max_new_tokens)
         tokens, lengths = pad_rows(rows, width)
-        stop_ids = jnp.asarray(self.config.eos_token_ids, jnp.int32)
+        stop_ids = jax.device_put(np.asarray(self.config.eos_token_ids, np.int32))
         state = self._start(tokens, lengths, capacity, room, params, stop_ids, options)
         slice_size = 1 if options.watched else STOP_SLICE if stops else max_new_tokens
         until = min(slice_size, max_new_tokens)
         while True:
-            state = self._advance(state, params, stop_ids, until)
+            if until > 1:  # the first token is there already
+                state = self._advance(state, params, stop_ids, until)
             new_tokens, logprobs, counts = fetch((state.tokens, state.logprobs, state.counts))
             for row, reader in enumerate(readers):
                 text = reader.read(new_tokens[row, : counts[row]])

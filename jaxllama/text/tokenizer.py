@@ -125,13 +125,13 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_gguf(cls, path: str | Path) -> Tokenizer:
-        """From the vocabulary inside a GGUF file.  Raises JaxLlamaError naming file and key."""
+    def from_gguf(cls, path: str | Path | GGUFFile) -> Tokenizer:
+        """From the vocabulary inside a GGUF file, which may be open.  Raises JaxLlamaError naming file and key."""
         from jaxllama.checkpoints.gguf import tokenizer as gguf_tokenizer
         from jaxllama.checkpoints.gguf.config import eos_ids
-        from jaxllama.checkpoints.gguf.file import GGUFFile
+        from jaxllama.checkpoints.gguf.file import opened
 
-        with GGUFFile(path) as file:
+        with opened(path) as file:
             backend = gguf_tokenizer.build(file)
             size = backend.get_vocab_size()
             names = {}

@@ -15,6 +15,7 @@ files, arrays of arrays, split files, writing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -59,6 +60,16 @@ class _Value:
     kind: int  # value type, of the elements if it is an array
     count: int | None  # None: not an array
     offset: int  # of the value, or of the first element
+
+
+@contextlib.contextmanager
+def opened(source: str | Path | GGUFFile) -> Iterator[GGUFFile]:
+    """The file of a path; one that is open already stays so."""
+    if isinstance(source, GGUFFile):
+        yield source
+        return
+    with GGUFFile(source) as file:
+        yield file
 
 
 class GGUFFile:
@@ -149,7 +160,7 @@ class GGUFFile:
         if value.kind != _STRING:
             raise self.error(key, "expected an array of strings")
         assert value.count is not None
-        return [self._text(start, stop, key) for start, stop in self._spans(value, key)]
+        return [self._text(start, stop, key) for start, stop in self._spans_of[key]]
 
     def array(self, key: str) -> np.ndarray:
         """An array of numbers, copied."""
@@ -218,6 +229,7 @@ class GGUFFile:
         self._fits(n_keys, 13, "kv_count")
         self._fits(n_tensors, 24, "tensor_count")
         self._values: dict[str, _Value] = {}
+        self._spans_of: dict[str, list[tuple[int, int]]] = {}  # of arrays of strings
         for index in range(n_keys):
             key = self._name(f"key {index} of {n_keys}", self._values)
             self._values[key] = self._value(key)
@@ -285,8 +297,10 @@ class GGUFFile:
         value = _Value(kind, count, self._at)
         if kind == _STRING:
             self._fits(1 if count is None else count, 8, key)
-            for _, stop in self._spans(value, key):
-                self._at = stop
+            spans = list(self._spans(value, key))
+            self._at = spans[-1][1] if spans else self._at
+            if count is not None:
+                self._spans_of[key] = spans
         elif kind in _SCALARS:
             width = struct.calcsize("<" + _SCALARS[kind]) * (1 if count is None else count)
             self._fits(1, width, key)
