@@ -1,4 +1,5 @@
-"""How an op with a Mosaic kernel behaves under jax's transformations: one mechanism for all ops.
+"""How an op with a kernel behaves under jax's transformations: one mechanism for all ops, and for
+both kinds of kernels, Mosaic's on a GPU and the generated handlers on a CPU.
 
 An ``Op`` is a form in plain jax.numpy beside a kernel that computes the same.  ``kernel_p`` is the
 launch of the kernel, ``linear_p`` a derivative:
@@ -6,8 +7,8 @@ launch of the kernel, ``linear_p`` a derivative:
     jit        the kernel, on a single device or inside a ``jax.shard_map`` over all axes.  XLA
                cannot partition a kernel and would gather its operands.  Under a ``jit`` over
                several devices, for another platform and in ``jax.export`` (which has no stable form
-               of a kernel) the XLA form takes its place, or an error where the caller named
-               "mosaic".
+               of a kernel) the XLA form takes its place, or an error where the caller named the
+               kernel.
     jvp, grad  of the XLA form, at any order, or what the op gives as ``backward``.  Only operands
                are kept between the passes; the rest is computed again.  Codes (integers and 8-bit
                floats) have no derivative.
@@ -32,7 +33,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.dispatch import Implementation, Plan
+from pallas_kernels.dispatch import KERNELS, Implementation, Plan, implementation_of
 
 Leaves = Sequence[jax.Array]
 
@@ -50,7 +51,7 @@ XLA = Choice("xla")
 
 def chosen(plan: Plan | None, implementation: Implementation | None) -> Choice:
     """Of the plan that ``dispatch.choose_plan`` came to."""
-    return Choice("xla" if plan is None else "mosaic", implementation is not None)
+    return Choice(implementation_of(plan), implementation is not None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,16 +77,18 @@ class Op:
 
     def __call__(self, choice: Choice, static: Hashable, *operands: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
-        if choice.implementation == "mosaic" and any(map(_explicitly_sharded, leaves)):
+        if choice.implementation != "xla" and any(map(_explicitly_sharded, leaves)):
             if choice.named or self.xla is None:
-                raise ValueError(self.no_kernel("for operands sharded over explicit axes"))
+                raise ValueError(self.no_kernel(choice, "for operands sharded over explicit axes"))
             choice = XLA
         return _apply(_Call(self, choice, static, tree), *_equally_varying(leaves))
 
-    def no_kernel(self, where: str, instead: str = "call it inside jax.shard_map") -> str:
+    def no_kernel(
+        self, choice: Choice, where: str, instead: str = "call it inside jax.shard_map"
+    ) -> str:
         if self.xla is not None:
             instead += ', or with implementation="xla"'
-        return f"{self.name}: no Mosaic kernel {where}; {instead}"
+        return f"{self.name}: no {KERNELS[choice.implementation]} {where}; {instead}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +179,8 @@ def _explicitly_sharded(x: jax.Array) -> bool:
 
 # --- kernel_p: the launch of a kernel ------------------------------------------------------------
 
-kernel_p = Primitive("mosaic_kernel")
+kernel_p = Primitive("kernel")
+_PLATFORMS = {"mosaic": ("cuda", "a Hopper GPU"), "cpu": ("cpu", "a CPU")}
 kernel_p.multiple_results = True
 
 
@@ -211,15 +215,14 @@ def _kernel_batching(args, dims, **params):
 
 def _kernel_lowering(ctx, *args, jaxpr, call):
     op, module = call.op, ctx.module_context
-    reason = None
+    platform, device = _PLATFORMS[call.choice.implementation]
+    reason, no_kernel = None, functools.partial(op.no_kernel, call.choice)
     if _partitions(module.axis_context) > 1:
-        reason = op.no_kernel("under a jit over several devices, where XLA would gather operands")
+        reason = no_kernel("under a jit over several devices, where XLA would gather operands")
     elif module.lowering_parameters.for_export:
-        reason = op.no_kernel(
-            "in jax.export, which has no stable form of it", "jit it where it runs"
-        )
-    elif tuple(module.platforms) != ("cuda",) and not call.choice.named:
-        reason = op.no_kernel(f"for {', '.join(module.platforms)}", "run it on a Hopper GPU")
+        reason = no_kernel("in jax.export, which has no stable form of it", "jit it where it runs")
+    elif tuple(module.platforms) != (platform,) and not call.choice.named:
+        reason = no_kernel(f"for {', '.join(module.platforms)}", f"run it on {device}")
     if reason is None:
         plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(plain, *args)

@@ -8,10 +8,11 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.device import H200
 from pallas_kernels.qtensor import QTensor
 
-Weight = jax.ShapeDtypeStruct | QTensor
+Weight = jax.ShapeDtypeStruct | QTensor | CpuWeight
 N_SM = H200.sms  # which the plans' tables were measured on
 
 
@@ -52,7 +53,7 @@ class Call:
     @property
     def plain(self) -> bool:
         """Is w in floats?"""
-        return not isinstance(self.w, QTensor)
+        return not isinstance(self.w, QTensor | CpuWeight)
 
     @property
     def alone(self) -> bool:

@@ -18,7 +18,8 @@ the product to the only rounding; elsewhere the ops run one after the other.  ``
 
 The XLA forms are in ``matmul.xla``, the kernels in ``few_rows`` (up to 16 rows of x) and
 ``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain layout, so there is no
-re-layout at load.
+re-layout at load.  A CPU's handler (``cpu.matmul``) reads its own: where w is a ``CpuWeight``,
+whose preparation was the choice, floats of x are rounded to 8 bits by blocks of 32.
 
 Gradients: for float x, with respect to x, bias, w.scale and a floating w.zero (or a plain w), and
 to what is fused; for QTensor x, with respect to both scales and bias.  Codes get none.  That of x
@@ -41,6 +42,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.cpu import matmul as cpu
+from pallas_kernels.cpu.weight import CpuWeight, restore
 from pallas_kernels.dispatch import (
     Implementation,
     Plan,
@@ -61,12 +64,12 @@ from pallas_kernels.operands import FLOATS, check
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu as gate
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.transform import Op, chosen
 
 
 def quantized_matmul(
     x: jax.Array | QTensor,
-    w: jax.Array | QTensor,
+    w: jax.Array | QTensor | CpuWeight,
     *,
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
@@ -92,7 +95,7 @@ def quantized_matmul(
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
 
     Raises ValueError for shapes or dtypes that do not go together, NotImplementedError for
-    ``implementation="mosaic"`` where no kernel covers the call.
+    ``implementation="mosaic"`` or ``"cpu"`` where no kernel covers the call.
     """
     if out_dtype is None:
         if not isinstance(x, QTensor):
@@ -102,26 +105,30 @@ def quantized_matmul(
             out_dtype = scale if scale.itemsize == 2 else jnp.float32
     out_dtype = jnp.dtype(out_dtype)
     _check(x, w, bias, out_dtype, norm, residual, swiglu, pending)
-    if norm is None and residual is None and not swiglu and isinstance(w, QTensor):
-        return _product(x, w, bias, out_dtype, implementation)
+    if norm is None and residual is None and not swiglu:
+        if isinstance(w, QTensor):
+            return _product(x, w, bias, out_dtype, implementation)
+        if isinstance(w, CpuWeight):
+            return _prepared_product(x, w, bias, out_dtype, implementation)
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
     fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
     call = Call.of(x, w, out_dtype, bias=bias, pending=pending, **fused)
     find = functools.partial(choice.plan, call)
     arrays = x, w, gamma, residual, pending
-    plan = choose_plan("quantized_matmul", implementation, find, *arrays)
+    on_cpu = functools.partial(cpu.plan, call)
+    plan = choose_plan("quantized_matmul", implementation, find, *arrays, cpu=on_cpu)
     if plan is None:
         parts = "xla" if is_empty(x, w) else implementation
         return _composed(call, parts, x, w, bias, gamma, residual, pending)
     residual, pending = _flatten(residual), _flatten(pending)
-    chosen = Choice("mosaic", implementation is not None)
-    out = _fused(chosen, (call, plan), _flatten(x), w, bias, gamma, residual, pending)
+    choice_ = chosen(plan, implementation)
+    out = _fused(choice_, (call, plan), _flatten(x), w, bias, gamma, residual, pending)
     return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out)
 
 
 def fusible(
     x: jax.Array | QTensor,
-    w: jax.Array | QTensor | RowBlocks,
+    w: jax.Array | QTensor | RowBlocks | CpuWeight,
     *,
     out_dtype: DTypeLike | None = None,
     norm: tuple[jax.Array, float] | None = None,
@@ -136,7 +143,7 @@ def fusible(
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
     fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
     call = Call.of(x, w, x.dtype if out_dtype is None else out_dtype, pending=pending, **fused)
-    return has_plan(lambda: choice.plan(call), x, w)
+    return has_plan(lambda: choice.plan(call), x, w, cpu=functools.partial(cpu.plan, call))
 
 
 def product_plan(
@@ -153,14 +160,30 @@ def _product(x, w, bias, out_dtype, implementation) -> jax.Array:
     rows, w = _flatten(x), QTensor(w.q, w.scale, w.zero)
     call = Call.of(rows, w, out_dtype, bias=bias)
     find = functools.partial(choice.plan, call)
-    plan = choose_plan("quantized_matmul", implementation, find, rows, w)
+    on_cpu = None if implementation is None else functools.partial(cpu.plan, call)
+    plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
     if is_empty(x, w):
         return _finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), bias, out_dtype)
-    chosen = Choice("xla" if plan is None else "mosaic", implementation is not None)
+    made = chosen(plan, implementation)
     if isinstance(x, QTensor):
-        out = _quantized_pair(chosen, (call, plan), rows.scale, w.scale, bias, rows.q, w.q)
+        out = _quantized_pair(made, (call, plan), rows.scale, w.scale, bias, rows.q, w.q)
     else:
-        out = _weight_only(chosen, (call, plan), rows, w.scale, w.zero, bias, w.q)
+        out = _weight_only(made, (call, plan), rows, w.scale, w.zero, bias, w.q)
+    return out.reshape(*x.shape[:-1], w.shape[0])
+
+
+def _prepared_product(x, w: CpuWeight, bias, out_dtype, implementation) -> jax.Array:
+    """The product of a weight in the layout of the CPU's handler alone."""
+    if w.columns is not None and not is_empty(x):
+        x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
+    rows = _flatten(x)
+    call = Call.of(rows, w, out_dtype, bias=bias)
+    find, on_cpu = (functools.partial(f, call) for f in (choice.plan, cpu.plan))
+    plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
+    if plan is None:
+        return _product(x, restore(w), bias, out_dtype, "xla")
+    made = chosen(plan, implementation)
+    out = _fused(made, (call, plan), rows, w, bias, None, None, None)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -173,6 +196,8 @@ def _composed(call: Call, implementation, x, w, bias, gamma, residual, pending=N
         x = rms_norm(x, gamma, call.eps, implementation=implementation)
     if isinstance(w, QTensor):
         y = _product(x, w, bias, call.out, implementation)
+    elif isinstance(w, CpuWeight):
+        y = _prepared_product(x, w, bias, call.out, implementation)
     else:
         y = _dense(x, w, bias, call.out)
     if call.swiglu:
@@ -210,7 +235,7 @@ def _check(x, w, bias, out_dtype, norm=None, residual=None, swiglu=False, pendin
     op = "quantized_matmul"
     gamma = None if norm is None else norm[0]
     fused = {"bias": bias, "norm's weight": gamma, "pending": pending, "residual": residual}
-    check(op, _OPERANDS, x=x, w=w, **fused)
+    check(op, _OPERANDS, x=x, w=w.outline if isinstance(w, CpuWeight) else w, **fused)
     n = w.shape[0]
     if out_dtype.name not in FLOATS:
         raise ValueError(f"{op}: out_dtype {out_dtype} is not a float")
@@ -324,8 +349,10 @@ def _fused_xla(static, *operands):
     return _composed(static[0], "xla", *operands)
 
 
-def _fused_parts(static, *operands):
-    return _composed(static[0], None, *operands)
+def _fused_parts(static, x, w, *rest):
+    # A prepared weight's derivative is that of the weight which it stands for.
+    w = restore(w) if isinstance(w, CpuWeight) else w
+    return _composed(static[0], None, x, w, *rest)
 
 
 _fused = Op("quantized_matmul", _fused_xla, choice.run, derivative=_fused_parts)
