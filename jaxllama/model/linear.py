@@ -14,7 +14,7 @@ own kernel, the next norm does, or the product behind that norm.  A sum over dev
 float32 and rounded where it is added.
 
 Parameters are the dictionaries of the parameter tree, {"weight": ..., "bias": ...}.  A weight is an
-array, a QTensor or RowBlocks, ``[out, in]`` as checkpoints store it; no caller looks which.  Where
+array, a QTensor, RowBlocks or a CpuWeight, ``[out, in]``; no caller looks which.  Where
 rows have LoRA adapters ("lora", ``model.lora``) it reads floats, and does one step after the other.
 Activations keep the dtype they come in; every sum is accumulated in float32.
 """
@@ -32,6 +32,7 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig
 from jaxllama.model.lora import Lora
 from jaxllama.parallel.collectives import is_split, lookup_rows, row_parallel_matmul
+from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.matmul.blocks import Columns, blocks_matmul
 from pallas_kernels.matmul.blocks import fusible as all_fusible
 from pallas_kernels.matmul.op import fusible, quantized_matmul
@@ -40,7 +41,7 @@ from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu
 
-Weight = jax.Array | QTensor | RowBlocks
+Weight = jax.Array | QTensor | RowBlocks | CpuWeight
 Params = Mapping[str, Any]
 
 
@@ -310,6 +311,6 @@ def embed(weight: Weight, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rows ``tokens[...]`` of a table ``[V, D]``."""
     if is_split():
         return lookup_rows(weight, tokens, dtype)
-    if isinstance(weight, QTensor):
+    if isinstance(weight, QTensor | CpuWeight):
         return dequantize(weight.rows(tokens), dtype)
     return weight[tokens].astype(dtype)
