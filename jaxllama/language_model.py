@@ -44,12 +44,14 @@ from jaxllama.text.rows import (
 )
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.brief import brief, size_text
+from pallas_kernels.cpu import CpuWeight, restore_tree
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
 # Tokens between two looks at the text when only stop strings are watched.
 STOP_SLICE = 8
 # Rows of the one program that decodes every batch of a deterministic model.
 DETERMINISTIC_ROWS = 32
+_QUANTIZED = QTensor | RowBlocks | CpuWeight
 _SCREEN = 20  # lines of parameters that ``repr`` shows
 
 OnText = Callable[[int, str], None]
@@ -200,12 +202,12 @@ class LanguageModel:
         all.  progress: a bar on stderr.  Raises JaxLlamaError naming the path, or an option of the
         config that no class of transformers has.
         """
-        params, mesh = self.params, self.mesh
+        params, mesh = restore_tree(self.params), self.mesh
         if self.adapters:
             raise JaxLlamaError("adapters lie beside the weights: load(..., merge=True) joins them")
         if mesh is not None:
             params = gather_params(self.config, params, mesh.shape[MODEL_AXIS])
-        is_packed = any(isinstance(leaf, QTensor | RowBlocks) for leaf in _weights(params))
+        is_packed = any(isinstance(leaf, _QUANTIZED) for leaf in _weights(params))
         with tempfile.TemporaryDirectory() as scratch:
             files = [] if self.tokenizer is None else self.tokenizer.save(scratch)
             return (packed.save if is_packed else hf.save)(
@@ -489,14 +491,14 @@ class _Options:
 
 def _weights(params: generation.Params) -> list[Any]:
     """Every parameter, a quantized one being one."""
-    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks))
+    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, _QUANTIZED))
 
 
 def _described(lm: LanguageModel) -> str:
     """What ``repr`` says: facts, then a line for every kind of parameter."""
     kinds: dict[tuple[str, str], int] = {}
     leaves = jax.tree_util.tree_leaves_with_path(
-        lm.params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks)
+        lm.params, is_leaf=lambda leaf: isinstance(leaf, _QUANTIZED)
     )
     for path, leaf in leaves:
         name = ".".join(str(getattr(entry, "key", entry)) for entry in path)

@@ -34,12 +34,13 @@ from jaxllama.checkpoints import hub, peft
 from jaxllama.checkpoints.gguf import load as gguf
 from jaxllama.checkpoints.gguf.file import opened
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.config import ModelConfig, load_config, preset_names
+from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampling
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.parallel.shardings import placing, settle, shard_params
+from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.cpu import prepare, unavailable
 from pallas_kernels.dispatch import Reason
@@ -130,6 +131,9 @@ def load(
     else:
         path = hub.resolve(source, revision, progress=progress)
         sampling = None if path.suffix == ".gguf" else hf.read_sampling(path)
+        if sampling is None and str(source) in preset_names():
+            said = preset_sampling(source)
+            sampling = Sampling(**said) if said else None
         cfg, params, tokenizer = _from_checkpoint(
             source, path, dtype, progress, place, grid, quantize, factors[0] if merge else None,
             own_codes=not exact and quantize is None,

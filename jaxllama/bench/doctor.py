@@ -31,6 +31,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.model.attention import has_cudnn
 from jaxllama.model.cache import init_cache
+from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.dispatch import Choice, choices
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.matmul.op import quantized_matmul
@@ -180,7 +181,7 @@ def _prefill_attention(tokens: int, heads: int, head_dim: int, dtype: Any) -> di
 def _model(name: str, source: dict[str, Any]) -> dict[str, Any]:
     lm = load(name, progress=True, **source)
     by_dtype: dict[str, int] = {}
-    leaves = jax.tree.leaves(lm.params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    leaves = jax.tree.leaves(lm.params, is_leaf=lambda leaf: isinstance(leaf, QTensor | CpuWeight))
     for leaf in leaves:
         key = str(leaf.dtype)
         by_dtype[key] = by_dtype.get(key, 0) + leaf.nbytes

@@ -63,6 +63,7 @@ def main() -> None:
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     common.json_option(parser)
     common.model_options(parser)
+    common.exact_option(parser)
     common.sampling_options(parser, 512, "What is not given is the model's own, else greedy.")
     args = parser.parse_args()
     args.policy = args.mesh = None

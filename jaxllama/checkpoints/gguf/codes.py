@@ -88,9 +88,9 @@ class Words(NamedTuple):
             assert self.minimum is not None
             self.minimum[rows] = minimum.reshape(len(target), -1)
 
-    def finite(self) -> bool:
+    def finite(self, rows: slice) -> bool:
         both = (self.scale,) if self.minimum is None else (self.scale, self.minimum)
-        return all(bool(np.isfinite(values).all()) for values in both)
+        return all(bool(np.isfinite(values[rows]).all()) for values in both)
 
     def to_qtensor(self) -> QTensor:
         """The words, spent, with their scales."""

@@ -16,7 +16,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
-from jaxllama.checkpoints.gguf.file import GGUFFile, opened, TensorInfo
+from jaxllama.checkpoints.gguf.file import GGUFFile, TensorInfo, opened
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig

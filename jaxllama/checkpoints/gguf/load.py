@@ -161,17 +161,28 @@ def _read_quantized(
     file: GGUFFile, sources: Sequence[Source], dtype: np.dtype
 ) -> QTensor | RowBlocks:
     """Words and scales as they are stored; parts in floats stay floats."""
+    kinds = {file.tensors[source.name].type for source in sources}
+    whole = [sources] if len(kinds) == 1 else [[source] for source in sources]
+    if any(source.scale != 1.0 for source in sources):
+        whole = [[source] for source in sources]
     blocks = []
-    for source in sources:
-        kind = file.tensors[source.name].type
+    for alike in whole:
+        kind = file.tensors[alike[0].name].type
         if kind not in KEPT:
-            blocks.append(_read_dense(file, [source], dtype))
+            blocks.append(_read_dense(file, alike, dtype))
             continue
-        words = gguf_words.empty(kind, *source.shape)
-        for rows, raw in _stored_rows(file, source):
-            words.fill(rows, raw)
-        if not words.finite():
-            _warn(file, source)
-        in_order = dataclasses.replace(source, turned=None)
+        words = gguf_words.empty(kind, sum(s.shape[0] for s in alike), alike[0].shape[1])
+        first = 0
+        for source in alike:
+            info = file.tensors[source.name]
+            for rows, raw in _stored_rows(file, source):
+                at = slice(first + rows.start, first + rows.stop)
+                words.fill(at, raw)
+                file.release(info, rows.start, rows.stop - rows.start)
+            part = slice(first, first + source.shape[0])
+            first = part.stop
+            if not words.finite(part):
+                _warn(file, source)
+        in_order = dataclasses.replace(alike[0], turned=None)
         blocks.append(fold(in_order, words.to_qtensor()))
     return fuse(blocks)

@@ -68,7 +68,7 @@ def signed(fields: np.ndarray, bits: int) -> np.ndarray:
 
 
 def to_int4(words: np.ndarray) -> np.ndarray:
-    """int8 words from -8 to 7, spent, as int4 in the same bytes (ml_dtypes keeps the low halves)."""
+    """int8 words from -8 to 7, spent, as int4 in the same bytes, whose low halves those are."""
     words &= np.int8(15)
     return words.view(INT4)
 
