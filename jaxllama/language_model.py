@@ -202,11 +202,12 @@ class LanguageModel:
         all.  progress: a bar on stderr.  Raises JaxLlamaError naming the path, or an option of the
         config that no class of transformers has.
         """
-        params, mesh = restore_tree(self.params), self.mesh
+        params, mesh = self.params, self.mesh
         if self.adapters:
             raise JaxLlamaError("adapters lie beside the weights: load(..., merge=True) joins them")
         if mesh is not None:
             params = gather_params(self.config, params, mesh.shape[MODEL_AXIS])
+        params = restore_tree(params)
         is_packed = any(isinstance(leaf, _QUANTIZED) for leaf in _weights(params))
         with tempfile.TemporaryDirectory() as scratch:
             files = [] if self.tokenizer is None else self.tokenizer.save(scratch)

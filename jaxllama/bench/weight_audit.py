@@ -57,23 +57,20 @@ def decode_program(cfg: ModelConfig, params: Any) -> dict[str, Any]:
     compiled = generation.decode_step.lower(cfg, params, tokens, cache).compile()
     stats = compiled.memory_analysis()
     results = stored_results(compiled.as_text() or "")
-    leaves = jax.tree.leaves(params, is_leaf=_is_quantized)
-    codes = {math.prod(leaf.shape) for leaf in leaves if _is_quantized(leaf)}
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor | CpuWeight))
+    leaves = [leaf for leaf in leaves if isinstance(leaf, QTensor | CpuWeight)]
+    codes = {math.prod(leaf.shape) for leaf in leaves}
     floats = [row for row in results if row["type"] in ("f16", "bf16", "f32", "f64")]
     copies = [row for row in floats if math.prod(row["shape"]) in codes]
     largest = max(floats, key=_size, default=None)
     return {
         "backend": jax.default_backend(),
         "temporary_bytes": None if stats is None else stats.temp_size_in_bytes,
-        "quantized_weights": sum(map(_is_quantized, leaves)),
+        "quantized_weights": len(leaves),
         "largest_weight_as_floats": max(codes, default=0) * dtype.itemsize,
         "largest_temporary": None if largest is None else _named(largest),
         "copies": [_named(row) for row in copies],
     }
-
-
-def _is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, QTensor | CpuWeight)
 
 
 def _size(row: dict[str, Any]) -> int:

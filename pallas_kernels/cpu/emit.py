@@ -204,6 +204,11 @@ class Emitter:
         lane = ir.Constant(vector(I64), list(range(LANES)))
         return self.b.icmp_signed("<", lane, self.splat(count))
 
+    def prefetch(self, pointer: Value, offset: Value | int = 0) -> None:
+        """The line there, to be read soon; any address will do."""
+        args = self.at(pointer, offset), self.i32(0), self.i32(3), self.i32(1)
+        self.call("llvm.prefetch.p0", ir.VoidType(), *args)
+
     # --- control ----------------------------------------------------------------------------
 
     def loop(

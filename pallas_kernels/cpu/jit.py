@@ -17,6 +17,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -148,14 +149,16 @@ def _keep(path: Path, data: bytes) -> None:
 def _hash(program: Program, on: Target) -> str:
     import llvmlite
 
-    parts = repr((program, on, llvmlite.__version__)).encode() + _sources()
+    module = sys.modules[type(program).__module__]
+    parts = repr((program, on, llvmlite.__version__)).encode() + _sources(module.__file__ or "")
     return hashlib.sha256(parts).hexdigest()[:16]
 
 
 @functools.cache
-def _sources() -> bytes:
+def _sources(module: str) -> bytes:
+    """Of this folder and of the program's module."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(module)):
         digest.update(path.read_bytes())
     return digest.digest()
 

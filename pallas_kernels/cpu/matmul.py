@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from pallas_kernels.matmul.call import Call
 
 RUN_BYTES = 1 << 16  # of w in a chunk, more or less
+# Bytes from what one row multiplies to what it asks for: int4 goes from 70 to 93% of the rate at
+# which one thread reads memory, int8 from 88 to 97%; 2 to 8 KB are alike.
+AHEAD = 4096
 PREPARED_ROWS = 4  # of x in a chunk of the first phase, where there are many
 
 
@@ -387,6 +390,8 @@ class _Multiply(_Body):
         codes: list[Value] = []
         low = e.splat(e.i32(0x0F0F0F0F))
         for unit in range(0, p.block * TILE * p.bits // 8, 64):
+            if p.rows == 1:
+                e.prefetch(at, unit + AHEAD)
             if p.bits == 8:
                 codes.append(e.load(at, e.vector(e.I8, 64), unit))
                 continue
