@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -44,7 +43,7 @@ from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.cpu import prepare, unavailable
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
+from pallas_kernels.qtensor import QTensor, RowBlocks
 
 if TYPE_CHECKING:
     from jaxllama.offload.loading import Placement
@@ -79,7 +78,8 @@ def load(
         come that way, with a WeightWarning.
     exact: float32 products of a quantized file's weights on a CPU, too (GGUF's as floats, which
         take four to eight times the memory); without it they are products of its own codes with
-        activations of 8 bits.  Nothing changes elsewhere, nor with dtype, quantize, policy or mesh.
+        activations of 8 bits.  It changes nothing on GPUs, in 16 bits, or with quantize, policy or
+        mesh.
     revision: branch, tag or commit of a hub id, which may also say it: "org/name@revision".
     progress: a bar on stderr.
     adapters: LoRA adapters by name, PEFT's directories, for ``generate(adapter=)`` and requests;
@@ -185,16 +185,15 @@ def _from_checkpoint(
             f"{source}: merge goes into the floats of a Hugging Face directory, and this has none: "
             "leave merge out, and the adapter stands beside the weights"
         )
-    is_placed = place is not None or grid is not None
-    own = None
-    if own_codes and not is_placed and dtype == jnp.float32 and unavailable() is None:
-        own = OwnCodes(keep=not is_gguf)
-    here = own or (lambda _, leaf: jax.device_put(leaf))
+    is_on_cpu = place is None and grid is None and jax.default_backend() == "cpu"
+    own_codes &= is_on_cpu and dtype == jnp.float32 and (is_gguf or hf.is_packed(path))
+    own_codes = own_codes and unavailable() is None
+    here = _in_own_codes if own_codes else lambda _, leaf: jax.device_put(leaf)
     if is_gguf:
         with opened(path) as file:
             cfg = gguf.read_config(file)
             params = gguf.load_params(
-                file, cfg, dtype, keep_quantized=own is not None, progress=progress,
+                file, cfg, dtype, keep_quantized=own_codes, progress=progress,
                 place=here if grid is None and place is None else place,
             )  # fmt: skip
             tokenizer = Tokenizer.from_gguf(file)
@@ -215,48 +214,16 @@ def _from_checkpoint(
         tokenizer = Tokenizer.from_file(path / "tokenizer.json") if has_tokenizer else None
     if str(source) in preset_names():
         hf.check_preset(load_config(source), cfg)
-    if own is not None and own.left:
-        warnings.warn(f"{source}: {own.report()}", WeightWarning, stacklevel=3)
     return cfg, params, tokenizer
 
 
-class OwnCodes:
+def _in_own_codes(_: Any, leaf: Any) -> Any:
     """``place`` for one CPU: quantized weights in the layout that its kernels read, one at a time,
-    so that nothing is held twice.
-
-    keep: weights that the kernels have no form for stay QTensors; otherwise they become floats.
-    left: those weights, by the reason.
-    """
-
-    def __init__(self, keep: bool) -> None:
-        self.keep = keep
-        self.left: dict[str, list[str]] = {}
-
-    def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
-        if isinstance(leaf, RowBlocks):
-            leaf = RowBlocks(tuple(self._prepared(path, block) for block in leaf.blocks))
-        return jax.block_until_ready(jax.device_put(self._prepared(path, leaf)))
-
-    def _prepared(self, path: tuple[str, ...], leaf: Any) -> Any:
-        if not isinstance(leaf, QTensor):
-            return leaf
-        found = prepare(leaf)
-        if not isinstance(found, Reason):
-            return found
-        self.left.setdefault(found.text, []).append(".".join(path))
-        return leaf if self.keep else np.asarray(dequantize(leaf))
-
-    def report(self) -> str:
-        """Which weights are multiplied in float32 all the same, and why."""
-        return "; ".join(
-            f"{brief_list(paths)}: float32 products: {reason}"
-            for reason, paths in self.left.items()
-        )
-
-
-def brief_list(paths: list[str]) -> str:
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return paths[0] + more
+    so that nothing is held twice.  What the kernels have no form for stays as it is."""
+    if isinstance(leaf, RowBlocks):
+        return RowBlocks(tuple(_in_own_codes(_, block) for block in leaf.blocks))
+    found = prepare(leaf) if isinstance(leaf, QTensor) else leaf
+    return jax.block_until_ready(jax.device_put(leaf if isinstance(found, Reason) else found))
 
 
 def float_dtype(dtype: DTypeLike) -> jnp.dtype:
