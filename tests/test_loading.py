@@ -30,7 +30,7 @@ from pallas_kernels.cpu import CpuWeight, unavailable
 from pallas_kernels.dispatch import choices
 from pallas_kernels.qtensor import QTensor
 from tests.checkpoints.test_gguf import Tiny
-from tests.helpers.models import LLAMA, params_of, relative_error, tokens_of
+from tests.helpers.models import LLAMA, params_of, tokens_of
 from tests.helpers.packed_cases import IMPORTS
 from tests.helpers.packed_cases import write as write_packed
 
@@ -47,7 +47,15 @@ def kinds(params) -> set[type]:
 
 
 def assert_same(got, want) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want
+    )
+
+
+def assert_near(got, want) -> None:
+    """As far away as activations of 8 bits take a model of one layer of large random weights."""
+    error = np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))
+    assert 0 < error < 0.1
 
 
 def scores(lm) -> np.ndarray:
@@ -66,7 +74,7 @@ def test_a_gguf_file_runs_in_its_own_codes(file: Path, tmp_path: Path) -> None:
     lm, exact = jl.load(file), jl.load(file, exact=True)
     floats = type(exact.params["norm"]["weight"])
     assert kinds(lm.params) == {CpuWeight} and kinds(exact.params) == {floats}
-    assert 0 < relative_error(scores(lm), scores(exact)) < 0.15  # activations of 8 bits, in a tiny model
+    assert_near(scores(lm), scores(exact))
     # What is saved is the file's own codes, to the bit.
     lm.save(tmp_path / "m")
     kept = gguf_load.load_params(file, lm.config, np.float32, keep_quantized=True)
@@ -83,7 +91,7 @@ def test_a_packed_directory_runs_in_its_own_codes(name: str, tmp_path: Path) -> 
     lm, exact = jl.load(folder), jl.load(folder, exact=True)
     assert CpuWeight in kinds(lm.params) and QTensor not in kinds(lm.params)
     assert QTensor in kinds(exact.params) and CpuWeight not in kinds(exact.params)
-    assert 0 < relative_error(scores(lm), scores(exact)) < 0.15
+    assert_near(scores(lm), scores(exact))
     params = hf.load(folder)[1]
     assert_same(exact.params, params)
 
@@ -136,7 +144,8 @@ def write_model(path: Path, d: int, f: int, layers: int, vocab: int) -> None:
     for layer in range(layers):
         for name, *shape in (
             ("attn_q", heads * 64, d), ("attn_k", kv * 64, d), ("attn_v", kv * 64, d),
-            ("attn_output", d, heads * 64), ("ffn_gate", f, d), ("ffn_up", f, d), ("ffn_down", d, f),
+            ("attn_output", d, heads * 64), ("ffn_gate", f, d), ("ffn_up", f, d),
+            ("ffn_down", d, f),
         ):  # fmt: skip
             matrix(f"blk.{layer}.{name}.weight", *shape)
         for name in ("attn_norm", "ffn_norm"):
