@@ -1,7 +1,7 @@
 """A handler: phases of chunks that XLA's own threads share.
 
     class MyOp(Program): ...            what it depends on, as fields; its phases
-    emit(program, target) -> llvmlite's module, whose function ``entry`` XLA calls
+    emit(program, target, triple) -> llvmlite's module, whose function ``entry`` XLA calls
 
 A phase is a number of chunks and what one of them does.  The calling thread and helpers from XLA's
 pool take chunks from one counter; the next phase begins when all are done.  What a chunk computes
@@ -66,13 +66,14 @@ class Program:
         raise NotImplementedError
 
 
-def emit(program: Program, target: Target) -> Any:
-    """The module as LLVM's text.  Needs llvmlite."""
+def emit(program: Program, target: Target, triple: str) -> Any:
+    """llvmlite's module, for the system that LLVM calls ``triple``."""
     from llvmlite import ir
 
     from pallas_kernels.cpu.emit import I8, I64, PTR, Emitter
 
     module = ir.Module(program.name)
+    module.triple = triple
     slots = ir.GlobalVariable(module, ir.ArrayType(I8, SLOTS * SLOT), "slots")
     slots.initializer = ir.Constant(slots.value_type, None)
     slots.align = 64

@@ -19,6 +19,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,15 @@ from pallas_kernels.cpu.handler import Program
 from pallas_kernels.cpu.target import VARIABLE, Target, target
 from pallas_kernels.dispatch import Reason
 
+# Programs are traced by several threads, and XLA takes a name once.
+_one_at_a_time = threading.RLock()
+
 
 def unavailable() -> Reason | None:
     """Why no handler runs on this machine's CPU, or None.  Asked once for each value of
     ``JAXLLAMA_CPU_ISA``; the answer costs the import of llvmlite and a test."""
-    return _unavailable(os.environ.get(VARIABLE, ""))
+    with _one_at_a_time:
+        return _unavailable(os.environ.get(VARIABLE, ""))
 
 
 @functools.cache
@@ -71,19 +76,26 @@ class Compiled:
 
 def register(program: Program) -> str:
     """XLA's name of the program's handler on this process's target."""
-    return _registered(program, host())
+    with _one_at_a_time:
+        return _registered(program, host()).name
 
 
 @functools.cache
-def _registered(program: Program, on: Target) -> str:
+def _registered(program: Program, on: Target) -> Compiled:
+    """Kept for good, for XLA has its address."""
     made = compiled(program, on)
     jax.ffi.register_ffi_target(made.name, jax.ffi.pycapsule(made.address), platform="cpu")
-    return made.name
+    return made
+
+
+def compiled(program: Program, on: Target) -> Compiled:
+    """The handler in this process's memory: loaded, or generated and kept."""
+    with _one_at_a_time:
+        return _compiled(program, on)
 
 
 @functools.cache
-def compiled(program: Program, on: Target) -> Compiled:
-    """The handler in this process's memory: loaded, or generated and kept."""
+def _compiled(program: Program, on: Target) -> Compiled:
     from llvmlite import binding
 
     name = f"{program.name}_{on.name}_{_hash(program, on)}"
@@ -107,9 +119,7 @@ def build(program: Program, on: Target, assembly: bool = False) -> Any:
         binding.initialize_all_targets()
         binding.initialize_all_asmprinters()
     machine = _machine(on)
-    module = handler.emit(program, on)
-    module.triple = machine.triple
-    parsed = binding.parse_assembly(str(module))
+    parsed = binding.parse_assembly(str(handler.emit(program, on, machine.triple)))
     parsed.verify()
     options = binding.create_pipeline_tuning_options(speed_level=2)
     # What the emitters wrote is what is to run: nothing is to be vectorized or unrolled again.

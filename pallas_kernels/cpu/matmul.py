@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from pallas_kernels.cpu.target import Target
     from pallas_kernels.matmul.call import Call
 
-RUN_BYTES = 1 << 16  # of w in a chunk, more or less
+RUN_BYTES = 1 << 16  # of w in a chunk at most, more or less
+RUNS = 16  # chunks at least, where there are so many tiles
+ALONE_BYTES = 1 << 15  # of w that are not worth another thread
 # Bytes from what one row multiplies to what it asks for: int4 goes from 70 to 93% of the rate at
 # which one thread reads memory, int8 from 88 to 97%; 2 to 8 KB are alike.
 AHEAD = 4096
@@ -291,8 +293,10 @@ class _Multiply(_Body):
         self.all_tiles = call.argument_dim(1, 0)
         self.tiles = b.udiv(self.all_tiles, e.i64(2)) if program.swiglu else self.all_tiles
         per_tile = b.mul(self.tile_bytes, e.i64(2)) if program.swiglu else self.tile_bytes
-        run = b.udiv(e.i64(RUN_BYTES), per_tile)
-        self.run = b.select(b.icmp_signed(">", run, e.i64(1)), run, e.i64(1))
+        run = e.least(b.udiv(e.i64(RUN_BYTES), per_tile), b.udiv(self.tiles, e.i64(RUNS)))
+        run = b.select(b.icmp_signed(">", run, e.i64(1)), run, e.i64(1))
+        small = b.icmp_signed("<", b.mul(self.tiles, per_tile), e.i64(ALONE_BYTES))
+        self.run = b.select(small, self.tiles, run)
 
     def chunk(self, i: Value) -> None:
         e, b, rows = self.e, self.e.b, self.p.rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -16,6 +17,13 @@ from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.self_test import SelfTest, fault
 from pallas_kernels.cpu.target import TARGETS, VARIABLE, target
 from pallas_kernels.dispatch import Reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubled(SelfTest):
+    """A program of another name, which no other test has registered."""
+
+    bits: int = 8
 
 
 def _operands(n: int = 200, seed: int = 0):
@@ -99,25 +107,40 @@ def test_xla_runs_a_handler_and_hears_its_error():
 
 def test_an_object_is_generated_once(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
-    jit.compiled.cache_clear()
+    jit._compiled.cache_clear()
     built = []
     build = jit.build
     monkeypatch.setattr(jit, "build", lambda *args: built.append(args) or build(*args))
     on = jit.host()
     assert fault(on) is None and len(built) == 2
-    jit.compiled.cache_clear()
+    jit._compiled.cache_clear()
     assert fault(on) is None and len(built) == 2
     files = sorted(path.name for path in (tmp_path / "cpu").iterdir())
     assert len(files) == 2 and all(on.name in name for name in files)
-    jit.compiled.cache_clear()
+    jit._compiled.cache_clear()
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "cpu").write_text("a file where the folder would be")
     monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
-    jit.compiled.cache_clear()
+    jit._compiled.cache_clear()
     assert fault(jit.host()) is None
-    jit.compiled.cache_clear()
+    jit._compiled.cache_clear()
+
+
+def test_threads_that_need_one_program_get_one():
+    names, start = [], threading.Barrier(6)
+
+    def work() -> None:
+        start.wait()
+        names.append(jit.register(Doubled()))
+
+    workers = [threading.Thread(target=work) for _ in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(names) == 6 and len(set(names)) == 1
 
 
 def test_without_llvmlite_the_reason_says_so(monkeypatch):
