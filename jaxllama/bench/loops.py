@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllama.cli import common
-from jaxllama.cli.domains import Parser
 from jaxllama.config import configs_dir
 from jaxllama.language_model import LanguageModel
+from jaxllama.loading import load
 from jaxllama.sampling import Sampling
 
 WIDTH, MOST = 4, 5
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
+           "presence_penalty")  # fmt: skip
 
 
 def most_repeated(tokens: Sequence[int], width: int = WIDTH) -> int:
@@ -59,19 +61,24 @@ def read_prompts() -> list[str]:
 
 
 def main() -> None:
-    parser = Parser(prog="python -m jaxllama.bench.loops", description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    common.json_option(parser)
-    common.model_options(parser)
-    common.exact_option(parser)
-    common.sampling_options(parser, 512, "What is not given is the model's own, else greedy.")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--texts", action="store_true", help="print the answers, too")
+    for name in NUMBERS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float)
     args = parser.parse_args()
-    args.policy = args.mesh = None
-    lm = common.load(args)
-    report = run(lm, common.sampling(args, lm.sampling), read_prompts(), args.max_new_tokens)
-    if not args.json:
-        del report["texts"]
-    common.show(args, report, common.lines)
+    lm = load(args.model, exact=args.exact, progress=True)
+    named = {name: value for name in NUMBERS if (value := getattr(args, name)) is not None}
+    sampling = dataclasses.replace(lm.sampling or Sampling(), **named, seed=args.seed)
+    report = run(lm, sampling, read_prompts(), args.max_new_tokens)
+    texts = report.pop("texts")
+    print(json.dumps(report))
+    if args.texts:
+        print(*texts, sep="\n\n---\n\n")
 
 
 if __name__ == "__main__":
