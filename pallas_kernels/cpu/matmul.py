@@ -309,10 +309,7 @@ class _Multiply(_Body):
             each = [e.least(b.add(r, e.i64(j)), last) for j in range(rows)]
             e.loop(end, lambda tile: self.tile(tile, each), start=first)
 
-        if rows == 1:
-            e.loop(self.n_rows, some_rows)
-        else:
-            e.loop(self.n_rows, some_rows, step=rows)
+        e.loop(self.n_rows, some_rows, step=rows)
 
     def tile(self, tile: Value, rows: list[Value]) -> None:
         e, b, p = self.e, self.e.b, self.p

@@ -45,6 +45,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.cpu import matmul as cpu
 from pallas_kernels.cpu.weight import CpuWeight, restore
 from pallas_kernels.dispatch import (
+    Find,
     Implementation,
     Plan,
     Reason,
@@ -115,7 +116,7 @@ def quantized_matmul(
     call = Call.of(x, w, out_dtype, bias=bias, pending=pending, **fused)
     find = functools.partial(choice.plan, call)
     arrays = x, w, gamma, residual, pending
-    on_cpu = functools.partial(cpu.plan, call)
+    on_cpu = _cpu_plan(call, implementation)
     plan = choose_plan("quantized_matmul", implementation, find, *arrays, cpu=on_cpu)
     if plan is None:
         parts = "xla" if is_empty(x, w) else implementation
@@ -143,7 +144,13 @@ def fusible(
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
     fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
     call = Call.of(x, w, x.dtype if out_dtype is None else out_dtype, pending=pending, **fused)
-    return has_plan(lambda: choice.plan(call), x, w, cpu=functools.partial(cpu.plan, call))
+    return has_plan(lambda: choice.plan(call), x, w, cpu=_cpu_plan(call))
+
+
+def _cpu_plan(call: Call, implementation: Implementation | None = None) -> Find | None:
+    """The handler's planner where w is in its layout, or the handler was named."""
+    is_asked = isinstance(call.w, CpuWeight) or implementation == "cpu"
+    return functools.partial(cpu.plan, call) if is_asked else None
 
 
 def product_plan(
@@ -160,7 +167,7 @@ def _product(x, w, bias, out_dtype, implementation) -> jax.Array:
     rows, w = _flatten(x), QTensor(w.q, w.scale, w.zero)
     call = Call.of(rows, w, out_dtype, bias=bias)
     find = functools.partial(choice.plan, call)
-    on_cpu = None if implementation is None else functools.partial(cpu.plan, call)
+    on_cpu = _cpu_plan(call, implementation)
     plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
     if is_empty(x, w):
         return _finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), bias, out_dtype)
@@ -178,7 +185,7 @@ def _prepared_product(x, w: CpuWeight, bias, out_dtype, implementation) -> jax.A
         x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
     rows = _flatten(x)
     call = Call.of(rows, w, out_dtype, bias=bias)
-    find, on_cpu = (functools.partial(f, call) for f in (choice.plan, cpu.plan))
+    find, on_cpu = functools.partial(choice.plan, call), _cpu_plan(call, implementation)
     plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
     if plan is None:
         return _product(x, restore(w), bias, out_dtype, "xla")

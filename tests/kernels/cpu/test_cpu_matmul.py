@@ -20,7 +20,7 @@ from pallas_kernels import explain, quantized_matmul
 from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.matmul import Matmul
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
-from pallas_kernels.qtensor import quantize
+from pallas_kernels.qtensor import QTensor, quantize
 from tests.helpers.cpu_cases import (
     SCHEMES,
     GuardedPages,
@@ -323,3 +323,12 @@ def test_a_prepared_weight_is_not_for_quantized_activations():
     w = prepared(weight("int8 rows", 32, 64))
     with pytest.raises(ValueError, match="a quantized x goes with a quantized w"):
         quantized_matmul(quantize(jnp.ones((1, 64)), "int8"), jax.device_put(w))
+
+
+@pytest.mark.parametrize("group", [48, 160, 256])
+def test_groups_of_other_widths(group):
+    rng = np.random.default_rng(0)
+    q = rng.integers(-8, 8, (33, 2 * group)).astype(jnp.int4)
+    scale, zero = floats(33, 2), rng.integers(-8, 8, (33, 2)).astype(np.int8)
+    w, x = QTensor(q, scale, zero), floats(3, 2 * group)
+    assert error(run(x, prepared(w), implementation="cpu"), oracle(x, w)) < TOLERANCE
