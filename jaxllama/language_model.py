@@ -51,6 +51,7 @@ from pallas_kernels.qtensor import QTensor, RowBlocks
 STOP_SLICE = 8
 # Rows of the one program that decodes every batch of a deterministic model.
 DETERMINISTIC_ROWS = 32
+_QUANTIZED = QTensor | RowBlocks | CpuWeight
 _SCREEN = 20  # lines of parameters that ``repr`` shows
 
 OnText = Callable[[int, str], None]
@@ -207,7 +208,7 @@ class LanguageModel:
         if mesh is not None:
             params = gather_params(self.config, params, mesh.shape[MODEL_AXIS])
         params = restore_tree(params)
-        is_packed = any(isinstance(leaf, QTensor | RowBlocks) for leaf in _weights(params))
+        is_packed = any(isinstance(leaf, _QUANTIZED) for leaf in _weights(params))
         with tempfile.TemporaryDirectory() as scratch:
             files = [] if self.tokenizer is None else self.tokenizer.save(scratch)
             return (packed.save if is_packed else hf.save)(
@@ -322,12 +323,13 @@ class LanguageModel:
         params = SamplingParams.stack(sampling, self.config.vocab_size, 0)
         width, capacity, room = shapes_of(rows, max_new_tokens)
         tokens, lengths = pad_rows(rows, width)
-        stop_ids = jnp.asarray(self.config.eos_token_ids, jnp.int32)
+        stop_ids = jax.device_put(np.asarray(self.config.eos_token_ids, np.int32))
         state = self._start(tokens, lengths, capacity, room, params, stop_ids, options)
         slice_size = 1 if options.watched else STOP_SLICE if stops else max_new_tokens
         until = min(slice_size, max_new_tokens)
         while True:
-            state = self._advance(state, params, stop_ids, until)
+            if until > 1:  # the first token is there already
+                state = self._advance(state, params, stop_ids, until)
             new_tokens, logprobs, counts = fetch((state.tokens, state.logprobs, state.counts))
             for row, reader in enumerate(readers):
                 text = reader.read(new_tokens[row, : counts[row]])
@@ -498,16 +500,14 @@ class _Options:
 
 def _weights(params: generation.Params) -> list[Any]:
     """Every parameter, a quantized one being one."""
-    return jax.tree.leaves(
-        params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks | CpuWeight)
-    )
+    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, _QUANTIZED))
 
 
 def _described(lm: LanguageModel) -> str:
     """What ``repr`` says: facts, then a line for every kind of parameter."""
     kinds: dict[tuple[str, str], int] = {}
     leaves = jax.tree_util.tree_leaves_with_path(
-        lm.params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks | CpuWeight)
+        lm.params, is_leaf=lambda leaf: isinstance(leaf, _QUANTIZED)
     )
     for path, leaf in leaves:
         name = ".".join(str(getattr(entry, "key", entry)) for entry in path)

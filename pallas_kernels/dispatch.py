@@ -247,6 +247,11 @@ class _Recorder(NamedTuple):
 _recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar("_", default=None)
 
 
+def is_recording() -> bool:
+    """Is this traced for ``choices``, which is to see every call?"""
+    return _recorder.get() is not None
+
+
 def explain(op: str | Callable[..., Any], *operands: Any, **options: Any) -> str:
     """Which implementation ``op(*operands, **options)`` would use, with which kernel and plan, or
     why it has none: a line for each choice that is made.  Nothing is computed.

@@ -39,6 +39,7 @@ def options(sub: Parser) -> None:
     sub.add_argument("--system", metavar="TEXT", help="the system message")
     common.mesh_option(sub)
     common.model_options(sub)
+    common.exact_option(sub)
     common.adapter_options(sub)
     common.policy_option(sub)
     common.cache_options(sub)

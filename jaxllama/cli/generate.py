@@ -37,6 +37,7 @@ def options(sub: Parser) -> None:
     common.hosts_options(sub)
     common.json_option(sub)
     common.model_options(sub)
+    common.exact_option(sub)
     common.adapter_options(sub)
     common.policy_option(sub)
     common.cache_options(sub)

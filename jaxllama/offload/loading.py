@@ -6,8 +6,6 @@
 A matrix is quantized on the device first, if a scheme says so.  The input table of a model with a
 head of its own is only looked up, a row a token, so it stays in host memory (or on disk) and is
 read there; where everything is on the device, so is it.
-
-Left out: GGUF files are read whole before they are placed.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from jaxllama.quantization.gptq import gptq
 from jaxllama.quantization.report import weight_errors
 from jaxllama.quantization.rounding import Grid, nearest
 from jaxllama.quantization.scale_fit import fit_scales
-from jaxllama.quantization.scheme import Recipe, Scheme, round_weight, untie
+from jaxllama.quantization.scheme import Recipe, Scheme, is_packed, round_weight, untie
 from jaxllama.quantization.sites import Layer, Site, fold, get, put, row_factor, sites
 from jaxllama.quantization.work import Work
 from pallas_kernels.qtensor import QTensor
@@ -87,7 +87,7 @@ def calibrate(
     naming the weight whose inputs are not finite.
     """
     check_method(recipe, method)
-    is_quantized = [isinstance(leaf, QTensor) for leaf in _leaves(params)]
+    is_quantized = [is_packed(leaf) for leaf in _leaves(params)]
     if any(is_quantized):
         raise JaxLlamaError(
             f"{cfg.name}: {sum(is_quantized)} weights are already quantized; calibrate floats"
@@ -287,4 +287,4 @@ def _join(prefix: str, path: str) -> str:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    return jax.tree.leaves(tree, is_leaf=is_packed)

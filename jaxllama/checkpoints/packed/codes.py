@@ -64,8 +64,13 @@ def packed_size(size: int, bits: int) -> int:
 
 def signed(fields: np.ndarray, bits: int) -> np.ndarray:
     """Unsigned codes as a QTensor's, int4 or int8: 2^(bits-1) less."""
-    words = fields.view(np.int8) - np.int8(8) if bits == 4 else (fields ^ 128).view(np.int8)
-    return words.astype(INT4) if bits == 4 else words
+    return to_int4(fields.view(np.int8) - np.int8(8)) if bits == 4 else (fields ^ 128).view(np.int8)
+
+
+def to_int4(codes: np.ndarray) -> np.ndarray:
+    """int8 codes from -8 to 7, spent, as int4 in the same bytes, whose low halves those are."""
+    codes &= np.int8(15)
+    return codes.view(INT4)
 
 
 def unsigned(words: np.ndarray, bits: int) -> np.ndarray:

@@ -152,7 +152,7 @@ class _Server(uvicorn.Server):
         self._reporting = asyncio.create_task(report(self._engine))
         print(f"jaxllama serves {self._banner}", flush=True)
         if self._sampling is not None:
-            said = {"default": str(self._sampling), "from": "generation_config.json"}
+            said = {"default": str(self._sampling), "from": "the model's own"}
             logging.getLogger("jaxllama.serving").info("sampling", extra={"fields": said})
 
     async def on_tick(self, counter: int) -> bool:
