@@ -35,7 +35,7 @@ LOGGED_NAMES = 100  # unknown fields; clients choose the names
 _log = logging.getLogger("jaxllama.serving")
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="after")
@@ -65,14 +65,14 @@ class _Lenient(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     # Usage in every chunk, for clients that count tokens.
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # without effect
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     name: str = "answer"
     description: str | None = None
     strict: bool | None = None
@@ -85,7 +85,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 FIRST_ERROR = Field(fail_fast=True)
 
 
-class Structure(_Strict):
+class Structure(Strict):
     """``begin``, which starts with a trigger, JSON of the schema, ``end``."""
 
     begin: str
@@ -98,12 +98,12 @@ Triggers = Annotated[list[Stop], Field(min_length=1, max_length=128), FIRST_ERRO
 Choices = Annotated[list[Stop], Field(min_length=1, max_length=4096), FIRST_ERROR]
 
 
-class StructuralTag(_Strict):
+class StructuralTag(Strict):
     structures: Structures
     triggers: Triggers
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema", "regex", "structural_tag"]
     json_schema: JsonSchema | None = None
     regex: str | None = None
@@ -111,7 +111,7 @@ class ResponseFormat(_Strict):
     triggers: Triggers | None = None
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Strict):
     """One of these.  json: a schema, or its text; structural_tag may be text too."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
@@ -122,7 +122,7 @@ class StructuredOutputs(_Strict):
     structural_tag: StructuralTag | str | None = None
 
 
-class Generation(_Strict):
+class Generation(Strict):
     """What completions and chat share.  null is the default everywhere."""
 
     model: str
@@ -215,14 +215,14 @@ class Message(_Lenient):
     reasoning_content: str | None = None
 
 
-class Function(_Strict):
+class Function(Strict):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Strict):
+class Tool(Strict):
     type: Literal["function"]
     function: Function
 
@@ -258,7 +258,7 @@ class Chat(Generation):
     verbosity: str | None = None
 
 
-class Embedding(_Strict):
+class Embedding(Strict):
     """Body of POST /v1/embeddings."""
 
     model: str
@@ -268,7 +268,7 @@ class Embedding(_Strict):
     user: str | None = None
 
 
-class Tokenize(_Strict):
+class Tokenize(Strict):
     """Body of POST /tokenize: ``prompt``, or ``messages`` through the chat template."""
 
     model: str | None = None
@@ -280,7 +280,7 @@ class Tokenize(_Strict):
     continue_final_message: bool | None = None
 
 
-class Detokenize(_Strict):
+class Detokenize(Strict):
     """Body of POST /detokenize."""
 
     model: str | None = None

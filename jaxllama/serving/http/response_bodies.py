@@ -24,8 +24,8 @@ from jaxllama.serving.http.bodies import (
     FunctionCall,
     Message,
     StreamOptions,
+    Strict,
     ToolCall,
-    _Strict,
 )
 from jaxllama.serving.http.schemas import ApiError
 
@@ -77,7 +77,7 @@ Item = InputMessage | InputCall | InputResult | InputReasoning
 Items = Annotated[list[Item], Field(min_length=1, max_length=4096), FIRST_ERROR]
 
 
-class FunctionTool(_Strict):
+class FunctionTool(Strict):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -85,7 +85,7 @@ class FunctionTool(_Strict):
     strict: bool | None = None
 
 
-class TextFormat(_Strict):
+class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -93,12 +93,12 @@ class TextFormat(_Strict):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class TextOptions(_Strict):
+class TextOptions(Strict):
     format: TextFormat | None = None
     verbosity: str | None = None  # without effect
 
 
-class Responses(_Strict):
+class Responses(Strict):
     """Body of POST /v1/responses.  null is the default everywhere."""
 
     model: str
@@ -173,16 +173,15 @@ def to_chat(body: Responses, earlier: Sequence[Message]) -> tuple[Chat, list[Mes
         add_items(messages, body.input)
     opening = [Message(role="system", content=body.instructions)] if body.instructions else []
     form = body.text.format if body.text else None
-    shared = {name: getattr(body, name) for name in _SHARED}
-    chat = Chat(
-        **shared,
-        messages=[*opening, *messages],
-        max_completion_tokens=body.max_output_tokens,
-        tools=[_tool(tool) for tool in body.tools] if body.tools else None,
-        tool_choice=_choice(body.tool_choice),
-        response_format=_format(form) if form else None,
-    )
-    return chat, messages
+    asked: dict[str, Any] = {
+        **{name: getattr(body, name) for name in _SHARED},
+        "messages": [*opening, *messages],
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
+        "tool_choice": _choice(body.tool_choice),
+        "response_format": _format(form) if form else None,
+    }
+    return Chat(**asked), messages
 
 
 def add_items(messages: list[Message], items: Sequence[Item]) -> None:

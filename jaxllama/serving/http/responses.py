@@ -41,6 +41,7 @@ from jaxllama.serving.http.response_schemas import (
     ReasoningPart,
     ResponseObject,
     ResponseUsage,
+    Status,
 )
 from jaxllama.serving.http.runs import EventStream, Run
 from jaxllama.serving.http.schemas import ApiError, Usage, to_json
@@ -59,7 +60,7 @@ class Frame:
     messages: list[Message]
 
     def response(
-        self, status: str, output: list[OutputItem], usage: Usage | None = None
+        self, status: Status, output: list[OutputItem], usage: Usage | None = None
     ) -> ResponseObject:
         body, form = self.body, self.body.text.format if self.body.text else None
         is_cut = status == "incomplete"
@@ -133,6 +134,7 @@ class Writer:
         self._call = frame.call
         self._reader = MessageReader(frame.call.reading or PLAIN)
         self.output: list[OutputItem] = []
+        self.status: Status = "in_progress"
 
     def read(self, event: Event) -> list[Told]:
         parts, told = self._reader.feed(event.text), []
@@ -141,10 +143,10 @@ class Writer:
         for part in parts:
             told += self._take(part)
         if event.finish_reason is not None:
-            self._status = "completed" if event.finish_reason == "stop" else "incomplete"
+            self.status = "completed" if event.finish_reason == "stop" else "incomplete"
             if not self.output:
                 told += self._begin(Part("content", ""))
-            told += self._end(self._status)
+            told += self._end(self.status)
         return told
 
     def _take(self, part: Part) -> list[Told]:
@@ -171,7 +173,7 @@ class Writer:
         number = len(self.output)
         own = f"{self._call.id.removeprefix('resp_')}_{number}"
         if part.kind == "call":
-            id = answers.tool_call_id(self._call, 0, part.index)
+            id = answers.tool_call_id(self._call, 0, part.number)
             self.output.append(
                 FunctionCallItem(f"fc_{own}", "function_call", id, part.text, "", "in_progress")
             )
@@ -187,7 +189,7 @@ class Writer:
         item.content.append(piece)
         return [*told, self._tell("content_part.added", content_index=0, part=piece)]
 
-    def _end(self, status: str) -> list[Told]:
+    def _end(self, status: Status) -> list[Told]:
         """Of the item that is being written."""
         if not self.output or self.output[-1].status != "in_progress":
             return []
@@ -210,12 +212,12 @@ class Writer:
     def _tell(self, name: str, /, **more: Any) -> Told:
         """What is told is written down at once: the item goes on changing."""
         item, number = self.output[-1], len(self.output) - 1
-        fields = {"item": item} if name.startswith("output_item") else {"item_id": item.id}
-        told = {"type": f"response.{name}", "output_index": number, **fields, **more}
-        return {
-            key: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
-            for key, value in told.items()
-        }
+        fields: Told = {"item": item} if name.startswith("output_item") else {"item_id": item.id}
+        told: Told = {"type": f"response.{name}", "output_index": number, **fields, **more}
+        for key, value in told.items():
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                told[key] = dataclasses.asdict(value)
+        return told
 
 
 async def whole(run: Run, frame: Frame) -> ResponseObject:
@@ -224,7 +226,7 @@ async def whole(run: Run, frame: Frame) -> ResponseObject:
     async with contextlib.aclosing(run.events()) as events:
         async for _, event in events:
             writer.read(event)
-    return frame.response(writer._status, writer.output, run.usage())
+    return frame.response(writer.status, writer.output, run.usage())
 
 
 class ResponseStream(EventStream):
@@ -244,7 +246,7 @@ class ResponseStream(EventStream):
             async for _, event in events:
                 for told in writer.read(event):
                     yield self._piece(told)
-        response = frame.response(writer._status, writer.output, self._run.usage())
+        response = frame.response(writer.status, writer.output, self._run.usage())
         self._done(response)
         yield self._piece({"type": f"response.{response.status}", "response": response})
 

@@ -170,9 +170,10 @@ class ChunkStream(EventStream):
         """The function from a choice's events to lines.  Those of a plain stream differ in nothing
         but the text, so they are put together from the two halves of one around it."""
         run, call = self._run, self._run.call
-        chunks = None if call.reading is None else answers.ChatChunks(call, index)
+        chunks = answers.ChatChunks(call, index) if call.reading is not None else None
 
         def write_read(event: Event) -> list[bytes]:
+            assert chunks is not None
             total = run.usage() if self._running_usage else None
             return [to_json(chunk) for chunk in chunks(event, total)]
 
