@@ -15,6 +15,7 @@ else, so that no kernel knows of it.
 What stands around the product in a decoder may be part of the call: an RMSNorm of x before it,
 SwiGLU and a residual behind it.  Up to 16 rows of 16-bit floats it is then one kernel, float32 from
 the product to the only rounding; elsewhere the ops run one after the other.  ``fusible`` tells.
+A quantized x may bring a low-rank term (LoRA), which up to 64 rows is in the product's kernel.
 
 The XLA forms are in ``matmul.xla``, the kernels in ``few_rows`` (up to 16 rows of x) and
 ``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain layout, so there is no

@@ -100,8 +100,8 @@ def plan(
 def divided(op: Op, rows: int) -> Plan:
     """How the rows are cut; the numbers behind it are in ``rows/NOTES.md``."""
     if op.adapters is not None:
-        # 64 rows are read by all multiprocessors; a thread keeps 32 ranks' values in flight.
-        split = 2 if op.width % 16 == 0 else 1
+        # 4096 wide a cluster's barriers cost more than the other half of the GPU brings.
+        split = 2 if op.width > 8192 and op.width % 16 == 0 else 1
         return Plan(op, min(256, _threads(op.width // split, 1)), split)
     if op.form != "gate":
         few = rows <= 64 or op.out not in QMAX

@@ -108,12 +108,13 @@ def test_operands_that_do_not_fit_are_named():
 
 
 def test_calls_without_a_kernel_say_why():
-    def plan(rows=64, sources=3, rank=16, dtype=jnp.bfloat16):
-        first = jax.ShapeDtypeStruct((8, sources, rank, 4096), dtype)
-        x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
+    def plan(rows=64, sources=3, rank=16, dtype=jnp.bfloat16, width=4096):
+        first = jax.ShapeDtypeStruct((8, sources, rank, width), dtype)
+        x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
         return planning.plan("copy", x, "int8", first=first)
 
-    assert plan().split == 2 and plan().op.adapters == (8, 3, 16)
+    assert plan().split == 1 and plan().op.adapters == (8, 3, 16)
+    assert plan(width=14336).split == 2
     for found, says in (
         (plan(rows=65), "65 rows"), (plan(rank=100), "3 x 100 ranks"),
         (plan(dtype=jnp.float32), "adapters of float32"),
@@ -159,10 +160,10 @@ def emulated_rows():
 @pytest.mark.parametrize(
     ("rows", "width", "shape"),
     [
-        (3, 2048, (2, 3, 16)),  # two blocks a row, whole chunks, three steps of ranks
+        (3, 2048, (2, 3, 16)),  # whole chunks, three steps of ranks
         (2, 1040, (3, 1, 5)),  # chunks beyond the row, fewer ranks than a step
-        (2, 1032, (2, 2, 12)),  # one block a row, a last step of eight ranks
-        (2, 6144, (1, 1, 16)),  # several chunks a thread
+        (2, 1032, (2, 2, 12)),  # a last step of eight ranks
+        (2, 8224, (2, 2, 12)),  # two blocks a row, several chunks a thread
     ],
 )
 def test_the_kernel_on_the_emulator(form, rows, width, shape):
