@@ -70,7 +70,8 @@ class At(NamedTuple):
 
     positions int32 ``[B, T]``; lengths int32 ``[B]``: valid new tokens of each row; rope: tables
     for the layers' kinds of positions, None where no layer is attention; sparse: which tokens read
-    the share ``cfg.attn_sparsity`` of V: none, all, or bool ``[B, T]``; table: the cache's.
+    the share ``cfg.attn_sparsity`` of V: none, all, or bool ``[B, T]``; table: the cache's;
+    fresh: every row begins here, so its cache need not be read.
     """
 
     positions: jax.Array
@@ -78,6 +79,7 @@ class At(NamedTuple):
     rope: Ropes | None
     sparse: bool | jax.Array = False
     table: jax.Array | None = None
+    fresh: bool = False
 
     def capacity(self, cache: KVCache) -> int:
         """Tokens that a row of the cache has room for."""
@@ -119,7 +121,7 @@ def _extend(
 ) -> tuple[jax.Array, KVCache | None]:
     """Any number of tokens: ``qkv [B, T, N + 2K, H]`` -> (heads ``[B, T, N, H]``, cache)."""
     n, n_kv, window = cfg.n_heads, cfg.n_kv_heads, cfg.sliding_window
-    positions, lengths, ropes, _, table = at
+    positions, lengths, ropes, _, table, fresh = at
     assert ropes is not None
     rope, cap = ropes.of(cfg.rope), cfg.attn_softcap
     q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
@@ -131,7 +133,9 @@ def _extend(
     cache = write(cache, k, v, jnp.where(is_new, positions, at.capacity(cache)), table)
 
     def dense() -> jax.Array:
-        if has_cudnn(q) and window is None and cap is None:
+        if fresh:
+            out = attend(q, *_as_stored(cache, k, v), positions, window, cap)
+        elif has_cudnn(q) and window is None and cap is None:
             # What a row without new tokens holds need not be read.
             n_past = jnp.where(lengths > 0, positions[:, 0], 0)
             out = extend(q, *_as_stored(cache, k, v), cache.k, cache.v, n_past, table)
@@ -189,7 +193,7 @@ def _mixed(
     """``[B, T, N, H]``: sparse attention of q over the cache for the tokens that ``at.sparse``
     names, ``dense()`` for the others; each runs only where some token wants it."""
     share, window = cfg.attn_sparsity, cfg.sliding_window
-    positions, lengths, _, sparse, table = at
+    positions, lengths, _, sparse, table, _ = at
     if share == 1.0:
         return dense()
 

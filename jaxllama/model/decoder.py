@@ -209,6 +209,7 @@ def forward(
     total_lengths: jax.Array | None = None,
     *,
     sparse: bool | jax.Array = False,
+    fresh: bool = False,
 ) -> tuple[jax.Array, Cache | None]:
     """``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) -> (hidden states after the final norm
     ``[B, T, D]``, cache).
@@ -219,13 +220,15 @@ def forward(
     of it (dynamic RoPE depends on it).
     sparse: which of these tokens read the share ``cfg.attn_sparsity`` of the cache's values:
     none (a prompt), all (a decode step), or bool ``[B, T]``.
+    fresh: every row with tokens is empty; then a GPU need not ask the host how much there is to
+    read, and the call returns before it has been computed.
     Raises ValueError naming a parameter whose shape is not ``cfg``'s.
     """
     mesh = traced_mesh(params)
     if mesh is not None:
         return over_mesh(
             forward, mesh, cfg, params, tokens, lengths, cache, total_lengths, sparse=sparse,
-            out=lambda rows: (P(rows), None if cache is None else cache_specs(cache, rows)),
+            fresh=fresh, out=lambda rows: (P(rows), None if cache is None else cache_specs(cache, rows)),
         )  # fmt: skip
     check(cfg, params)
     params = chosen(params)
@@ -234,7 +237,7 @@ def forward(
         lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - start, 0))
     total = start + lengths if total_lengths is None else total_lengths
     positions, rope = positions_of(cfg, start, total, tokens.shape[1])
-    at = At(positions, lengths, rope, sparse, None if cache is None else cache.table)
+    at = At(positions, lengths, rope, sparse, None if cache is None else cache.table, fresh)
     stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
     states = None if cache is None else cache.layers
     stream, states = walk(cfg, params, stream, states, at, block_once)

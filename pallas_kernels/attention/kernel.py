@@ -37,6 +37,7 @@ Command: ``python -m pallas_kernels.bench.attention``.
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,23 @@ from pallas_kernels.launch import launch
 from pallas_kernels.qtensor import QTensor
 
 
+class Place(NamedTuple):
+    """Of a thread in the grid, and of its warp in the team; own: its kv head there, sub: its eight
+    query heads."""
+
+    thread: Any
+    warp: Any
+    lane: Any
+    g: Any
+    quad: Any
+    row: Any
+    in_row: Any  # block of the row
+    team: Any
+    member: Any
+    sub: Any
+    own: Any
+
+
 def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
     batch, capacity, n_kv, n, h = shape
     refs = list(refs)
@@ -81,12 +99,24 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
     heads, (members, teams) = plan.heads, team_of(plan, group)
     blocks = blocks_of(plan, capacity, n_kv, group)
 
-    thread, block = p.register("tid.x"), p.register("ctaid.x")
-    warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
-    g, quad = p.shift_right(lane, 2), p.masked(lane, 3)
-    row, in_row = arith.divui(block, p.ci(blocks)), arith.remui(block, p.ci(blocks))
-    team, member = arith.divui(warp, p.ci(members)), arith.remui(warp, p.ci(members))
-    sub, own = arith.remui(member, p.ci(subs)), arith.divui(member, p.ci(subs))
+    def place(**anew) -> Place:
+        thread, block = p.register("tid.x", **anew), p.register("ctaid.x", **anew)
+        warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
+        g, quad = p.shift_right(lane, 2), p.masked(lane, 3)
+        row, in_row = arith.divui(block, p.ci(blocks)), arith.remui(block, p.ci(blocks))
+        team, member = arith.divui(warp, p.ci(members)), arith.remui(warp, p.ci(members))
+        sub, own = arith.remui(member, p.ci(subs)), arith.divui(member, p.ci(subs))
+        return Place(thread, warp, lane, g, quad, row, in_row, team, member, sub, own)
+
+    def share(in_row, team):
+        """The team's first head and, of a row in chunks, its unit of work and its chunk."""
+        if plan.cluster:
+            return p.mul(arith.divui(in_row, p.ci(plan.cluster)), heads), None, None
+        unit = p.add(p.mul(in_row, teams), team)
+        first_head = p.mul(arith.remui(unit, p.ci(n_kv // heads)), heads)
+        return first_head, unit, arith.divui(unit, p.ci(n_kv // heads))
+
+    thread, warp, lane, g, quad, row, in_row, team, member, sub, own = here = place()
     busy = p.less(team, teams)
     (length,) = p.load_global(p.offset(p.address(lengths_ref), row, 4), 1)
     length = p.larger(p.smaller(length, p.ci(capacity)), p.ci(0))
@@ -95,15 +125,13 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
         rank = p.register("cluster_ctarank") if plan.cluster > 1 else p.ci(0)
         gathering = gather_of(plan, group, codes).on(*gather_refs, thread, rank)
         gathering.start()
-        first_head = p.mul(arith.divui(in_row, p.ci(plan.cluster)), heads)
+        first_head, unit, split = share(in_row, team)
         # All teams of the row take steps in turn.
         begin, end = p.ci(0), length
         late = p.mul(p.add(p.mul(rank, teams), team), step_tokens)
         apart = plan.cluster * teams * step_tokens
     else:
-        unit = p.add(p.mul(in_row, teams), team)
-        first_head = p.mul(arith.remui(unit, p.ci(n_kv // heads)), heads)
-        split = arith.divui(unit, p.ci(n_kv // heads))
+        first_head, unit, split = share(in_row, team)
         begin = p.mul(split, plan.chunk)
         end = p.smaller(p.add(begin, plan.chunk), length)
         busy = arith.andi(busy, p.less(unit, units_of(plan, capacity, n_kv)))
@@ -251,39 +279,42 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
             if codes.quantized:
                 scales.store(coming)
             following = ring.neighbour(slot, parity, 1)
-            return [
-                *(ahead[1:] if pages else []),
-                *later,
-                *following,
-                *new_top,
-                *total,
-                *zeros,
-                *out,
-            ]
+            ahead = [*ahead[1:], *later] if pages else []
+            return [*ahead, *following, *new_top, *total, *zeros, *out]
 
         start = [p.ci(0)] * 2 + [p.cf(NEG_INF)] * 2 + [zero] * (2 + sums + h // 4)
         carry = p.loop(begin, end, apart, (entries[1:] if pages else []) + start, step)
         _, _, _, top, total, zeros, out = parts_of(carry)
+        if not pages:
+            return write_parts(top, total, zeros, out, here, head, split)
+        # Carried through the loop, this takes a thread past the 128 registers with which two blocks
+        # share an SM.
+        again = place(volatile=True)
+        first, _, chunk = share(again.in_row, again.team)
+        write_parts(top, total, zeros, out, again, p.add(first, again.own), chunk)
+
+    def write_parts(top, total, zeros, out, here, head, split):
         run = mma_tile.run_of(codes)
         for c in range(2):
             whole, *parts = [mma_tile.over_tokens(x) for x in (total[c], *zeros[c::2])]
-            mine_head = p.add(p.mul(sub, HEADS), p.mul(quad, 2), c)
+            mine_head = p.add(p.mul(here.sub, HEADS), p.mul(here.quad, 2), c)
 
             def write(c=c, whole=whole, parts=parts, mine_head=mine_head):
                 outputs = mma_tile.head_outputs(out, parts, c, codes)
                 if plan.cluster:
-                    at, stats = gathering.part(team, p.add(p.mul(own, group), mine_head))
-                    at = p.add(at, p.mul(g, 4 * run))
-                    p.when(p.less(g, 1), lambda: p.store_shared(stats, [top[c], whole]))
+                    own_head = p.add(p.mul(here.own, group), mine_head)
+                    at, stats = gathering.part(here.team, own_head)
+                    at = p.add(at, p.mul(here.g, 4 * run))
+                    p.when(p.less(here.g, 1), lambda: p.store_shared(stats, [top[c], whole]))
                     for first, values in outputs:
                         for i in range(0, run, 4):
                             p.store_shared(at, values[i : i + 4], 4 * (first + i))
                     return
-                line = p.mul(p.add(p.mul(row, -(-capacity // plan.chunk)), split), n)
+                line = p.mul(p.add(p.mul(here.row, -(-capacity // plan.chunk)), split), n)
                 line = p.add(line, p.mul(head, group), mine_head)
-                base = p.offset(p.offset(p.address(out_ref), line, 4 * h), g, 4 * run)
+                base = p.offset(p.offset(p.address(out_ref), line, 4 * h), here.g, 4 * run)
                 stats = p.offset(p.address(stats_refs[0]), line, 8)
-                p.when(p.less(g, 1), lambda: p.store_global(stats, [top[c], whole]))
+                p.when(p.less(here.g, 1), lambda: p.store_global(stats, [top[c], whole]))
                 for first, values in outputs:
                     for i in range(0, run, 4):
                         p.store_global(base, values[i : i + 4], 4 * (first + i))

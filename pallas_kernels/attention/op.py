@@ -23,7 +23,6 @@ from jax import lax
 from pallas_kernels.attention.blockwise import (
     blockwise_attention,
     capacity_of,
-    floats,
     is_visible,
     load,
 )
@@ -175,10 +174,8 @@ def decode_attention_reference(
     """The definition in float32, every score of every row at once; never optimised."""
     batch, n, h = q.shape
     cache = v
-    k, v = (floats(x, jnp.float32) for x in (k, v))
-    if table is not None:
-        k, v = (x[jnp.clip(table, 0, len(x) - 1)].reshape(batch, -1, *x.shape[2:]) for x in (k, v))
-    capacity, n_kv = k.shape[1:3]
+    capacity, n_kv = capacity_of(k, table), k.shape[2]
+    k, v = (load(x, 0, capacity, jnp.float32, table) for x in (k, v))
     position = jnp.arange(capacity, dtype=jnp.int32)[None, :]
     visible = position < lengths[:, None]
     if window is not None:

@@ -253,7 +253,7 @@ def _modules(block: Block):
         return np.float32 if kind == "f32" else U32
 
     p = SimpleNamespace(
-        register=lambda name: block.special[name], ci=ci, add=add,
+        register=lambda name, volatile=False: block.special[name], ci=ci, add=add,
         cf=lambda v: block.c(v, np.float32), mul=lambda x, k: x * U32(k & 0xFFFFFFFF),
         address=lambda ref: block.c(ref, np.int64),
         shared_address=lambda ref: block.c(ref) + block.rank * U32(block.apart),

@@ -234,6 +234,33 @@ def decode_attention(words):
     return build
 
 
+def pool_of(table):
+    """12 pages of 32 tokens, and two of them, or places of none, for each of five rows."""
+    k, v = (draw(12, 32, 2, 64, seed=s) for s in (1, 2))
+    return {"k": k, "v": v, "table": np.asarray(table, np.int32)}
+
+
+def rows_of(a, name):
+    pool = wide(a[name])
+    if not pool.size:
+        return np.zeros((len(a["table"]), 0, *pool.shape[2:]))
+    pages = pool[np.clip(a["table"], 0, len(pool) - 1)]
+    return pages.reshape(len(pages), a["table"].shape[1] * pool.shape[1], *pool.shape[2:])
+
+
+def attention_in_pages():
+    table = [[7, 3], [0, -1], [99, 12], [5, 99], [4, 11]]
+    given = {"q": draw(5, 4, 64), "lengths": np.asarray([64, 5, 0, 32, 40], np.int32)}
+
+    def call(a, **kw):
+        return pk.decode_attention(a["q"], a["k"], a["v"], a["lengths"], table=a["table"], **kw)
+
+    def want(a):
+        return attention(wide(a["q"]), *(rows_of(a, name) for name in "kv"), a["lengths"])
+
+    return given | pool_of(table), call, want
+
+
 def rotated(x, cos, sin):
     first, second = np.split(x, 2, axis=-1)
     return np.concatenate((first * cos - second * sin, second * cos + first * sin), -1)
@@ -274,6 +301,36 @@ def rope(op, words, batch=5):
         return given, call, want
 
     return build
+
+
+def rope_in_pages():
+    """Two slots are outside, and one is on no page."""
+
+    def build():
+        given, _, _ = rope(pk.rope_and_write, None)()
+        table = [[7, 3], [0, -1], [2, 10], [99, 1], [4, 11]]
+        slots = {"slots": np.asarray([3, -1, 64, 0, 40], np.int32)}
+        return given | pool_of(table) | slots, call, want
+
+    def call(a, **kw):
+        rest = (a[name] for name in ("qkv", "cos", "sin", "k", "v", "slots"))
+        return pk.rope_and_write(*rest, table=a["table"], **kw)
+
+    def want(a):
+        pools = [wide(a[name]) for name in "kv"]
+        n_kv, page = pools[0].shape[2], pools[0].shape[1]
+        x, n = wide(a["qkv"]), a["qkv"].shape[1] - 2 * n_kv
+        turned = rotated(x[:, : n + n_kv], *(wide(a[t])[:, None] for t in ("cos", "sin")))
+        for row, slot in enumerate(a["slots"]):
+            if not 0 <= slot < page * a["table"].shape[1]:
+                continue
+            entry = a["table"][row, slot // page]
+            if 0 <= entry < len(pools[0]):
+                pools[0][entry, slot % page] = turned[row, n:]
+                pools[1][entry, slot % page] = x[row, n + n_kv :]
+        return turned[:, :n], *pools
+
+    return build()
 
 
 def recursion(q, k, v, g, state, lengths=None, segments=None):
@@ -350,7 +407,9 @@ CASES = {
     "decode_attention": decode_attention(None),
     "decode_attention int8": decode_attention("int8"),
     "decode_attention int4": decode_attention("int4"),
+    "decode_attention pages": attention_in_pages,
     "rope_and_write": rope(pk.rope_and_write, None),
+    "rope_and_write pages": rope_in_pages,
     "rope_and_write int8": rope(pk.rope_and_write, "int8"),
     "rope_and_write int4": rope(pk.rope_and_write, "int4"),
     "rope_and_attend": rope(pk.rope_and_attend, None, 2),

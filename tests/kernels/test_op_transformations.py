@@ -88,6 +88,22 @@ def _attention(words: str | None = None) -> Case:
     return Case(ops.decode_attention, operands, (True,) * 4, decode_attention_reference, smooth)
 
 
+def _pages() -> Case:
+    def operands(dtype):
+        lengths, table = jnp.asarray([128, 5], jnp.int32), jnp.asarray([[3, 0], [1, 2]], jnp.int32)
+        return *_arrays(dtype, (2, 2, 64), (4, 64, 1, 64), (4, 64, 1, 64)), lengths, table
+
+    def f(*operands, implementation):
+        *rest, table = operands
+        return ops.decode_attention(*rest, table=table, implementation=implementation)
+
+    def reference(*operands):
+        *rest, table = operands
+        return decode_attention_reference(*rest, table=table)
+
+    return Case(f, operands, (True, False, False, True, True), reference)
+
+
 def _rope(op: Callable, words: str | None = None) -> Case:
     def operands(dtype):
         angle = jnp.linspace(0.0, 3.0, 64, dtype=jnp.float32).reshape(2, 32)
@@ -171,6 +187,7 @@ CASES = {
     ),
     "decode_attention": _attention(),
     "decode_attention-int4": _attention("int4"),
+    "decode_attention-pages": _pages(),
     "rope_and_write": _rope(ops.rope_and_write),
     "rope_and_write-int8": _rope(ops.rope_and_write, "int8"),
     "rope_and_attend": _rope(ops.rope_and_attend),

@@ -194,16 +194,18 @@ class Runner:
             number = done[fill.sequence] = done.get(fill.sequence, -1) + 1
             rounds.setdefault(number, []).append(fill)
         for some in rounds.values():
-            for width, group in _groups(some, self._width):
+            for (width, fresh), group in _groups(some, self._kind):
                 rows = self.options.rows(width)
                 for first in range(0, len(group), rows):
-                    yield self._fill(group[first : first + rows], width, scheduler)
+                    yield self._fill(group[first : first + rows], width, fresh, scheduler)
 
-    def _width(self, fill: Fill) -> int:
-        return next(width for width in self.options.widths if width >= fill.end - fill.begin)
+    def _kind(self, fill: Fill) -> tuple[int, bool]:
+        """Tokens of its call, and whether it is a prompt's beginning."""
+        size = fill.end - fill.begin
+        return next(width for width in self.options.widths if width >= size), not fill.begin
 
     def _fill(
-        self, fills: list[Fill], width: int, scheduler: Scheduler
+        self, fills: list[Fill], width: int, fresh: bool, scheduler: Scheduler
     ) -> Callable[[], device.Slots]:
         rows = 1 if len(fills) == 1 else self.options.rows(width)
         tokens, facts = _blank(rows, width)
@@ -214,7 +216,7 @@ class Runner:
             snapshot = NOBODY if snapshot is None else snapshot
             facts[row] = sequence.own_slot, size, len(sequence.request.prompt), snapshot
         params = self._with(rows, {row: fill.sequence for row, fill in enumerate(fills)})
-        return lambda: device.fill(self.cfg, params, self.slots, tokens, facts)
+        return lambda: device.fill(self.cfg, params, self.slots, tokens, facts, fresh=fresh)
 
     # Answers
 
@@ -286,26 +288,29 @@ class Runner:
                     compiled.result()
         for width in self.options.history_widths:
             self.slots = device.admit(self.slots, self._pack([], width))
-        for rows, width in self._shapes():
-            params = self._with(rows, {})
-            self.slots = device.fill(self.cfg, params, self.slots, *_blank(rows, width))
+        for rows, width, fresh in self._shapes():
+            params, blank = self._with(rows, {}), _blank(rows, width)
+            self.slots = device.fill(self.cfg, params, self.slots, *blank, fresh=fresh)
         for n in self.options.sizes:
             idle = Decode(self._with(n, {}), self._idle(n), self._no_masks[n], {}, n, False)
             self.read(self._thread.submit(self._decode, idle).result())
 
-    def _shapes(self) -> list[tuple[int, int]]:
-        """(prompts, tokens) of the prefill calls."""
+    def _shapes(self) -> list[tuple[int, int, bool]]:
+        """(prompts, tokens, whether they begin there) of the prefill calls."""
         options = self.options
         return [
-            (rows, width) for width in options.widths for rows in sorted({1, options.rows(width)})
+            (rows, width, fresh)
+            for width in options.widths
+            for rows in sorted({1, options.rows(width)})
+            for fresh in (True, False)
         ]
 
     def _lower(self) -> Iterator[Any]:
         """The larger programs, for compilers that work side by side: jit finds what they made."""
         slots = jax.eval_shape(lambda slots: slots, self.slots)
-        for rows, width in self._shapes():
+        for rows, width, fresh in self._shapes():
             blank = _blank(rows, width)
-            yield device.fill.lower(self.cfg, self._with(rows, {}), slots, *blank)
+            yield device.fill.lower(self.cfg, self._with(rows, {}), slots, *blank, fresh=fresh)
         for n in self.options.sizes:
             yield self._decode_program.lower(
                 self.cfg, self._with(n, {}), slots, self._idle(n), self._no_masks[n],
@@ -319,11 +324,11 @@ class Runner:
         return device.make_orders(rows, level=0, wants_top=False, wanted=0)
 
 
-def _groups(items: list[Any], width: Any) -> Iterator[tuple[int, list[Any]]]:
-    """Items of one width, in the order in which the widths come."""
-    groups: dict[int, list[Any]] = {}
+def _groups(items: list[Any], kind: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Items of one kind, in the order in which the kinds come."""
+    groups: dict[Any, list[Any]] = {}
     for item in items:
-        groups.setdefault(width(item), []).append(item)
+        groups.setdefault(kind(item), []).append(item)
     return iter(groups.items())
 
 

@@ -199,21 +199,23 @@ def _history(rows: Rows, vocab_size: int) -> History:
     return dataclasses.replace(history, counts=history.counts.at[where].add(1, mode="drop"))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=0, static_argnames="fresh", donate_argnums=2)
 def fill(
-    cfg: ModelConfig, params: Params, slots: Slots, tokens: jax.Array, facts: jax.Array
-) -> Slots:
+    cfg: ModelConfig, params: Params, slots: Slots, tokens: jax.Array, facts: jax.Array, *,
+    fresh: bool,
+) -> Slots:  # fmt: skip
     """Append ``tokens[R, T]`` to rows of the cache; no logits.
 
     facts int32 ``[R, 4]``: each row's slot, past the last for nobody's; how many of its tokens are
     valid; the whole prompt's length, which dynamic RoPE depends on, and what is behind it was
-    generated; the snapshot that its state then becomes, past the last for none.
+    generated; the snapshot that its state then becomes, past the last for none.  fresh: the rows
+    are empty.
     """
     slot, lengths, totals, snapshot = facts.T
     cache = _by_row(_take, slot, slots.cache)
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     written = cache.lengths[:, None] + columns >= totals[:, None]
-    _, cache = forward(cfg, params, tokens, lengths, cache, totals, sparse=written)
+    _, cache = forward(cfg, params, tokens, lengths, cache, totals, sparse=written, fresh=fresh)
     assert cache is not None
     snapshots = tuple(
         None if known is None else _put(snapshot, known, state)

@@ -13,14 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.attention import rope_attention, rope_cache
 from pallas_kernels.attention.blockwise import blockwise_attention, floats
-from pallas_kernels.attention.op import decode_attention, decode_attention_reference
+from pallas_kernels.attention.op import decode_attention, decode_attention_reference, plan
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import norm_heads, quantize_kv, rope_and_write, store
+from pallas_kernels.dispatch import Reason
 from tests.helpers.warp_emulator import emulated
 from tests.kernels.attention.test_decode_attention import (
     CACHES,
     NEWEST,
+    as_cache,
     error,
     form_given,
     make,
@@ -76,7 +79,7 @@ def paged_case(cache, page, batch=7, capacity=192, heads=(4, 2, 64)):
     return q, (k, v), (paged_k, paged_v), lengths, table
 
 
-@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("page", [4, 16, 64])
 @pytest.mark.parametrize("cache", ["float32", *CACHES])
 def test_attention_through_a_table_is_that_of_the_rows(cache, page, window):
@@ -85,8 +88,15 @@ def test_attention_through_a_table_is_that_of_the_rows(cache, page, window):
     want = step(q, *rows, lengths, window=window)
     same(step(q, *pages, lengths, window=window, table=table), want)
     assert np.isfinite(np.asarray(want)).all()
-    reference = functools.partial(decode_attention_reference, window=window)
-    same(reference(q, *pages, lengths, table=table), reference(q, *rows, lengths))
+
+
+@pytest.mark.parametrize("cache", ["float32", "int4"])
+def test_the_reference_takes_a_table_too(cache):
+    q, rows, pages, lengths, table = paged_case(cache, 16)
+    for form in (decode_attention, decode_attention_reference):
+        form = jax.jit(form, static_argnames="window")
+        want = form(q, *rows, lengths, window=1)
+        same(form(q, *pages, lengths, window=1, table=table), want)
 
 
 @pytest.mark.parametrize("capacity, page, block", [
@@ -140,7 +150,7 @@ def written(pages, rows, table, page):
     return pages
 
 
-@pytest.mark.parametrize("page", [4, 16, 64])
+@pytest.mark.parametrize("page", [4, 64])
 @pytest.mark.parametrize("cache", ["float32", *CACHES])
 def test_a_step_writes_where_the_table_says_and_nowhere_else(cache, page):
     new, rows, pages, slots, table = rope_case(cache, page)
@@ -316,3 +326,102 @@ def step_case(capacity, heads, dtype):
     qkv, cos, sin, k, v, slots = step_of_rows(capacity, heads, dtype)
     again = [jnp.concatenate((x, x[:1])) for x in (qkv, cos, sin, k, v, slots)]
     return again[:3], tuple(again[3:5]), again[5]
+
+
+def shapes_of(cache, batch, entries, page, heads):
+    n, n_kv, h = heads
+    shape = jax.ShapeDtypeStruct
+    kv = jax.eval_shape(
+        lambda: as_cache(jnp.zeros((batch * entries, page, n_kv, h), jnp.bfloat16), cache)
+    )
+    qkv = shape((batch, n + 2 * n_kv, h), jnp.bfloat16)
+    half = shape((batch, h // 2), jnp.float32)
+    slots, table = shape((batch,), jnp.int32), shape((batch, entries), jnp.int32)
+    return (qkv, half, half, kv, kv, slots), table
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("shape", [(64, 128, 64), (3, 11, 96), (1, 18, 64)], ids=str)
+def test_kernels_with_a_table_lower_for_cuda(shape, cache):
+    given, table = shapes_of(cache, *shape, (32, 8, 128))
+
+    def step(qkv, cos, sin, k, v, slots, table):
+        options = {"table": table, "implementation": "mosaic"}
+        q, k, v = rope_and_write(qkv, cos, sin, k, v, slots, **options)
+        return decode_attention(q, k, v, slots, window=77, **options), k, v
+
+    text = jax.jit(step).trace(*given, table).lower(lowering_platforms=("cuda",)).as_text()
+    chunks = shape[1] * shape[2] > 2048 or (cache == "int4" and shape[0] > 1)
+    assert text.count("@mosaic_gpu_v2") == 2 + chunks
+    if cache == "bfloat16" and shape[0] == 1:
+        step = jax.jit(functools.partial(rope_and_attend, implementation="mosaic"))
+        text = step.trace(*given, table=table).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu_v2") == 1
+
+
+def test_what_the_kernels_refuse_of_a_table_is_said():
+    q = jax.ShapeDtypeStruct((1, 8, 128), jnp.bfloat16)
+    (qkv, *_, kv, _, _), table = shapes_of("bfloat16", 1, 36, 48, (8, 2, 128))
+    for found in (plan(q, kv, kv, table), rope_attention.plan(qkv, kv, table=table)):
+        assert isinstance(found, Reason) and "k has pages of 48 tokens" in found.text
+    assert not isinstance(rope_cache.plan(qkv, kv), Reason)  # a token lies in one page always
+    (qkv, *_, kv, _, _), table = shapes_of("bfloat16", 1, 18, 64, (8, 2, 128))
+    rows = jax.ShapeDtypeStruct((1, 18 * 64, 2, 128), jnp.bfloat16)
+    assert plan(q, kv, kv, table) == plan(q, rows, rows)
+    assert rope_attention.plan(qkv, kv, table=table) == rope_attention.plan(qkv, rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (16, 1, 128), (8, 4, 256)], ids=str)
+def test_the_kernel_reads_through_the_table(heads, cache, window, monkeypatch):
+    forms = ("blocks", 128, 64), ("clusters", 1024, 32), ("chunks", 1024, 256), \
+            ("few chunks", 1536, 96), ("direct", 1536, 64)  # fmt: skip
+    for form, capacity, page in forms:
+        if form == "direct" and heads[0] // heads[1] > 8:
+            continue
+        form_given(monkeypatch, form)
+        q, k, v, lengths = make(7, capacity, *heads, cache, "bfloat16")
+        k, v = poison(k, lengths), poison(v, lengths)
+        pages, table = in_pages((k, v), page, lengths)
+        run = jax.jit(functools.partial(decode_attention, window=window, implementation="mosaic"))
+        got = run(q, *pages, lengths, table=table)
+        assert error(got, oracle(q, k, v, lengths, window)) < 4e-3
+        same(run(q, *pages, lengths, table=table), got)
+        if window is None or form == "direct":
+            same(got, run(q, k, v, lengths))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+def test_the_kernels_write_where_the_table_says(cache):
+    (qkv, cos, sin), rows, pages, slots, table = rope_case(cache, 64)
+    new = qkv.astype(jnp.bfloat16), cos, sin
+    step = jax.jit(functools.partial(rope_and_write, implementation="mosaic"))
+    q, *after = step(*new, *rows, slots)
+    got_q, *got = step(*new, *pages, slots, table=table)
+    same(got_q, q)
+    tokens = {(b, int(slots[b])) for b in (0, 1, 4, 5)}
+    for x, before, want in zip(got, pages, after, strict=True):
+        where = {at: jax.tree.map(lambda y, at=at: y[at], want) for at in tokens}
+        same(x, written(before, where, table, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 200])
+def test_the_one_kernel_through_a_table(window, monkeypatch):
+    form_given(monkeypatch, "direct")
+    cases = (128, 32, "bfloat16"), (1152, 64, "float16"), (3072, 256, "bfloat16")
+    for capacity, page, dtype in cases:
+        new, rows, slots = step_case(capacity, (32, 8, 128), dtype)
+        pages, table = in_pages(rows, page, jnp.where(slots < capacity, slots + 1, 0))
+        table = table.at[5, slots[5] // page].set(2 * table.size)
+        step = jax.jit(functools.partial(rope_and_attend, window=window, implementation="mosaic"))
+        out, *after = step(*new, *rows, slots)
+        got, *got_pages = step(*new, *pages, slots, table=table)
+        same(got, out.at[5].set(0))
+        tokens = {(b, int(slots[b])) for b in (0, 2, 3)}
+        for x, before, want in zip(got_pages, pages, after, strict=True):
+            same(x, written(before, {at: want[at] for at in tokens}, table, page))
