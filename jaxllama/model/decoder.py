@@ -228,7 +228,8 @@ def forward(
     if mesh is not None:
         return over_mesh(
             forward, mesh, cfg, params, tokens, lengths, cache, total_lengths, sparse=sparse,
-            fresh=fresh, out=lambda rows: (P(rows), None if cache is None else cache_specs(cache, rows)),
+            fresh=fresh,
+            out=lambda rows: (P(rows), None if cache is None else cache_specs(cache, rows)),
         )  # fmt: skip
     check(cfg, params)
     params = chosen(params)
