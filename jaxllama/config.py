@@ -303,17 +303,28 @@ def load_config(name: str | Path) -> ModelConfig:
 
     Raises JaxLlamaError naming the presets, the file or the key.
     """
+    path = _preset_path(name)
+    data = read_toml(path)
+    data.setdefault("name", path.stem)
+    data.pop("sampling", None)
+    try:
+        return from_dict(ModelConfig, data)
+    except JaxLlamaError as error:
+        raise JaxLlamaError(f"{path}: {error}") from None
+
+
+def preset_sampling(name: str | Path) -> dict[str, Any]:
+    """What a preset says of sampling: the values of a ``sampling.Sampling``."""
+    return read_toml(_preset_path(name)).get("sampling", {})
+
+
+def _preset_path(name: str | Path) -> Path:
     path = Path(name)
     if path.suffix != ".toml":
         path = configs_dir() / "models" / f"{name}.toml"
         if not path.is_file():
             raise JaxLlamaError(f"no preset {str(name)!r}; presets: {', '.join(preset_names())}")
-    data = read_toml(path)
-    data.setdefault("name", path.stem)
-    try:
-        return from_dict(ModelConfig, data)
-    except JaxLlamaError as error:
-        raise JaxLlamaError(f"{path}: {error}") from None
+    return path
 
 
 def shipped(kind: str, name: str | Path) -> Path:

@@ -44,12 +44,14 @@ from jaxllama.text.rows import (
 )
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.brief import brief, size_text
+from pallas_kernels.cpu import CpuWeight, restore_tree
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
 # Tokens between two looks at the text when only stop strings are watched.
 STOP_SLICE = 8
 # Rows of the one program that decodes every batch of a deterministic model.
 DETERMINISTIC_ROWS = 32
+_QUANTIZED = QTensor | RowBlocks | CpuWeight
 _SCREEN = 20  # lines of parameters that ``repr`` shows
 
 OnText = Callable[[int, str], None]
@@ -205,7 +207,8 @@ class LanguageModel:
             raise JaxLlamaError("adapters lie beside the weights: load(..., merge=True) joins them")
         if mesh is not None:
             params = gather_params(self.config, params, mesh.shape[MODEL_AXIS])
-        is_packed = any(isinstance(leaf, QTensor | RowBlocks) for leaf in _weights(params))
+        params = restore_tree(params)
+        is_packed = any(isinstance(leaf, _QUANTIZED) for leaf in _weights(params))
         with tempfile.TemporaryDirectory() as scratch:
             files = [] if self.tokenizer is None else self.tokenizer.save(scratch)
             return (packed.save if is_packed else hf.save)(
@@ -254,7 +257,10 @@ class LanguageModel:
         """Batch by batch."""
         results: list[Generation] = [None] * len(rows)  # type: ignore[list-item]
         for members in self._groups(rows, options.max_new_tokens):
-            model = self._for_rows([adapters[index] for index in members])
+            numbers = [adapters[index] for index in members]
+            if self.deterministic:
+                numbers += [0] * (DETERMINISTIC_ROWS - len(members))
+            model = self._for_rows(numbers)
             outs = yield from model._run(members, rows, sampling, options)
             for index, out in zip(members, outs, strict=True):
                 results[index] = out
@@ -283,8 +289,6 @@ class LanguageModel:
         model's program, unless a row's bits must not depend on its neighbours."""
         if not self.adapters or not (self.deterministic or any(numbers)):
             return self
-        if self.deterministic:
-            numbers = numbers + [0] * (DETERMINISTIC_ROWS - len(numbers))
         params = for_rows(self.params, jnp.asarray(numbers, jnp.int32))
         return dataclasses.replace(self, params=params)
 
@@ -319,12 +323,13 @@ class LanguageModel:
         params = SamplingParams.stack(sampling, self.config.vocab_size, 0)
         width, capacity, room = shapes_of(rows, max_new_tokens)
         tokens, lengths = pad_rows(rows, width)
-        stop_ids = jnp.asarray(self.config.eos_token_ids, jnp.int32)
+        stop_ids = jax.device_put(np.asarray(self.config.eos_token_ids, np.int32))
         state = self._start(tokens, lengths, capacity, room, params, stop_ids, options)
         slice_size = 1 if options.watched else STOP_SLICE if stops else max_new_tokens
         until = min(slice_size, max_new_tokens)
         while True:
-            state = self._advance(state, params, stop_ids, until)
+            if until > 1:  # the first token is there already
+                state = self._advance(state, params, stop_ids, until)
             new_tokens, logprobs, counts = fetch((state.tokens, state.logprobs, state.counts))
             for row, reader in enumerate(readers):
                 text = reader.read(new_tokens[row, : counts[row]])
@@ -378,18 +383,25 @@ class LanguageModel:
         loop = generation.loop_for(self.params)
         return loop(self.config, self.params, state, sampling, stop_ids, np.int32(until))
 
-    def logits(self, tokens: Any, lengths: Any) -> jax.Array:
+    def logits(
+        self, tokens: Any, lengths: Any, *, adapter: str | Sequence[str | None] | None = None
+    ) -> jax.Array:
         """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, ``lengths[B]`` valid.
 
-        Raises JaxLlamaError for other shapes, numbers that are not whole, and valid ids outside of
-        the vocabulary.
+        adapter: as for ``generate``.
+        Raises JaxLlamaError for other shapes, numbers that are not whole, valid ids outside of the
+        vocabulary, and an adapter that is not here.
         """
         tokens, lengths = self._batch(tokens, lengths)
+        numbers = self._numbers(adapter, tokens.shape[0])
         rows = 1 if self.deterministic else tokens.shape[0]  # at once
         parts = [
-            generation.logits(self.config, self.params, tokens[i : i + rows], lengths[i : i + rows])
+            generation.logits(
+                self.config, self._for_rows(numbers[i : i + rows]).params,
+                tokens[i : i + rows], lengths[i : i + rows],
+            )
             for i in range(0, tokens.shape[0], rows)
-        ]
+        ]  # fmt: skip
         return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _batch(self, tokens: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
@@ -488,14 +500,14 @@ class _Options:
 
 def _weights(params: generation.Params) -> list[Any]:
     """Every parameter, a quantized one being one."""
-    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks))
+    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, _QUANTIZED))
 
 
 def _described(lm: LanguageModel) -> str:
     """What ``repr`` says: facts, then a line for every kind of parameter."""
     kinds: dict[tuple[str, str], int] = {}
     leaves = jax.tree_util.tree_leaves_with_path(
-        lm.params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks)
+        lm.params, is_leaf=lambda leaf: isinstance(leaf, _QUANTIZED)
     )
     for path, leaf in leaves:
         name = ".".join(str(getattr(entry, "key", entry)) for entry in path)

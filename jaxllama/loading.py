@@ -1,11 +1,16 @@
 """``load``: a LanguageModel from wherever its weights are.
 
-    load(source, dtype, quantize, policy=..., mesh=..., revision=..., adapters=...) -> LanguageModel
+    load(source, dtype, quantize, policy=..., mesh=..., exact=..., adapters=...) -> LanguageModel
 
 source: a preset's name (fetched once, see ``checkpoints.hub``), a directory of Hugging Face's or
 flash-linear-attention's files, a .gguf file, or a hub id.  Weights are read, cast and placed one at
 a time: on one device, on a mesh's devices, each its own part (``parallel.shardings``), or where a
 policy says (``offload``).
+
+On one CPU a file's quantized weights keep their codes, laid out for ``pallas_kernels.cpu``, which
+rounds activations to 8 bits, as llama.cpp does; ``exact`` is for float32 throughout.  So is a CPU
+that the kernels are not made for.  What only some sources need is imported where they do: half a
+second of a program's start.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +31,23 @@ from jax.typing import DTypeLike
 from jaxllama import generation
 from jaxllama.checkpoints import hub, peft
 from jaxllama.checkpoints.gguf import load as gguf
+from jaxllama.checkpoints.gguf.file import opened
 from jaxllama.checkpoints.hf import load as hf
-from jaxllama.config import ModelConfig, load_config, preset_names
+from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampling
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
-from jaxllama.offload.loading import Placement
-from jaxllama.offload.policy import Policy
 from jaxllama.parallel.mesh import make_mesh
-from jaxllama.parallel.shardings import placing, settle, shard_params
-from jaxllama.quantization.quantize import quantize_params
-from jaxllama.quantization.random_params import random_params
-from jaxllama.quantization.scheme import parse
+from jaxllama.parallel.shardings import leaf_readers, place_params, shard_params
+from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import Tokenizer
+from pallas_kernels.cpu import prepare, unavailable
+from pallas_kernels.dispatch import Reason
+from pallas_kernels.qtensor import QTensor, RowBlocks
+
+if TYPE_CHECKING:
+    from jaxllama.offload.loading import Placement
+    from jaxllama.offload.policy import Policy
 
 
 def load(
@@ -50,6 +59,7 @@ def load(
     mesh: str | Mapping[str, int] | Mesh | None = None,
     deterministic: bool = False,
     random: bool = False,
+    exact: bool = False,
     revision: str | None = None,
     progress: bool = False,
     adapters: Mapping[str, str | Path] | None = None,
@@ -66,6 +76,10 @@ def load(
     random: random weights of the preset's shape and a byte tokenizer, for benchmarks and tests.
         The GLA and hybrid presets have no published weights that we can fetch, so they always
         come that way, with a WeightWarning.
+    exact: float32 products of a quantized file's weights on a CPU, too (GGUF's as floats, which
+        take four to eight times the memory); without it they are products of its own codes with
+        activations of 8 bits.  It changes nothing on GPUs, in 16 bits, or with quantize, policy or
+        mesh.
     revision: branch, tag or commit of a hub id, which may also say it: "org/name@revision".
     progress: a bar on stderr.
     adapters: LoRA adapters by name, PEFT's directories, for ``generate(adapter=)`` and requests;
@@ -88,9 +102,13 @@ def load(
     if random and revision is not None:
         raise JaxLlamaError(f"revision = {revision!r}: random weights have none")
     if quantize is not None:
+        from jaxllama.quantization.scheme import parse
+
         parse(quantize)
     place = None
     if policy is not None:
+        from jaxllama.offload.loading import Placement
+
         place = Placement(policy, dtype, quantize, deterministic)
     grid = None if mesh is None else make_mesh(mesh)
     if grid is not None and policy is not None:
@@ -103,6 +121,8 @@ def load(
         found = read_config(source, random, revision, progress)
         factors = [peft.read(path, found) for path in adapters.values()]
     if random:
+        from jaxllama.quantization.random_params import random_params
+
         cfg, tokenizer = load_config(source), Tokenizer.byte_level()
         scheme = quantize if place is None else place.scheme
         params = random_params(
@@ -111,18 +131,24 @@ def load(
     else:
         path = hub.resolve(source, revision, progress=progress)
         sampling = None if path.suffix == ".gguf" else hf.read_sampling(path)
+        if sampling is None and str(source) in preset_names():
+            said = preset_sampling(source)
+            sampling = Sampling(**said) if said else None
         cfg, params, tokenizer = _from_checkpoint(
-            source, path, dtype, progress, place, grid, quantize, factors[0] if merge else None
-        )
+            source, path, dtype, progress, place, grid, quantize, factors[0] if merge else None,
+            own_codes=not exact and quantize is None,
+        )  # fmt: skip
     if tokenizer is not None:
         tokenizer.check_vocab(cfg.vocab_size)
     if place is not None:
         return dataclasses.replace(place.model(cfg, params, tokenizer), sampling=sampling)
     if quantize is not None and not random:
+        from jaxllama.quantization.quantize import quantize_params
+
         whole = cfg if grid is None else None  # its programs run on one device
         params = quantize_params(params, quantize, cfg=whole, progress=progress)
     if grid is not None:
-        cfg, params = settle(cfg, params, grid)
+        cfg, params = place_params(cfg, params, grid)
     if not adapters or merge:
         return LanguageModel(cfg, params, tokenizer, deterministic, sampling)
     params = lora.attach(cfg, params, factors)
@@ -151,6 +177,7 @@ def _from_checkpoint(
     grid: Mesh | None = None,
     scheme: str | None = None,
     added: peft.Factors | None = None,
+    own_codes: bool = False,
 ) -> tuple[ModelConfig, generation.Params, Tokenizer | None]:
     is_gguf = path.suffix == ".gguf"
     if added is not None and (is_gguf or hf.is_packed(path)):
@@ -158,21 +185,28 @@ def _from_checkpoint(
             f"{source}: merge goes into the floats of a Hugging Face directory, and this has none: "
             "leave merge out, and the adapter stands beside the weights"
         )
+    is_on_cpu = place is None and grid is None and jax.default_backend() == "cpu"
+    own_codes &= is_on_cpu and dtype == jnp.float32 and (is_gguf or hf.is_packed(path))
+    own_codes = own_codes and unavailable() is None
+    here = _in_own_codes if own_codes else lambda _, leaf: jax.device_put(leaf)
     if is_gguf:
-        cfg = gguf.read_config(path)
-        params = gguf.load_params(path, cfg, dtype, progress=progress)
-        params = params if place is None else place.tree(params)
+        with opened(path) as file:
+            cfg = gguf.read_config(file)
+            params = gguf.load_params(
+                file, cfg, dtype, keep_quantized=own_codes, progress=progress,
+                place=here if grid is None and place is None else place,
+            )  # fmt: skip
+            tokenizer = Tokenizer.from_gguf(file)
         params = params if grid is None else shard_params(cfg, params, grid)[1]
-        tokenizer = Tokenizer.from_gguf(path)
     else:
-        if scheme is not None and hf.is_packed(path):  # words are not rounded again
+        if scheme is not None and hf.is_packed(path):  # codes are not rounded again
             raise JaxLlamaError(
                 f"{source}: its weights are already quantized, so quantize={scheme!r} is not for "
                 "it: leave that out, or start from the model in floats"
             )
-        put, stream = place, None
+        put, stream = place or here, None
         if grid is not None:
-            put, stream = placing(hf.read_config(path), grid, dtype)
+            put, stream = leaf_readers(hf.read_config(path), grid, dtype)
         cfg, params = hf.load(
             path, dtype=dtype, progress=progress, place=put, stream=stream, added=added
         )
@@ -180,8 +214,16 @@ def _from_checkpoint(
         tokenizer = Tokenizer.from_file(path / "tokenizer.json") if has_tokenizer else None
     if str(source) in preset_names():
         hf.check_preset(load_config(source), cfg)
-    is_placed = place is not None or grid is not None
-    return cfg, params if is_placed else jax.device_put(params), tokenizer
+    return cfg, params, tokenizer
+
+
+def _in_own_codes(_: Any, leaf: Any) -> Any:
+    """``place`` for one CPU: quantized weights in the layout that its kernels read, one at a time,
+    so that nothing is held twice.  What the kernels have no form for stays as it is."""
+    if isinstance(leaf, RowBlocks):
+        return RowBlocks(tuple(_in_own_codes(_, block) for block in leaf.blocks))
+    found = prepare(leaf) if isinstance(leaf, QTensor) else leaf
+    return jax.block_until_ready(jax.device_put(leaf if isinstance(found, Reason) else found))
 
 
 def float_dtype(dtype: DTypeLike) -> jnp.dtype:

@@ -19,7 +19,7 @@ import jax
 def brief(value: Any) -> str:
     """An array as dtype and shape, alike neighbours of a tuple counted, anything else as its own
     ``repr``."""
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+    if not hasattr(value, "_fields") and isinstance(value, tuple):
         runs = [(text, len(list(run))) for text, run in itertools.groupby(map(brief, value))]
         return f"({', '.join(text if n == 1 else f'{n} x {text}' for text, n in runs)})"
     is_array = hasattr(value, "shape") and hasattr(value, "dtype")

@@ -1,10 +1,12 @@
 """Which implementation an op uses, and ``explain``, which tells.
 
-"xla" is plain jax.numpy and runs anywhere.  "mosaic" is the Pallas Mosaic GPU kernel, or
-NotImplementedError that names the fact that rules it out.  None is the kernel where the operands
-are on Hopper, jax is a version that was tested, and the op has a plan for the call (``Plan``) and
-no reason against it (``Reason``); XLA everywhere else.  Nothing is tried and caught.  A call with
-an operand of size 0 is XLA's under each: there is nothing to launch.
+"xla" is plain jax.numpy and runs anywhere.  "mosaic" is the Pallas Mosaic GPU kernel and "cpu" the
+handler that is generated for this machine's CPU (``pallas_kernels.cpu``), or NotImplementedError
+that names the fact that rules it out.  None is the kernel where the operands are on Hopper, jax is
+a version that was tested, and the op has a plan for the call (``Plan``) and no reason against it
+(``Reason``); the handler where they are on a CPU and the op has a plan for that; XLA everywhere
+else.  Nothing is tried and caught.  A call with an operand of size 0 is XLA's under each: there is
+nothing to launch.
 
 Where the operands are: on the devices of committed arrays and of meshes, else on the default
 device.  Inside ``jax.jit`` without a mesh nothing says where the arguments will be, and the default
@@ -20,12 +22,13 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
 from jax.core import Tracer
 
-Implementation = Literal["xla", "mosaic"]
+Implementation = Literal["xla", "mosaic", "cpu"]
+KERNELS = {"mosaic": "Mosaic kernel", "cpu": "CPU handler"}
 # From the first version on, and below the second.
 TESTED_JAX = (0, 11, 2), (0, 13, 0)
 _SPAN = " <= jax < ".join(".".join(map(str, version)) for version in TESTED_JAX)
@@ -33,18 +36,15 @@ _SPAN = " <= jax < ".join(".".join(map(str, version)) for version in TESTED_JAX)
 
 class Plan(Protocol):
     """How a kernel computes one call: what a planner comes to and its launcher is given.  Hashable;
-    its ``str`` is what ``explain`` prints."""
+    its ``str`` is what ``explain`` prints.  A CPU handler's has an ``implementation``, "cpu"."""
 
-    @property
-    def kernel(self) -> str:
-        """The kernel's name."""
-        ...
+    kernel: ClassVar[str]  # the kernel's name
 
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
     """Why a planner has no plan for a call.  plan: it has one, and the text says what was measured
-    to be faster; a caller who names "mosaic" gets it all the same."""
+    to be faster; a caller who names the implementation gets it all the same."""
 
     text: str
     plan: Plan | None = None
@@ -116,61 +116,85 @@ def _device_of_mesh(mesh: Any) -> Any | None:
 
 
 def wants_kernel(implementation: Implementation | None, *operands: Any) -> bool:
-    """Can ``choose_plan`` come to a kernel?"""
+    """Can ``choose_plan`` come to a Mosaic kernel?"""
     if implementation is None:
         return hopper_reason(*operands) is None
     return implementation == "mosaic"
 
 
+Find = Callable[[], Plan | Reason]
+
+
 def choose_plan(
     op: str,
     implementation: Implementation | None,
-    find: Callable[[], Plan | Reason],
+    find: Find,
     *operands: Any,
     has_xla: bool = True,
+    cpu: Find | None = None,
 ) -> Plan | None:
     """The plan of ``op``'s kernel for a call, or None where its XLA form is to be taken.
 
-    find: asked once, and only where a kernel may run: it may import the kernels, a third of a
-        second and jax's private modules, that XLA does without.
+    find: asked once, and only where a Mosaic kernel may run: it may import the kernels, a third of
+        a second and jax's private modules, that XLA does without.
     has_xla: whether there is a form to fall back on.
-    Raises NotImplementedError naming the fact where "mosaic" was named and there is no plan.
+    cpu: the same of the CPU's handler, for an op that has one.
+    Raises NotImplementedError naming the fact where a kernel was named and there is no plan.
     """
     found: Plan | Reason
-    if implementation not in ("xla", "mosaic", None):
-        raise ValueError(f"{op}: implementation {implementation!r} is not 'xla', 'mosaic' or None")
+    if implementation not in ("xla", "mosaic", "cpu", None):
+        names = "'xla', 'mosaic', 'cpu' or None"
+        raise ValueError(f"{op}: implementation {implementation!r} is not {names}")
+    kind = implementation or _own_kind(cpu, operands)
     if implementation == "xla":
         found = Reason("it was asked for")
     elif has_xla and is_empty(*operands):
         found, implementation = Reason("an operand of size 0"), None
-    elif implementation is None and (reason := hopper_reason(*operands)):
-        found = Reason(reason)
     else:
-        found = find()
-    named = implementation == "mosaic"
+        found = _find(kind, implementation is not None, find, cpu, operands)
+    named = implementation in KERNELS
     reason = found.text if isinstance(found, Reason) else None
     plan = named_plan(found) if named or reason is None else None
     if (recorder := _recorder.get()) is not None:
-        choice = Choice(op, _described(operands), "mosaic" if named or plan else "xla", reason)
+        choice = Choice(op, _described(operands), kind if named or plan else "xla", reason)
         if plan is not None:
             choice.kernel, choice.plan = plan.kernel, str(plan)
         recorder.choices.append(choice)
     if plan is None and named:
-        raise NotImplementedError(f"{op}: no Mosaic kernel for this call: {reason}")
-    if plan is not None and jax.__version_info__ < TESTED_JAX[0]:
+        raise NotImplementedError(f"{op}: no {KERNELS[kind]} for this call: {reason}")
+    if plan is not None and kind == "mosaic" and jax.__version_info__ < TESTED_JAX[0]:
         raise NotImplementedError(f"{plan.kernel}: {untested_jax()}")
     return plan
 
 
-def has_plan(find: Callable[[], Plan | Reason], *operands: Any) -> bool:
+def _own_kind(cpu: Find | None, operands: Any) -> Implementation:
+    """The kernels that there may be where the operands are."""
+    return "cpu" if cpu is not None and device_of(operands).platform == "cpu" else "mosaic"
+
+
+def _find(kind: str, named: bool, find: Find, cpu: Find | None, operands: Any) -> Plan | Reason:
+    if kind == "cpu":
+        return Reason("the op has none") if cpu is None else cpu()
+    if not named and (reason := hopper_reason(*operands)):
+        return Reason(reason)
+    return find()
+
+
+def has_plan(find: Find, *operands: Any, cpu: Find | None = None) -> bool:
     """Would ``choose_plan`` with None come to a kernel?"""
-    if is_empty(*operands) or hopper_reason(*operands) is not None:
+    if is_empty(*operands):
         return False
-    return not isinstance(find(), Reason)
+    found = _find(_own_kind(cpu, operands), False, find, cpu, operands)
+    return not isinstance(found, Reason)
+
+
+def implementation_of(plan: Plan | None) -> Implementation:
+    """Whose plan it is; XLA's where there is none."""
+    return "xla" if plan is None else getattr(plan, "implementation", "mosaic")
 
 
 def named_plan(found: Plan | Reason) -> Plan | None:
-    """What a caller who names "mosaic" gets."""
+    """What a caller who names the implementation gets."""
     return found.plan if isinstance(found, Reason) else found
 
 
@@ -210,7 +234,7 @@ class Choice:
         if self.kernel is not None:
             how = ", ".join(filter(None, (how, self.kernel, self.plan)))
         elif self.reason is not None:
-            how = f"no {how} kernel" if self.implementation == "mosaic" else how
+            how = f"no {how} kernel" if self.implementation != "xla" else how
             how += f" ({self.reason})"
         return f"{self.op} {self.operands}: {how}"
 
@@ -221,6 +245,11 @@ class _Recorder(NamedTuple):
 
 
 _recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar("_", default=None)
+
+
+def is_recording() -> bool:
+    """Is this traced for ``choices``, which is to see every call?"""
+    return _recorder.get() is not None
 
 
 def explain(op: str | Callable[..., Any], *operands: Any, **options: Any) -> str:
@@ -264,7 +293,7 @@ def choices(function: Callable[..., Any], *operands: Any, **options: Any) -> lis
     try:
         jax.eval_shape(call, arrays)
     except NotImplementedError:
-        if not recorder.choices or recorder.choices[-1].implementation != "mosaic":
+        if not recorder.choices or recorder.choices[-1].implementation == "xla":
             raise
     finally:
         _recorder.reset(token)

@@ -9,7 +9,7 @@ if it were not there (the straight-through estimator, arXiv 1308.3432), which wi
     beyond it           dw = 0       dscale = sum dy * q           dzero = sum dy
 
 (LSQ, arXiv 1902.08153; the zero is LSQ+'s offset, 2004.09576).  y is exactly what ``dequantize``
-gives for ``to_qtensor``'s words.  Left out: activations, fp8, gradients of integer zeros.
+gives for ``to_qtensor``'s codes.  Left out: activations, fp8, gradients of integer zeros.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.qtensor import QTensor
 
+_Zero = jax.Array | None
+_Saved = tuple[jax.Array, jax.Array, _Zero]
 RANGES = {"int8": (-127, 127), "int4": (-7, 7)}
 
 
@@ -37,13 +39,13 @@ def fake_quantize(
 
 
 def to_qtensor(w: jax.Array, scale: jax.Array, zero: jax.Array | None, words: str) -> QTensor:
-    """The words, scales and floating zeros that stand for ``fake_quantize``'s result."""
+    """The codes, scales and floating zeros that stand for ``fake_quantize``'s result."""
     _check(w, scale, zero, words)
     _, q, scale = _round(words, w, scale, zero)
     return QTensor(q.reshape(w.shape).astype(words), scale, zero)
 
 
-def _check(w: jax.Array, scale: jax.Array, zero: jax.Array | None, words: str) -> None:
+def _check(w: jax.Array, scale: jax.Array, zero: _Zero, words: str) -> None:
     if words not in RANGES:
         raise ValueError(f"fake_quantize: words {words!r} are not one of {', '.join(RANGES)}")
     rows, width = w.shape
@@ -54,17 +56,19 @@ def _check(w: jax.Array, scale: jax.Array, zero: jax.Array | None, words: str) -
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fake_quantize(words, w, scale, zero):
+def _fake_quantize(words: str, w: jax.Array, scale: jax.Array, zero: _Zero) -> jax.Array:
     return _floats(*_round(words, w, scale, zero)[1:], zero).reshape(w.shape)
 
 
-def _floats(q, scale, zero):
+def _floats(q: jax.Array, scale: jax.Array, zero: _Zero) -> jax.Array:
     y = q * scale[..., None]
     return y if zero is None else y + zero[..., None]
 
 
-def _round(words, w, scale, zero):
-    """(unrounded steps, words as floats, the scale used), in groups ``[N, groups, K / groups]``."""
+def _round(
+    words: str, w: jax.Array, scale: jax.Array, zero: _Zero
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(unrounded steps, codes as floats, the scale used), in groups ``[N, groups, K / groups]``."""
     scale = jnp.maximum(scale, 2.0**-64)
     steps = w.reshape(*scale.shape, -1)
     if zero is not None:
@@ -73,11 +77,11 @@ def _round(words, w, scale, zero):
     return steps, jnp.clip(jnp.round(steps), *map(float, RANGES[words])), scale
 
 
-def _forward(words, w, scale, zero):
+def _forward(words: str, w: jax.Array, scale: jax.Array, zero: _Zero) -> tuple[jax.Array, _Saved]:
     return _fake_quantize(words, w, scale, zero), (w, scale, zero)
 
 
-def _backward(words, saved, dy):
+def _backward(words: str, saved: _Saved, dy: jax.Array) -> tuple[jax.Array, jax.Array, _Zero]:
     w, scale, zero = saved
     steps, q, _ = _round(words, w, scale, zero)
     low, high = RANGES[words]

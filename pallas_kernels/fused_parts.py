@@ -6,6 +6,7 @@ approximate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from jax._src.lib.mlir.dialects import arith
@@ -25,8 +26,21 @@ def packed(values: Sequence[Value], kind: str = "bf16") -> list[Value]:
 
 
 def silu(gate: Value) -> Value:
-    power = p.exp2(arith.mulf(gate, p.cf(-LOG2E)))
+    return _times_logistic(gate, gate)
+
+
+def gelu_tanh(gate: Value) -> Value:
+    """GELU's approximation by tanh (arXiv 1606.08415): (1 + tanh u) / 2 is the logistic of 2 u."""
+    u = arith.mulf(gate, p.fma(arith.mulf(gate, gate), p.cf(0.044715), p.cf(1.0)))
+    return _times_logistic(gate, arith.mulf(u, p.cf(math.sqrt(8 / math.pi))))
+
+
+def _times_logistic(gate: Value, x: Value) -> Value:
+    power = p.exp2(arith.mulf(x, p.cf(-LOG2E)))
     return p.divide(gate, arith.addf(power, p.cf(1.0)))
+
+
+ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
 
 
 def rounded_sum(words: Sequence[Value], addends: Sequence[Value]) -> list[Value]:

@@ -32,11 +32,11 @@ def launch(
     scratch: shared memory: a number of float32, or what ``plgpu.kernel`` takes.
     """
 
-    def emit(ctx, *refs):
+    def emit(ctx: Any, *refs: Any) -> None:
         del ctx
         body(*refs)
 
-    def kernel(*refs):
+    def kernel(*refs: Any) -> None:
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
 
     grid = grid if isinstance(grid, Mapping) else {"block": grid}

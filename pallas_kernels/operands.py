@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.rounding import WORDS
+from pallas_kernels.rounding import CODES
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -38,7 +38,7 @@ def check(op: str, lines: Mapping[str, str], **operands: Any) -> dict[str, Any]:
     for name, line in lines.items():
         dtypes, quantized, axes, optional = _parsed(line)
         x = operands[name]
-        if x is None and optional:
+        if optional and x is None:
             continue
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise ValueError(f"{op}: {name} is a {type(x).__name__}, not an array")
@@ -59,12 +59,12 @@ def check(op: str, lines: Mapping[str, str], **operands: Any) -> dict[str, Any]:
 
 def check_parts(op: str, name: str, x: Any) -> None:
     """ValueError where a QTensor's parts do not fit together."""
-    _check_dtype(op, f"{name}.q", x.q, tuple(WORDS))
+    _check_dtype(op, f"{name}.q", x.q, tuple(CODES))
     _check_dtype(op, f"{name}.scale", x.scale, FLOATS)
     *lead, k = x.shape if x.ndim else (0,)
     groups = x.scale.shape[-1] if x.scale.ndim else 0
     if x.ndim < 1 or x.scale.shape[:-1] != tuple(lead) or groups < 1 or k % groups:
-        raise ValueError(f"{op}: {name}.scale {x.scale.shape} does not fit the words {x.shape} of "
+        raise ValueError(f"{op}: {name}.scale {x.scale.shape} does not fit the codes {x.shape} of "
                          f"{name}: an axis of groups that divides its last one")  # fmt: skip
     if x.zero is not None:
         is_int = jnp.issubdtype(x.zero.dtype, jnp.integer)
@@ -76,7 +76,9 @@ def check_parts(op: str, name: str, x: Any) -> None:
         _check_array(op, f"{name}.input_scale", x.input_scale, ("float32",), ())
 
 
-def _check_array(op: str, name: str, x: Any, dtypes: tuple[str, ...], shape) -> None:
+def _check_array(
+    op: str, name: str, x: Any, dtypes: tuple[str, ...], shape: tuple[int, ...]
+) -> None:
     _check_dtype(op, name, x, dtypes)
     if x.shape != shape:
         raise ValueError(f"{op}: {name} {x.shape} is not {shape}")
@@ -101,7 +103,13 @@ def _parsed(line: str) -> _Line:
     return _Line(FLOATS if dtype == "float" else (dtype,), bool(quantized), names, "?" in mark)
 
 
-def _check_axes(op: str, name: str, shape: tuple[int, ...], axes, sizes) -> None:
+def _check_axes(
+    op: str,
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    sizes: dict[str, tuple[Any, str]],
+) -> None:
     wanted = f"[{', '.join(axes).replace('+', '')}]"
     values: tuple[Any, ...] = shape
     if axes and axes[0] == "...":

@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.brief import short_repr
 from pallas_kernels.operands import FLOATS, check, check_parts
-from pallas_kernels.rounding import WORDS, grid, words
+from pallas_kernels.rounding import CODES, codes, grid
 
 
 @jax.tree_util.register_dataclass
@@ -140,8 +140,8 @@ def quantize(
     """
     check("quantize", {"w": "float [..., K+]"}, w=w)
     name = jnp.dtype(dtype).name
-    if name not in WORDS:
-        raise ValueError(f"quantize: dtype {name!r} is not one of {', '.join(WORDS)}")
+    if name not in CODES:
+        raise ValueError(f"quantize: dtype {name!r} is not one of {', '.join(CODES)}")
     k = w.shape[-1]
     group_size = k if group_size is None else group_size
     if group_size <= 0 or k % group_size:
@@ -152,7 +152,7 @@ def quantize(
     if scale_dtype.name not in FLOATS:
         raise ValueError(f"quantize: scale_dtype {scale_dtype} is not a float")
     scale, zero = grid(w, name, group_size, not symmetric, scale_dtype=scale_dtype)
-    return QTensor(words(w, scale, zero, name), scale, zero)
+    return QTensor(codes(w, scale, zero, name), scale, zero)
 
 
 def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:

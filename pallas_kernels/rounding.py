@@ -1,8 +1,8 @@
-"""Grids and words: a weight's scales first, its words second, so that a method may choose either.
+"""Grids and codes: a weight's scales first, its codes second, so that a method may choose either.
 
-    scale, zero = grid(w, dtype, group, zeros, shrink)      words(w, scale, zero, dtype) -> q
+    scale, zero = grid(w, dtype, group, zeros, shrink)      codes(w, scale, zero, dtype) -> q
 
-``qtensor.quantize`` is ``grid`` with ``shrink`` 1, and ``words``.  A shrink below 1 clips: the grid
+``qtensor.quantize`` is ``grid`` with ``shrink`` 1, and ``codes``.  A shrink below 1 clips: the grid
 covers that share of the group's range, and what lies outside goes to its ends (AWQ's clipping,
 arXiv 2306.00978, OmniQuant's and GPTQ's "mse" search).  A grid with zero points has two ends, which
 may be clipped apart: a pair (low, high).
@@ -17,9 +17,9 @@ from jax.typing import DTypeLike
 # A number, one per group, or a pair of such for the two ends of grids with zero points.
 Shrink = jax.Array | float | tuple[jax.Array, jax.Array]
 
-# Lowest and highest word.  A symmetric scale maps the largest magnitude to the highest, so that +w
+# Lowest and highest code.  A symmetric scale maps the largest magnitude to the highest, so that +w
 # and -w round alike.
-WORDS = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0), "float8_e4m3fn": (-448.0, 448.0)}
+CODES = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0), "float8_e4m3fn": (-448.0, 448.0)}
 
 
 def grid(
@@ -32,29 +32,29 @@ def grid(
 ) -> tuple[jax.Array, jax.Array | None]:
     """(scale, zero or None), each ``[..., K / group_size]``, of ``w[..., K]``."""
     x = w.astype(jnp.float32).reshape(*w.shape[:-1], w.shape[-1] // group_size, group_size)
-    low_word, high_word = WORDS[dtype]
-    if not zeros:
-        return ((jnp.max(jnp.abs(x), axis=-1) * shrink / high_word).astype(scale_dtype)), None
+    low_code, high_code = CODES[dtype]
     below, above = shrink if isinstance(shrink, tuple) else (shrink, shrink)
+    if not zeros:
+        return (jnp.max(jnp.abs(x), axis=-1) * below / high_code).astype(scale_dtype), None
     low = jnp.minimum(jnp.min(x, axis=-1), 0.0) * below
     high = jnp.maximum(jnp.max(x, axis=-1), 0.0) * above
-    scale = ((high - low) / (high_word - low_word)).astype(scale_dtype)
-    zero = jnp.round(-low * reciprocal(scale)) + low_word
-    return scale, jnp.clip(zero, low_word, high_word).astype(jnp.int8)
+    scale = ((high - low) / (high_code - low_code)).astype(scale_dtype)
+    zero = jnp.round(-low * reciprocal(scale)) + low_code
+    return scale, jnp.clip(zero, low_code, high_code).astype(jnp.int8)
 
 
-def words(w: jax.Array, scale: jax.Array, zero: jax.Array | None, dtype: str) -> jax.Array:
+def codes(w: jax.Array, scale: jax.Array, zero: jax.Array | None, dtype: str) -> jax.Array:
     """``w[..., K]`` rounded to nearest on the grid."""
     x = w.astype(jnp.float32).reshape(*scale.shape, w.shape[-1] // scale.shape[-1])
     steps = x * reciprocal(scale)[..., None]
     if zero is not None:
         steps = steps + zero.astype(jnp.float32)[..., None]
-    return to_words(steps, dtype).reshape(w.shape)
+    return to_codes(steps, dtype).reshape(w.shape)
 
 
-def to_words(steps: jax.Array, dtype: str) -> jax.Array:
-    """Multiples of a scale, rounded and clipped to words of ``dtype``."""
-    low, high = WORDS[dtype]
+def to_codes(steps: jax.Array, dtype: str) -> jax.Array:
+    """Multiples of a scale, rounded and clipped to codes of ``dtype``."""
+    low, high = CODES[dtype]
     if dtype != "float8_e4m3fn":
         steps = jnp.round(steps)
     return jnp.clip(steps, low, high).astype(dtype)

@@ -1,4 +1,5 @@
-"""How an op with a Mosaic kernel behaves under jax's transformations: one mechanism for all ops.
+"""How an op with a kernel behaves under jax's transformations: one mechanism for all ops, and for
+both kinds of kernels, Mosaic's on a GPU and the generated handlers on a CPU.
 
 An ``Op`` is a form in plain jax.numpy beside a kernel that computes the same.  ``kernel_p`` is the
 launch of the kernel, ``linear_p`` a derivative:
@@ -6,8 +7,8 @@ launch of the kernel, ``linear_p`` a derivative:
     jit        the kernel, on a single device or inside a ``jax.shard_map`` over all axes.  XLA
                cannot partition a kernel and would gather its operands.  Under a ``jit`` over
                several devices, for another platform and in ``jax.export`` (which has no stable form
-               of a kernel) the XLA form takes its place, or an error where the caller named
-               "mosaic".
+               of a kernel) the XLA form takes its place, or an error where the caller named the
+               kernel.
     jvp, grad  of the XLA form, at any order, or what the op gives as ``backward``.  Only operands
                are kept between the passes; the rest is computed again.  Codes (integers and 8-bit
                floats) have no derivative.
@@ -32,9 +33,10 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.dispatch import Implementation, Plan
+from pallas_kernels.dispatch import KERNELS, Implementation, Plan, implementation_of
 
 Leaves = Sequence[jax.Array]
+Form = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ XLA = Choice("xla")
 
 def chosen(plan: Plan | None, implementation: Implementation | None) -> Choice:
     """Of the plan that ``dispatch.choose_plan`` came to."""
-    return Choice("xla" if plan is None else "mosaic", implementation is not None)
+    return Choice(implementation_of(plan), implementation is not None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,25 +69,27 @@ class Op:
     """
 
     name: str
-    xla: Callable | None
-    kernel: Callable | None = None
-    derivative: Callable | None = None
-    at: Callable | None = None
-    backward: Callable | None = None
-    forward: Callable | None = None
+    xla: Form | None
+    kernel: Form | None = None
+    derivative: Form | None = None
+    at: Form | None = None
+    backward: Form | None = None
+    forward: Form | None = None
 
     def __call__(self, choice: Choice, static: Hashable, *operands: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
-        if choice.implementation == "mosaic" and any(map(_explicitly_sharded, leaves)):
+        if choice.implementation != "xla" and any(map(_explicitly_sharded, leaves)):
             if choice.named or self.xla is None:
-                raise ValueError(self.no_kernel("for operands sharded over explicit axes"))
+                raise ValueError(self.no_kernel(choice, "for operands sharded over explicit axes"))
             choice = XLA
         return _apply(_Call(self, choice, static, tree), *_equally_varying(leaves))
 
-    def no_kernel(self, where: str, instead: str = "call it inside jax.shard_map") -> str:
+    def no_kernel(
+        self, choice: Choice, where: str, instead: str = "call it inside jax.shard_map"
+    ) -> str:
         if self.xla is not None:
             instead += ', or with implementation="xla"'
-        return f"{self.name}: no Mosaic kernel {where}; {instead}"
+        return f"{self.name}: no {KERNELS[choice.implementation]} {where}; {instead}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +99,7 @@ class _Call:
     static: Hashable
     tree: Any  # of the operands
 
-    def run(self, form: Callable, leaves: Leaves) -> Any:
+    def run(self, form: Any, leaves: Leaves) -> Any:
         return form(self.static, *jax.tree.unflatten(self.tree, leaves))
 
 
@@ -176,17 +180,19 @@ def _explicitly_sharded(x: jax.Array) -> bool:
 
 # --- kernel_p: the launch of a kernel ------------------------------------------------------------
 
-kernel_p = Primitive("mosaic_kernel")
+_Dims = Sequence[int | None]  # of the mapped axes
+kernel_p = Primitive("kernel")
+_PLATFORMS = {"mosaic": ("cuda", "a Hopper GPU"), "cpu": ("cpu", "a CPU")}
 kernel_p.multiple_results = True
 
 
 @kernel_p.def_impl
-def _kernel_impl(*args, **params):
+def _kernel_impl(*args: jax.Array, **params: Any) -> Any:
     return jax.jit(functools.partial(kernel_p.bind, **params))(*args)
 
 
 @kernel_p.def_abstract_eval
-def _kernel_types(*args, jaxpr, call):
+def _kernel_types(*args: Any, jaxpr: Any, call: _Call) -> list[Any]:
     like = args[0]  # of the mesh, and varying as all operands do
     return [
         like.update(
@@ -197,10 +203,10 @@ def _kernel_types(*args, jaxpr, call):
     ]  # fmt: skip
 
 
-def _kernel_batching(args, dims, **params):
+def _kernel_batching(args: Leaves, dims: _Dims, **params: Any) -> Any:
     mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
 
-    def one(mapped):
+    def one(mapped: list[jax.Array]) -> Any:
         rest = iter(mapped)
         each = (x if d is None else next(rest) for x, d in zip(args, dims, strict=True))
         return kernel_p.bind(*each, **params)
@@ -209,17 +215,16 @@ def _kernel_batching(args, dims, **params):
     return outs, [0] * len(outs)
 
 
-def _kernel_lowering(ctx, *args, jaxpr, call):
+def _kernel_lowering(ctx: Any, *args: Any, jaxpr: Any, call: _Call) -> Any:
     op, module = call.op, ctx.module_context
-    reason = None
+    platform, device = _PLATFORMS[call.choice.implementation]
+    reason, no_kernel = None, functools.partial(op.no_kernel, call.choice)
     if _partitions(module.axis_context) > 1:
-        reason = op.no_kernel("under a jit over several devices, where XLA would gather operands")
+        reason = no_kernel("under a jit over several devices, where XLA would gather operands")
     elif module.lowering_parameters.for_export:
-        reason = op.no_kernel(
-            "in jax.export, which has no stable form of it", "jit it where it runs"
-        )
-    elif tuple(module.platforms) != ("cuda",) and not call.choice.named:
-        reason = op.no_kernel(f"for {', '.join(module.platforms)}", "run it on a Hopper GPU")
+        reason = no_kernel("in jax.export, which has no stable form of it", "jit it where it runs")
+    elif tuple(module.platforms) != (platform,) and not call.choice.named:
+        reason = no_kernel(f"for {', '.join(module.platforms)}", f"run it on {device}")
     if reason is None:
         plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(plain, *args)
@@ -255,7 +260,7 @@ class _Derivative:
     transposed: bool = False
     smooth: bool = False  # made of jax.numpy alone, for the derivative of a derivative
 
-    def __call__(self, *args):
+    def __call__(self, *args: jax.Array) -> Any:
         op, call, n = self.call.op, self.call, len(self.moves)
         primals, n_kept = args[:n], n + self.saved.num_leaves
         saved, moved = args[n:n_kept], args[n_kept:]
@@ -267,7 +272,7 @@ class _Derivative:
             return [d for d, m in zip(back, self.moves, strict=True) if m]
         moving = [x for x, m in zip(primals, self.moves, strict=True) if m]
 
-        def form(*moving):
+        def form(*moving: jax.Array) -> list[jax.Array]:
             each = iter(moving)
             leaves = [next(each) if m else x for x, m in zip(primals, self.moves, strict=True)]
             outs = jax.tree.leaves(call.run(op.derivative or op.xla, leaves))
@@ -288,33 +293,36 @@ class _Mapped:
     f: _Derivative | _Mapped
     axes: tuple[int | None, ...]
 
-    def __call__(self, *args):
+    def __call__(self, *args: jax.Array) -> Any:
         return jax.vmap(self.f, in_axes=self.axes)(*args)
 
     def smoothed(self) -> _Mapped:
         return dataclasses.replace(self, f=self.f.smoothed())
 
 
+_Linear = _Derivative | _Mapped
 linear_p = Primitive("linear_derivative")
 linear_p.multiple_results = True
 
 
 @linear_p.def_impl
-def _linear_impl(*args, f, **_):
+def _linear_impl(*args: jax.Array, f: _Linear, **_: Any) -> Any:
     return _run(f, *args)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(f, *args):
+def _run(f: _Linear, *args: jax.Array) -> Any:
     return f(*args)
 
 
 @linear_p.def_abstract_eval
-def _linear_types(*args, out_types, **_):
+def _linear_types(*args: Any, out_types: tuple[Any, ...], **_: Any) -> list[Any]:
     return list(out_types)
 
 
-def _linear_jvp(primals, tangents, *, f, n_kept, **params):
+def _linear_jvp(
+    primals: Leaves, tangents: Sequence[Any], *, f: _Linear, n_kept: int, **params: Any
+) -> Any:
     bind = functools.partial(linear_p.bind, f=f, n_kept=n_kept, **params)
     out = bind(*primals)
     moves = [
@@ -323,15 +331,17 @@ def _linear_jvp(primals, tangents, *, f, n_kept, **params):
     if not any(moves[:n_kept]):
         return out, bind(*primals[:n_kept], *map(ad.instantiate_zeros, tangents[n_kept:]))
 
-    def form(*moving):
+    def form(*moving: jax.Array) -> Any:
         each = iter(moving)
         return f.smoothed()(*(next(each) if m else x for x, m in zip(primals, moves, strict=True)))
 
     moving = [(x, t) for x, t, m in zip(primals, tangents, moves, strict=True) if m]
-    return out, jax.jvp(form, *zip(*moving, strict=True))[1]
+    at, along = zip(*moving, strict=True)
+    return out, jax.jvp(form, at, along)[1]
 
 
-def _linear_transpose(d_outs, *args, f, transpose, n_kept, out_types):
+def _linear_transpose(d_outs: Sequence[Any], *args: Any, f: _Linear, transpose: _Linear,
+                      n_kept: int, out_types: tuple[Any, ...]) -> list[Any]:  # fmt: skip
     kept, linear = args[:n_kept], args[n_kept:]
     back = linear_p.bind(
         *kept, *map(ad.instantiate_zeros, d_outs), n_kept=n_kept, f=transpose, transpose=f,
@@ -340,7 +350,8 @@ def _linear_transpose(d_outs, *args, f, transpose, n_kept, out_types):
     return [None] * n_kept + back
 
 
-def _linear_batching(args, dims, *, f, transpose, n_kept, out_types):
+def _linear_batching(args: Leaves, dims: _Dims, *, f: _Linear, transpose: _Linear, n_kept: int,
+                     out_types: tuple[Any, ...]) -> Any:  # fmt: skip
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
     linear = [
@@ -357,7 +368,7 @@ def _linear_batching(args, dims, *, f, transpose, n_kept, out_types):
     return outs, [0] * len(outs)
 
 
-def _mapped_type(t, size: int):
+def _mapped_type(t: Any, size: int) -> Any:
     spec = PartitionSpec(None, *t.sharding.spec)
     return t.update(shape=(size, *t.shape), sharding=t.sharding.update(spec=spec))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 import pytest
@@ -24,8 +25,22 @@ if not os.path.exists("/dev/nvidiactl"):
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+# Half of the suite's time, the longest first, so that no worker ends with one of them.
+LONG = [
+    "model/test_parity", "model/test_model", "parallel/test_parallel", "offload/test_offload",
+    "kernels/test_op_transformations", "cli/test_cli", "test_language_model",
+    "kernels/gla/test_gla", "kernels/matmul/test_quantized_matmul", "training/test_training",
+    "offload/test_offload_bytes", "training/test_training_goals", "model/test_sparse_attention",
+    "checkpoints/test_gguf", "quantization/test_calibration", "test_examples",
+    "kernels/test_op_operands", "quantization/test_quantization",
+]  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu run where Mosaic kernels can, and say why they do not elsewhere."""
+    """Long files first.  Tests marked gpu run where Mosaic kernels can, and say why they do not
+    elsewhere."""
+    places = {Path(__file__).parent / f"{name}.py": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(LONG)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = hopper_reason() if marked else None
     if reason is not None:

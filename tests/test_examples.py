@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import jaxllama as jl
 import jaxllama.examples
 from tests.helpers.http_server import tiny_checkpoint
 from tests.helpers.models import LLAMA
@@ -22,9 +23,9 @@ PRINTS = {
 }
 
 
-# Those whose own default compiles for the best part of a minute, and take another model.
+# By default on small models: SmolLM2 compiles for the best part of a minute.
 TINY = LLAMA.replace(vocab_size=260, d_ff=64)
-ON_A_TINY_MODEL = ("serve_and_call", "quantize")
+ON_A_TINY_MODEL = ("generate", "quantize", "serve_and_call")
 
 
 @pytest.mark.parametrize("name", PRINTS)
@@ -32,16 +33,21 @@ def test_it_runs_and_prints(name, capfd, monkeypatch, tmp_path):
     words = [name]
     if name in ON_A_TINY_MODEL:
         words.append(str(tiny_checkpoint(tmp_path, TINY) / "tiny"))
+        load = jl.load
+        monkeypatch.setattr(jl, "load", lambda source, **options: load(words[-1], **options))
+    monkeypatch.setattr(jl, "load_config", lambda preset: LLAMA.replace(vocab_size=49152))
     monkeypatch.setattr(sys, "argv", words)
     runpy.run_module(f"jaxllama.examples.{name}", run_name="__main__")
-    assert PRINTS[name] in capfd.readouterr().out
+    # Random weights know no capital, and do not stop.
+    assert ("length" if name == "generate" else PRINTS[name]) in capfd.readouterr().out
 
 
 @pytest.mark.slow
-def test_quantize_on_its_own_model(capfd, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["quantize"])
-    runpy.run_module("jaxllama.examples.quantize", run_name="__main__")
-    assert PRINTS["quantize"] in capfd.readouterr().out
+@pytest.mark.parametrize("name", ["generate", "pure_functions", "quantize"])
+def test_it_runs_on_its_own_model(name, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [name])
+    runpy.run_module(f"jaxllama.examples.{name}", run_name="__main__")
+    assert PRINTS[name] in capfd.readouterr().out
 
 
 def test_none_is_forgotten():

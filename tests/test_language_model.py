@@ -314,7 +314,7 @@ def test_unknown_scheme_is_named():
         jl.quantize_params({}, "w3a16")
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "w8a8", "gla"])
+@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("w8a8", marks=pytest.mark.slow), "gla"])
 def test_deterministic_rows_have_the_same_bits_in_every_batch(kind):
     """Bitwise, at five batch sizes and in every slot, among neighbours that need other room."""
     cfg = FAMILIES["gla" if kind == "gla" else "gqa"].replace(vocab_size=256, max_position=600)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -31,6 +32,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load
 from jaxllama.model.attention import has_cudnn
 from jaxllama.model.cache import init_cache
+from pallas_kernels.cpu import CpuWeight, jit, unavailable
 from pallas_kernels.dispatch import Choice, choices
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.matmul.op import quantized_matmul
@@ -61,6 +63,7 @@ def examine(model: str | None = None, **source: Any) -> dict[str, Any]:
             "all": _folder(hub.cache_dir()),
             "compiled": _folder(jax.config.jax_compilation_cache_dir),
         },
+        "cpu_handlers": _cpu_handlers(),
         "presets": preset_names(),
         "ops": [_op(*row) for row in _typical_calls()]
         + [_prefill_attention(512, 32, 128, default_dtype())],
@@ -68,6 +71,12 @@ def examine(model: str | None = None, **source: Any) -> dict[str, Any]:
     if model is not None:
         report["model"] = _model(model, source)
     return report
+
+
+def _cpu_handlers() -> str:
+    """Their instructions, or why they do not run."""
+    reason = unavailable()
+    return jit.host().name if reason is None else f"none: {reason.text}"
 
 
 def _version(package: str) -> str | None:
@@ -180,7 +189,8 @@ def _prefill_attention(tokens: int, heads: int, head_dim: int, dtype: Any) -> di
 def _model(name: str, source: dict[str, Any]) -> dict[str, Any]:
     lm = load(name, progress=True, **source)
     by_dtype: dict[str, int] = {}
-    leaves = jax.tree.leaves(lm.params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    kinds = QTensor | CpuWeight
+    leaves = jax.tree.leaves(lm.params, is_leaf=lambda leaf: isinstance(leaf, kinds))
     for leaf in leaves:
         key = str(leaf.dtype)
         by_dtype[key] = by_dtype.get(key, 0) + leaf.nbytes
@@ -188,8 +198,7 @@ def _model(name: str, source: dict[str, Any]) -> dict[str, Any]:
         "name": lm.config.name,
         "layers": lm.config.n_layers,
         "context": lm.config.max_position,
-        "parameters": sum(leaf.q.size if isinstance(leaf, QTensor) else leaf.size
-                          for leaf in leaves),
+        "parameters": sum(math.prod(leaf.shape) for leaf in leaves),
         "activations": lm.dtype.name,
         "bytes_by_dtype": by_dtype,
         "buffers": buffers(lm.params),
@@ -210,6 +219,7 @@ def table(report: dict[str, Any]) -> str:
         f"packages  {versions}",
         f"backend   {report['backend']}, default dtype {report['default_dtype']}",
     ]
+    lines.append(f"handlers  {report['cpu_handlers']}")
     for device in report["devices"]:
         limit = device["memory_bytes"]
         memory = "" if limit is None else f", {limit / 2**30:.1f} GiB for jax"

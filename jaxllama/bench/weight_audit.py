@@ -22,6 +22,7 @@ from jaxllama import generation
 from jaxllama.bench.hlo import stored_results
 from jaxllama.config import ModelConfig
 from jaxllama.model.cache import init_cache
+from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.qtensor import QTensor
 
 _CAPACITY = 128  # tokens of the cache in the program that is read
@@ -56,15 +57,16 @@ def decode_program(cfg: ModelConfig, params: Any) -> dict[str, Any]:
     compiled = generation.decode_step.lower(cfg, params, tokens, cache).compile()
     stats = compiled.memory_analysis()
     results = stored_results(compiled.as_text() or "")
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
-    codes = {leaf.q.size for leaf in leaves if isinstance(leaf, QTensor)}
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor | CpuWeight))
+    leaves = [leaf for leaf in leaves if isinstance(leaf, QTensor | CpuWeight)]
+    codes = {math.prod(leaf.shape) for leaf in leaves}
     floats = [row for row in results if row["type"] in ("f16", "bf16", "f32", "f64")]
     copies = [row for row in floats if math.prod(row["shape"]) in codes]
     largest = max(floats, key=_size, default=None)
     return {
         "backend": jax.default_backend(),
         "temporary_bytes": None if stats is None else stats.temp_size_in_bytes,
-        "quantized_weights": sum(isinstance(leaf, QTensor) for leaf in leaves),
+        "quantized_weights": len(leaves),
         "largest_weight_as_floats": max(codes, default=0) * dtype.itemsize,
         "largest_temporary": None if largest is None else _named(largest),
         "copies": [_named(row) for row in copies],

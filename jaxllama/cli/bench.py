@@ -40,6 +40,7 @@ def options(sub: Parser) -> None:
     common.hosts_options(sub)
     common.json_option(sub)
     common.model_options(sub)
+    common.exact_option(sub)
     common.cache_options(sub)
     sub.inner = "what"
     what = sub.add_subparsers(dest=sub.inner, metavar="[serve]", title="instead of a model")

@@ -39,6 +39,7 @@ def options(sub: Parser) -> None:
     sub.add_argument("--system", metavar="TEXT", help="the system message")
     common.mesh_option(sub)
     common.model_options(sub)
+    common.exact_option(sub)
     common.adapter_options(sub)
     common.policy_option(sub)
     common.cache_options(sub)
@@ -80,7 +81,7 @@ def converse(
     messages = list(opening)
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # some Pythons are built without
-            import readline  # noqa: F401 - input() edits lines and has a history where it is
+            import readline  # noqa: F401 # pyright: ignore[reportUnusedImport] - input() edits lines and has a history where it is
     elif isinstance(sys.stdin, io.TextIOWrapper):
         # A byte that is no text is then its line's fault, whatever PYTHONIOENCODING says.
         sys.stdin.reconfigure(errors="surrogateescape")

@@ -74,6 +74,12 @@ def model_options(sub: Parser) -> None:
     )  # fmt: skip
 
 
+def exact_option(sub: Parser) -> None:
+    sub.add_argument("--exact", action="store_true",
+                     help="a quantized file on a CPU: float32 products, where otherwise its own "
+                          "codes are multiplied with activations of 8 bits")  # fmt: skip
+
+
 @refusing
 def parse_adapter(text: str) -> tuple[str, str]:
     name, equals, folder = text.partition("=")
@@ -119,8 +125,8 @@ def load(args: argparse.Namespace) -> LanguageModel:
     added = adapters(args)
     join(args)
     lm = load(
-        args.model, args.dtype, args.quantize, policy=placed, mesh=mesh(args), progress=True,
-        **source(args), **added,
+        args.model, args.dtype, args.quantize, policy=placed, mesh=mesh(args), exact=args.exact,
+        progress=True, **source(args), **added,
     )  # fmt: skip
     if "attention" not in lm.config.layer_types:
         for flag in ("kv_dtype", "attn_sparsity"):

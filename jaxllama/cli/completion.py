@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
 def _mark_paths(parser: argparse.ArgumentParser, file: object, folder: object) -> None:
     """Tell shtab by their domains which words are paths."""
     for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
+        if isinstance(action, argparse._SubParsersAction):  # pyright: ignore[reportPrivateUsage]
             for sub in action.choices.values():
                 _mark_paths(sub, file, folder)
         elif action.type in _FOLDERS:

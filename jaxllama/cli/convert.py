@@ -19,7 +19,7 @@ def options(sub: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     from jaxllama.loading import load
 
-    lm = load(args.model, args.dtype, progress=True, **common.source(args))
+    lm = load(args.model, args.dtype, exact=True, progress=True, **common.source(args))
     files = sorted(lm.save(args.out, progress=True).iterdir())
     report = {
         "model": args.model,

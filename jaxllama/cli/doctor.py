@@ -14,14 +14,16 @@ HELP = "Versions, devices, and which implementation each op uses, a --model's by
 
 def options(sub: Parser) -> None:
     common.source_options(sub, default=None)
+    common.exact_option(sub)
     common.json_option(sub)
 
 
 def run(args: argparse.Namespace) -> None:
     from jaxllama.bench import doctor
 
-    if args.model is None and (args.random or args.revision):
-        raise JaxLlamaError(f"{'--random' if args.random else '--revision'} needs --model")
+    for flag in ("random", "revision", "exact"):
+        if args.model is None and getattr(args, flag):
+            raise JaxLlamaError(f"--{flag} needs --model")
     with working("examining"):
-        report = doctor.examine(args.model, **common.source(args))
+        report = doctor.examine(args.model, exact=args.exact, **common.source(args))
     common.show(args, report, doctor.table)

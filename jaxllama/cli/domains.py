@@ -29,7 +29,9 @@ class Parser(argparse.ArgumentParser):
 
     inner: str | None = None  # where the word of a command inside this one is kept
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - it is overloaded
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
         """Also refuses options before the inner command's word: they would have no effect."""
         parsed, rest = super().parse_known_args(args, namespace)
         word = None if self.inner is None else getattr(parsed, self.inner)

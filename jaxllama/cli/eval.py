@@ -18,12 +18,13 @@ def options(sub: Parser) -> None:
     sub.add_argument("--stride", type=COUNT, metavar="N",
                      help="tokens from window to window (default window - 1)")  # fmt: skip
     sub.add_argument("--reference", type=filled, metavar="NAME",
-                     help="a model to compare with: adds kl and top1")  # fmt: skip
+                     help="a model to compare with, exact: adds kl and top1")  # fmt: skip
     sub.add_argument("--kv-dtype", choices=common.KV_DTYPES,
                      help="score through a cache of this dtype")  # fmt: skip
     common.hosts_options(sub)
     common.json_option(sub)
     common.model_options(sub)
+    common.exact_option(sub)
     common.policy_option(sub)
 
 
@@ -37,7 +38,8 @@ def run(args: argparse.Namespace) -> None:
     if args.reference is not None:
         from jaxllama.loading import load
 
-        reference = load(args.reference, args.dtype, mesh=common.mesh(args), progress=True)
+        mesh = common.mesh(args)
+        reference = load(args.reference, args.dtype, mesh=mesh, exact=True, progress=True)
     report = perplexity(
         lm, text, args.window, args.stride, reference=reference, kv_dtype=common.kv_dtype(args),
         progress=True,

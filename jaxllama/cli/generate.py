@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxllama.cli import chat, common
 from jaxllama.cli.domains import Parser, filled, text_input
+from jaxllama.config import preset_names
 from jaxllama.errors import JaxLlamaError
 from jaxllama.progress import working
 
@@ -37,6 +38,7 @@ def options(sub: Parser) -> None:
     common.hosts_options(sub)
     common.json_option(sub)
     common.model_options(sub)
+    common.exact_option(sub)
     common.adapter_options(sub)
     common.policy_option(sub)
     common.cache_options(sub)
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         raise JaxLlamaError(f"--stream shows one prompt, and there are {len(prompts)}")
     sampling = common.sampling(args)
     lm = common.load(args)
-    own = lm.sampling
+    own = None if args.model in preset_names() else lm.sampling  # what a file says may surprise
     if own is not None and own.temperature > 0 and args.temperature is None:
         print(f"sampling: greedy; chat and serve take the model's own: {own}", file=sys.stderr)
     rows = [_row(lm, prompt, args.chat) for prompt in prompts]

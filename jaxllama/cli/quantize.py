@@ -54,6 +54,6 @@ def run(args: argparse.Namespace) -> None:
     )  # fmt: skip
     cfg = read_config(args.model, **common.source(args))
     checkpoint.check(cfg, request, args.dtype or default_dtype())
-    lm = load(args.model, args.dtype, progress=True, **common.source(args))
+    lm = load(args.model, args.dtype, exact=True, progress=True, **common.source(args))
     report = checkpoint.quantize_checkpoint(lm, request, progress=True)
     common.show(args, {"model": args.model, **report}, checkpoint.table)

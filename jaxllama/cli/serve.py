@@ -70,6 +70,7 @@ def options(sub: Parser) -> None:
     sub.add_argument("--policy", type=common.parse_policy, help=argparse.SUPPRESS)
     common.mesh_option(sub)
     common.model_options(sub)
+    common.exact_option(sub)
     common.adapter_options(sub, '; clients choose it as "model:NAME"; may be repeated')
     common.cache_options(sub)
 

@@ -3,6 +3,8 @@
 Config, parameters and cache are arguments; the cache is donated, and a new one comes out.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -25,7 +27,7 @@ for _ in range(3):
 
 
 # Differentiable like any function: the loss of every next token of the first row.
-def loss(params: dict) -> jax.Array:
+def loss(params: dict[str, Any]) -> jax.Array:
     every = jax.nn.log_softmax(jl.logits(cfg, params, tokens[:1], lengths[:1]))  # [1, T, V]
     return -jnp.take_along_axis(every[:, :-1], tokens[:1, 1:, None], axis=-1).mean()
 

@@ -9,7 +9,7 @@ import jaxllama as jl
 from pallas_kernels import dequantize
 from pallas_kernels.qtensor import tree_bytes
 
-lm = jl.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m", dtype="float32")
+lm = jl.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m", exact=True)
 
 # One layer under several schemes, rounded to nearest.  Mixtures are by path.
 layer = {"layer_0": lm.params["layer_0"]}

@@ -290,7 +290,7 @@ def _model(
     if not is_random(experiment, settings):
         path = experiment.find(settings.model)
         source = path if path.exists() else settings.model
-        return load(source, settings.dtype, scheme, policy=policy)
+        return load(source, settings.dtype, scheme, policy=policy, exact=True)
     enable_compilation_cache()
     cfg = model_config(experiment, settings)
     if cfg is None:

@@ -53,7 +53,12 @@ from pallas_kernels.attention.blockwise import (
 )
 from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.rope_attention import rope_and_attend
-from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write, to_cache_basis
+from pallas_kernels.attention.rope_cache import (
+    from_cache_basis,
+    norm_heads,
+    rope_and_write,
+    to_cache_basis,
+)
 from pallas_kernels.qtensor import QTensor, dequantize
 
 QUERY_BLOCK = 512
@@ -92,32 +97,23 @@ def mix(
     """Multi-head attention with rotary positions: ``qkv [B, T, (N + 2K) H]`` -> (heads
     ``[B, T, N H]``, cache)."""
     batch, n_new, _ = qkv.shape
-    qkv = split_heads(cfg, p, qkv)
-    one = cache is not None and n_new == 1
-    out, cache = (_decode if one else _extend)(cfg, qkv, cache, at)
+    if cache is not None and n_new == 1:
+        out, cache = _decode(cfg, p, qkv, cache, at)
+    else:
+        out, cache = _extend(cfg, split_heads(cfg, p, qkv), cache, at)
     return out.reshape(batch, n_new, -1), cache
 
 
 def split_heads(cfg: ModelConfig, p: Params, qkv: jax.Array) -> jax.Array:
     """``qkv [..., (N + 2K) H]`` -> ``[..., N + 2K, H]``, with the norms of q and k."""
     heads = qkv.reshape(*qkv.shape[:-1], -1, cfg.head_dim)
-    return heads if cfg.qk_norm == "none" else _norm_heads(cfg, p, heads)
+    if cfg.qk_norm == "none":
+        return heads
+    return norm_heads(heads, cfg.n_kv_heads, _norms(p), cfg.norm_eps, cfg.qk_norm == "full")
 
 
-def _norm_heads(cfg: ModelConfig, p: Params, heads: jax.Array) -> jax.Array:
-    """RMSNorm of q and k among ``heads [..., N + 2K, H]``, one expression for all heads, which XLA
-    makes one kernel."""
-    n, n_kv, x = cfg.n_heads, cfg.n_kv_heads, heads.astype(jnp.float32)
-    index = jnp.arange(n + 2 * n_kv, dtype=jnp.int32)[:, None]
-    mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    q, k = (p[name]["weight"].astype(jnp.float32) for name in ("q_norm", "k_norm"))
-    if cfg.qk_norm == "full":
-        q, k = (w.reshape(-1, cfg.head_dim) for w in (q, k))
-        q, k = jnp.pad(q, ((0, 2 * n_kv), (0, 0))), jnp.pad(k, ((n, n_kv), (0, 0)))
-        parts = mean[..., :n, :], mean[..., n : n + n_kv, :]
-        mean = jnp.where(index < n, *(jnp.mean(m, axis=-2, keepdims=True) for m in parts))
-    y = x * lax.rsqrt(mean + cfg.norm_eps) * jnp.where(index < n, q, k)
-    return jnp.where(index < n + n_kv, y, x).astype(heads.dtype)
+def _norms(p: Params) -> tuple[jax.Array, jax.Array]:
+    return p["q_norm"]["weight"], p["k_norm"]["weight"]
 
 
 def _extend(
@@ -157,12 +153,23 @@ def _extend(
     return _mixed(cfg, dense, q, cache, at), cache
 
 
-def _decode(cfg: ModelConfig, qkv: jax.Array, cache: KVCache, at: At) -> tuple[jax.Array, KVCache]:
-    """One token per row: ``qkv [B, 1, N + 2K, H]`` -> (heads ``[B, N, H]``, cache)."""
+def _decode(
+    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: At
+) -> tuple[jax.Array, KVCache]:
+    """One token per row: ``qkv [B, 1, (N + 2K) H]`` -> (heads ``[B, N, H]``, cache)."""
     assert at.rope is not None
     window, position, table = cfg.sliding_window, at.positions[:, 0], at.table
     slots = jnp.where(at.lengths > 0, position, at.capacity(cache))
-    new = (qkv[:, 0], *(table[:, 0] for table in at.rope.of(cfg.rope)), cache.k, cache.v, slots)
+    where = (*(turns[:, 0] for turns in at.rope.of(cfg.rope)), cache.k, cache.v, slots)
+    if cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0):
+        if cfg.qk_norm == "head":
+            heads, norm = qkv.reshape(*qkv.shape[:2], -1, cfg.head_dim), (*_norms(p), cfg.norm_eps)
+        else:
+            heads, norm = split_heads(cfg, p, qkv), None
+        # A row without a new token sees nothing and gives zeros.
+        out, *kv = rope_and_attend(heads[:, 0], *where, norm=norm, window=window, table=table)
+        return out, KVCache(*kv)
+    new = split_heads(cfg, p, qkv)[:, 0], *where
     if cfg.attn_softcap is not None:  # no kernel caps scores
         q, *kv = rope_and_write(*new, table=table)
         last = jnp.where(at.lengths > 0, position, -1)[:, None]
@@ -170,10 +177,6 @@ def _decode(cfg: ModelConfig, qkv: jax.Array, cache: KVCache, at: At) -> tuple[j
             q[:, None], *kv, last, window=window, softcap=cfg.attn_softcap, table=table
         )
         return from_cache_basis(cache.v, out[:, 0]), KVCache(*kv)
-    if at.sparse is False or cfg.attn_sparsity == 1.0:
-        # A row without a new token sees nothing and gives zeros.
-        out, *kv = rope_and_attend(*new, table=table, window=window)
-        return out, KVCache(*kv)
     q, *kv = rope_and_write(*new, table=table)
     cache = KVCache(*kv)
 

@@ -181,7 +181,8 @@ def cache_specs(cache: Cache, rows: str | None) -> Cache:
         return dataclasses.replace(layer, state=state, conv=conv)
 
     table = None if cache.table is None else row
-    return Cache(tuple(map(one, cache.layers)), row, table)
+    specs: Any = row, table  # where a cache has arrays
+    return Cache(tuple(map(one, cache.layers)), *specs)
 
 
 def cache_shardings(cache: Cache, mesh: Mesh | AbstractMesh) -> Cache:

@@ -8,13 +8,14 @@
 Where norms stand, which they are, and whether the two sublayers read the same stream is the
 config's; what a layer has no norm for its parameters lack.
 
-Pure functions of the parameter tree that ``Decoder`` declares; those that users call are in
+Pure functions of the parameter tree that ``model.module`` declares; those that users call are in
 ``generation``.  ``walk`` is the only way over the layers and ``block`` the only layer: training,
 distillation, calibration and offloading call them too.  For parameters on a mesh, ``forward`` and
 ``logits`` run over it (``model.sharded``).
 
 In a decode step of few rows on Hopper a Llama layer is five kernels, one for each line of
-``mix_half`` and ``feed_half`` that calls something, and so is a GLA layer.
+``mix_half`` and ``feed_half`` that calls something, and so is a GLA layer; norms behind the
+sublayers (Gemma) are one more each.
 
 Sources: Llama (arXiv 2302.13971), GLA (2312.06635).
 """
@@ -25,7 +26,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -37,11 +37,12 @@ from jaxllama.model.attention import At
 from jaxllama.model.cache import Cache, GLAState, KVCache, cache_specs
 from jaxllama.model.linear import Params, Stream
 from jaxllama.model.lora import chosen
-from jaxllama.model.params import Param, check, nested, param_table
+from jaxllama.model.params import check
 from jaxllama.model.rope import Ropes, rope_tables
 from jaxllama.model.sharded import over_mesh
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import traced_mesh
+from pallas_kernels.dispatch import is_recording
 
 LayerState = KVCache | GLAState | None
 
@@ -126,6 +127,26 @@ def walk(
         stream, state = each(*layer_config(cfg, index), layer, stream, state, at)
         new.append(state)
     return stream, tuple(new)
+
+
+def block_once(
+    cfg: ModelConfig, kind: str, p: Params, stream: Stream, state: LayerState, at: At
+) -> tuple[Stream, LayerState]:
+    """``block``, traced and lowered once for all layers that are alike; the compiler inlines it.
+    Where the choices of ops are recorded every layer makes its own."""
+    if is_recording():
+        return block(cfg, kind, p, stream, state, at)
+    fixed = at.sparse if isinstance(at.sparse, bool) else None
+    rest = at if fixed is None else at._replace(sparse=None)
+    return _block_once(cfg, kind, p, stream, state, rest, fixed)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 6))
+def _block_once(
+    cfg: ModelConfig, kind: str, p: Params, stream: Stream, state: LayerState, at: At,
+    sparse: bool | None,
+) -> tuple[Stream, LayerState]:  # fmt: skip
+    return block(cfg, kind, p, stream, state, at if sparse is None else at._replace(sparse=sparse))
 
 
 # What is around the layers
@@ -219,7 +240,8 @@ def forward(
     positions, rope = positions_of(cfg, start, total, tokens.shape[1])
     at = At(positions, lengths, rope, sparse, None if cache is None else cache.table, fresh)
     stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
-    stream, states = walk(cfg, params, stream, None if cache is None else cache.layers, at)
+    states = None if cache is None else cache.layers
+    stream, states = walk(cfg, params, stream, states, at, block_once)
     x = final_norm(cfg, params, stream)
     return x, None if cache is None else Cache(states, start + lengths, cache.table)
 
@@ -236,53 +258,3 @@ def logits(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     scores = linear.linear(x, head(params)).astype(jnp.float32)
     cap = cfg.logit_softcap
     return scores if cap is None else cap * jnp.tanh(scores / cap)
-
-
-class Parameters(nn.Module):
-    """Declares the parameters below one name and hands them out as a nested dict, whatever they are
-    stored as: linen's own shape check knows no QTensor, so it is ``check``'s."""
-
-    table: Any  # nested: {name: Param or the same again}
-
-    @nn.compact
-    def __call__(self) -> dict[str, Any]:
-        found = {}
-        for name, node in self.table.items():
-            if not isinstance(node, Param):
-                found[name] = Parameters(node, name=name)()
-            elif self.has_variable("params", name):
-                found[name] = self.get_variable("params", name)
-            else:
-                found[name] = self.param(name, _initializer(node), node.shape, jnp.float32)
-        return found
-
-
-def _initializer(param: Param) -> nn.initializers.Initializer:
-    if param.std:
-        return nn.initializers.normal(param.std)
-    return nn.initializers.constant(param.mean)
-
-
-class Decoder(nn.Module):
-    """Declares the parameters; ``__call__`` is ``forward`` and ``logits`` ``logits`` of them.
-
-    ``Decoder(cfg).init(key, method="tree")`` draws them, in float32.
-    """
-
-    cfg: ModelConfig
-
-    def setup(self) -> None:
-        cfg = self.cfg.with_head_of(self.variables.get("params", {}))
-        self.names = tuple(nested(param_table(cfg)))
-        for name, table in nested(param_table(cfg)).items():
-            setattr(self, name, Parameters(table))
-
-    def tree(self) -> dict[str, Any]:
-        """All parameters."""
-        return {name: getattr(self, name)() for name in self.names}
-
-    def __call__(self, *args: Any, **options: Any) -> tuple[jax.Array, Cache | None]:
-        return forward(self.cfg, self.tree(), *args, **options)
-
-    def logits(self, x: jax.Array) -> jax.Array:
-        return logits(self.cfg, self.tree(), x)

@@ -5,8 +5,8 @@
 
 A norm stands before a product and a residual behind one, so these are the places where kernels
 join what belongs together: in a decode step on Hopper each is one kernel, with the quantization of
-its input, SwiGLU, bias and the sum over devices inside where a kernel has them.  LayerNorm, a norm
-behind a product and activations other than SiLU are steps of their own.
+its input, a gated activation, bias and the sum over devices inside where a kernel has them.
+LayerNorm, a norm behind a product and the exact GELU are steps of their own.
 ``linear`` is a product alone, ``norm`` a norm alone.
 
 The stream is a pair (x, pending): where the product that makes the last term cannot add it in its
@@ -14,8 +14,9 @@ own kernel, the next norm does, or the product behind that norm.  A sum over dev
 float32 and rounded where it is added.
 
 Parameters are the dictionaries of the parameter tree, {"weight": ..., "bias": ...}.  A weight is an
-array, a QTensor or RowBlocks, ``[out, in]`` as checkpoints store it; no caller looks which.  Where
-rows have LoRA adapters ("lora", ``model.lora``) it reads floats, and does one step after the other.
+array, a QTensor, RowBlocks or a CpuWeight, ``[out, in]``; no caller looks which.  Where rows have
+LoRA adapters ("lora", ``model.lora``) a quantized input comes with its inner products
+(``Adapted``), and a product of floats does one step after the other.
 Activations keep the dtype they come in; every sum is accumulated in float32.
 """
 
@@ -32,16 +33,29 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig
 from jaxllama.model.lora import Lora
 from jaxllama.parallel.collectives import is_split, lookup_rows, row_parallel_matmul
+from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.matmul.blocks import Columns, blocks_matmul
 from pallas_kernels.matmul.blocks import fusible as all_fusible
 from pallas_kernels.matmul.op import fusible, quantized_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
+from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.rows.swiglu import swiglu
+from pallas_kernels.rows.swiglu import gate, swiglu
 
-Weight = jax.Array | QTensor | RowBlocks
+Weight = jax.Array | QTensor | RowBlocks | CpuWeight
 Params = Mapping[str, Any]
+
+
+class Adapted(NamedTuple):
+    """What a quantized product with adapters reads: codes, and the inner products of the floats
+    that they were made of with each row's first factors."""
+
+    codes: QTensor
+    inner: jax.Array
+
+
+Input = jax.Array | QTensor | Adapted
 
 
 class Stream(NamedTuple):
@@ -86,23 +100,19 @@ def norm_linear(
     codes, dtype = input_codes(linear), stream.x.dtype
     inner = _is_inner(into, cfg)
     if scale is None or cfg.norm != "rms" or _lora(linear) is not None:
-        normed, stream = norm(stream, scale, cfg, codes)
+        normed, stream = norm(stream, scale, cfg, codes, _lora(linear))
         return product(normed, linear, dtype, cfg, into=into), stream
     gamma = scale["weight"], cfg.norm_eps
-    if (
-        codes is None
-        and stream.awaits_rounding
-        and fusible(stream.x, weight, norm=gamma, pending=stream.pending)
-    ):
-        y, x = quantized_matmul(
-            stream.x, weight, bias=bias, out_dtype=dtype, norm=gamma, swiglu=inner,
-            pending=stream.pending,
-        )  # fmt: skip
-        return _gated(y, into, cfg), Stream(x)
+    around = {"bias": bias, "out_dtype": dtype, "norm": gamma}
+    around |= {"swiglu": True, "activation": cfg.activation} if inner else {}
+    if codes is None and stream.pending is not None:
+        pending = {"pending": stream.pending}
+        if fusible(stream.x, weight, norm=gamma, **pending):
+            y, x = quantized_matmul(stream.x, weight, **around, **pending)
+            return _gated(y, into, cfg), Stream(x)
     stream = _rounded(stream)
     if codes is None and stream.pending is None and fusible(stream.x, weight, norm=gamma):
-        y = quantized_matmul(stream.x, weight, bias=bias, out_dtype=dtype, norm=gamma, swiglu=inner)
-        return _gated(y, into, cfg), stream
+        return _gated(quantized_matmul(stream.x, weight, **around), into, cfg), stream
     normed, stream = norm(stream, scale, cfg, codes)
     return product(normed, linear, dtype, cfg, into=into), stream
 
@@ -121,7 +131,7 @@ def _norm_linears(
 
 
 def linear_add(
-    x: jax.Array | QTensor,
+    x: Input,
     linear: Params,
     stream: Stream,
     cfg: ModelConfig,
@@ -178,18 +188,37 @@ class Observer:
 
 
 def norm(
-    stream: Stream, scale: Params | None, cfg: ModelConfig, codes: str | None = None
-) -> tuple[jax.Array | QTensor, Stream]:
-    """(the norm of the stream, the stream added up); codes: the dtype to quantize it to."""
+    stream: Stream,
+    scale: Params | None,
+    cfg: ModelConfig,
+    codes: str | None = None,
+    lora: Lora | None = None,
+) -> tuple[Input, Stream]:
+    """(the norm of the stream, the stream added up); codes: the dtype to quantize it to, lora: of
+    the layer that reads the codes."""
     if scale is None or cfg.norm == "layer":
         x = stream.total
         y = x if scale is None else _layer_norm(x, scale, cfg.norm_eps)
-        return y if codes is None else quantize_tokens(y, codes), Stream(x)
-    stream, weight = _rounded(stream), scale["weight"]
-    if stream.pending is None:
-        return rms_norm(stream.x, weight, cfg.norm_eps, quantize=codes), stream
-    normed, x = rms_norm(stream.pending, weight, cfg.norm_eps, residual=stream.x, quantize=codes)
-    return normed, Stream(x)
+        return _quantized(y, codes, lora), Stream(x)
+    stream, weight, eps = _rounded(stream), scale["weight"], cfg.norm_eps
+    x, residual = (stream.x, None) if stream.pending is None else (stream.pending, stream.x)
+    if codes is None or lora is None:
+        normed = rms_norm(x, weight, eps, residual=residual, quantize=codes)
+        normed, *total = (normed,) if residual is None else normed
+    else:
+        of = lora.a, lora.of(x), codes
+        q, inner, *total = quantize_adapted(x, *of, norm=(weight, eps), residual=residual)
+        normed = Adapted(q, inner)
+    return normed, Stream(*total) if total else stream
+
+
+def _quantized(x: jax.Array, codes: str | None, lora: Lora | None = None) -> Input:
+    """For a layer that wants ``codes`` and has ``lora``."""
+    if codes is None:
+        return x
+    if lora is None:
+        return quantize_tokens(x, codes)
+    return Adapted(*quantize_adapted(x, lora.a, lora.of(x), codes))
 
 
 def _layer_norm(x: jax.Array, scale: Params, eps: float) -> jax.Array:
@@ -207,34 +236,40 @@ def _rounded(stream: Stream) -> Stream:
     return Stream(stream.total) if stream.awaits_rounding else stream
 
 
-def linear(x: jax.Array | QTensor, params: Params, dtype: DTypeLike | None = None) -> jax.Array:
+def linear(x: Input, params: Params, dtype: DTypeLike | None = None) -> jax.Array:
     """``x[..., in] @ weight[out, in].T + bias`` -> ``[..., out]``.
 
     dtype: of the result, x's by default; to be given where x is quantized already, which only a
     weight with ``activations`` takes.
     """
-    lora = _lora(params)
+    lora, weight, bias = _lora(params), params["weight"], params.get("bias")
     if lora is None:
-        return _matmul(x, params["weight"], params.get("bias"), dtype)
-    y = _matmul(x, params["weight"], params.get("bias"), jnp.float32) + lora.product(x)
-    return y.astype(x.dtype if dtype is None else dtype)
+        return _matmul(x, weight, bias, dtype)
+    if not isinstance(x, Adapted):
+        dtype = x.dtype if dtype is None else dtype
+        x = _quantized(x, input_codes(params), lora)
+    if isinstance(x, Adapted):
+        low_rank = x.inner, lora.b
+        return quantized_matmul(x.codes, weight, bias=bias, out_dtype=dtype, low_rank=low_rank)
+    return (_matmul(x, weight, bias, jnp.float32) + lora.product(x)).astype(dtype)
 
 
 def product(
-    x: jax.Array | QTensor,
+    x: Input,
     params: Params,
     dtype: DTypeLike,
     cfg: ModelConfig,
     *,
     into: Params | None = None,
-) -> jax.Array | QTensor:
+) -> Input:
     """``linear``, and with ``into`` what ``norm_linear`` does with it."""
     inner = _is_inner(into, cfg)
     if _lora(params) is None:
-        y = _matmul(x, params["weight"], params.get("bias"), dtype, gated=inner)
+        gate_by = cfg.activation if inner else None
+        y = _matmul(x, params["weight"], params.get("bias"), dtype, gate_by)
     else:
         y = linear(x, params, dtype)
-        y = swiglu(y) if inner else y
+        y = gate(y, cfg.activation) if inner else y
     return _gated(y, into, cfg)
 
 
@@ -249,9 +284,9 @@ def _matmul(
     weight: Weight,
     bias: jax.Array | None,
     dtype: DTypeLike | None,
-    *,
-    gated: bool = False,
+    gate_by: str | None = None,
 ) -> jax.Array:
+    """gate_by: the weight is gate and up, and the activation of the one."""
     if isinstance(weight, RowBlocks):
         ends = list(itertools.accumulate(block.shape[0] for block in weight.blocks))
         biases = [None] * len(ends) if bias is None else jnp.split(bias, ends[:-1])
@@ -263,27 +298,28 @@ def _matmul(
             x = quantize_tokens(x, weight.activations, scale=weight.input_scale)
         out = quantized_matmul(x, weight, bias=bias, out_dtype=dtype)
     else:
-        return quantized_matmul(x, weight, bias=bias, out_dtype=dtype, swiglu=gated)
-    return swiglu(out) if gated else out
+        how = {} if gate_by is None else {"swiglu": True, "activation": gate_by}
+        return quantized_matmul(x, weight, bias=bias, out_dtype=dtype, **how)
+    return out if gate_by is None else gate(out, gate_by)
 
 
 def _is_inner(into: Params | None, cfg: ModelConfig) -> bool:
     """Whether the product itself is to apply the gate."""
-    return into is not None and cfg.activation == "silu" and input_codes(into) is None
+    return into is not None and cfg.activation != "gelu" and input_codes(into) is None
 
 
-def _gated(y: jax.Array, into: Params | None, cfg: ModelConfig) -> jax.Array | QTensor:
+def _gated(y: jax.Array, into: Params | None, cfg: ModelConfig) -> Input:
     """``activation(gate) * up`` where the product did not do it itself."""
     if into is None or _is_inner(into, cfg):
         return y
-    codes = input_codes(into)
+    codes, lora = input_codes(into), _lora(into)
     if codes is not None and is_split():  # the token's scale needs the other shards
         y, codes = y.astype(jnp.float32), None
     if cfg.activation == "silu":
-        return swiglu(y, quantize=codes)
-    gate, up = jnp.split(y.astype(jnp.float32), 2, axis=-1)
-    out = (jax.nn.gelu(gate, approximate=cfg.activation == "gelu_tanh") * up).astype(y.dtype)
-    return out if codes is None else quantize_tokens(out, codes)
+        if codes is None or lora is None:
+            return swiglu(y, quantize=codes)
+        return Adapted(*quantize_adapted(y, lora.a, lora.of(y), codes, gated=True))
+    return _quantized(gate(y, cfg.activation), codes, lora)
 
 
 def _lora(linear: Params) -> Lora | None:
@@ -295,9 +331,9 @@ def _lora(linear: Params) -> Lora | None:
 def input_codes(linear: Params) -> str | None:
     """The dtype to which the layer wants its input quantized token by token, so that whoever
     computes that input can do it in the same pass; None for floats."""
-    if _lora(linear) is not None:  # which read floats
-        return None
     weight = linear["weight"]
+    if _lora(linear) is not None and not isinstance(weight, QTensor):
+        return None
     blocks = weight.blocks if isinstance(weight, RowBlocks) else (weight,)
     wanted = {
         block.activations if isinstance(block, QTensor) and block.input_scale is None else None
@@ -310,6 +346,6 @@ def embed(weight: Weight, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Rows ``tokens[...]`` of a table ``[V, D]``."""
     if is_split():
         return lookup_rows(weight, tokens, dtype)
-    if isinstance(weight, QTensor):
+    if isinstance(weight, QTensor | CpuWeight):
         return dequantize(weight.rows(tokens), dtype)
     return weight[tokens].astype(dtype)

@@ -13,9 +13,14 @@ without an adapter gets exactly zero added.  Sums are float32, the base product'
 the one cast; what passes between the two products is in the activations' dtype.  Their input is the
 norm's output in floats, also where the weight wants it quantized.
 
-A step of m rows reads ``n R (in + out)`` values for each product and computes 2 m times as much: it
-grows with n, and for hundreds of adapters factors gathered by row would be cheaper.  What that is
-for an 8B model: ``model/README.md``.  Left out: meshes and offloading (merged adapters go there).
+Beside a weight whose input is quantized it costs no kernel of its own up to 64 rows on Hopper: what
+quantizes a row multiplies it with the row's first factors too (``pallas_kernels.rows.low_rank``),
+and the product adds the second ones.
+
+A step of m rows reads ``n r (S in + out)`` values for each product and computes 2 m times as much:
+it grows with n, and for hundreds of adapters factors gathered by row would be cheaper.  What that
+is for an 8B model: ``model/README.md``.  Left out: meshes and offloading (merged adapters go
+there).
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ import numpy as np
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.params import param_table
+from pallas_kernels.matmul.xla import low_rank_sums
+from pallas_kernels.rows.low_rank import inner_products
 
 ROWS = "lora_rows"  # where a tree says which adapter each row of a call has
 
@@ -36,26 +43,29 @@ ROWS = "lora_rows"  # where a tree says which adapter each row of a call has
 class Lora(NamedTuple):
     """The factors of n adapters of one product.
 
-    a ``[n, R, in]``, b ``[n, R, out]``.  Of tensors that are fused in the product each has its own
-    ranks, and b is zero where they are another's rows: more to read, and fewer kernels.  R is the
-    largest that some adapter needs.  rows int32 ``[B]``, or None: of no effect.
+    a ``[n, S, r, in]``, and for each of the S tensors that are fused in the product b ``[out, n
+    r]``.  r is the largest rank that some adapter needs.  rows int32 ``[B]``, or None: of no
+    effect.
     """
 
     a: jax.Array
-    b: jax.Array
+    b: tuple[jax.Array, ...]
     rows: jax.Array | None = None
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """int32 ``[B, T]``: the adapters of ``x[B, T, ...]``."""
+        assert self.rows is not None
+        return jnp.broadcast_to(self.rows[:, None], x.shape[:2])
 
     def product(self, x: jax.Array) -> jax.Array:
         """``x[B, T, in]`` -> float32 ``[B, T, out]``."""
-        own = self.rows[:, None] == jnp.arange(1, self.a.shape[0] + 1, dtype=jnp.int32)  # [B, n]
-        inner = _einsum("bti,nri->btnr", x, self.a)
-        inner = jnp.where(own[:, None, :, None], inner, jnp.float32(0)).astype(x.dtype)
-        return _einsum("btnr,nro->bto", inner, self.b)
+        return low_rank_sums(inner_products(x, self.a, self.of(x)), self.b)
 
-
-def _einsum(form: str, x: jax.Array, factors: jax.Array) -> jax.Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(form, x, factors, precision=precision, preferred_element_type=jnp.float32)
+    def added(self, index: int) -> np.ndarray:
+        """``[out, in]``: what adapter ``index`` adds to the weight, in float32."""
+        a, r = np.asarray(self.a[index], np.float32), self.a.shape[2]
+        ours = [np.asarray(b[:, index * r : index * r + r], np.float32) for b in self.b]
+        return np.concatenate([high @ low for high, low in zip(ours, a, strict=True)])
 
 
 def attach(
@@ -73,20 +83,21 @@ def attach(
         names = [source.name for source in param.sources]
         if not any(name in adapter for adapter in adapters for name in names):
             continue
-        ranks = [max(len(one[name][0]) if name in one else 0 for one in adapters) for name in names]
-        columns = np.cumsum([0, *ranks]), np.cumsum([0, *(s.shape[0] for s in param.sources)])
-        a = np.zeros((len(adapters), sum(ranks), param.shape[1]), np.float32)
-        b = np.zeros((len(adapters), sum(ranks), param.shape[0]), np.float32)
+        rank = max(len(one[name][0]) for one in adapters for name in names if name in one)
+        n, wide = len(adapters), param.shape[1]
+        a = np.zeros((n, len(names), rank, wide), np.float32)
+        b = [np.zeros((source.shape[0], n, rank), np.float32) for source in param.sources]
         for index, adapter in enumerate(adapters):
-            for name, first, row, end in zip(names, *columns, columns[1][1:], strict=False):
+            for source, name in enumerate(names):
                 if name in adapter:
                     low, high = adapter[name]
-                    ours = slice(first, first + len(low))
-                    a[index, ours], b[index, ours, row:end] = low, high.T
+                    a[index, source, : len(low)] = low
+                    b[source][:, index, : len(low)] = high
         room: dict[str, Any] = tree
         for name in rooms:
             room[name] = room = dict(room[name])
-        room["lora"] = Lora(jnp.asarray(a, dtype), jnp.asarray(b, dtype))
+        second = tuple(jnp.asarray(one.reshape(-1, n * rank), dtype) for one in b)
+        room["lora"] = Lora(jnp.asarray(a, dtype), second)
     return tree
 
 

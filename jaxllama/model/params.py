@@ -9,7 +9,7 @@ directions.  Another family of names is another ``Names``; models with GLA layer
 flash-linear-attention.  Along which axis a mesh splits a parameter is a rule of its path
 (``parallel.layout.split_axis``).
 
-``decoder.Parameters`` are the linen modules that declare them.  This file imports no jax: who only
+``module.Parameters`` are the linen modules that declare them.  This file imports no jax: who only
 reads a checkpoint does without.
 """
 

@@ -6,8 +6,6 @@
 A matrix is quantized on the device first, if a scheme says so.  The input table of a model with a
 head of its own is only looked up, a row a token, so it stays in host memory (or on disk) and is
 read there; where everything is on the device, so is it.
-
-Left out: GGUF files are read whole before they are placed.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from jaxllama.offload.store import Rows, Store, wait
 from jaxllama.offload.units import check_halves
 from jaxllama.quantization.scheme import parse, quantize_leaf, untie
 from jaxllama.text.tokenizer import Tokenizer
+from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.qtensor import QTensor
 
 DIRECTORY = "JAXLLAMA_OFFLOAD_DIR"  # environment variable: where the disk's share goes
@@ -67,8 +66,8 @@ class Placement:
         self.store = Store(directory)
 
     def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
-        """The leaf at ``path``, an array or a QTensor, where the policy puts it."""
-        if path == ("embed", "weight") and not isinstance(leaf, QTensor):
+        """The leaf at ``path``, an array or a quantized weight, where the policy puts it."""
+        if path == ("embed", "weight") and not isinstance(leaf, QTensor | CpuWeight):
             return np.asarray(leaf)  # what it becomes depends on whether it is the head as well
         return self._put(path, leaf)
 

@@ -101,14 +101,14 @@ def _first_devices(sizes: tuple[int, ...]) -> np.ndarray:
     return np.array(devices[:wanted])
 
 
-def mesh_of(params: Mapping[str, Any]) -> Mesh | None:
-    """The mesh that (concrete) parameters are on; None without one."""
+def mesh_of(params: Any) -> Mesh | None:
+    """The mesh that (concrete) arrays are on; None without one."""
     sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
     is_ours = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == AXES
     return sharding.mesh if is_ours else None
 
 
-def traced_mesh(params: Mapping[str, Any]) -> AbstractMesh | None:
+def traced_mesh(params: Any) -> AbstractMesh | None:
     """The same from the arrays' types, so inside ``jit`` too; None inside a shard_map, where arrays
     are one shard's."""
     mesh = jax.typeof(jax.tree.leaves(params)[0]).sharding.mesh

@@ -83,7 +83,9 @@ def shard_leaf(cfg: ModelConfig, mesh: Mesh, path: Path, leaf: Any) -> Any:
     return _arrays_of_leaf(one, path, leaf, row_order(cfg, path, n))
 
 
-def placing(cfg: ModelConfig, mesh: Mesh, dtype: Any) -> tuple[Callable, Callable]:
+def leaf_readers(
+    cfg: ModelConfig, mesh: Mesh, dtype: Any
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(place, stream) for ``checkpoints.hf.load``: ``shard_leaf`` and ``read_leaf``.
 
     Raises JaxLlamaError naming what the mesh does not divide.
@@ -126,7 +128,7 @@ def computed_leaf(
     )(*args)
 
 
-def settle(
+def place_params(
     cfg: ModelConfig, params: Mapping[str, Any], mesh: Mesh
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """(config, parameters), each where it belongs, of parameters that are in their stored order,

@@ -39,7 +39,7 @@ from jaxllama.quantization.calibration import DEFAULT_TEXT, windows
 from jaxllama.quantization.pipeline import calibrate, check_method
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
-from jaxllama.quantization.scheme import Recipe, parse, untie
+from jaxllama.quantization.scheme import Recipe, is_packed, parse, untie
 from jaxllama.quantization.work import Work, fingerprint
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
@@ -167,7 +167,7 @@ def quantize_checkpoint(
     finite, or one that the format cannot hold.
     """
     begun = time.perf_counter()
-    if any(isinstance(leaf, QTensor) for leaf in _leaves(lm.params)):
+    if any(map(is_packed, _leaves(lm.params))):
         name = lm.config.name
         raise JaxLlamaError(f"{name}: its weights are already quantized; start from floats")
     check(lm.config, request, lm.dtype)
@@ -267,7 +267,7 @@ def _check_scales(params: dict[str, Any]) -> None:
 
 
 def _leaves(params: Any) -> list[Any]:
-    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    return jax.tree.leaves(params, is_leaf=is_packed)
 
 
 def table(report: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from jaxllama.errors import JaxLlamaError
 from jaxllama.quantization.rounding import Grid
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.rounding import Shrink, reciprocal, to_words
+from pallas_kernels.rounding import Shrink, reciprocal, to_codes
 from pallas_kernels.rounding import grid as make_grid
 
 DAMPING = 0.01  # of the mean of H's diagonal
@@ -95,7 +95,7 @@ def _gptq(
         at = begin + i
         row = rows[i]
         shift = 0.0 if zeros_of is None else zeros_of[at]
-        code = to_words(row * inverses[at] + shift, dtype).astype(jnp.float32)
+        code = to_codes(row * inverses[at] + shift, dtype).astype(jnp.float32)
         error = (row - (code - shift) * scales[at]) / upper[at, at]
         weights = lax.dynamic_slice(upper, (at, begin), (1, block))[0]
         # U is zero left of its diagonal: columns already rounded do not move.

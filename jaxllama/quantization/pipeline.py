@@ -38,11 +38,11 @@ from jaxllama.quantization.gptq import gptq
 from jaxllama.quantization.report import weight_errors
 from jaxllama.quantization.rounding import Grid, nearest
 from jaxllama.quantization.scale_fit import fit_scales
-from jaxllama.quantization.scheme import Recipe, Scheme, round_weight, untie
+from jaxllama.quantization.scheme import Recipe, Scheme, is_packed, round_weight, untie
 from jaxllama.quantization.sites import Layer, Site, fold, get, put, row_factor, sites
 from jaxllama.quantization.work import Work
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.rounding import WORDS
+from pallas_kernels.rounding import CODES
 
 _RANDOM_TOKENS = 128  # a row
 METHODS = ("rtn", "awq", "gptq", "smoothquant")
@@ -87,7 +87,7 @@ def calibrate(
     naming the weight whose inputs are not finite.
     """
     check_method(recipe, method)
-    is_quantized = [isinstance(leaf, QTensor) for leaf in _leaves(params)]
+    is_quantized = [is_packed(leaf) for leaf in _leaves(params)]
     if any(is_quantized):
         raise JaxLlamaError(
             f"{cfg.name}: {sum(is_quantized)} weights are already quantized; calibrate floats"
@@ -256,7 +256,7 @@ class _Run:
             importance = jnp.mean(jnp.square(seen.sample), axis=0)
             out = round_weight(weight, scheme, name, self.scale_dtype, importance)
         if scheme.static:
-            _, top = WORDS[scheme.activations]
+            _, top = CODES[scheme.activations]
             out = dataclasses.replace(out, input_scale=jnp.max(seen.peak) / top)
         return out
 
@@ -287,4 +287,4 @@ def _join(prefix: str, path: str) -> str:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    return jax.tree.leaves(tree, is_leaf=is_packed)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.qtensor import QTensor, dequantize
-from pallas_kernels.rounding import WORDS, Shrink, reciprocal, words
+from pallas_kernels.rounding import CODES, Shrink, codes, reciprocal
 from pallas_kernels.rounding import grid as make_grid
 
 # (dtype of the codes, columns per scale, zero points) of a weight.
@@ -36,7 +36,7 @@ def rounded(
 ) -> jax.Array:
     """The floats that ``w`` becomes, in float32."""
     scale, zero = make_grid(w, dtype, group_size, zeros, shrink, scale_dtype)
-    return dequantize(QTensor(words(w, scale, zero, dtype), scale, zero))
+    return dequantize(QTensor(codes(w, scale, zero, dtype), scale, zero))
 
 
 @functools.partial(jax.jit, static_argnames=("grid", "scale_dtype"))
@@ -44,7 +44,7 @@ def nearest(weight: jax.Array, shrink: Shrink, *, grid: Grid, scale_dtype: str) 
     """``weight[N, K]`` rounded to nearest on its grid, which covers ``shrink`` of each range."""
     dtype, group, zeros = grid
     scale, zero = make_grid(weight, dtype, group, zeros, shrink, scale_dtype)
-    return QTensor(words(weight, scale, zero, dtype), scale, zero)
+    return QTensor(codes(weight, scale, zero, dtype), scale, zero)
 
 
 @functools.partial(jax.jit, static_argnames=("grid", "scale_dtype"))
@@ -54,7 +54,7 @@ def fitted(
     """``weight[N, K]`` rounded to nearest on the best grid with zero points; importance ``[K]``."""
     scale, zero = search_grid(weight, importance, grid=grid)
     scale = scale.astype(scale_dtype)
-    return QTensor(words(weight, scale, zero, grid[0]), scale, zero)
+    return QTensor(codes(weight, scale, zero, grid[0]), scale, zero)
 
 
 def search_grid(
@@ -66,7 +66,7 @@ def search_grid(
     """
     dtype, group, zeros = grid
     assert zeros
-    lowest, highest = WORDS[dtype]
+    lowest, highest = CODES[dtype]
     x = weight.astype(jnp.float32).reshape(weight.shape[0], -1, group)
     if importance is None:
         cost = jnp.square(x) + jnp.mean(jnp.square(x), axis=-1, keepdims=True)

@@ -42,6 +42,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.quantization.rounding import fitted, nearest
+from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
 SCHEMES = ("w8a16", "w4a16", "w8a8", "fp8", "fp8-static")
@@ -213,7 +214,7 @@ def untie(params: Mapping[str, Any], recipe: Recipe) -> tuple[dict[str, Any], Re
 
 
 def is_packed(leaf: Any) -> bool:
-    return isinstance(leaf, QTensor | RowBlocks)
+    return isinstance(leaf, QTensor | RowBlocks | CpuWeight)
 
 
 def quantize_leaf(

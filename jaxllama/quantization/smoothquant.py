@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxllama.quantization.rounding import rounded
 from pallas_kernels.qtensor import dequantize, quantize
-from pallas_kernels.rounding import WORDS
+from pallas_kernels.rounding import CODES
 
 ALPHAS = tuple(round(0.1 * step, 1) for step in range(11))
 
@@ -59,7 +59,7 @@ def search_scales(
     def error(s: jax.Array) -> jax.Array:
         s = s[channel]
         x = sample / s
-        x = fixed(x, jnp.max(peak / s) / WORDS[dtype][1], dtype) if static else per_token(x, dtype)
+        x = fixed(x, jnp.max(peak / s) / CODES[dtype][1], dtype) if static else per_token(x, dtype)
         total = jnp.float32(0.0)
         for w, want in zip(ws, products, strict=True):
             total += jnp.sum(weight * (_dot(x, rounded(w * s, dtype, w.shape[1])) - want) ** 2)
@@ -78,7 +78,7 @@ def per_token(x: jax.Array, dtype: str) -> jax.Array:
 
 def fixed(x: jax.Array, scale: jax.Array, dtype: str) -> jax.Array:
     """What tokens quantized by one given scale stand for."""
-    _, top = WORDS[dtype]
+    _, top = CODES[dtype]
     steps = jnp.clip(x / scale, -top, top)
     steps = steps.astype(dtype) if dtype == "float8_e4m3fn" else jnp.round(steps)
     return steps.astype(jnp.float32) * scale

@@ -53,14 +53,18 @@ def _compile(template: str) -> jinja2.Template:
         extensions=[_Generation, jinja2.ext.loopcontrols],
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    functions: dict[str, Any] = {"raise_exception": _raise, "strftime_now": _strftime_now}
+    environment.globals.update(functions)
     return environment.from_string(template)
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
     """Jinja's own filter escapes HTML, which prompts must not have."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
 
 
 def _raise(message: str) -> None:

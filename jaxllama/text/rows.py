@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
@@ -90,7 +89,7 @@ def pad_rows(
     tokens = np.zeros((len(rows), width), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
-    return jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32)
+    return jax.device_put((tokens, np.array([len(row) for row in rows], np.int32)))
 
 
 def shapes_of(rows: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[int, int, int]:

@@ -17,9 +17,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import tokenizers
 from tokenizers import decoders, models
@@ -28,6 +28,9 @@ from tokenizers import pre_tokenizers as pre
 from jaxllama.errors import JaxLlamaError
 from jaxllama.text.stream import StopStrings, TextStream
 from jaxllama.text.token_bytes import ByteRule, byte_characters
+
+if TYPE_CHECKING:
+    from jaxllama.checkpoints.gguf.file import GGUFFile
 
 __all__ = ["StopStrings", "TextStream", "Tokenizer"]
 
@@ -125,13 +128,14 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_gguf(cls, path: str | Path) -> Tokenizer:
-        """From the vocabulary inside a GGUF file.  Raises JaxLlamaError naming file and key."""
+    def from_gguf(cls, path: str | Path | GGUFFile) -> Tokenizer:
+        """From the vocabulary inside a GGUF file, which may be open.  Raises JaxLlamaError naming
+        file and key."""
         from jaxllama.checkpoints.gguf import tokenizer as gguf_tokenizer
         from jaxllama.checkpoints.gguf.config import eos_ids
-        from jaxllama.checkpoints.gguf.file import GGUFFile
+        from jaxllama.checkpoints.gguf.file import opened
 
-        with GGUFFile(path) as file:
+        with opened(path) as file:
             backend = gguf_tokenizer.build(file)
             size = backend.get_vocab_size()
             names = {}
@@ -315,7 +319,7 @@ class Tokenizer:
 
 
 @contextlib.contextmanager
-def _library_errors(what: str) -> Iterator[None]:
+def _library_errors(what: str) -> Generator[None]:
     """What the tokenizers library makes of a damaged file, as our error.  It has no exception type
     of its own, and a panic in its Rust code is not even an Exception."""
     try:

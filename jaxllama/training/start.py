@@ -39,11 +39,11 @@ def begin(
     """
     distill, teacher, teacher_params = config.distill, None, None
     if distill is not None:
-        lm = load(distill.teacher, config.dtype, progress=progress)
+        lm = load(distill.teacher, config.dtype, exact=True, progress=progress)
         teacher, teacher_params = lm.config, lm.params
     key = jax.random.key(config.seed)
     if config.init_from is not None:
-        lm = load(config.init_from, "float32", progress=progress)
+        lm = load(config.init_from, "float32", exact=True, progress=progress)
         model, params = lm.config, lm.params
         if any(isinstance(leaf, QTensor) for leaf in _leaves(params)):
             raise JaxLlamaError(f"init_from = {config.init_from!r}: quantized weights do not learn")

@@ -1,7 +1,8 @@
 """Decode attention of one or two rows on Hopper: one kernel, a cluster of blocks per kv head.
 
     warp     16 tokens of keys and values at a time, straight into registers | query heads
-             [RoPE: rotates them; the new token's tile takes it from the projection and stores it]
+             [RoPE: norms and rotates them; the new token's tile takes it from the projection and
+              stores it]
              scores | maximum, exp2 | out^T += V^T weights | the next tile's words, where used
     end      the warps' parts through shared memory, the blocks' through that of the cluster
              (``attention.gather``), in a fixed order, float32
@@ -30,7 +31,7 @@ from pallas_kernels.attention.blockwise import capacity_of
 from pallas_kernels.attention.codes import KIND, Codes
 from pallas_kernels.attention.gather import Gather, write_heads
 from pallas_kernels.attention.pages import Paging
-from pallas_kernels.attention.source import Source
+from pallas_kernels.attention.source import Source, staged_floats
 from pallas_kernels.attention.tile import NEG_INF, TILE
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fused_parts import floats
@@ -81,9 +82,14 @@ def plan(call) -> Plan | Reason:
 class _Kernel:
     """One warp's program.  Everything it does is emitted while the kernel is traced."""
 
-    def __init__(self, refs, *, plan, codes, shape, paging, window, scale, kind):
+    def __init__(self, refs, *, plan, codes, shape, paging, window, scale, eps, kind):
         self.plan, self.codes, self.window, self.scale = plan, codes, window, scale
         self.kind, self.shape, self.paging = kind, shape, paging
+        staged = None
+        if eps is not None:
+            *refs, staged = refs
+            staged = eps, p.shared_address(staged)
+        self.staged = staged
         *self.inputs, self.out, parts, shares, barriers = refs
         thread = p.register("tid.x")
         self.warp, self.lane = p.shift_right(thread, 5), p.masked(thread, 31)
@@ -101,7 +107,7 @@ class _Kernel:
         self.gathering.start()
         source = Source(
             self.inputs, self.codes, self.shape, self.paging, self.kind, self.row, self.head,
-            self.lane,
+            self.lane, self.staged,
         )  # fmt: skip
         self.source, self.end, self.begin, first = source, source.end, p.ci(0), p.ci(0)
         if self.window is not None:
@@ -207,27 +213,28 @@ class _Kernel:
             p.when(p.less(head, self.group), write)
 
 
-@functools.partial(jax.jit, static_argnames=("window", "scale", "plan"))
+@functools.partial(jax.jit, static_argnames=("window", "scale", "eps", "plan"))
 def attend(
-    q: jax.Array, tables: tuple[jax.Array, jax.Array] | None, lengths: jax.Array,
+    q: jax.Array, tables: tuple[jax.Array, ...] | None, lengths: jax.Array,
     k: jax.Array | QTensor, v: jax.Array | QTensor, table: jax.Array | None, *,
-    window: int | None, scale: float, plan: Plan,
+    window: int | None, scale: float, plan: Plan, eps: float | None = None,
 ):  # fmt: skip
     """See ``pallas_kernels.attention.op``.
 
-    With tables (cos, sin) it is ``rope_and_attend``: q is the projection, lengths are the slots,
-    and the result is (out, k, v).
+    With tables (cos, sin; with eps, the weights of q's and k's norm too) it is
+    ``rope_and_attend``: q is the projection, lengths are the slots, and the result is (out, k, v).
     """
     batch, heads, h = q.shape
     capacity, n_kv = capacity_of(k, table), k.shape[2]
     n = heads - 2 * n_kv if tables else heads
     kind = KIND[q.dtype.name]
     codes = Codes.of(q, k)
+    scratch = [*plan.gather(n // n_kv, codes).floats, *([] if eps is None else [staged_floats(h)])]
 
     def body(*refs):
         _Kernel(
             refs, plan=plan, codes=codes, shape=(batch, capacity, n_kv, n, h),
-            paging=Paging.of(k, table), window=window, scale=scale, kind=kind,
+            paging=Paging.of(k, table), window=window, scale=scale, eps=eps, kind=kind,
         ).run()  # fmt: skip
 
     def run(cache):
@@ -235,7 +242,7 @@ def attend(
             body, (q, *(tables or ()), lengths, table, *jax.tree.leaves(cache)),
             jax.ShapeDtypeStruct((batch, n, h), q.dtype), name="decode_attention_direct",
             grid=batch * n_kv, cluster=plan.cluster, warpgroups=plan.warps // 4,
-            scratch=plan.gather(n // n_kv, codes).floats, registers=True,
+            scratch=scratch, registers=True,
         )  # fmt: skip
 
     if not tables:

@@ -14,6 +14,8 @@ Left out: more than one query token (``attention.blockwise`` serves those).
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,12 +26,13 @@ from pallas_kernels.attention.blockwise import (
     is_visible,
     load,
 )
-from pallas_kernels.attention.rope_cache import from_cache_basis, unusual
+from pallas_kernels.attention.rope_cache import Cached, from_cache_basis, unusual
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, first_plan, is_empty
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
 
+_Static = tuple[int | None, float, Any]  # window, scale, the kernel's plan
 _OPERANDS = {
     "q": "float [B, N, H]",
     "k": "float|QTensor [B, S, K+, H]",
@@ -82,7 +85,8 @@ def decode_attention(
     return _decode_attention(chosen(found, implementation), call, q, k, v, lengths, table)
 
 
-def _kernel(call, q, k, v, lengths, table):
+def _kernel(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,
+            table: jax.Array | None) -> jax.Array:  # fmt: skip
     from pallas_kernels.attention import direct, kernel
 
     window, scale, plan = call
@@ -91,7 +95,8 @@ def _kernel(call, q, k, v, lengths, table):
     return kernel.decode_attention(q, k, v, lengths, table, window=window, scale=scale, plan=plan)
 
 
-def _xla(call, q, k, v, lengths, table):
+def _xla(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,
+         table: jax.Array | None) -> jax.Array:  # fmt: skip
     window, scale, _ = call
     out = blockwise_attention(
         q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale, table=table
@@ -99,7 +104,8 @@ def _xla(call, q, k, v, lengths, table):
     return from_cache_basis(v, out[:, 0])
 
 
-def attend_at_once(call, q, k, v, lengths, table):
+def attend_at_once(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,
+                   table: jax.Array | None) -> jax.Array:  # fmt: skip
     """The form that is differentiated: all keys in one block, since a loop whose length is known at
     run time has no transpose.  What no query sees is zeros: NaN there reaches no gradient."""
     window, scale, _ = call
@@ -139,16 +145,17 @@ def plan(
         return Reason(f"q has {n} heads on {n_kv} kv heads of k; the kernel takes 64 to one")
     if not isinstance(k, QTensor) and k.dtype != q.dtype:
         return Reason(f"k and v are {name} where q is {q.dtype.name}")
-    for part_name, part in (("k", k), ("v", v)) if isinstance(k, QTensor) else ():
-        if reason := unusual(part):
-            return Reason(f"{part_name} is {reason}")
-        if part.group_size % 64 or part.scale.shape[-1] not in (1, 2, 4):
-            return Reason(
-                f"{part_name}.scale is of {part.group_size} features each; the kernel takes "
-                "multiples of 64"
-            )
-    if isinstance(k, QTensor) and k.scale.shape != v.scale.shape:
-        return Reason(f"k.scale {k.scale.shape} is not v.scale {v.scale.shape}")
+    if isinstance(k, QTensor) and isinstance(v, QTensor):
+        for part_name, part in (("k", k), ("v", v)):
+            if reason := unusual(part):
+                return Reason(f"{part_name} is {reason}")
+            if part.group_size % 64 or part.scale.shape[-1] not in (1, 2, 4):
+                return Reason(
+                    f"{part_name}.scale is of {part.group_size} features each; the kernel takes "
+                    "multiples of 64"
+                )
+        if k.scale.shape != v.scale.shape:
+            return Reason(f"k.scale {k.scale.shape} is not v.scale {v.scale.shape}")
     if isinstance(rows := as_rows(k, table), Reason):
         return rows
     return first_plan((q, rows, n), direct.plan, many.plan)
@@ -186,7 +193,8 @@ def decode_attention_reference(
     return from_cache_basis(cache, out.reshape(batch, n, h)).astype(q.dtype)
 
 
-def _check(q, k, v, lengths, table, window) -> None:
+def _check(q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None,
+           window: int | None) -> None:  # fmt: skip
     lines = _OPERANDS if table is None else _OPERANDS | _PAGED
     sizes = check("decode_attention", lines, q=q, k=k, v=v, lengths=lengths, table=table)
     if sizes["N"] % sizes["K"]:

@@ -3,21 +3,31 @@
     q, k, v = rope_and_write(qkv, ..., slots);  out = decode_attention(q, k, v, slots + 1)
 
 Contract: those two ops', where a row sees all keys up to its new token's own.  A row whose slot is
-outside of [0, S), or on no page of the pool, writes nothing and sees nothing: zeros.
+outside of [0, S), or on no page of the pool, writes nothing and sees nothing: zeros.  A norm of q's
+and k's heads may come first (``norm_heads``).
 
 For one or two rows of a 16-bit cache it is one kernel; for all others it is those ops.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import rope_cache
 from pallas_kernels.attention.op import decode_attention
+from pallas_kernels.attention.rope_cache import Cached, norm_heads
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
+
+_Static = tuple[int | None, float, float | None, Any]  # window, scale, eps, the kernel's plan
+_Weights = tuple[jax.Array, jax.Array]  # of the norm of q's heads, of k's
+_Result = tuple[jax.Array, Cached, Cached]
 
 
 def rope_and_attend(
@@ -28,6 +38,7 @@ def rope_and_attend(
     v: jax.Array | QTensor,
     slots: jax.Array,
     *,
+    norm: tuple[jax.Array, jax.Array, float] | None = None,
     window: int | None = None,
     scale: float | None = None,
     table: jax.Array | None = None,
@@ -38,10 +49,11 @@ def rope_and_attend(
 
     cos, sin, slots, table: as ``rope_and_write`` takes them.  window, scale: as
         ``decode_attention`` does.
+    norm: (weights ``[H]`` of q's heads, of k's, eps) of an RMSNorm of every head before RoPE.
     implementation: "mosaic" is the one kernel; None that, or the two ops with their own choices.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
-    | jvp, grad, at any order       | qkv, cos, sin, and k, v or their scales: the XLA form's |
+    | jvp, grad, at any order       | floats, and k, v or their scales: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
 
     Raises what the two ops raise; NotImplementedError when "mosaic" is asked for and the one kernel
@@ -50,49 +62,78 @@ def rope_and_attend(
     rope_cache.check_operands("rope_and_attend", qkv, cos, sin, k, v, slots, table)
     if window is not None and window < 1:
         raise ValueError(f"rope_and_attend: window {window} is below 1")
-    found = choose_plan("rope_and_attend", implementation, lambda: plan(qkv, k, table), qkv, k, v)
+    weights, eps, h = None, None, qkv.shape[-1]
+    if norm is not None:
+        weights, eps = norm[:2], float(norm[2])
+        for name, weight in zip("qk", weights, strict=True):
+            if weight.shape != (h,):
+                raise ValueError(f"rope_and_attend: norm of {name} {weight.shape} is not [{h}]")
+    find = functools.partial(plan, qkv, k, weights, table)
+    found = choose_plan("rope_and_attend", implementation, find, qkv, k, v)
     if found is not None:
-        scale = qkv.shape[-1] ** -0.5 if scale is None else float(scale)
-        call = window, scale, found
-        operands = qkv, cos, sin, k, v, slots, table
-        return _rope_and_attend(chosen(found, implementation), call, *operands)
-    paged = {"table": table, "implementation": implementation}
-    q, k, v = rope_cache.rope_and_write(qkv, cos, sin, k, v, slots, **paged)
+        scale = h**-0.5 if scale is None else float(scale)
+        choice, call = chosen(found, implementation), (window, scale, eps, found)
+        return _rope_and_attend(choice, call, qkv, cos, sin, k, v, slots, weights, table)
+    if weights is not None and eps is not None:  # both or neither
+        qkv = norm_heads(qkv, k.shape[2], weights, eps)
+    q, k, v = rope_cache.rope_and_write(
+        qkv, cos, sin, k, v, slots, table=table, implementation=implementation
+    )
     if table is None:
         inside = (slots >= 0) & (slots < k.shape[1])
     else:
         inside = rope_cache.place(k, slots[:, None], table)[0][:, 0] < k.shape[0]
-    seen = jnp.where(inside, slots + 1, 0)
-    return decode_attention(q, k, v, seen, window=window, scale=scale, **paged), k, v
+    out = decode_attention(
+        q, k, v, jnp.where(inside, slots + 1, 0), window=window, scale=scale, table=table,
+        implementation=implementation,
+    )  # fmt: skip
+    return out, k, v
 
 
-def _kernel(call, qkv, cos, sin, k, v, slots, table):
+def _kernel(call: _Static, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
+            slots: jax.Array, weights: _Weights | None,
+            table: jax.Array | None) -> _Result:  # fmt: skip
     from pallas_kernels.attention import direct
 
-    window, scale, plan = call
-    return direct.attend(qkv, (cos, sin), slots, k, v, table, window=window, scale=scale, plan=plan)
+    window, scale, eps, plan = call
+    return direct.attend(
+        qkv, (cos, sin, *(weights or ())), slots, k, v, table, window=window, scale=scale, eps=eps,
+        plan=plan,
+    )  # fmt: skip
 
 
-def _xla(call, qkv, cos, sin, k, v, slots, table):
-    window, scale, _ = call
+def _xla(call: _Static, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
+         slots: jax.Array, weights: _Weights | None,
+         table: jax.Array | None) -> _Result:  # fmt: skip
+    window, scale, eps, _ = call
+    norm = None if weights is None or eps is None else (*weights, eps)
     return rope_and_attend(
-        qkv, cos, sin, k, v, slots, window=window, scale=scale, table=table, implementation="xla"
-    )
+        qkv, cos, sin, k, v, slots, norm=norm, window=window, scale=scale, table=table,
+        implementation="xla",
+    )  # fmt: skip
 
 
 _rope_and_attend = Op("rope_and_attend", _xla, _kernel)
 
 
-def plan(qkv: jax.Array, k: jax.Array | QTensor, table: jax.Array | None = None) -> Plan | Reason:
+def plan(
+    qkv: jax.Array,
+    k: jax.Array | QTensor,
+    weights: Sequence[jax.Array] | None = None,
+    table: jax.Array | None = None,
+) -> Plan | Reason:
     """How the one kernel computes the call."""
     from pallas_kernels.attention import direct
     from pallas_kernels.attention.pages import as_rows
 
     if isinstance(k, QTensor):
         codes = jnp.dtype(k.dtype).name
-        return Reason(f"k is a cache of {codes} words; the kernel writes 16-bit floats")
+        return Reason(f"k is a cache of {codes} codes; the kernel writes 16-bit floats")
     if isinstance(written := rope_cache.plan(qkv, k), Reason):
         return written
+    for weight in weights or ():
+        if weight.dtype != qkv.dtype:
+            return Reason(f"a norm of heads with weights {weight.dtype.name}")
     if isinstance(rows := as_rows(k, table), Reason):
         return rows
     batch, capacity, n_kv, _ = rows.shape

@@ -28,7 +28,7 @@ from pallas_kernels.attention.hadamard import hadamard
 from pallas_kernels.dispatch import Implementation, Reason, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, quantize
-from pallas_kernels.rounding import reciprocal, to_words
+from pallas_kernels.rounding import reciprocal, to_codes
 from pallas_kernels.transform import Op, chosen
 
 Cached = jax.Array | QTensor
@@ -78,13 +78,39 @@ def rope_and_write(
     return _rope_and_write(chosen(found, implementation), None, qkv, cos, sin, k, v, slots, table)
 
 
-def _kernel(_: None, qkv, cos, sin, k: Cached, v: Cached, slots, table):
+def norm_heads(
+    qkv: jax.Array, n_kv: int, weights: tuple[jax.Array, jax.Array], eps: float, full: bool = False
+) -> jax.Array:
+    """RMSNorm of q and k among ``qkv [..., N + 2K, H]``, one expression for all heads, which XLA
+    makes one kernel.
+
+    weights: of q and k, ``[H]``, with ``full`` ``[N H]`` and ``[K H]``: one norm over all heads.
+    """
+    heads, h = qkv.shape[-2:]
+    n, x = heads - 2 * n_kv, qkv.astype(jnp.float32)
+    index = jnp.arange(heads, dtype=jnp.int32)[:, None]
+    mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    q, k = (w.astype(jnp.float32) for w in weights)
+    if full:
+        q, k = (w.reshape(-1, h) for w in (q, k))
+        q, k = jnp.pad(q, ((0, 2 * n_kv), (0, 0))), jnp.pad(k, ((n, n_kv), (0, 0)))
+        parts = mean[..., :n, :], mean[..., n : n + n_kv, :]
+        mean = jnp.where(index < n, *(jnp.mean(m, axis=-2, keepdims=True) for m in parts))
+    y = x * jax.lax.rsqrt(mean + eps) * jnp.where(index < n, q, k)
+    return jnp.where(index < n + n_kv, y, x).astype(qkv.dtype)
+
+
+def _kernel(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
+            slots: jax.Array,
+            table: jax.Array | None) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
     from pallas_kernels.attention import rope_cache_kernel as rope_cache_mosaic
 
     return rope_cache_mosaic.rope_and_write(qkv, cos, sin, k, v, slots, table)
 
 
-def rotate_and_store(_: None, qkv, cos, sin, k: Cached, v: Cached, slots, table):
+def rotate_and_store(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
+                     slots: jax.Array,
+            table: jax.Array | None) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
     """The XLA form."""
     n_kv = k.shape[2]
     n = qkv.shape[1] - 2 * n_kv
@@ -99,7 +125,8 @@ def rotate_and_store(_: None, qkv, cos, sin, k: Cached, v: Cached, slots, table)
 _rope_and_write = Op("rope_and_write", rotate_and_store, _kernel)
 
 
-def check_operands(op: str, qkv, cos, sin, k: Cached, v: Cached, slots, table) -> None:
+def check_operands(op: str, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
+                   slots: jax.Array, table: jax.Array | None) -> None:  # fmt: skip
     """ValueError that names what ``rope_and_write`` cannot take."""
     lines = _OPERANDS if table is None else _OPERANDS | _PAGED
     sizes = check(op, lines, qkv=qkv, k=k, v=v, cos=cos, sin=sin, slots=slots, table=table)
@@ -180,7 +207,7 @@ def quantize_kv(x: jax.Array, dtype: str) -> QTensor:
     # Codes run from -8 to 7: their middle stands for the group's.
     zero = ((low + high) * 0.5 + step * 0.5).astype(jnp.float16)
     steps = (parts - zero.astype(jnp.float32)[..., None]) * reciprocal(scale)[..., None]
-    return QTensor(to_words(steps, dtype).reshape(x.shape), scale, zero)
+    return QTensor(to_codes(steps, dtype).reshape(x.shape), scale, zero)
 
 
 def _group(head_dim: int, dtype: str) -> int:

@@ -28,7 +28,7 @@ from pallas_kernels.attention.pages import Pages, Paging
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.rounding import WORDS
+from pallas_kernels.rounding import CODES
 
 WARPS = 4
 _KIND = {"bfloat16": "bf16", "float16": "f16"}
@@ -36,7 +36,7 @@ _KIND = {"bfloat16": "bf16", "float16": "f16"}
 
 def _write(*refs, shape, paging, dtype, groups, kind):
     batch, n, n_kv, h, capacity = shape
-    quantized = dtype in WORDS
+    quantized = dtype in CODES
     (qkv_ref, cos_ref, sin_ref, slots_ref), rest, out_ref = refs[:4], list(refs[4:-1]), refs[-1]
     pages_ref = [rest.pop(0)] if paging else []
     arrays = 1 + quantized + (dtype == "int4")  # codes, scales, zero points
@@ -188,7 +188,7 @@ def _numbers(values, dtype):
         zero = _to_float16(p.fma(scale, p.cf(0.5), middle))
     else:
         best = over_lanes(p.maximum, functools.reduce(p.maximum, [p.absolute(v) for v in values]))
-        scale, zero = p.divide(best, p.cf(WORDS[dtype][1])), p.cf(0.0)
+        scale, zero = p.divide(best, p.cf(CODES[dtype][1])), p.cf(0.0)
     some = arith.cmpf(arith.CmpFPredicate.OGT, scale, p.cf(0.0))
     inverse = p.divide(p.cf(1.0), arith.select(some, scale, p.cf(1.0)))
     return scale, zero, arith.select(some, inverse, p.cf(0.0))

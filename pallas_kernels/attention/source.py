@@ -2,8 +2,10 @@
 
 Without RoPE q ``[B, N, H]`` comes as it is, beside the row's length.  With RoPE q is the projection
 ``[B, N + 2K, H]``, beside the new token's slot: queries are rotated, and the new token, not in the
-cache yet, is taken from the projection and stored there by the tile that it belongs to.  Tokens
-past the row's end are the last one again.
+cache yet, is taken from the projection and stored there by the tile that it belongs to.  Where q's
+and k's heads have a norm, the four lanes that share one sum its squares first; its weights, and the
+tables, are then read out of shared memory, because registers would not hold them.  Tokens past the
+row's end are the last one again.
 
 With a block table (``attention.pages``) a tile lies in a page, whose entry is loaded a tile ahead.
 """
@@ -21,16 +23,23 @@ from pallas_kernels.attention.tile import TILE
 from pallas_kernels.fused_parts import floats, packed
 
 
+def staged_floats(head_dim: int) -> int:
+    """Of shared memory: cos and sin of half a head, and the norms' weights in 16 bits."""
+    return 2 * head_dim
+
+
 class Source:
     """A lane's words of one kv head of a row; everything is emitted while a kernel is traced.
 
-    refs: q, [cos, sin], lengths or slots, [table], leaves of k, leaves of v.  end: the row's
-    length.  Keys and values of a tile are (words of each token, its scales and zero points).
+    refs: q, [cos, sin, [norm of q, of k]], lengths or slots, [table], leaves of k, leaves of v.
+    end: the row's length.  Keys and values of a tile are (words of each token, its scales and zero
+    points).  staged: (eps of the norm, shared memory of ``staged_floats``), or None.
     """
 
     def __init__(
-        self, refs, codes: Codes, shape, paging: Paging | None, kind: str, row, head, lane
-    ):
+        self, refs, codes: Codes, shape, paging: Paging | None, kind: str, row, head, lane,
+        staged=None,
+    ):  # fmt: skip
         self.codes, self.kind, self.row, self.head = codes, kind, row, head
         _, self.capacity, self.n_kv, self.n, self.h = shape
         self.g, self.quad = p.shift_right(lane, 2), p.masked(lane, 3)
@@ -39,6 +48,9 @@ class Source:
         self.q, *self.tables = refs[: -2 * arrays]
         self.pages = Pages(self.tables.pop(), row, paging) if paging else None
         lengths = self.tables.pop()
+        self.eps, self.staged = staged or (None, None)
+        if self.staged is not None:
+            self.stage()
         # Memory that the kernel writes is not read through the path of constants.
         self.cache = "" if self.tables else ".nc"
 
@@ -70,9 +82,12 @@ class Source:
         keys, values = self.load_keys(token0, shift), self.load_values(token0, shift)
         if not self.tables:
             return self.raw_query, keys, values
+        if self.staged is not None:
+            p.copies_wait(0)
+            p.barrier()
         keys = self.with_new_key(token0, keys, shift, self.new_key)
         values = self.with_new_value(token0, values, shift, self.new_value)
-        return self.turned(self.raw_query, self.new_key[1]), keys, values
+        return self.turned(self.raw_query, self.new_key[1], "q"), keys, values
 
     def next_keys(self, token0, entry):
         shift = self.shift(token0, entry)
@@ -165,9 +180,28 @@ class Source:
         at = p.mul(self.quad, 2 * tile.features_of(self.codes))
         return tile.load_heads(p.offset(self.head_of(head), at), self.codes)
 
+    def stage(self) -> None:
+        """Sends the row's tables and the norms' weights, 2 H bytes each, to shared memory."""
+        thread, size = p.register("tid.x"), 2 * self.h
+        own = p.mul(thread, 16)
+
+        def copy():
+            for i, ref in enumerate(self.tables):
+                source = p.offset(p.address(ref), own)
+                if i < 2:
+                    source = p.offset(source, self.row, size)
+                p.copy_async(p.add(self.staged, own), source, size * i)
+
+        p.when(p.less(thread, size // 16), copy)
+        p.copies_commit()
+
     def load_new_key(self):
-        """The new token's features, not rotated, and (cos, sin) of a head's first half of them."""
+        """The new token's features, not rotated, and (cos, sin) of a head's first half of them;
+        None for those where they are staged."""
         features = tile.features_of(self.codes)
+        projected = self.projected(p.add(self.head, self.n))
+        if self.staged is not None:
+            return projected, None
         at = p.mul(self.quad, 4 * features)
         turns = [
             [
@@ -181,36 +215,66 @@ class Source:
             ]
             for t in self.tables
         ]  # fmt: skip
-        return self.projected(p.add(self.head, self.n)), turns
+        return projected, turns
 
     def load_new_value(self) -> list:
         return self.value_words(self.head_of(p.add(self.head, self.n + self.n_kv)), ".nc")
 
-    def turned(self, chunks, turns) -> list:
-        """RoPE of a head; a lane has feature i + H / 2 in the chunk half of them after i's."""
-        half = len(chunks) // 2
-        low, high = (
-            floats([w for chunk in part for w in chunk], self.kind)
-            for part in (chunks[:half], chunks[half:])
-        )
-        cos, sin = turns
-        out = [
-            arith.addf(arith.mulf(x, c), arith.mulf(y, arith.negf(s)))
-            for x, y, c, s in zip(low, high, cos, sin, strict=True)
-        ]
-        out += [
-            arith.addf(arith.mulf(y, c), arith.mulf(x, s))
-            for x, y, c, s in zip(low, high, cos, sin, strict=True)
-        ]
-        words, per = packed(out, self.kind), len(chunks[0])
-        return [words[i : i + per] for i in range(0, len(words), per)]
+    def turned(self, chunks, turns, of: str) -> list:
+        """RoPE of a head of q or k, after its norm; a lane has feature i + H / 2 in the chunk half
+        of them after i's."""
+        half, features = len(chunks) // 2, tile.features_of(self.codes)
+        factor = None if self.staged is None else self.norm_factor(chunks)
+        low, high = [], []
+        for j in range(half):
+            x, y = (floats(chunks[i], self.kind) for i in (j, j + half))
+            if factor is not None:
+                x, y = (
+                    [arith.mulf(arith.mulf(v, factor), w) for v, w in zip(part, own, strict=True)]
+                    for part, own in ((x, self.weights(j, of)), (y, self.weights(j + half, of)))
+                )
+                cos, sin = (self.staged_table(j, i) for i in range(2))
+            else:
+                cos, sin = (table[j * features : (j + 1) * features] for table in turns)
+            turn = list(zip(x, y, cos, sin, strict=True))
+            low.append([arith.addf(arith.mulf(x, c), arith.mulf(y, arith.negf(s)))
+                        for x, y, c, s in turn])  # fmt: skip
+            high.append([arith.addf(arith.mulf(y, c), arith.mulf(x, s)) for x, y, c, s in turn])
+        return [packed(part, self.kind) for part in low + high]
+
+    def norm_factor(self, chunks):
+        total = p.cf(0.0)
+        for x in floats([w for chunk in chunks for w in chunk], self.kind):
+            total = p.fma(x, x, total)
+        for lanes in (1, 2):  # the other features of the head
+            total = arith.addf(total, p.shuffle_xor(total, lanes))
+        return p.rsqrt(p.fma(total, p.cf(1.0 / self.h), p.cf(self.eps)))
+
+    def weights(self, chunk: int, of: str) -> list:
+        """The norm's at the lane's features of a chunk."""
+        features = tile.features_of(self.codes)
+        at = p.add(self.staged, p.mul(self.quad, 2 * features))
+        begin = 2 * self.h * (2 + "qk".index(of)) + 8 * features * chunk
+        words = [w for i in range(features // 8) for w in p.load_shared(at, 4, begin + 16 * i)]
+        return floats(words, self.kind)
+
+    def staged_table(self, chunk: int, index: int) -> list:
+        """cos or sin at the lane's features of a chunk."""
+        features = tile.features_of(self.codes)
+        at = p.add(self.staged, p.mul(self.quad, 4 * features))
+        begin = 2 * self.h * index + 16 * features * chunk
+        return [
+            x
+            for i in range(features // 4)
+            for x in p.load_shared(at, 4, begin + 16 * i, "f32")
+        ]  # fmt: skip
 
     def with_new_key(self, token0, keys, shift, loaded=None):
         """loaded: by ``load_new_key``, where there are registers for it."""
         own, chunk = p.equal(p.masked(self.slot, 7), self.g), self.codes.k_chunk
 
         def new():
-            return [w for part in self.turned(*(loaded or self.load_new_key())) for w in part]
+            return [w for part in self.turned(*(loaded or self.load_new_key()), "k") for w in part]
 
         at = self.line(self.k[0], self.slot, self.codes.row_bytes, shift)
         at = p.offset(at, p.mul(self.quad, chunk))

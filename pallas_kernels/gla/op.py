@@ -23,12 +23,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
 from pallas_kernels.gla.chunked import chunked_backward, chunked_forward
 from pallas_kernels.operands import check
 from pallas_kernels.transform import Choice, Op, chosen
 
+_Pair = tuple[jax.Array, jax.Array]
+_Static = tuple[float, int, Any]  # scale, chunk, the kernel's plan
 _OPERANDS = {
     "q": "float [B, T, H, Dk]",
     "k": "q [B, T, H, Dk]",
@@ -89,7 +92,7 @@ def gla(
         "gla", _OPERANDS, q=q, k=k, v=v, log_decay=log_decay, initial_state=initial_state,
         lengths=lengths, segment_ids=segment_ids,
     )  # fmt: skip
-    batch, length, heads, d_k = q.shape
+    batch, _, heads, d_k = q.shape
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"gla: chunk {chunk} is not a power of two")
     scale = max(d_k, 1) ** -0.5 if scale is None else float(scale)
@@ -151,7 +154,8 @@ def _step_plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
     return step_kernel.plan(q, k, v)
 
 
-def _kernel(static, q, k, v, g, initial_state, lengths):
+def _kernel(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
+            initial_state: jax.Array | None, lengths: jax.Array | None) -> _Pair:  # fmt: skip
     from pallas_kernels.gla import kernel as gla_mosaic
 
     scale, _, plan = static
@@ -161,11 +165,13 @@ def _kernel(static, q, k, v, g, initial_state, lengths):
     )  # fmt: skip
 
 
-def _xla(static, q, k, v, g, initial_state, lengths):
-    return _chunked(static, *_zero_padding(lengths, q, k, v, g), initial_state)[0]
+def _xla(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
+         initial_state: jax.Array | None, lengths: jax.Array | None) -> _Pair:  # fmt: skip
+    return _chunked(static, *_zero_padding(lengths, q, k, v, g), initial_state=initial_state)[0]
 
 
-def _chunked(static, q, k, v, g, initial_state):
+def _chunked(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
+             initial_state: jax.Array | None) -> tuple[_Pair, jax.Array]:  # fmt: skip
     """((o, state), the states that ``chunked_backward`` takes)."""
     scale, chunk, _ = static
     if initial_state is None:
@@ -176,14 +182,17 @@ def _chunked(static, q, k, v, g, initial_state):
     return tuple(out), borders
 
 
-def _forward(choice: Choice, static, q, k, v, g, initial_state, lengths):
+def _forward(choice: Choice, static: _Static, q: jax.Array, k: jax.Array, v: jax.Array,
+             g: jax.Array, initial_state: jax.Array | None,
+             lengths: jax.Array | None) -> tuple[_Pair, Any]:  # fmt: skip
     inputs = _zero_padding(lengths, q, k, v, g)
     if choice.implementation == "mosaic":
         return _kept_forward(choice, static, *inputs, initial_state)
-    return _chunked(static, *inputs, initial_state)
+    return _chunked(static, *inputs, initial_state=initial_state)
 
 
-def _backward(choice: Choice, static, operands, saved, d_o, d_state):
+def _backward(choice: Choice, static: _Static, operands: Any, saved: Any, d_o: jax.Array,
+              d_state: jax.Array) -> tuple[jax.Array | None, ...]:  # fmt: skip
     *inputs, initial_state, lengths = operands
     *inputs, d_o = _zero_padding(lengths, *inputs, d_o)
     if choice.implementation == "mosaic":
@@ -196,7 +205,8 @@ def _backward(choice: Choice, static, operands, saved, d_o, d_state):
     return (*_zero_padding(lengths, *gradients), d_initial, None)
 
 
-def _keeping(static, q, k, v, g, initial_state):
+def _keeping(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
+             initial_state: jax.Array | None) -> tuple[_Pair, Any]:  # fmt: skip
     from pallas_kernels.gla import kernel as gla_mosaic
 
     scale, _, plan = static
@@ -207,12 +217,14 @@ def _keeping(static, q, k, v, g, initial_state):
     return (o, state), saved
 
 
-def _keeping_nothing(static, *inputs):
+def _keeping_nothing(static: _Static, *inputs: Any) -> tuple[_Pair, Any]:
     saved = jax.eval_shape(functools.partial(_keeping, static), *inputs)[1]
     return _chunked(static, *inputs)[0], jax.tree.map(jnp.zeros_like, saved)
 
 
-def _gradients(static, q, k, v, g, initial_state, saved, d_o, d_state):
+def _gradients(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
+               initial_state: jax.Array | None, saved: Any, d_o: jax.Array,
+               d_state: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
     from pallas_kernels.gla import kernel as gla_mosaic
 
     scale, _, plan = static
@@ -222,7 +234,9 @@ def _gradients(static, q, k, v, g, initial_state, saved, d_o, d_state):
     )  # fmt: skip
 
 
-def _gradients_from_inputs(static, q, k, v, g, initial_state, saved, d_o, d_state):
+def _gradients_from_inputs(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
+                           initial_state: jax.Array | None, saved: Any, d_o: jax.Array,
+                           d_state: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
     scale, chunk, _ = static
     _, borders = _chunked(static, q, k, v, g, initial_state)
     return chunked_backward(q, k, v, g, borders, d_o, d_state, scale=scale, chunk=chunk)
@@ -233,14 +247,16 @@ _kernel_backward = Op("gla", _gradients_from_inputs, _gradients)
 _gla = Op("gla", _xla, _kernel, forward=_forward, backward=_backward)
 
 
-def _step_kernel(static, q, k, v, g, state):
+def _step_kernel(static: tuple[float, Any], q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
+                 state: jax.Array) -> _Pair:  # fmt: skip
     from pallas_kernels.gla import step_kernel
 
     scale, plan = static
     return step_kernel.gla_step(q, k, v, g, state, scale, plan)
 
 
-def _step_xla(static, q, k, v, g, state):
+def _step_xla(static: tuple[float, Any], q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
+              state: jax.Array) -> _Pair:  # fmt: skip
     scale, _ = static
     q_f, k_f, v_f = (x.astype(jnp.float32) for x in (q, k, v))
     state = jnp.exp(g)[..., None] * state + k_f[..., None] * v_f[..., None, :]
@@ -262,7 +278,7 @@ def _zero_padding(lengths: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Ar
 
 def _check_decay(log_decay: Any, lengths: jax.Array | None = None) -> None:
     """Only concrete arrays have values to look at."""
-    if isinstance(log_decay, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+    if isinstance(log_decay, Tracer) or isinstance(lengths, Tracer):
         return
     with jax.ensure_compile_time_eval():  # under jit too, for what it closes over
         (log_decay,) = _zero_padding(lengths, log_decay)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import Choice, Op
 
 Weight = jax.Array | QTensor
+_Static = tuple[float, jnp.dtype, Any]  # eps, the result's dtype, the plan
 SMALL = 64  # rows of a weight that has blocks of its own, one to 16 of them
 
 
@@ -74,14 +75,14 @@ def blocks_matmul(
     return columns
 
 
-def _kernel(static, rows, groups, gamma):
+def _kernel(static: _Static, rows: jax.Array, groups: Any, gamma: jax.Array) -> list[jax.Array]:
     from pallas_kernels.matmul.few_rows import blocks as kernel
 
     eps, out_dtype, plan = static
     return kernel.matmul(rows, groups, gamma, eps=eps, out_dtype=out_dtype, plan=plan)
 
 
-def _one_by_one(static, rows, groups, gamma):
+def _one_by_one(static: _Static, rows: jax.Array, groups: Any, gamma: jax.Array) -> list[jax.Array]:
     eps, out_dtype, _ = static
     y = rms_norm(rows, gamma, eps, implementation="xla")
     one = functools.partial(quantized_matmul, y, out_dtype=out_dtype, implementation="xla")
@@ -95,9 +96,10 @@ def fusible(
     x: jax.Array, weights: Sequence[Weight | RowBlocks], *, norm: tuple[jax.Array, float]
 ) -> bool:
     """Is ``blocks_matmul`` of these to be called here?"""
-    if any(isinstance(w, RowBlocks) for w in weights):
+    whole = [w for w in weights if not isinstance(w, RowBlocks)]
+    if len(whole) < len(weights):
         return False
-    return has_plan(lambda: find_plan(x, weights, norm=norm), x, list(weights))
+    return has_plan(lambda: find_plan(x, whole, norm=norm), x, whole)
 
 
 def find_plan(
@@ -129,6 +131,6 @@ def alike(weights: Sequence[Weight]) -> tuple[tuple[Weight, ...], ...]:
     return tuple(tuple(group) for _, group in itertools.groupby(weights, key=_form))
 
 
-def _form(w: Weight) -> tuple:
+def _form(w: Weight) -> tuple[Any, ...]:
     leaves = tuple((leaf.shape[1:], jnp.dtype(leaf.dtype).name) for leaf in jax.tree.leaves(w))
     return leaves, jax.tree.structure(w)

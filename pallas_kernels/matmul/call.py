@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.device import H200
 from pallas_kernels.qtensor import QTensor
 
-Weight = jax.ShapeDtypeStruct | QTensor
+Weight = jax.ShapeDtypeStruct | QTensor | CpuWeight
 N_SM = H200.sms  # which the plans' tables were measured on
+
+
+class LowRank(NamedTuple):
+    """A low-rank term beside the product."""
+
+    dtype: jnp.dtype
+    ranks: int  # of all adapters
+    sources: tuple[int, ...]  # the rows of w that each has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +41,23 @@ class Call:
     eps: float | None = None
     residual: jnp.dtype | None = None
     swiglu: bool = False
+    activation: str = "silu"  # of SwiGLU's gate
     pending: jnp.dtype | None = None
+    low_rank: LowRank | None = None
 
     @classmethod
-    def of(cls, x, w, out_dtype, *, bias=None, gamma=None, residual=None, pending=None, **fixed):
-        """Of arrays or of their shapes; x ``[..., K]``.  fixed: eps, swiglu."""
+    def of(cls, x: Any, w: Any, out_dtype: DTypeLike, *, bias: Any = None, gamma: Any = None,
+           residual: Any = None, pending: Any = None, low_rank: Any = None,
+           **fixed: Any) -> Call:  # fmt: skip
+        """Of arrays or of their shapes; x ``[..., K]``.  fixed: eps, swiglu, activation."""
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w)
         added = {"norm": gamma, "residual": residual, "pending": pending}
         dtypes = {name: None if v is None else jnp.dtype(v.dtype) for name, v in added.items()}
         call = math.prod(x.shape[:-1]), jnp.dtype(x.dtype), shapes, jnp.dtype(out_dtype)
+        if low_rank is not None:
+            inner, second = low_rank
+            rows = tuple(b.shape[0] for b in second)
+            fixed["low_rank"] = LowRank(jnp.dtype(inner.dtype), second[0].shape[1], rows)
         return cls(*call, isinstance(x, QTensor), bias is not None, **dtypes, **fixed)
 
     @property
@@ -52,7 +71,7 @@ class Call:
     @property
     def plain(self) -> bool:
         """Is w in floats?"""
-        return not isinstance(self.w, QTensor)
+        return not isinstance(self.w, QTensor | CpuWeight)
 
     @property
     def alone(self) -> bool:

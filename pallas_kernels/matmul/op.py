@@ -15,10 +15,12 @@ else, so that no kernel knows of it.
 What stands around the product in a decoder may be part of the call: an RMSNorm of x before it,
 SwiGLU and a residual behind it.  Up to 16 rows of 16-bit floats it is then one kernel, float32 from
 the product to the only rounding; elsewhere the ops run one after the other.  ``fusible`` tells.
+A quantized x may bring a low-rank term (LoRA), which up to 64 rows is in the product's kernel.
 
 The XLA forms are in ``matmul.xla``, the kernels in ``few_rows`` (up to 16 rows of x) and
 ``many_rows``; ``matmul.choice`` asks each for a plan.  All read the plain layout, so there is no
-re-layout at load.
+re-layout at load.  A CPU's handler (``cpu.matmul``) reads its own: where w is a ``CpuWeight``,
+whose preparation was the choice, floats of x are rounded to 8 bits by blocks of 32.
 
 Gradients: for float x, with respect to x, bias, w.scale and a floating w.zero (or a plain w), and
 to what is fused; for QTensor x, with respect to both scales and bias.  Codes get none.  That of x
@@ -35,13 +37,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_kernels.cpu import matmul as cpu
+from pallas_kernels.cpu.weight import CpuWeight, restore
 from pallas_kernels.dispatch import (
+    Find,
     Implementation,
     Plan,
     Reason,
@@ -53,6 +59,7 @@ from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.xla import (
     contract_rows,
+    low_rank_sums,
     outer_sums,
     pair_sums,
     weight_only_sums,
@@ -60,20 +67,41 @@ from pallas_kernels.matmul.xla import (
 from pallas_kernels.operands import FLOATS, check
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, take_columns
 from pallas_kernels.rows.rms_norm import rms_norm
-from pallas_kernels.rows.swiglu import swiglu as gate
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.rows.swiglu import gate
+from pallas_kernels.transform import Choice, Op, chosen
+
+_Activation = Literal["silu", "gelu_tanh"]
+_LowRank = tuple[jax.Array, tuple[jax.Array, ...]]
 
 
+@overload
+def quantized_matmul(
+    x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, *, bias: jax.Array | None = ...,
+    out_dtype: DTypeLike | None = ..., norm: tuple[jax.Array, float] | None = ...,
+    residual: jax.Array | None = ..., swiglu: bool = ..., activation: _Activation = ...,
+    pending: None = ..., low_rank: _LowRank | None = ...,
+    implementation: Implementation | None = ...,
+) -> jax.Array: ...  # fmt: skip
+@overload
+def quantized_matmul(
+    x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, *, bias: jax.Array | None = ...,
+    out_dtype: DTypeLike | None = ..., norm: tuple[jax.Array, float] | None = ...,
+    residual: jax.Array | None = ..., swiglu: bool = ..., activation: _Activation = ...,
+    pending: jax.Array, low_rank: _LowRank | None = ...,
+    implementation: Implementation | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def quantized_matmul(
     x: jax.Array | QTensor,
-    w: jax.Array | QTensor,
+    w: jax.Array | QTensor | CpuWeight,
     *,
     bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
     norm: tuple[jax.Array, float] | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
+    activation: _Activation = "silu",
     pending: jax.Array | None = None,
+    low_rank: _LowRank | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``x[..., K]`` times ``w[N, K]`` transposed -> ``[..., N]``.
@@ -83,16 +111,19 @@ def quantized_matmul(
         (the compute dtype of a checkpoint), else float32.
     norm: (weight ``[K]``, eps) of an RMSNorm of x that comes first.
     residual: of the result's shape and dtype, added last.
-    swiglu: w's rows are gate, then up; the result is ``silu(gate) * up`` of ``[..., N / 2]``.
-    pending: float32 of x's shape, to be added to x before the norm; the result is then a pair, with
-        the sum in x's dtype.
+    swiglu: w's rows are gate, then up; the result is ``activation(gate) * up`` of ``[..., N / 2]``.
+    pending: float32 or of x's dtype, of x's shape, to be added to x before the norm; the result is
+        then a pair, with the sum in x's dtype.
+    low_rank: with a QTensor x, added in float32 before the cast: (inner ``[..., S R]``, S second
+        factors ``[N_s, R]``), where the N_s rows of w from source to source get
+        ``inner[..., s R : s R + R] @ second[s].T``.  ``rows.low_rank`` makes inner.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | floats and scales, and floating zeros: a rule of its own |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
 
     Raises ValueError for shapes or dtypes that do not go together, NotImplementedError for
-    ``implementation="mosaic"`` where no kernel covers the call.
+    ``implementation="mosaic"`` or ``"cpu"`` where no kernel covers the call.
     """
     if out_dtype is None:
         if not isinstance(x, QTensor):
@@ -101,32 +132,37 @@ def quantized_matmul(
             scale = getattr(w, "scale", x.scale).dtype
             out_dtype = scale if scale.itemsize == 2 else jnp.float32
     out_dtype = jnp.dtype(out_dtype)
-    _check(x, w, bias, out_dtype, norm, residual, swiglu, pending)
-    if norm is None and residual is None and not swiglu and isinstance(w, QTensor):
-        return _product(x, w, bias, out_dtype, implementation)
+    _check(x, w, bias, out_dtype, norm, residual, swiglu, pending, low_rank)
+    if norm is None and residual is None and not swiglu:
+        if isinstance(w, QTensor):
+            return _product(x, w, bias, out_dtype, implementation, low_rank)
+        if isinstance(w, CpuWeight):
+            return _prepared_product(x, w, bias, out_dtype, implementation)
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
-    fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
-    call = Call.of(x, w, out_dtype, bias=bias, pending=pending, **fused)
+    fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
+    call = Call.of(x, w, out_dtype, bias=bias, swiglu=swiglu, activation=activation, **fused)
     find = functools.partial(choice.plan, call)
     arrays = x, w, gamma, residual, pending
-    plan = choose_plan("quantized_matmul", implementation, find, *arrays)
+    on_cpu = _cpu_plan(call, implementation)
+    plan = choose_plan("quantized_matmul", implementation, find, *arrays, cpu=on_cpu)
     if plan is None:
         parts = "xla" if is_empty(x, w) else implementation
         return _composed(call, parts, x, w, bias, gamma, residual, pending)
     residual, pending = _flatten(residual), _flatten(pending)
-    chosen = Choice("mosaic", implementation is not None)
-    out = _fused(chosen, (call, plan), _flatten(x), w, bias, gamma, residual, pending)
+    made = chosen(plan, implementation)
+    out = _fused(made, (call, plan), _flatten(x), w, bias, gamma, residual, pending)
     return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out)
 
 
 def fusible(
     x: jax.Array | QTensor,
-    w: jax.Array | QTensor | RowBlocks,
+    w: jax.Array | QTensor | RowBlocks | CpuWeight,
     *,
     out_dtype: DTypeLike | None = None,
     norm: tuple[jax.Array, float] | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
+    activation: _Activation = "silu",
     pending: jax.Array | None = None,
 ) -> bool:
     """Is ``quantized_matmul`` of these one kernel here, and the faster way?  Only shapes and dtypes
@@ -134,9 +170,16 @@ def fusible(
     if isinstance(x, QTensor) or isinstance(w, RowBlocks):
         return False
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
-    fused = {"gamma": gamma, "eps": eps, "residual": residual, "swiglu": swiglu}
-    call = Call.of(x, w, x.dtype if out_dtype is None else out_dtype, pending=pending, **fused)
-    return has_plan(lambda: choice.plan(call), x, w)
+    fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
+    gated = {"swiglu": swiglu, "activation": activation}
+    call = Call.of(x, w, x.dtype if out_dtype is None else out_dtype, **fused, **gated)
+    return has_plan(lambda: choice.plan(call), x, w, cpu=_cpu_plan(call))
+
+
+def _cpu_plan(call: Call, implementation: Implementation | None = None) -> Find | None:
+    """The handler's planner where w is in its layout, or the handler was named."""
+    is_asked = isinstance(call.w, CpuWeight) or implementation == "cpu"
+    return functools.partial(cpu.plan, call) if is_asked else None
 
 
 def product_plan(
@@ -146,37 +189,66 @@ def product_plan(
     return choice.plan(Call.of(x, QTensor(w.q, w.scale, w.zero), out_dtype, bias=bias))
 
 
-def _product(x, w, bias, out_dtype, implementation) -> jax.Array:
-    """The product of a QTensor alone."""
+def _product(x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dtype: jnp.dtype,
+             implementation: Implementation | None,
+             low_rank: _LowRank | None = None) -> jax.Array:  # fmt: skip
+    """The product of a QTensor alone, or with a low-rank term."""
     if w.columns is not None and not is_empty(x, w):
         x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
     rows, w = _flatten(x), QTensor(w.q, w.scale, w.zero)
-    call = Call.of(rows, w, out_dtype, bias=bias)
+    call = Call.of(rows, w, out_dtype, bias=bias, low_rank=low_rank)
     find = functools.partial(choice.plan, call)
-    plan = choose_plan("quantized_matmul", implementation, find, rows, w)
+    on_cpu = _cpu_plan(call, implementation)
+    plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
+    if low_rank is not None and (plan is None or is_empty(x, w)):
+        y = _product(x, w, bias, jnp.dtype(jnp.float32), implementation)
+        return (y + low_rank_sums(*low_rank)).astype(out_dtype)
     if is_empty(x, w):
         return _finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), bias, out_dtype)
-    chosen = Choice("xla" if plan is None else "mosaic", implementation is not None)
-    if isinstance(x, QTensor):
-        out = _quantized_pair(chosen, (call, plan), rows.scale, w.scale, bias, rows.q, w.q)
+    made = chosen(plan, implementation)
+    if isinstance(rows, QTensor):
+        low_rank = low_rank and (_flatten(low_rank[0]), low_rank[1])
+        scales = rows.scale, w.scale
+        out = _quantized_pair(made, (call, plan), *scales, bias, rows.q, w.q, low_rank)
     else:
-        out = _weight_only(chosen, (call, plan), rows, w.scale, w.zero, bias, w.q)
+        out = _weight_only(made, (call, plan), rows, w.scale, w.zero, bias, w.q)
     return out.reshape(*x.shape[:-1], w.shape[0])
 
 
-def _composed(call: Call, implementation, x, w, bias, gamma, residual, pending=None):
+def _prepared_product(x: jax.Array | QTensor, w: CpuWeight, bias: jax.Array | None,
+                      out_dtype: jnp.dtype,
+                      implementation: Implementation | None) -> jax.Array:  # fmt: skip
+    """The product of a weight in the layout of the CPU's handler alone."""
+    if w.columns is not None and not is_empty(x):
+        x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
+    rows = _flatten(x)
+    call = Call.of(rows, w, out_dtype, bias=bias)
+    find, on_cpu = functools.partial(choice.plan, call), _cpu_plan(call, implementation)
+    plan = choose_plan("quantized_matmul", implementation, find, rows, w, cpu=on_cpu)
+    if plan is None:
+        return _product(x, restore(w), bias, out_dtype, "xla")
+    made = chosen(plan, implementation)
+    out = _fused(made, (call, plan), rows, w, bias, None, None, None)
+    return out.reshape(*x.shape[:-1], w.shape[0])
+
+
+def _composed(call: Call, implementation: Implementation | None, x: Any,
+              w: jax.Array | QTensor | CpuWeight, bias: jax.Array | None, gamma: jax.Array | None,
+              residual: jax.Array | None, pending: jax.Array | None = None) -> Any:  # fmt: skip
     """The parts of a fused product one after the other."""
     if pending is not None:
-        total = (x.astype(jnp.float32) + pending).astype(x.dtype)
+        total = (x.astype(jnp.float32) + pending.astype(jnp.float32)).astype(x.dtype)
         return _composed(call, implementation, total, w, bias, gamma, residual), total
-    if gamma is not None:
+    if gamma is not None and call.eps is not None:  # both or neither
         x = rms_norm(x, gamma, call.eps, implementation=implementation)
     if isinstance(w, QTensor):
         y = _product(x, w, bias, call.out, implementation)
+    elif isinstance(w, CpuWeight):
+        y = _prepared_product(x, w, bias, call.out, implementation)
     else:
         y = _dense(x, w, bias, call.out)
     if call.swiglu:
-        y = gate(y, implementation=implementation)
+        y = gate(y, call.activation, implementation=implementation)
     return y if residual is None else residual + y
 
 
@@ -195,22 +267,34 @@ def _dense(x: jax.Array, w: jax.Array, bias: jax.Array | None, out_dtype: jnp.dt
     return out.reshape(*x.shape[:-1], w.shape[0]).astype(out_dtype)
 
 
+_Tree = TypeVar("_Tree")
+_Static = tuple[Call, Any]  # and the kernel's plan
 _OPERANDS = {
     "x": "float|QTensor [..., K]",
     "w": "float|QTensor [N, K]",
     "bias": "float [N] ?",
     "norm's weight": "float [K] ?",
-    "pending": "float32 [..., K] ?",
+    "pending": "float [..., K] ?",
     "residual": "float [..., columns] ?",
 }
 
 
-def _check(x, w, bias, out_dtype, norm=None, residual=None, swiglu=False, pending=None) -> None:
+def _check(
+    x: jax.Array | QTensor,
+    w: jax.Array | QTensor | CpuWeight,
+    bias: jax.Array | None,
+    out_dtype: jnp.dtype,
+    norm: tuple[jax.Array, float] | None,
+    residual: jax.Array | None,
+    swiglu: bool,
+    pending: jax.Array | None,
+    low_rank: _LowRank | None,
+) -> None:
     """ValueError, with the fact, for operands that make no product."""
     op = "quantized_matmul"
     gamma = None if norm is None else norm[0]
     fused = {"bias": bias, "norm's weight": gamma, "pending": pending, "residual": residual}
-    check(op, _OPERANDS, x=x, w=w, **fused)
+    check(op, _OPERANDS, x=x, w=w.outline if isinstance(w, CpuWeight) else w, **fused)
     n = w.shape[0]
     if out_dtype.name not in FLOATS:
         raise ValueError(f"{op}: out_dtype {out_dtype} is not a float")
@@ -218,6 +302,8 @@ def _check(x, w, bias, out_dtype, norm=None, residual=None, swiglu=False, pendin
         _check_pair(x, w)
         if norm is not None or residual is not None or swiglu:
             raise ValueError(f"{op}: norm, residual and swiglu go with a float x")
+    if low_rank is not None:
+        _check_low_rank(x, w, *low_rank)
     if pending is not None and norm is None:
         raise ValueError(f"{op}: pending, of x's shape {x.shape}, comes before a norm")
     if swiglu and n % 2:
@@ -230,7 +316,21 @@ def _check(x, w, bias, out_dtype, norm=None, residual=None, swiglu=False, pendin
         )
 
 
-def _check_pair(x: QTensor, w: jax.Array | QTensor) -> None:
+def _check_low_rank(x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, inner: jax.Array,
+                    second: tuple[jax.Array, ...]) -> None:  # fmt: skip
+    op, ranks = "quantized_matmul", second[0].shape[-1]
+    if not isinstance(x, QTensor):
+        raise ValueError(f"{op}: low_rank goes with a quantized x")
+    shape = (*x.shape[:-1], len(second) * ranks)
+    fits = all(b.ndim == 2 and b.shape[1] == ranks and b.dtype == inner.dtype for b in second)
+    if not fits or inner.shape != shape or sum(b.shape[0] for b in second) != w.shape[0]:
+        raise ValueError(
+            f"{op}: low_rank {inner.shape} and {[b.shape for b in second]} do not fit x {x.shape} "
+            f"and w {w.shape}"
+        )
+
+
+def _check_pair(x: QTensor, w: jax.Array | QTensor | CpuWeight) -> None:
     if not isinstance(w, QTensor):
         raise ValueError("quantized_matmul: a quantized x goes with a quantized w")
     pair = (jnp.dtype(x.dtype).name, jnp.dtype(w.dtype).name)
@@ -258,7 +358,7 @@ def quantized_matmul_reference(
     return out if bias is None else out + bias.astype(jnp.float32)
 
 
-def _flatten(x: jax.Array | QTensor | None) -> jax.Array | QTensor | None:
+def _flatten(x: _Tree) -> _Tree:
     # Not -1, which zero columns leave open.
     return jax.tree.map(lambda leaf: leaf.reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1]), x)
 
@@ -272,15 +372,18 @@ def _finish(acc: jax.Array, bias: jax.Array | None, out_dtype: jnp.dtype) -> jax
 # --- weight-only ---------------------------------------------------------------------------------
 
 
-def _weight_only_kernel(static, x, scale, zero, bias, q):
+def _weight_only_kernel(static: _Static, x: jax.Array, scale: jax.Array, zero: jax.Array | None,
+                        bias: jax.Array | None, q: jax.Array) -> jax.Array:  # fmt: skip
     return choice.run(static, x, QTensor(q, scale, zero), bias)
 
 
-def _weight_only_xla(static, x, scale, zero, bias, q):
+def _weight_only_xla(static: _Static, x: jax.Array, scale: jax.Array, zero: jax.Array | None,
+                     bias: jax.Array | None, q: jax.Array) -> jax.Array:  # fmt: skip
     return _finish(weight_only_sums(x, scale, zero, q), bias, static[0].out)
 
 
-def _weight_only_backward(chosen, static, operands, saved, dy):
+def _weight_only_backward(chosen: Choice, static: _Static, operands: Any, saved: Any,
+                          dy: jax.Array) -> tuple[jax.Array | None, ...]:  # fmt: skip
     x, scale, zero, bias, q = operands
     dy = dy.astype(jnp.float32)
     dx = contract_rows(dy, QTensor(q, scale, zero), x.dtype).astype(x.dtype)
@@ -305,13 +408,21 @@ _weight_only = Op(
 # --- quantized x quantized -----------------------------------------------------------------------
 
 
-def _pair_kernel(static, x_scale, w_scale, bias, xq, wq):
-    return choice.run(static, QTensor(xq, x_scale), QTensor(wq, w_scale), bias)
+def _pair_kernel(static: _Static, x_scale: jax.Array, w_scale: jax.Array, bias: jax.Array | None,
+                 xq: jax.Array, wq: jax.Array,
+                 low_rank: _LowRank | None) -> jax.Array:  # fmt: skip
+    x, w = QTensor(xq, x_scale), QTensor(wq, w_scale)
+    return choice.run(static, x, w, bias, low_rank=low_rank)
 
 
-def _pair_xla(static, x_scale, w_scale, bias, xq, wq):
+def _pair_xla(static: _Static, x_scale: jax.Array, w_scale: jax.Array, bias: jax.Array | None,
+              xq: jax.Array, wq: jax.Array,
+              low_rank: _LowRank | None) -> jax.Array:  # fmt: skip
     scales = x_scale.astype(jnp.float32) * w_scale.astype(jnp.float32)[:, 0]
-    return _finish(pair_sums(xq, wq) * scales, bias, static[0].out)
+    sums = pair_sums(xq, wq) * scales
+    if low_rank is not None:
+        sums = sums + low_rank_sums(*low_rank)
+    return _finish(sums, bias, static[0].out)
 
 
 _quantized_pair = Op("quantized_matmul", _pair_xla, _pair_kernel)
@@ -320,12 +431,14 @@ _quantized_pair = Op("quantized_matmul", _pair_xla, _pair_kernel)
 # --- fused products ------------------------------------------------------------------------------
 
 
-def _fused_xla(static, *operands):
+def _fused_xla(static: _Static, *operands: Any) -> Any:
     return _composed(static[0], "xla", *operands)
 
 
-def _fused_parts(static, *operands):
-    return _composed(static[0], None, *operands)
+def _fused_parts(static: _Static, x: jax.Array, w: Any, *rest: Any) -> Any:
+    # A prepared weight's derivative is that of the weight which it stands for.
+    w = restore(w) if isinstance(w, CpuWeight) else w
+    return _composed(static[0], None, x, w, *rest)
 
 
 _fused = Op("quantized_matmul", _fused_xla, choice.run, derivative=_fused_parts)

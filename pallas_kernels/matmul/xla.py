@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.qtensor import QTensor, dequantize
 
-_LAST = (((1,), (1,)), ((), ()))
+_Dims = tuple[tuple[tuple[int], tuple[int]], tuple[tuple[()], tuple[()]]]
+_LAST: _Dims = (((1,), (1,)), ((), ()))
 # |sum of 1024 products of int8| <= 2^24, which float32 holds exactly.
 _EXACT_BLOCK = 1024
 # Rows of a weight that are dequantized at a time on a CPU; measured best among 64..576.
@@ -25,7 +29,9 @@ _CPU_TILE = 192
 _WHOLE_BYTES = 1 << 29
 
 
-def weight_only_sums(x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array):
+def weight_only_sums(
+    x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array
+) -> jax.Array:
     """``x[M, K]`` times the dequantized codes ``[N, K]``, in float32."""
     return lax.platform_dependent(
         x, scale, zero, q, default=_weight_only_whole, cpu=_weight_only_tiled
@@ -38,18 +44,22 @@ def pair_sums(xq: jax.Array, wq: jax.Array) -> jax.Array:
     return lax.platform_dependent(xq, wq, default=whole, cpu=tiled).astype(jnp.float32)
 
 
-def _weight_only_whole(x, scale, zero, q):
+def _weight_only_whole(
+    x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array
+) -> jax.Array:
     """For accelerators: XLA fuses the dequantization into one pass before the dot."""
     return _dot(x, dequantize(QTensor(q, scale, zero), x.dtype), _LAST, x.dtype)
 
 
-def _weight_only_tiled(x, scale, zero, q):
+def _weight_only_tiled(
+    x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array
+) -> jax.Array:
     """For CPUs: tiles of rows, each dequantized in cache and used at once."""
     columns = x.astype(jnp.float32).T
     k = q.shape[1]
     if q.dtype != jnp.int4 or k // scale.shape[1] % 2:
 
-        def one(tile: QTensor):
+        def one(tile: QTensor) -> jax.Array:
             return jnp.dot(dequantize(tile), columns, precision=lax.Precision.HIGHEST)
 
         return _map_tiles(one, QTensor(q, scale, zero)).T
@@ -58,7 +68,7 @@ def _weight_only_tiled(x, scale, zero, q):
     packed = lax.bitcast_convert_type(q.reshape(-1, k // 2, 2), jnp.int8)
     even, odd = columns[0::2], columns[1::2]
 
-    def one_packed(tile: QTensor):
+    def one_packed(tile: QTensor) -> jax.Array:
         low = (tile.q << 4) >> 4
         high = tile.q >> 4
         return jnp.dot(
@@ -86,10 +96,10 @@ def _contract(dy: jax.Array, w: QTensor, *, tile: int, dtype: jnp.dtype) -> jax.
     n, k = w.shape
     main = n // tile * tile
 
-    def product(dy, rows):
+    def product(dy: jax.Array, rows: QTensor) -> jax.Array:
         return _dot(dy, dequantize(rows, dtype), (((1,), (0,)), ((), ())), dtype)
 
-    def body(i, acc):
+    def body(i: jax.Array, acc: jax.Array) -> jax.Array:
         rows = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * tile, tile), w)
         return acc + product(lax.dynamic_slice_in_dim(dy, i * tile, tile, axis=1), rows)
 
@@ -113,7 +123,7 @@ def outer_sums(dy: jax.Array, x: jax.Array) -> jax.Array:
     )  # fmt: skip
 
 
-def _dot(a: jax.Array, b: jax.Array, dims, dtype: jnp.dtype) -> jax.Array:
+def _dot(a: jax.Array, b: jax.Array, dims: _Dims, dtype: DTypeLike) -> jax.Array:
     return lax.dot_general(
         a.astype(dtype),
         b.astype(dtype),
@@ -123,20 +133,20 @@ def _dot(a: jax.Array, b: jax.Array, dims, dtype: jnp.dtype) -> jax.Array:
     )
 
 
-def _int8_whole(xq, wq):
+def _int8_whole(xq: jax.Array, wq: jax.Array) -> jax.Array:
     return lax.dot_general(xq, wq, _LAST, preferred_element_type=jnp.int32)
 
 
-def _fp8_whole(xq, wq):
+def _fp8_whole(xq: jax.Array, wq: jax.Array) -> jax.Array:
     return lax.dot_general(xq, wq, _LAST, preferred_element_type=jnp.float32)
 
 
-def _int8_tiled(xq, wq):
+def _int8_tiled(xq: jax.Array, wq: jax.Array) -> jax.Array:
     k = xq.shape[1]
     starts = range(0, k, _EXACT_BLOCK)
     columns = xq.astype(jnp.float32).T
 
-    def one(tile):
+    def one(tile: jax.Array) -> jax.Array:
         codes = tile.astype(jnp.float32)
         parts = [
             jnp.dot(
@@ -151,10 +161,10 @@ def _int8_tiled(xq, wq):
     return _map_tiles(one, wq).T
 
 
-def _fp8_tiled(xq, wq):
+def _fp8_tiled(xq: jax.Array, wq: jax.Array) -> jax.Array:
     columns = xq.astype(jnp.float32).T
 
-    def one(tile):
+    def one(tile: jax.Array) -> jax.Array:
         return jnp.dot(tile.astype(jnp.float32), columns, precision=lax.Precision.HIGHEST)
 
     return _map_tiles(one, wq).T
@@ -164,7 +174,7 @@ def _tile_rows(n: int) -> int:
     return min(n, _CPU_TILE)
 
 
-def _map_tiles(f, w):
+def _map_tiles(f: Callable[[Any], jax.Array], w: Any) -> jax.Array:
     """``f`` over tiles of rows of ``w`` (any pytree of ``[N, ...]``), results concatenated."""
     n = jax.tree.leaves(w)[0].shape[0]
     tile = _tile_rows(n)
@@ -175,3 +185,15 @@ def _map_tiles(f, w):
     if main < n:
         out = jnp.concatenate([out, f(jax.tree.map(lambda a: a[main:], w))])
     return out
+
+
+def low_rank_sums(inner: jax.Array, second: tuple[jax.Array, ...]) -> jax.Array:
+    """float32 ``[..., sum N_s]``: of each source ``[..., R]`` of inner times ``second[N_s, R]``."""
+    precision = lax.Precision.HIGHEST if inner.dtype == jnp.float32 else None
+    parts = [
+        jnp.einsum(
+            "...r,nr->...n", part, b, precision=precision, preferred_element_type=jnp.float32
+        )
+        for part, b in zip(jnp.split(inner, len(second), axis=-1), second, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)

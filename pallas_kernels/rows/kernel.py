@@ -24,6 +24,7 @@ the gate at 8192 x 2 x 14336 139 (140); the table, and what was tried, is in NOT
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.launch import launch
+from pallas_kernels.rows.inner import Inner, padded_ranks
 from pallas_kernels.rows.one_row import Rows
 from pallas_kernels.rows.plan import KIND, QMAX, Plan
 
@@ -42,7 +44,8 @@ def _one_row(*refs, plan: Plan) -> None:
     rows = Rows(refs, plan)
     # x goes first: it comes from device memory, the weight mostly from L2.
     words = rows.load(row)
-    rows.row(row, words, rows.load_weight(), p.ci(0))
+    inner = None if plan.op.adapters is None else Inner(rows, row)
+    rows.row(row, words, rows.load_weight(), p.ci(0), inner=inner)
     if plan.split > 1:
         p.cluster_wait()
 
@@ -107,9 +110,13 @@ def run(
     x: jax.Array,
     residual: jax.Array | None = None,
     weight: jax.Array | None = None,
+    first: jax.Array | None = None,
+    adapter: jax.Array | None = None,
 ) -> list[jax.Array]:
     """x ``[rows, width]``, of a gate ``[rows, 2 * width]`` -> [out ``[rows, width]``, scale
-    ``[rows, 1]`` if out is quantized, sum ``[rows, width]`` if there is a residual]."""
+    ``[rows, 1]`` if out is quantized, sum ``[rows, width]`` if there is a residual, inner products
+    ``[rows, sources * n * rank]`` with the first factors ``[n, sources, rank, width]`` of row's
+    adapter int32 ``[rows]``]."""
     op, rows = plan.op, x.shape[0]
     dtype = {kind: name for name, kind in KIND.items()}[op.out]
     outs = [jax.ShapeDtypeStruct((rows, op.width), jnp.dtype(dtype))]
@@ -117,7 +124,11 @@ def run(
         outs.append(jax.ShapeDtypeStruct((rows, 1), jnp.float32))
     if op.residual:
         outs.append(jax.ShapeDtypeStruct((rows, op.width), x.dtype))
+    if op.adapters is not None:
+        outs.append(jax.ShapeDtypeStruct((rows, math.prod(op.adapters)), x.dtype))
     scratch = [plgpu.SMEM((2 * (plan.threads // 32) + plan.ring, 2), jnp.float32)]
+    if op.adapters is not None:
+        scratch.append(plgpu.SMEM((plan.threads // 32, padded_ranks(op)), jnp.float32))
     body = functools.partial(_one_row, plan=plan)
     if plan.ring:
         # A thread past the end of the last row reads up to a chunk per thread more.
@@ -125,8 +136,8 @@ def run(
         scratch.append(plgpu.SMEM((words,), x.dtype))
         body = functools.partial(_ring_rows, plan=plan, n_rows=rows)
     return launch(
-        body, (x, residual, weight), outs,
-        name=f"{'residual_' * op.residual}{op.form}_to_{op.out}",
+        body, (x, residual, weight, first, adapter), outs,
+        name=f"{'residual_' * op.residual}{op.form}_to_{op.out}{'_adapted' * bool(op.adapters)}",
         grid=min(plan.blocks, rows) if plan.ring else rows, cluster=plan.split,
         warpgroups=plan.threads // 128, scratch=scratch, registers=True,
     )  # fmt: skip

@@ -38,9 +38,7 @@ def _tree(values: Sequence[p.Value], join: Callable[[p.Value, p.Value], p.Value]
 
 def _warp_sum(value: p.Value) -> p.Value:
     for distance in (16, 8, 4, 2, 1):
-        code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
-        other = p.ptx(code, p.bits(value), results=p.i32(), convergent=True)
-        value = arith.addf(value, p.from_bits(other))
+        value = arith.addf(value, p.shuffle_xor(value, distance))
     return value
 
 
@@ -50,7 +48,7 @@ def _warp_max(value: p.Value) -> p.Value:
     return p.from_bits(p.ptx(code, p.bits(value), results=p.i32(), convergent=True))
 
 
-def _load_chunk(base: p.Value, at: int, inside: p.Value | None, hint: str = "") -> list[p.Value]:
+def load_chunk(base: p.Value, at: int, inside: p.Value | None, hint: str = "") -> list[p.Value]:
     """16 bytes, zeros where ``inside`` (i1) is false."""
     load = f"ld.global.nc{hint}.v4.b32"
     if inside is None:
@@ -113,10 +111,15 @@ class Rows:
         self.residual_start = p.address(refs[0]) if op.residual else None
         self.residual = take(op.residual, 2)
         self.weight = take(op.weight is not None, BYTES[op.weight or op.x])
+        adapted = op.adapters is not None
+        self.first = take(adapted, BYTES[op.x])
+        self.adapter = p.address(refs.pop(0)) if adapted else None
         self.out = take(True, BYTES[op.out])
         self.scale = p.address(refs.pop(0)) if op.out in QMAX else None
         self.sum = take(op.residual, 2)
+        self.inner = p.address(refs.pop(0)) if adapted else None
         self.partial = p.shared_address(refs.pop(0))
+        self.inner_sums = p.shared_address(refs.pop(0)) if adapted else None
         self.ring = p.shared_address(refs.pop(0)) if plan.ring else None
 
     def at(self, chunk: int, size: int) -> int:
@@ -137,7 +140,7 @@ class Rows:
             for base, halves in sources
             for chunk, inside in enumerate(self.inside)
             for half in halves
-            for word in _load_chunk(base, self.at(chunk, 2) + half, inside, ".L1::no_allocate")
+            for word in load_chunk(base, self.at(chunk, 2) + half, inside, ".L1::no_allocate")
         ]
 
     def load_shared(self, slot: p.Value) -> list[p.Value]:
@@ -162,7 +165,7 @@ class Rows:
             word
             for chunk, inside in enumerate(self.inside)
             for part in range(size // 2)
-            for word in _load_chunk(self.weight, self.at(chunk, size) + 16 * part, inside)
+            for word in load_chunk(self.weight, self.at(chunk, size) + 16 * part, inside)
         ]
 
     def _guarded(self, chunk: int, body: Callable[[], None]) -> None:
@@ -218,7 +221,7 @@ class Rows:
         here = p.add(self.partial, p.mul(turn, 8 * warps))
         warp, lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
         mine = p.add(here, p.mul(warp, 8))
-        p.when(p.less(lane, 1), lambda: p.ptx("st.shared.v2.b32 [$0], {$1,$2};", mine, *pair))
+        p.when(p.less(lane, 1), lambda: p.store_shared(mine, pair))
         if split == 1:
             p.barrier()
             words = [w for first in range(0, warps, 2) for w in p.load_shared(here, 4, 8 * first)]
@@ -238,18 +241,23 @@ class Rows:
         there = p.peer_address(p.add(here, p.mul(warp, 8)), rank)
         got = [arith.select(valid, p.load_peer(there, 4 * i), zero) for i in range(2)]
         # No block may leave while others read its memory: the wait is at the end of the kernel.
-        p.cluster_arrive("release")
+        if self.op.adapters is None:
+            p.cluster_arrive("release")
         return (
             None if total is None else _warp_sum(got[0]),
             None if peak is None else _warp_max(got[1]),
         )
 
-    def factor(self, row: p.Value, total: p.Value | None, peak: p.Value | None):
-        """What t is multiplied by (None: nothing); stores the row's scale."""
-        op, zero, factor = self.op, p.cf(0.0), None
-        if total is not None:
-            mean = arith.addf(arith.mulf(total, p.cf(1.0 / op.width)), p.cf(op.eps))
-            factor = p.rsqrt(mean)
+    def norm_factor(self, total: p.Value | None) -> p.Value | None:
+        if total is None:
+            return None
+        mean = arith.addf(arith.mulf(total, p.cf(1.0 / self.op.width)), p.cf(self.op.eps))
+        return p.rsqrt(mean)
+
+    def factor(self, row: p.Value, factor: p.Value | None, peak: p.Value | None):
+        """What t is multiplied by (None: nothing), by the norm ``factor``; stores the row's
+        scale."""
+        op, zero = self.op, p.cf(0.0)
         if peak is None:
             return factor
         largest = peak if factor is None else arith.mulf(peak, factor)
@@ -264,7 +272,7 @@ class Rows:
         if self.plan.split > 1:
             owner = p.add(owner, self.rank)
         at = p.offset(self.scale, row, 4)
-        p.when(p.less(owner, 1), lambda: p.store_global(at, scale))
+        p.when(p.less(owner, 1), lambda: p.store_global(at, [scale]))
         return arith.select(arith.cmpf(arith.CmpFPredicate.OGT, scale, zero), inverse, zero)
 
     def store(self, row: p.Value, chunks: list[list[p.Value]], factor: p.Value | None) -> None:
@@ -281,10 +289,16 @@ class Rows:
 
             self._guarded(chunk, write)
 
-    def row(self, row, words, weight, turn, release: Callable[[], None] = lambda: None) -> None:
-        """release: called when every thread of the block has taken its words."""
+    def row(
+        self, row, words, weight, turn, release: Callable[[], None] = lambda: None, inner=None
+    ) -> None:
+        """release: called when every thread of the block has taken its words.  inner: an ``Inner``,
+        where the row has adapters."""
         words = self.add_residual(row, words)
         chunks, total, peak = self.compute(words, weight)
         total, peak = self.join(total, peak, turn)
         release()
-        self.store(row, chunks, self.factor(row, total, peak))
+        norm = self.norm_factor(total)
+        self.store(row, chunks, self.factor(row, norm, peak))
+        if inner is not None:
+            inner.products(chunks, norm)

@@ -23,6 +23,8 @@ KIND = {
 BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s8": 1, "e4m3": 1}
 # Below the first most of a block's 128 threads would have nothing to do.
 MIN_WIDTH, MAX_WIDTH = 1024, 32768
+# Each row reads its adapter for itself, out of L2: with more rows one product over all is faster.
+MAX_ADAPTED_ROWS, MAX_RANKS = 64, 256
 _RING_BYTES = 200 * 1024  # of the 227 KB that a multiprocessor's blocks share
 
 
@@ -37,6 +39,7 @@ class Op:
     weight: str | None = None
     residual: bool = False
     eps: float = 0.0
+    adapters: tuple[int, int, int] | None = None  # n, sources, rank: also their inner products
 
     @property
     def row_bytes(self) -> int:
@@ -65,9 +68,11 @@ def plan(
     residual: jax.Array | None = None,
     eps: float = 0.0,
     *,
+    first: jax.Array | None = None,
     name: str = "x",
 ) -> Plan | Reason:
-    """How the kernel computes ``out`` (a dtype) from the rows of x, the operand called ``name``."""
+    """How the kernel computes ``out`` (a dtype) from the rows of x, the operand called ``name``.
+    first: of ``low_rank``'s adapters."""
     width = x.shape[-1] // (2 if form == "gate" else 1)
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return Reason(f"{name} has rows of {x.dtype}; the kernel reads bfloat16 and float16")
@@ -77,7 +82,16 @@ def plan(
         return Reason(f"{name} {x.shape}: width {width} is not a multiple of 8 up to {MAX_WIDTH}")
     scales = None if weight is None else KIND[weight.dtype.name]
     op = Op(form, width, KIND[x.dtype.name], KIND[out], scales, residual is not None, eps)
-    found = divided(op, x.size // x.shape[-1])
+    rows = x.size // x.shape[-1]
+    if first is not None:
+        if first.dtype != x.dtype:
+            return Reason(f"adapters of {first.dtype} and {name} of {x.dtype}")
+        if rows > MAX_ADAPTED_ROWS:
+            return Reason(f"{name} has {rows} rows: up to {MAX_ADAPTED_ROWS} read adapters alone")
+        if first.shape[1] * first.shape[2] > MAX_RANKS:
+            return Reason(f"a row has {first.shape[1]} x {first.shape[2]} ranks, over {MAX_RANKS}")
+        op = dataclasses.replace(op, adapters=first.shape[:3])
+    found = divided(op, rows)
     if width < MIN_WIDTH:
         return Reason(f"XLA is as fast below {MIN_WIDTH} columns", found)
     return found
@@ -85,6 +99,10 @@ def plan(
 
 def divided(op: Op, rows: int) -> Plan:
     """How the rows are cut; the numbers behind it are in ``rows/NOTES.md``."""
+    if op.adapters is not None:
+        # 4096 wide a cluster's barriers cost more than the other half of the GPU brings.
+        split = 2 if op.width > 8192 and op.width % 16 == 0 else 1
+        return Plan(op, min(256, _threads(op.width // split, 1)), split)
     if op.form != "gate":
         few = rows <= 64 or op.out not in QMAX
         return Plan(op, _threads(op.width, 2 if few else 4))

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from pallas_kernels.dispatch import Implementation, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, quantize
-from pallas_kernels.rounding import to_words
-from pallas_kernels.rows.plan import plan
+from pallas_kernels.rounding import to_codes
+from pallas_kernels.rows.plan import Plan, plan
 from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
 
@@ -49,16 +49,17 @@ def quantize_tokens(
         raise ValueError(f"quantize_tokens: dtype {codes!r} is not int8 or float8_e4m3fn")
     if scale is not None:
         rows = jnp.broadcast_to(scale.astype(jnp.float32), (*x.shape[:-1], 1))
-        return QTensor(to_words(x.astype(jnp.float32) / rows, codes), rows)
+        return QTensor(to_codes(x.astype(jnp.float32) / rows, codes), rows)
     found = choose_plan("quantize_tokens", implementation, lambda: plan("copy", x, codes), x)
     return _quantize(chosen(found, implementation), (codes, found), x)
 
 
-def _kernel(static, x):
-    return QTensor(*run(static[1], x))
+def _kernel(static: tuple[str, Plan], x: jax.Array) -> QTensor:
+    codes, scale = run(static[1], x)
+    return QTensor(codes, scale)
 
 
-def _xla(static, x):
+def _xla(static: tuple[str, Plan | None], x: jax.Array) -> QTensor:
     return quantize(x, static[0], scale_dtype=jnp.float32)
 
 

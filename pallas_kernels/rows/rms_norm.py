@@ -10,7 +10,7 @@ forms are FasterLLaMA's ResNormQuantized and ResidualResNormQuantized.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from pallas_kernels.dispatch import Implementation, choose_plan
 from pallas_kernels.operands import FLOATS, check
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.qtensor import quantize as quantize_rows
-from pallas_kernels.rows.plan import plan
+from pallas_kernels.rows.plan import Plan, plan
 from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
 
@@ -36,6 +36,21 @@ class _Call(NamedTuple):
     out_dtype: str
 
 
+_Static = tuple[_Call, Plan | None]
+_Result = jax.Array | QTensor | tuple[jax.Array | QTensor, jax.Array]
+
+
+@overload
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, *, residual: None = ..., quantize: None = ...,
+    out_dtype: DTypeLike | None = ..., implementation: Implementation | None = ...,
+) -> jax.Array: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, *, residual: jax.Array | None = ...,
+    quantize: DTypeLike | None = ..., out_dtype: DTypeLike | None = ...,
+    implementation: Implementation | None = ...,
+) -> jax.Array | QTensor | tuple[jax.Array | QTensor, jax.Array]: ...  # fmt: skip
 def rms_norm(
     x: jax.Array,
     weight: jax.Array,
@@ -74,14 +89,16 @@ def rms_norm(
     return _rms_norm(chosen(found, implementation), call, x, residual, weight)
 
 
-def _kernel(static, x, residual, weight):
+def _kernel(
+    static: tuple[_Call, Plan], x: jax.Array, residual: jax.Array | None, weight: jax.Array
+) -> _Result:
     call, plan = static
     out = run(plan, x, residual, weight)
     y = out[0] if call.quantize is None else QTensor(out[0], out[1])
     return y if residual is None else (y, out[-1])
 
 
-def _xla(static, x, residual, weight):
+def _xla(static: _Static, x: jax.Array, residual: jax.Array | None, weight: jax.Array) -> _Result:
     call, _ = static
     total = x if residual is None else x + residual
     s = total.astype(jnp.float32)
@@ -91,9 +108,9 @@ def _xla(static, x, residual, weight):
     return y if residual is None else (y, total)
 
 
-def _at_the_sum(static, operands, out):
+def _at_the_sum(static: _Static, operands: Any, out: Any) -> tuple[Any, ...]:
     """The sum is kept anyway, as the next residual; x and the residual need not be."""
-    x, residual, weight = operands
+    _, residual, weight = operands
     return operands if residual is None else (out[1], jnp.zeros_like(residual), weight)
 
 

@@ -9,13 +9,20 @@ from pallas_kernels.rows.plan import Plan
 
 
 def run(
-    plan: Plan, x: jax.Array, residual: jax.Array | None = None, weight: jax.Array | None = None
+    plan: Plan,
+    x: jax.Array,
+    residual: jax.Array | None = None,
+    weight: jax.Array | None = None,
+    first: jax.Array | None = None,
+    adapter: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """[result, its scales if it is quantized, the sum if there is a residual], shaped as x is."""
+    """What ``rows.kernel.run`` gives, shaped as x is."""
     from pallas_kernels.rows import kernel
 
     lead, rows = x.shape[:-1], x.reshape(-1, x.shape[-1])
     if residual is not None:
         residual = residual.reshape(rows.shape)
-    out = kernel.run(plan, rows, residual, weight)
+    if adapter is not None:
+        adapter = adapter.reshape(-1)
+    out = kernel.run(plan, rows, residual, weight, first, adapter)
     return [jnp.reshape(a, (*lead, a.shape[-1])) for a in out]

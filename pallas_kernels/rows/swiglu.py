@@ -1,9 +1,12 @@
-"""SwiGLU's gate: silu(gate) * up over a fused gate/up projection, and an optional quantize.
+"""SwiGLU's gate: silu(gate) * up over a fused gate/up projection, and an optional quantize; and
+that of GELU (``gate``).
 
 Source: GLU variants, arXiv 2002.05202; FasterLLaMA's DequantizedSiluMultiplyQuantized.
 """
 
 from __future__ import annotations
+
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,14 @@ from pallas_kernels.rows.run import run
 from pallas_kernels.transform import Op, chosen
 
 
+@overload
+def swiglu(
+    gate_up: jax.Array, *, quantize: None = ..., implementation: Implementation | None = ...
+) -> jax.Array: ...
+@overload
+def swiglu(
+    gate_up: jax.Array, *, quantize: DTypeLike, implementation: Implementation | None = ...
+) -> QTensor: ...
 def swiglu(
     gate_up: jax.Array,
     *,
@@ -45,6 +56,16 @@ def swiglu(
     return _swiglu(chosen(found, implementation), (codes, found), gate_up)
 
 
+def gate(
+    gate_up: jax.Array, activation: str, *, implementation: Implementation | None = None
+) -> jax.Array:
+    """``swiglu``, or with activation "gelu" or "gelu_tanh" the same with GELU, by XLA."""
+    if activation == "silu":
+        return swiglu(gate_up, implementation=implementation)
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.gelu(gate, approximate=activation == "gelu_tanh") * up).astype(gate_up.dtype)
+
+
 def _plan(gate_up: jax.Array, codes: str | None) -> Plan | Reason:
     if codes is None:
         return Reason(
@@ -53,11 +74,12 @@ def _plan(gate_up: jax.Array, codes: str | None) -> Plan | Reason:
     return plan("gate", gate_up, codes, name="gate_up")
 
 
-def _kernel(static, gate_up):
-    return QTensor(*run(static[1], gate_up))
+def _kernel(static: tuple[str, Plan], gate_up: jax.Array) -> QTensor:
+    codes, scale = run(static[1], gate_up)
+    return QTensor(codes, scale)
 
 
-def _xla(static, gate_up):
+def _xla(static: tuple[str | None, Plan | None], gate_up: jax.Array) -> jax.Array | QTensor:
     codes, _ = static
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     y = jax.nn.silu(gate) * up

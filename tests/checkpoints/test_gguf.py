@@ -659,6 +659,7 @@ def test_smollm2_config_is_the_preset(smollm2: Path) -> None:
     assert read_config(smollm2).replace(name="smollm2-135m") == load_config("smollm2-135m")
 
 
+@pytest.mark.slow
 def test_smollm2_equals_transformers(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     # transformers makes this map anew for each of 397 modules, half of the test's time.

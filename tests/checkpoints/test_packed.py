@@ -148,7 +148,7 @@ def test_logits_are_those_of_the_dequantized_model(tmp_path: Path, case: str) ->
         options = {**GPTQ, "desc_act": True}
         make = _only({"v_proj": None}, cases.gptq(order="own"))
         folder, _ = write(tmp_path / "m", CFG.replace(qkv_bias=True, o_bias=True), options, make)
-    lm = jl.load(folder)
+    lm = jl.load(folder, exact=True)
     assert lm.tokenizer is None and lm.params["layer_0"]["mlp"]["down"]["weight"].ndim == 2
     tokens, lengths = tokens_of(lm.config, 2, 9), np.array([9, 5])
     want = jl.logits(lm.config, _dequantized(lm.params), tokens, jnp.asarray(lengths))
@@ -316,10 +316,10 @@ def _refused() -> dict[str, tuple[str, Any, str]]:
     columns = dataclasses.replace(int4, columns=np.arange(48, dtype=np.int32)[::-1])
     nan = QTensor(int8.q, int8.scale * np.float16("nan"))
     return {
-        "awq-int8": ("awq", int8, "no int8 words"),
+        "awq-int8": ("awq", int8, "no int8 codes"),
         "awq-columns": ("awq", columns, "act-order"),
         "awq-float32-scales": ("awq", words_of((32, 48), scale=np.float32), "float16"),
-        "gptq-fp8": ("gptq", words_of((32, 48), "float8_e4m3fn"), "no float8_e4m3fn words"),
+        "gptq-fp8": ("gptq", words_of((32, 48), "float8_e4m3fn"), "no float8_e4m3fn codes"),
         "gptq-activations": ("gptq", dataclasses.replace(int8, activations="int8"), "activations"),
         "gptq-float-zeros": ("gptq", QTensor(int4.q, int4.scale, int4.scale), "zeros of float16"),
         "gptq-negative": ("gptq", QTensor(int4.q, -int4.scale), "negative scales"),

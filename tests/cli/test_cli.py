@@ -599,9 +599,9 @@ def test_the_main_job():
         hub.resolve("smollm2-135m")
     except JaxLlamaError as error:
         pytest.skip(f"no weights here: {error}")
-    got = process("generate", "The capital of France is", "--max-new-tokens", "8")
+    got = process("generate", "--chat", "Hi! Who are you?", "--max-new-tokens", "8")
     assert got.returncode == 0, got.stderr
-    assert got.stdout.startswith(" Paris.") and silence(got.stderr) == ""
+    assert got.stdout.startswith("Hello! I'm here to") and silence(got.stderr) == ""
 
 
 def test_help_names_every_scheme():

@@ -36,7 +36,7 @@ def converted(tmp_path_factory) -> tuple[Path, Path]:
 
 def test_transformers_loads_the_same_model(converted):
     file, out = converted
-    ours = jl.load(file, "float32")
+    ours = jl.load(file, exact=True)
     back = jl.load(out, "float32")
     want = np.asarray(ours.logits(IDS, [6, 6]))
     np.testing.assert_array_equal(back.logits(IDS, [6, 6]), want)

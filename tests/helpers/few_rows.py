@@ -30,8 +30,8 @@ def few_rows() -> contextlib.AbstractContextManager[None]:
     return emulated(blocks, operands, row, row_loops, widen, *_TILES)
 
 
-def run_tiles(x, w, bias, out_dtype, *, norm=None, swiglu=False, residual=None, pending=None,
-              **changes):  # fmt: skip
+def run_tiles(x, w, bias, out_dtype, *, norm=None, swiglu=False, activation="silu", residual=None,
+              pending=None, **changes):  # fmt: skip
     """The tile kernel's; ``changes`` to its plan (clusters, per, batch, depth)."""
     gamma, eps = (None, None) if norm is None else norm
     fused = {"bias": bias is not None, "residual": residual is not None, "pairs": swiglu}
@@ -39,5 +39,6 @@ def run_tiles(x, w, bias, out_dtype, *, norm=None, swiglu=False, residual=None, 
     given = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
     with few_rows():
         return kernel.matmul(
-            x, w, bias=bias, out_dtype=out_dtype, swiglu=swiglu, plan=plan, **given
-        )
+            x, w, bias=bias, out_dtype=out_dtype, swiglu=swiglu, activation=activation, plan=plan,
+            **given,
+        )  # fmt: skip

@@ -34,11 +34,6 @@ def _rope(scaling: str, factor: float, **options: Any) -> ModelConfig:
     return _BASE.replace(rope=rope, max_position=max(longest, 32), head_dim=16)
 
 
-def is_variant(name: str) -> bool:
-    """A family's other options: live in the slow run, golden everywhere."""
-    return any(name == f"{kind}-{case}" for kind, case, _ in FAMILY_CASES if case)
-
-
 def _family(kind: str, case: str, **options: Any) -> ModelConfig:
     """The ModelConfig of a tiny config.json of that model type."""
     eps = "layer_norm_eps" if kind in ("stablelm", "cohere", "cohere2") else "rms_norm_eps"

@@ -270,7 +270,8 @@ def _modules(block: Block):
         bits=lambda x: x.astype(np.float32).view(U32), from_bits=lambda w: w.view(np.float32),
         and_xor=lambda w, m, f: (w & U32(m)) ^ U32(f),
         select_bits=lambda x, m, c: (x & U32(m)) | c, permute=_permute,
-        sub_pairs=_pairs(np.subtract), mul_pairs=_pairs(np.multiply), pack=_pack,
+        add_pairs=_pairs(np.add), sub_pairs=_pairs(np.subtract),
+        mul_pairs=_pairs(np.multiply), pack=_pack,
         widen=lambda w, kind="bf16": _half(w, 0, kind),
         widen_high=lambda w, kind="bf16": _half(w, 1, kind),
         narrow=lambda x, kind: x.astype(_HALF[kind]).view(np.uint16).astype(U32),
@@ -294,7 +295,7 @@ def _modules(block: Block):
         barrier=lambda: None, warp_barrier=lambda: None, copies_commit=lambda: None,
         copies_wait=lambda n: None, copy_bulk=copy_bulk, barrier_init=barrier_init,
         barriers_ready=lambda: None, barrier_expect=expect, barrier_arrive=arrive,
-        barrier_wait=block.wait, cluster_arrive=lambda: None, cluster_wait=lambda: None,
+        barrier_wait=block.wait, cluster_arrive=lambda order="": None, cluster_wait=lambda: None,
         peer_address=lambda x, rank: x + (rank - block.rank) * U32(block.apart),
         send_peer=send_peer,
     )  # fmt: skip
@@ -305,7 +306,7 @@ def _modules(block: Block):
         addf=np.add, subf=np.subtract, mulf=np.multiply, negf=np.negative,
         cmpi=lambda predicate, x, y: predicate(x, y), cmpf=lambda predicate, x, y: predicate(x, y),
         CmpIPredicate=SimpleNamespace(eq=np.equal, uge=np.greater_equal),
-        CmpFPredicate=SimpleNamespace(OGT=np.greater),
+        CmpFPredicate=SimpleNamespace(OEQ=np.equal, OGT=np.greater),
     )  # fmt: skip
     return {"p": p, "arith": arith}
 
@@ -326,7 +327,7 @@ def emulated(*modules):
     modules = *modules, fused_parts, launch
 
     def kernel(body, *, out_type, grid, scratch_types, num_threads=None, cluster=(), **_):
-        outs = out_type if isinstance(out_type, tuple) else (out_type,)
+        outs = tuple(out_type) if isinstance(out_type, tuple | list) else (out_type,)
 
         def run(*operands):
             data = [to_bytes(x[...]) for x in operands]
@@ -359,7 +360,7 @@ def emulated(*modules):
             for start, o in zip(starts[len(data) :], outs, strict=False):
                 raw = block.memory[start : start + math.prod(o.shape) * o.dtype.itemsize]
                 done.append(from_bytes(raw, o))
-            return tuple(done) if isinstance(out_type, tuple) else done[0]
+            return done[0] if hasattr(out_type, "shape") else type(out_type)(done)
 
         return run
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,12 @@ from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
 from jaxllama.generation import advance, init_params, start
 from jaxllama.model.cache import cache_specs
+from jaxllama.model.lora import attach, for_rows
 from jaxllama.parallel import mesh as parallel
 from jaxllama.parallel.shardings import specs
 from jaxllama.sampling import Sampling, SamplingParams
 from pallas_kernels import dispatch
+from tests.helpers import lora_cases
 from tests.helpers.models import GLA, LLAMA
 
 CFG = LLAMA.replace(
@@ -35,13 +39,18 @@ GLA_CFG = CFG.replace(layer_types=("gla",) * 3, gla=GLA)
 
 
 def kernels_of(
-    batch: int, scheme: str | None, kv_dtype: str, cfg: ModelConfig = CFG
+    batch: int,
+    scheme: str | None,
+    kv_dtype: str,
+    cfg: ModelConfig = CFG,
+    adapt: Callable[[Any], Any] = lambda params: params,
 ) -> Counter[str]:
-    """Calls of Mosaic kernels in the whole step, by the jitted function that holds one."""
+    """Calls of Mosaic kernels in the whole step, by the jitted function that holds one, and of
+    XLA's products."""
 
     def params():
         drawn = init_params(cfg, jax.random.key(0), jnp.bfloat16)
-        return drawn if scheme is None else jl.quantize_params(drawn, scheme)
+        return adapt(drawn if scheme is None else jl.quantize_params(drawn, scheme))
 
     cache = jax.eval_shape(lambda: jl.init_cache(cfg, batch, 256, kv_dtype))
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
@@ -53,6 +62,8 @@ def kernels_of(
         name = re.match(r"\w+ @(\w+)", function).group(1)
         if "@mosaic_gpu" in function:
             kernels[re.sub(r"_\d+$", "", name)] += calls[name]
+    if products := text.count("stablehlo.dot_general"):
+        kernels["dot_general"] = products
     return kernels
 
 
@@ -74,6 +85,21 @@ def test_a_llama_layer_of_one_row_is_five_kernels(on_hopper, scheme):
     assert calls == {"matmul": 4 * CFG.n_layers + 1, "attend": CFG.n_layers, "run": 1}
 
 
+def test_a_qwen3_layer_of_one_row_is_five_kernels(on_hopper):
+    """The norm of q's and k's heads is in the kernel that rotates them."""
+    calls = kernels_of(1, None, "bfloat16", CFG.replace(qk_norm="head"))
+    assert calls == kernels_of(1, None, "bfloat16")
+
+
+def test_a_gemma3_layer_of_one_row_is_seven_kernels(on_hopper):
+    """Llama's five, with GELU's gate, and the norms behind o and down, which the products that read
+    their sum add up; after the last layer the head's norm does."""
+    cfg = CFG.replace(qk_norm="head", post_norms=True, activation="gelu_tanh")
+    calls = kernels_of(1, None, "bfloat16", cfg)
+    layers = CFG.n_layers
+    assert calls == {"matmul": 4 * layers + 1, "attend": layers, "run": 2 * layers + 1}
+
+
 @pytest.mark.parametrize("scheme", ["w4a16", None])
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_gla_layer_of_few_rows_is_five_kernels(on_hopper, rows, scheme):
@@ -89,6 +115,19 @@ def test_a_gla_layer_of_many_rows_has_one_kernel_between_its_products(on_hopper)
     norms = 2 * GLA_CFG.n_layers + 1
     products = 8 * GLA_CFG.n_layers + 1
     assert calls == {"pair_matmul": products, "gla_token": GLA_CFG.n_layers, "run": norms}
+
+
+@pytest.mark.parametrize("rows", [8, 64])
+def test_adapters_beside_quantized_weights_cost_no_kernel(on_hopper, rows):
+    """First factors ride where rows are quantized, second ones in the products."""
+    adapter = lora_cases.factors(CFG, 1, rank=16)
+
+    def adapt(params):
+        return for_rows(attach(CFG, params, [adapter] * 2), jnp.ones((rows,), jnp.int32))
+
+    base = kernels_of(rows, "w8a8", "int8")
+    assert kernels_of(rows, "w8a8", "int8", adapt=adapt) == base
+    assert base["pair_matmul"] == 4 * CFG.n_layers + 1
 
 
 def loop_of(sampling: Sampling, batch: int = 2) -> Counter[str]:

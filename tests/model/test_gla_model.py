@@ -236,7 +236,7 @@ def test_gradients_reach_every_parameter():
         assert np.isfinite(np.asarray(leaf)).all() and np.asarray(leaf).any(), path
 
 
-@pytest.mark.parametrize("name", ["gla-340m", "hybrid-1.3b"])
+@pytest.mark.parametrize("name", [pytest.param("gla-340m", marks=pytest.mark.slow), "hybrid-1.3b"])
 def test_generate_with_the_presets_made_small(name):
     """Greedy tokens are the argmax of teacher-forced logits over what was written."""
     cfg = load_config(name)

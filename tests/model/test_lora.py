@@ -5,6 +5,7 @@ Bound: 1e-5 of the largest logit in float32.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -25,6 +26,7 @@ from jaxllama.model.linear import Stream
 from jaxllama.model.lora import attach, chosen, for_rows
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.rows.swiglu import swiglu
 from tests.helpers import lora_cases
 from tests.helpers.models import FAMILIES, LLAMA, relative_error
 from tests.helpers.parity_cases import CASES, params_of, tokens_of
@@ -85,8 +87,8 @@ def test_factors_are_folded_like_the_weights_they_are_added_to(name, tmp_path):
             if (product := want[layer][room].get(name)) is None:
                 continue
             lora = adapted[layer][room][name]["lora"]
-            assert not np.any(lora.a[0]) and not np.any(lora.b[0])
-            beside = plain[layer][room][name]["weight"] + np.asarray(lora.b[1].T @ lora.a[1])
+            assert not np.any(lora.added(0))
+            beside = plain[layer][room][name]["weight"] + lora.added(1)
             for got in (merged[layer][room][name]["weight"], beside):
                 np.testing.assert_allclose(got, product["weight"], rtol=0, atol=2e-6)
             assert relative_error(beside, plain[layer][room][name]["weight"]) > 0.1, index
@@ -132,6 +134,10 @@ def test_peft_s_own_files_and_merged_weights(name, tmp_path):
     assert relative_error(scores(jl.load(base, adapters=adapters, merge=True)), want) <= BOUND
     lm = jl.load(base, adapters=adapters)
     assert relative_error(scores(lm, [1]), want) <= BOUND < 0.01 < relative_error(scores(lm), want)
+    for model in (lm, dataclasses.replace(lm, deterministic=True)):
+        assert same(np.asarray(model.logits(tokens, [32], adapter="it")), scores(lm, [1]))
+    with pytest.raises(jl.JaxLlamaError, match="adapter = 'other'"):
+        lm.logits(tokens, [32], adapter="other")
 
 
 def test_a_multimodal_model_s_text_adapter_is_the_decoder_s(tmp_path):
@@ -241,16 +247,17 @@ def test_a_product_adds_each_row_s_own_factors(scheme):
             Stream(x), p["mlp_norm"], mlp["gate_up"], LLAMA, into=mlp["down"]
         )
         added = linear.linear_add(gated, mlp["down"], Stream(x), LLAMA).total
-        without = linear.linear(h, plain["gate_up"]), x + linear.linear(gated, plain["down"])
-        return h, y, gated, added, *without
+        codes = gated.codes if isinstance(gated, linear.Adapted) else gated
+        without = linear.linear(h, plain["gate_up"]), x + linear.linear(codes, plain["down"], "f4")
+        return h, y, swiglu(y), added, *without
 
     h, y, gated, added, plain_y, plain_added = map(np.asarray, run(p, base, x))
 
     def term(product: str, x: np.ndarray) -> np.ndarray:
         lora, out = adapted["layer_0"]["mlp"][product].get("lora"), []
         for row, number in zip(x.astype(np.float64), ROWS, strict=True):
-            a, b = (np.asarray(m[max(number - 1, 0)], np.float64) for m in (lora.a, lora.b))
-            out.append(row @ a.T @ b * (number > 0))
+            added = lora.added(max(number - 1, 0)).astype(np.float64)
+            out.append(row @ added.T * (number > 0))
         return np.stack(out)
 
     want = plain_y + term("gate_up", h)
@@ -294,7 +301,7 @@ def test_beside_a_quantized_base_it_is_the_dequantized_one_with_the_product_adde
             for product in tree["layer_0"][room].values():
                 lora = product.pop("lora", None)
                 if lora is not None:
-                    added = np.asarray(lora.b[0]).T @ np.asarray(lora.a[0])
+                    added = lora.added(0)
                     product["weight"] = product["weight"] + added
         want = scores(LanguageModel(ONE_LAYER, tree, None))[0]
         for row in np.flatnonzero(np.array(ROWS) == number):
@@ -332,7 +339,8 @@ def test_a_tree_without_rows_is_the_base_model_s_program():
     base, rows = text(params), text(for_rows(adapted, jnp.array(ROWS, jnp.int32)))
     assert text(adapted) == base
     count = lambda op: rows.count(op) - base.count(op)  # noqa: E731
-    assert count("stablehlo.dot_general") == 2 * 4 * LLAMA.n_layers
+    # Four products, and of seven tensors that are fused in them second factors of their own.
+    assert count("stablehlo.dot_general") == (4 + 7) * LLAMA.n_layers
     assert count("stablehlo.gather") == 0
 
 

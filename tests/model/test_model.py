@@ -284,7 +284,7 @@ def test_cache_nbytes_counts_packed_words():
         assert init_cache(cfg, 3, 16, dtype).nbytes == cfg.n_layers * size + 3 * 4
 
 
-@families
+@ways
 def test_generate_equals_greedy_by_full_forward(family):
     cfg = FAMILIES[family]
     params, tokens = params_of(cfg), tokens_of(cfg, 2, 6)

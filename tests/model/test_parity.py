@@ -23,13 +23,13 @@ from jaxllama.config import ModelConfig, Stored
 from jaxllama.errors import JaxLlamaError
 from tests.helpers.parity_cases import (
     CASES,
+    FAMILY_CASES,
     GOLDEN,
     LENGTH,
     NEW,
     PROMPT,
     SCORED,
     Answer,
-    is_variant,
     params_of,
     reference,
     tokens_of,
@@ -63,9 +63,19 @@ def test_golden(name: str) -> None:
     assert ours(name).greedy.tolist() == greedy.tolist()
 
 
+# Of Llama's, Mistral's and Qwen2's options those that no other family has; the others are live in
+# the slow run, and golden everywhere.
+LIVE = ("llama-gqa", "smollm2-tied", "mistral-window", "qwen2-bias", "qwen2-late-window",
+        "rope-llama3", "rope-linear", "rope-dynamic", "rope-yarn")  # fmt: skip
+FAMILIES = {kind for kind, _, _ in FAMILY_CASES}
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=[pytest.mark.slow] if is_variant(x) else []) for x in CASES],
+    [
+        pytest.param(x, marks=[] if x in FAMILIES or x in LIVE else [pytest.mark.slow])
+        for x in CASES
+    ],
 )
 def test_transformers(name: str) -> None:
     pytest.importorskip("torch")
@@ -167,6 +177,7 @@ def test_smollm2_continues_prompts_like_transformers(smollm2, prompts) -> None:
     np.testing.assert_array_equal(state.tokens, greedy)
 
 
+@pytest.mark.slow
 def test_smollm2_live(smollm2, prompts) -> None:
     """Greedy is identical exactly if transformers' argmax is our token at every step."""
     torch = pytest.importorskip("torch")
@@ -198,6 +209,7 @@ def test_smollm2_live(smollm2, prompts) -> None:
         assert got[row, steps].argmax(-1).tolist() == greedy[row].tolist()
 
 
+@pytest.mark.slow
 def test_smollm2_predicts_like_llamacpp(smollm2) -> None:
     """llama.cpp's most likely next token after each of 510 tokens of English.
 

@@ -83,7 +83,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as parent:
         directory = f"{parent}/smollm2"
-        lm = jl.load("smollm2-135m")
+        lm = jl.load("smollm2-135m", exact=True)
         hf.save(directory, lm.config, lm.params)
         results: dict[str, list[list[float]]] = {name: [] for name in ENGINES}
         for _ in range(ROUNDS):

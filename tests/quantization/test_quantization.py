@@ -22,7 +22,7 @@ from jaxllama.quantization.scale_fit import fit_scales
 from jaxllama.quantization.scheme import Scheme, parse
 from jaxllama.quantization.sites import fold, get, sites
 from pallas_kernels.qtensor import QTensor, dequantize, quantize
-from pallas_kernels.rounding import grid, words
+from pallas_kernels.rounding import codes, grid
 from tests.helpers.models import FAMILIES, LLAMA, params_of, relative_error
 
 RNG = np.random.default_rng(0)
@@ -126,7 +126,7 @@ def test_an_unclipped_grid_is_quantize_bit_for_bit(dtype, zeros):
     scale, zero = grid(w, dtype, 32, zeros)
     np.testing.assert_array_equal(scale, want.scale)
     np.testing.assert_array_equal(
-        words(w, scale, zero, dtype).astype(jnp.float32), want.q.astype(jnp.float32)
+        codes(w, scale, zero, dtype).astype(jnp.float32), want.q.astype(jnp.float32)
     )
     assert (zero is None) == (want.zero is None)
     if zero is not None:
@@ -350,7 +350,7 @@ def test_gptq_refuses_moments_that_are_none():
         gptq(normal(8, 32), jnp.full((32, 32), jnp.nan), grid=("int4", 32, False))
 
 
-# Scales that fit the words
+# Scales that fit the codes
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_fitted_scales_are_the_least_squares_of_the_output(cell):
     dtype, group, zeros = cell
     w, x = normal(12, 64), normal(256, 64) @ normal(64, 64, scale=0.2)
     scale, zero = grid(w, dtype, group, zeros, 0.8)
-    before = QTensor(words(w, scale, zero, dtype), scale, zero)
+    before = QTensor(codes(w, scale, zero, dtype), scale, zero)
     h = x.T @ x
     got = fit_scales(w, before, h)
     damping = np.sqrt(DAMPING * np.mean(np.diagonal(h)))

@@ -32,7 +32,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
 
-from jaxllama.checkpoints.packed.codes import INT4
+from jaxllama.checkpoints.packed.codes import to_int4
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor
@@ -88,9 +88,9 @@ class Words(NamedTuple):
             assert self.minimum is not None
             self.minimum[rows] = minimum.reshape(len(target), -1)
 
-    def finite(self) -> bool:
+    def finite(self, rows: slice) -> bool:
         both = (self.scale,) if self.minimum is None else (self.scale, self.minimum)
-        return all(bool(np.isfinite(values).all()) for values in both)
+        return all(bool(np.isfinite(values[rows]).all()) for values in both)
 
     def to_qtensor(self) -> QTensor:
         """The words, spent, with their scales."""
@@ -98,15 +98,15 @@ class Words(NamedTuple):
 
         q, scale, minimum = self.q, self.scale, self.minimum
         if minimum is None:
-            return QTensor(q.astype(INT4) if self.kind in _INT4 else q, scale)
+            return QTensor(to_int4(q) if self.kind in _INT4 else q, scale)
         if self.kind not in _UINT4:
-            return QTensor(q.astype(INT4) if self.kind in _INT4 else q, scale, minimum)
+            return QTensor(to_int4(q) if self.kind in _INT4 else q, scale, minimum)
         zero = minimum + np.float32(8.0) * scale
         exact = minimum.astype(np.float64) + 8.0 * scale.astype(np.float64)
         if not np.array_equal(zero.astype(np.float64), exact, equal_nan=True):
             return QTensor(q, scale, minimum)
         q -= np.int8(8)
-        return QTensor(q.astype(INT4), scale, zero)
+        return QTensor(to_int4(q), scale, zero)
 
 
 def empty(kind: Type, rows: int, columns: int) -> Words:

@@ -16,7 +16,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from jaxllama.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
-from jaxllama.checkpoints.gguf.file import GGUFFile, TensorInfo
+from jaxllama.checkpoints.gguf.file import GGUFFile, TensorInfo, opened
 from jaxllama.checkpoints.hf.config import config_from_hf
 from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig
@@ -54,15 +54,15 @@ _LLAMA3 = {
 }  # fmt: skip
 
 
-def read_config(path: str | Path) -> ModelConfig:
-    """The model that a GGUF file describes.
+def read_config(path: str | Path | GGUFFile) -> ModelConfig:
+    """The model that a GGUF file, which may be open, describes.
 
     The vocabulary is the embedding's rows, the head is tied when ``output.weight`` is absent,
     biases are those that are there, the name is ``general.name``.  ``stored`` is that of the
     family's Hugging Face form.  Raises JaxLlamaError naming the file and the key for a damaged file
     and for what this project does not run.
     """
-    with GGUFFile(path) as file:
+    with opened(path) as file:
         try:
             return _config(file)
         except JaxLlamaError as error:

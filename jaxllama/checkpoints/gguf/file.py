@@ -15,6 +15,8 @@ files, arrays of arrays, split files, writing.
 
 from __future__ import annotations
 
+import array
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -59,6 +61,16 @@ class _Value:
     kind: int  # value type, of the elements if it is an array
     count: int | None  # None: not an array
     offset: int  # of the value, or of the first element
+
+
+@contextlib.contextmanager
+def opened(source: str | Path | GGUFFile) -> Iterator[GGUFFile]:
+    """The file of a path; one that is open already stays so."""
+    if isinstance(source, GGUFFile):
+        yield source
+        return
+    with GGUFFile(source) as file:
+        yield file
 
 
 class GGUFFile:
@@ -149,7 +161,8 @@ class GGUFFile:
         if value.kind != _STRING:
             raise self.error(key, "expected an array of strings")
         assert value.count is not None
-        return [self._text(start, stop, key) for start, stop in self._spans(value, key)]
+        ends = self._spans_of[key]
+        return [self._text(*span, key) for span in zip(ends[::2], ends[1::2], strict=True)]
 
     def array(self, key: str) -> np.ndarray:
         """An array of numbers, copied."""
@@ -195,10 +208,13 @@ class GGUFFile:
         data = np.frombuffer(self._map, np.uint8, info.nbytes, info.offset)
         return data.reshape(-1, info.row_bytes)
 
-    def release(self, info: TensorInfo) -> None:
-        """Let the system drop a tensor's pages, so that they do not count as memory in use."""
-        start = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        stop = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    def release(self, info: TensorInfo, first: int = 0, rows: int | None = None) -> None:
+        """Let the system drop the pages of a tensor, or of some rows, so that they do not count as
+        memory in use."""
+        start = info.offset + first * info.row_bytes
+        stop = info.offset + info.nbytes if rows is None else start + rows * info.row_bytes
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = stop // mmap.PAGESIZE * mmap.PAGESIZE
         if stop > start and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
@@ -218,6 +234,8 @@ class GGUFFile:
         self._fits(n_keys, 13, "kv_count")
         self._fits(n_tensors, 24, "tensor_count")
         self._values: dict[str, _Value] = {}
+        # Of arrays of strings: start and stop of each, one after the other.
+        self._spans_of: dict[str, array.array[int]] = {}
         for index in range(n_keys):
             key = self._name(f"key {index} of {n_keys}", self._values)
             self._values[key] = self._value(key)
@@ -285,8 +303,10 @@ class GGUFFile:
         value = _Value(kind, count, self._at)
         if kind == _STRING:
             self._fits(1 if count is None else count, 8, key)
-            for _, stop in self._spans(value, key):
-                self._at = stop
+            ends = array.array("Q", itertools.chain.from_iterable(self._spans(value, key)))
+            self._at = ends[-1] if ends else self._at
+            if count is not None:
+                self._spans_of[key] = ends
         elif kind in _SCALARS:
             width = struct.calcsize("<" + _SCALARS[kind]) * (1 if count is None else count)
             self._fits(1, width, key)

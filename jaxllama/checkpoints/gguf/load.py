@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from jaxllama.checkpoints.gguf import codes as gguf_words
 from jaxllama.checkpoints.gguf.architectures import gguf_table
 from jaxllama.checkpoints.gguf.codes import KEPT, to_floats
 from jaxllama.checkpoints.gguf.config import read_config
-from jaxllama.checkpoints.gguf.file import GGUFFile
+from jaxllama.checkpoints.gguf.file import GGUFFile, opened
 from jaxllama.checkpoints.packed.module import fuse
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
@@ -47,23 +47,26 @@ _CHUNK = 1 << 17  # features dequantized at once: 512 KB of float32 stays in the
 
 
 def load_params(
-    path: str | Path,
+    path: str | Path | GGUFFile,
     cfg: ModelConfig,
     dtype: Any,
     *,
     keep_quantized: bool = False,
     progress: bool = False,
+    place: Callable[[TreePath, Any], Any] | None = None,
 ) -> dict[str, Any]:
     """The parameter tree as numpy arrays of ``dtype`` (QTensor scales and zeros are float32).
 
     keep_quantized: quantized matrices become QTensors; a fused matrix whose parts are stored in
         different types becomes RowBlocks.
     progress: a bar on stderr.
+    place: ``place(path, leaf)`` gives what goes into the tree for each parameter as it is read; the
+        leaf may be dropped then.
     Warns WeightWarning for NaN or infinite weights.  Raises JaxLlamaError naming the file and the
     tensor that is missing, unexpected, of the wrong shape or of an unsupported type.
     """
     dtype = np.dtype(dtype)
-    with GGUFFile(path) as file:
+    with opened(path) as file:
         if "gla" in cfg.layer_types:
             raise JaxLlamaError(f"{file.path}: GGUF has no GLA layers, but {cfg.name!r} does")
         table = gguf_table(file, cfg)
@@ -76,10 +79,11 @@ def load_params(
                 for key in rooms:
                     room = room.setdefault(key, {})
                 infos = [file.tensors[source.name] for source in spec.sources]
-                if keep_quantized and any(info.type in KEPT for info in infos):
-                    room[name] = _read_quantized(file, spec.sources, dtype)
-                else:
-                    room[name] = _read_dense(file, spec.sources, dtype)
+                is_kept = keep_quantized and any(info.type in KEPT for info in infos)
+                read = _read_quantized if is_kept else _read_dense
+                value = read(file, spec.sources, dtype)
+                room[name] = value if place is None else place((*rooms, name), value)
+                del value  # before the next one is read
                 for info in infos:
                     file.release(info)
                     advance(info.nbytes)
@@ -157,17 +161,28 @@ def _read_quantized(
     file: GGUFFile, sources: Sequence[Source], dtype: np.dtype
 ) -> QTensor | RowBlocks:
     """Words and scales as they are stored; parts in floats stay floats."""
+    kinds = {file.tensors[source.name].type for source in sources}
+    whole = [sources] if len(kinds) == 1 else [[source] for source in sources]
+    if any(source.scale != 1.0 for source in sources):
+        whole = [[source] for source in sources]
     blocks = []
-    for source in sources:
-        kind = file.tensors[source.name].type
+    for alike in whole:
+        kind = file.tensors[alike[0].name].type
         if kind not in KEPT:
-            blocks.append(_read_dense(file, [source], dtype))
+            blocks.append(_read_dense(file, alike, dtype))
             continue
-        words = gguf_words.empty(kind, *source.shape)
-        for rows, raw in _stored_rows(file, source):
-            words.fill(rows, raw)
-        if not words.finite():
-            _warn(file, source)
-        in_order = dataclasses.replace(source, turned=None)
+        words = gguf_words.empty(kind, sum(s.shape[0] for s in alike), alike[0].shape[1])
+        first = 0
+        for source in alike:
+            info = file.tensors[source.name]
+            for rows, raw in _stored_rows(file, source):
+                at = slice(first + rows.start, first + rows.stop)
+                words.fill(at, raw)
+                file.release(info, rows.start, rows.stop - rows.start)
+            part = slice(first, first + source.shape[0])
+            first = part.stop
+            if not words.finite(part):
+                _warn(file, source)
+        in_order = dataclasses.replace(alike[0], turned=None)
         blocks.append(fold(in_order, words.to_qtensor()))
     return fuse(blocks)

@@ -1,12 +1,12 @@
 """AutoAWQ's GEMM layout <-> QTensors.
 
-    qweight  int32 [in, out / 8]         eight 4-bit words of one input in the order 0 2 4 6 1 3 5 7
+    qweight  int32 [in, out / 8]         eight 4-bit codes of one input in the order 0 2 4 6 1 3 5 7
     qzeros   int32 [in / group, out / 8]     packed alike
     scales   float [in / group, out]         w = (word - zero) * scale
 
 Source: AutoAWQ's WQLinear_GEMM; AWQ is arXiv 2306.00978 (its channel scales are folded into the
 weights before, so that nothing of them is left in the file).  Left out: the GEMV, GEMV-fast,
-Marlin, ExLlama and llm-awq layouts, and words without zero points, which this layout does not have.
+Marlin, ExLlama and llm-awq layouts, and codes without zero points, which this layout does not have.
 """
 
 from __future__ import annotations

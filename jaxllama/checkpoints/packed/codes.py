@@ -1,12 +1,12 @@
 """Words in int32 fields, and groups of columns: what every packed format is made of.
 
     unpack(int32[..., n], bits) -> uint8[..., n * 32 / bits], lowest bits first
-    signed(uint8, bits)         -> int4 | int8         a QTensor's words: 2^(bits-1) less
+    signed(uint8, bits)         -> int4 | int8         a QTensor's codes: 2^(bits-1) less
     by_group(...)               -> QTensor             consecutive groups of one width
 
 A QTensor's groups are consecutive and equally wide.  Two things in files are not, and both are
 brought to that form without touching a word or a scale: act-order (``groups`` says which group a
-column is of) becomes words sorted by group with ``columns`` beside them; a last group that is short
+column is of) becomes codes sorted by group with ``columns`` beside them; a last group that is short
 (576 columns in groups of 128) becomes narrower groups, of the greatest width that divides all
 (64), whose scales repeat.  Left out: widths other than 4 and 8 bits.
 """
@@ -63,9 +63,14 @@ def packed_size(size: int, bits: int) -> int:
 
 
 def signed(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Unsigned words as a QTensor's, int4 or int8: 2^(bits-1) less."""
-    words = fields.view(np.int8) - np.int8(8) if bits == 4 else (fields ^ 128).view(np.int8)
-    return words.astype(INT4) if bits == 4 else words
+    """Unsigned codes as a QTensor's, int4 or int8: 2^(bits-1) less."""
+    return to_int4(fields.view(np.int8) - np.int8(8)) if bits == 4 else (fields ^ 128).view(np.int8)
+
+
+def to_int4(codes: np.ndarray) -> np.ndarray:
+    """int8 codes from -8 to 7, spent, as int4 in the same bytes, whose low halves those are."""
+    codes &= np.int8(15)
+    return codes.view(INT4)
 
 
 def unsigned(words: np.ndarray, bits: int) -> np.ndarray:
@@ -117,7 +122,7 @@ def repeat_groups(w: QTensor, group_size: int) -> QTensor:
 
 
 def check_scale(w: QTensor, name: str) -> None:
-    """Raises JaxLlamaError for scales that are NaN, infinite or negative, or 0 where words are not:
+    """Raises JaxLlamaError for scales that are NaN, infinite or negative, or 0 where codes are not:
     those of a damaged file.  (A group of zeros has scale 0.)"""
     scale = w.scale.astype(np.float32)
     if not np.isfinite(scale).all():
@@ -130,4 +135,4 @@ def check_scale(w: QTensor, name: str) -> None:
     words = w.q.reshape(*scale.shape, -1)[rows, groups].astype(np.float32)
     zero = np.float32(0) if w.zero is None else w.zero[rows, groups].astype(np.float32)[:, None]
     if (words != zero).any():
-        raise JaxLlamaError(f"{name}: scales that are 0, of words that are not")
+        raise JaxLlamaError(f"{name}: scales that are 0, of codes that are not")

@@ -9,7 +9,7 @@
 
 ``config_groups`` say which Linear is stored how: by name, by regular expression, by class.  A scale
 is for the tensor, a row (channel), a group of columns or a block; see ``fp8`` for the last.
-Activations become words too where the config says so: each token with its own scale, or one static.
+Activations become codes too where the config says so: each token with its own scale, or one static.
 
 The way back is ``packed_compressed_save``.  Source: the compressed-tensors library.  Left out, by
 name: other widths than 4 and 8 bits, sparsity, transforms, quantized caches and outputs, asymmetric
@@ -130,7 +130,7 @@ def _scheme(read: JsonReader, default_format: Any) -> _Scheme:
     weights = _nested(read, "weights")
     if weights is None:
         raise JaxLlamaError(f"missing key '{read.prefix}weights'")
-    floating, bits = _words(weights)
+    floating, bits = _codes(weights)
     if weights.get("dynamic", False) is not False:
         raise weights.error("dynamic", "only false is supported")
     strategy = _strategy(weights)
@@ -143,9 +143,9 @@ def _scheme(read: JsonReader, default_format: Any) -> _Scheme:
         raise weights.error("strategy", "not supported; supported: tensor, channel, group, block")
     packed = kind == "pack-quantized"
     if floating and packed:
-        raise weights.error("type", "pack-quantized words are integers")
+        raise weights.error("type", "pack-quantized codes are integers")
     if not packed and bits != 8:
-        raise weights.error("num_bits", f"{kind} words have 8 bits")
+        raise weights.error("num_bits", f"{kind} codes have 8 bits")
     if block is not None and packed:
         raise weights.error("strategy", "not supported with pack-quantized")
     symmetric = weights.flag("symmetric", True)
@@ -160,14 +160,14 @@ def _nested(read: JsonReader, key: str) -> JsonReader | None:
     return None if value is None else JsonReader(value, f"{read.prefix}{key}.")
 
 
-def _words(read: JsonReader) -> tuple[bool, int]:
+def _codes(read: JsonReader) -> tuple[bool, int]:
     """(floating?, bits) of weights or activations."""
     kind = read.text("type", "int")
     if kind not in ("int", "float"):
         raise read.error("type", "not supported; supported: 'int', 'float'")
     bits, allowed = read.natural("num_bits", 8), (8,) if kind == "float" else (4, 8)
     if bits not in allowed:
-        raise read.error("num_bits", f"{kind} words of {' or '.join(map(str, allowed))} bits only")
+        raise read.error("num_bits", f"{kind} codes of {' or '.join(map(str, allowed))} bits only")
     return kind == "float", bits
 
 
@@ -182,7 +182,7 @@ def _with_activations(scheme: _Scheme, read: JsonReader) -> _Scheme:
     inputs = _nested(read, "input_activations")
     if inputs is None:
         return scheme
-    floating, bits = _words(inputs)
+    floating, bits = _codes(inputs)
     dynamic, strategy = inputs.get("dynamic", False), _strategy(inputs)
     if scheme.block is not None and strategy == "group" and dynamic is True:
         return scheme  # blocks of both: the activations stay in floats
@@ -299,7 +299,7 @@ def _zeros(module: Module, scheme: _Scheme) -> np.ndarray | None:
         zero = signed(np.ascontiguousarray(fields), scheme.bits).astype(np.int8)
     elif scheme.floating:
         if stored.astype(np.float32).any():
-            raise module.error("weight_zero_point", "zero points of FP8 words are not supported")
+            raise module.error("weight_zero_point", "zero points of FP8 codes are not supported")
         return None
     else:
         zero = _per_row(stored.astype(np.int8), out, scheme)

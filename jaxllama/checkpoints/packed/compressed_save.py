@@ -1,7 +1,7 @@
 """QTensors as compressed-tensors checkpoints; what the tensors mean is in ``compressed``.
 
-int4 and int8 words with float activations are "pack-quantized", int8 words with int8 activations
-"int-quantized", FP8 words "float-quantized".  Weights of one kind make one config group; where all
+int4 and int8 codes with float activations are "pack-quantized", int8 codes with int8 activations
+"int-quantized", FP8 codes "float-quantized".  Weights of one kind make one config group; where all
 that is quantized is of one kind its target is the class Linear, otherwise modules are named.
 """
 

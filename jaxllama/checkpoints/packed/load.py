@@ -1,4 +1,4 @@
-"""Packed checkpoints: quantized words in a file <-> QTensors, without loss in either direction.
+"""Packed checkpoints: quantized codes in a file <-> QTensors, without loss in either direction.
 
     plan(directory, config, table, files)   which parameters are packed, and how each is read
     save(directory, cfg, params, ...)       a directory in one of FORMATS

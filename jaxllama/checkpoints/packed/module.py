@@ -113,6 +113,10 @@ def fuse(parts: list[QTensor | np.ndarray]) -> QTensor | RowBlocks | np.ndarray:
         if not isinstance(first, QTensor):
             blocks.append(np.concatenate(like) if len(like) > 1 else first)
             continue
+        if len(like) == 1:
+            dropped = first.zero is not None and not first.zero.any()
+            blocks.append(dataclasses.replace(first, zero=None) if dropped else first)
+            continue
         zeros = [np.zeros_like(w.scale, np.int8) if w.zero is None else w.zero for w in like]
         zero = np.concatenate(zeros)  # of one kind: integers, or floats
         blocks.append(

@@ -1,6 +1,6 @@
 """Our own packed checkpoints: every parameter under its path in the tree, QTensors by their leaves.
 
-    layer_0.mixer.qkv.weight.q            int8, float8_e4m3fn, or uint8: two int4 words + 8 a byte
+    layer_0.mixer.qkv.weight.q            int8, float8_e4m3fn, or uint8: two int4 codes + 8 a byte
                             .scale  .zero  .columns  .input_scale        as the QTensor has them
     layer_0.mixer.qkv.weight.0.q ...      RowBlocks, by index (a block in floats has no ".q")
     norm.weight                           anything that is not quantized

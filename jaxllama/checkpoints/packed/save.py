@@ -67,7 +67,7 @@ class _Member:
         return self.name.removesuffix(".weight")
 
     def outline(self) -> QTensor:
-        """Its QTensor with shapes for words and scales."""
+        """Its QTensor with shapes for codes and scales."""
         w, rows = self.block, self.stop - self.start
         q, scale = (
             jax.ShapeDtypeStruct((rows, leaf.shape[1]), leaf.dtype) for leaf in (w.q, w.scale)
@@ -211,21 +211,21 @@ def _obstacle(format: str, path: Key, w: QTensor) -> str | None:
     words = np.dtype(w.q.dtype)
     if w.zero is not None:
         if words == FP8 or w.activations is not None:
-            return f"it has no zeros beside {words} words" + " with activations" * (words != FP8)
+            return f"it has no zeros beside {words} codes" + " with activations" * (words != FP8)
         half = 8 if words == INT4 else 128
         if np.min(w.zero) < -half or np.max(w.zero) >= half:
-            return f"zero points beyond {words} words"
+            return f"zero points beyond {words} codes"
     if format == "compressed-tensors":
         if w.columns is not None:
             return "its programs no longer read act-order (columns)"
         if w.activations is not None and w.activations != words.name:
-            return f"it has no {words} words with {w.activations} activations"
+            return f"it has no {words} codes with {w.activations} activations"
         return None
     if w.activations is not None:
         return f"it has no {w.activations} activations"
     allowed = (INT4,) if format == "awq" else (INT4, INT8)
     if words not in allowed:
-        return f"it has no {words} words"
+        return f"it has no {words} codes"
     if format == "awq" and path[0] == "head":
         return "it leaves the head in floats"
     if format == "awq" and w.columns is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.sampling import Sampling
@@ -48,7 +50,7 @@ class Admission:
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     """JaxLlamaError if a row cannot have these parameters."""
-    bias = sampling.logit_bias or ()
+    bias: tuple[Any, ...] = tuple(sampling.logit_bias or ())
     if len(bias) > MAX_BIAS:
         raise JaxLlamaError(
             f"logit_bias has {len(bias)} entries: the engine takes up to {MAX_BIAS}"

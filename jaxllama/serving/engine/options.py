@@ -134,7 +134,7 @@ class EngineOptions:
             deterministic=self.deterministic,
             snapshots=self.max_slots if has_gla and prefix_cache else 0,
         )
-        resolved._check()
+        resolved.check()
         return resolved
 
     def _affordable(self, cfg: ModelConfig, kv_dtype: str, devices: int) -> int:
@@ -175,7 +175,7 @@ class ResolvedOptions:
     deterministic: bool
     snapshots: int
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """JaxLlamaError for sizes that do not go together."""
         chunk, slots, max_len = self.prefill_chunk, self.max_slots, self.max_len
         call, page = self.rows(self.widths[0]) * self.widths[0], self.page_size

@@ -177,8 +177,8 @@ class Pages:
     def _idle(self) -> Iterable[Node]:
         """Nodes without references; of one branch, those after it first."""
         for leaf in list(self._leaves):
-            node: Node | None = leaf
-            while node is not None and node.parent is not None and not node.references:
+            node = leaf
+            while node.parent is not None and not node.references:
                 yield node
                 node = node.parent
 

@@ -122,13 +122,11 @@ class Request:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Request:
         grammar = data["grammar"]
-        return cls(
-            **{
-                **data,
-                "sampling": Sampling(**data["sampling"]),
-                "grammar": None if grammar is None else Grammar(**grammar),
-            }
-        )
+        parts: dict[str, Any] = {
+            "sampling": Sampling(**data["sampling"]),
+            "grammar": None if grammar is None else Grammar(**grammar),
+        }
+        return cls(**{**data, **parts})
 
 
 _NONE = type(None)

@@ -176,7 +176,7 @@ class Runner:
             length = len(held.nodes) * self.pages.size
             newcomers.append(
                 device.Newcomer(
-                    sequence.slot,
+                    sequence.own_slot,
                     list(held.pages),
                     length,
                     snapshot,
@@ -235,7 +235,7 @@ class Runner:
             tokens[row, :size] = sequence.tokens[fill.begin : fill.end]
             snapshot = scheduler.filled(fill)
             snapshot = NOBODY if snapshot is None else snapshot
-            facts[row] = sequence.slot, size, len(sequence.request.prompt), snapshot
+            facts[row] = sequence.own_slot, size, len(sequence.request.prompt), snapshot
         params = self._with(rows, {row: fill.sequence for row, fill in enumerate(fills)})
         return lambda: device.fill(self.cfg, params, self.slots, tokens, facts, fresh=fresh)
 
@@ -245,14 +245,14 @@ class Runner:
         options, sequences = self.options, list(plan.budgets)
         n = next(size for size in options.sizes if size >= len(sequences))
         row_of = {
-            sequence: sequence.slot if n == options.max_slots else row
+            sequence: sequence.own_slot if n == options.max_slots else row
             for row, sequence in enumerate(sequences)
         }
         rows = np.full((n, 3 + options.more_pages), NOBODY, np.int32)
         for sequence, steps in plan.budgets.items():
             pages, told = sequence.held.pages, self._told[sequence]
             row = rows[row_of[sequence]]
-            row[:3] = sequence.slot, steps, told
+            row[:3] = sequence.own_slot, steps, told
             row[3 : 3 + len(pages) - told] = pages[told:]
             self._told[sequence] = len(pages)
         allowed: Any = self._no_masks[n]
@@ -300,7 +300,8 @@ class Runner:
 
     def compiled_programs(self) -> int:
         """Programs of the engine that this process has compiled."""
-        return sum(program._cache_size() for program in (*_PROGRAMS, self._decode_program))
+        programs: tuple[Any, ...] = (*_PROGRAMS, self._decode_program)
+        return sum(program._cache_size() for program in programs)
 
     def warm_up(self) -> None:
         """Run every program in every shape once, for nobody: the state stays."""

@@ -57,6 +57,12 @@ class Sequence:
     ahead: int = 0
 
     @property
+    def own_slot(self) -> int:
+        """Of one that is admitted."""
+        assert self.slot is not None
+        return self.slot
+
+    @property
     def tokens(self) -> list[int]:
         return [*self.request.prompt, *self.output]
 
@@ -291,7 +297,7 @@ class Scheduler:
                 budget -= self._cost(fill)
                 sequence.filled = fill.end
             self.prefilling.remove(sequence)
-            self.running[sequence.slot] = sequence
+            self.running[sequence.own_slot] = sequence
             started.append(sequence)
         return fills, started, False
 

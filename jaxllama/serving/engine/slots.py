@@ -156,6 +156,7 @@ def _by_row(function: Any, rows: jax.Array, cache: Cache, *others: Cache) -> Cac
 def admit(slots: Slots, packed: jax.Array) -> Slots:
     """Slots for newcomers, as packed Rows say.  No two go to one slot."""
     cache = slots.cache
+    assert cache.table is not None
     rows = unpack(packed, slots.history.counts.shape[1], cache.table.shape[1])
     slot = rows.slot
     layers = tuple(
@@ -215,6 +216,7 @@ def fill(
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     written = cache.lengths[:, None] + columns >= totals[:, None]
     _, cache = forward(cfg, params, tokens, lengths, cache, totals, sparse=written, fresh=fresh)
+    assert cache is not None
     snapshots = tuple(
         None if known is None else _put(snapshot, known, state)
         for known, state in zip(slots.snapshots, cache.layers, strict=True)
@@ -262,15 +264,16 @@ def decode(
     is_live = rows < every.size
     cache = _with_pages(slots.cache, told[:, 2], told[:, 3:])
     table = cache.table
+    assert table is not None
     cache = dataclasses.replace(cache, table=table[:, :context])
     slots = dataclasses.replace(slots, cache=cache, active=slots.active & is_live)
-    slots, *written = _decode(cfg, params, slots, budgets, orders[:3], masks, stop_ids, width)
+    slots, drawn, top = _decode(cfg, params, slots, budgets, orders[:3], masks, stop_ids, width)
     active = jnp.where(is_live, slots.active, every.active[:n])
     cache = dataclasses.replace(slots.cache, table=table)
     slots = dataclasses.replace(slots, cache=cache, active=active)
     if n < every.size:
         slots = _to_rows(every, rows, slots)
-    return _constrained(slots, every), *written
+    return _constrained(slots, every), drawn, top
 
 
 def _of_rows(slots: Slots, rows: jax.Array) -> Slots:
@@ -288,6 +291,7 @@ def _to_rows(slots: Slots, rows: jax.Array, new: Slots) -> Slots:
 
 def _with_pages(cache: Cache, had: jax.Array, more: jax.Array) -> Cache:
     """The cache's rows with more pages, ``[n, k]``, behind the first ``had``."""
+    assert cache.table is not None
     where = had[:, None] + jnp.arange(more.shape[1], dtype=jnp.int32)
     where = jnp.where(more < NOBODY, where, cache.table.shape[1])
     index = jnp.arange(len(more), dtype=jnp.int32)[:, None], where
@@ -419,17 +423,17 @@ class Rows:
     the output; n_prompt and n_tokens count them.
     """
 
-    slot: np.ndarray
-    table: np.ndarray
-    length: np.ndarray
-    snapshot: np.ndarray
-    token: np.ndarray
-    prompted: np.ndarray
-    tokens: np.ndarray
-    n_prompt: np.ndarray
-    n_tokens: np.ndarray
-    remaining: np.ndarray
-    ignore_eos: np.ndarray
+    slot: Any  # numpy's arrays on the host, jax's inside of ``admit``
+    table: Any
+    length: Any
+    snapshot: Any
+    token: Any
+    prompted: Any
+    tokens: Any
+    n_prompt: Any
+    n_tokens: Any
+    remaining: Any
+    ignore_eos: Any
     sampling: SamplingParams
 
 
@@ -490,6 +494,7 @@ def stack_sampling(rows: Sequence[Sampling], vocab_size: int) -> SamplingParams:
     ids = np.full((len(rows), MAX_BIAS), vocab_size, np.int32)
     values = np.zeros((len(rows), MAX_BIAS), np.float32)
     for row, sampling in enumerate(rows):
-        for column, (token, value) in enumerate(sampling.logit_bias or ()):
+        pairs: tuple[Any, ...] = tuple(sampling.logit_bias or ())
+        for column, (token, value) in enumerate(pairs):
             ids[row, column], values[row, column] = token, value
     return dataclasses.replace(params, bias_ids=ids, bias_values=values, features=())

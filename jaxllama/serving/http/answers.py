@@ -180,10 +180,10 @@ def chat_message(call: Call, index: int, text: str) -> tuple[ChatMessage, int]:
     calls: list[ToolCalled] = []
     for part in (*reader.feed(text), *reader.close()):
         if part.kind == "call":
-            id = tool_call_id(call, index, part.index)
+            id = tool_call_id(call, index, part.number)
             calls.append(ToolCalled(id, "function", FunctionCalled(part.text, "")))
         elif part.kind == "arguments":
-            calls[part.index].function.arguments += part.text
+            calls[part.number].function.arguments += part.text
         else:
             said[part.kind] += part.text
     content = said["content"] or ("" if not calls else None)
@@ -247,9 +247,9 @@ class ChatChunks:
         if part.kind == "reasoning":
             return ReasoningDelta(part.text)
         if part.kind == "arguments":
-            return ToolCallDelta([ToolCallGoesOn(part.index, Arguments(part.text))])
-        id = tool_call_id(self._call, self._index, part.index)
-        begun = ToolCallStart(part.index, id, "function", FunctionCalled(part.text, ""))
+            return ToolCallDelta([ToolCallGoesOn(part.number, Arguments(part.text))])
+        id = tool_call_id(self._call, self._index, part.number)
+        begun = ToolCallStart(part.number, id, "function", FunctionCalled(part.text, ""))
         return ToolCallDelta([begun])
 
 

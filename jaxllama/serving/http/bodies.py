@@ -40,9 +40,10 @@ class Strict(BaseModel):
 
     @model_validator(mode="after")
     def _drop_unknown(self) -> Self:
-        for name in self.model_extra:
+        unknown = self.model_extra or {}
+        for name in unknown:
             _log_unknown(name[:64])
-        self.model_extra.clear()
+        unknown.clear()
         return self
 
 

@@ -294,7 +294,7 @@ _NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequ
 
 def as_list(
     prompt: str | list[str] | list[int] | list[list[int]],
-) -> list[str] | list[list[int]]:
+) -> list[Any]:
     """One prompt or several, as a list of them."""
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 

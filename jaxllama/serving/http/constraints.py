@@ -72,12 +72,11 @@ def _response_format(body: Generation) -> Form | None:
         if asked.structures is None or asked.triggers is None:
             raise _missing("response_format.structures and triggers", "response_format.structures")
         return _tagged(asked, "response_format")
-    value = asked.json_schema if asked.type == "json_schema" else asked.regex
-    if value is None:
-        raise _missing(f"response_format.{asked.type}", f"response_format.{asked.type}")
-    if asked.type == "regex":
+    if asked.type == "regex" and asked.regex is not None:
         return Form("regex", asked.regex)
-    return Form("json_schema", json.dumps(asked.json_schema.schema_))
+    if asked.type == "json_schema" and asked.json_schema is not None:
+        return Form("json_schema", json.dumps(asked.json_schema.schema_))
+    raise _missing(f"response_format.{asked.type}", f"response_format.{asked.type}")
 
 
 def _structured(body: Generation) -> Form | None:

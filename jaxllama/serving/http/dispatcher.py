@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxllama.errors import JaxLlamaError
@@ -26,7 +26,7 @@ class Submitter(Protocol):
 
     failure: str | None
 
-    def submit(self, request: Request, on_event) -> None: ...
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> None: ...
 
     def cancel(self, id: str) -> None: ...
 
@@ -139,7 +139,7 @@ class Dispatcher:
         """On the engine's thread."""
         self._inbox.append(event)
         # Cleared before the inbox is emptied, so an event that sees it set will be taken along.
-        if not self._awake:
+        if not self._awake and self._loop is not None:
             self._awake = True
             try:
                 self._loop.call_soon_threadsafe(self._deliver)

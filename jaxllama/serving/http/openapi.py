@@ -106,7 +106,7 @@ def document(max_len: int, keyed: bool) -> dict[str, Any]:
             "responses": responses,
         }
     components: dict[str, Any] = {"schemas": shared["$defs"]}
-    page = {
+    page: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
             "title": "jaxllama",

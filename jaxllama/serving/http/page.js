@@ -51,14 +51,15 @@ function show(role, text) {
 
 function request() {
   const number = (id) => Number($(id).value);
+  const given = (id) => $(id).value && { [id]: number(id) }; // else the model's own, or a new one
   const body = {
     model: model.id,
     stream: true,
     stream_options: { include_usage: true },
-    temperature: number("temperature"),
-    top_p: number("top_p"),
     max_tokens: number("max_tokens"),
-    ...($("seed").value && { seed: number("seed") }),
+    ...given("temperature"),
+    ...given("top_p"),
+    ...given("seed"),
   };
   const system = $("system").value.trim();
   if (model.chat) {

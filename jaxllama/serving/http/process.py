@@ -23,7 +23,7 @@ import signal
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
 @contextlib.contextmanager
 def local_app(
     lm: LanguageModel, name: str, options: dict[str, Any]
-) -> Iterator[tuple[ASGIApp, Engine]]:
+) -> Generator[tuple[ASGIApp, Engine]]:
     """The application over an engine of its own, which runs meanwhile, without a port."""
     metrics = Metrics()
     engine = Engine(lm, observe=metrics.observe, **options)
@@ -124,7 +124,7 @@ def local_app(
 
 
 @contextlib.contextmanager
-def _logged_progress() -> Iterator[None]:
+def _logged_progress() -> Generator[None]:
     """How far loading and compiling are is a line of the log, where it is no bar."""
     write, log = progress.write, logs.JsonLines()
 
@@ -152,7 +152,7 @@ class _Server(uvicorn.Server):
         self._reporting = asyncio.create_task(report(self._engine))
         print(f"jaxllama serves {self._banner}", flush=True)
         if self._sampling is not None:
-            said = {"default": str(self._sampling), "from": "generation_config.json"}
+            said = {"default": str(self._sampling), "from": "the model's own"}
             logging.getLogger("jaxllama.serving").info("sampling", extra={"fields": said})
 
     async def on_tick(self, counter: int) -> bool:

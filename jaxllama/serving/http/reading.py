@@ -59,9 +59,9 @@ class MessageReader:
     """See the module docstring."""
 
     def __init__(self, reading: Reading) -> None:
-        tools, self._tags = reading.tools, reading.tags
+        tools, self._tags = reading.tools, reading.tags or ("", "")
         self._calls = CallReader(tools.format, tools.names, tools.only_one) if tools else None
-        self._end = Ahead(reading.tags[1]) if reading.tags else None
+        self._end = Ahead(self._tags[1])
         self._has_thought = False
         self._held = ""
         state = self._at_start if reading.tags else self._in_answer

@@ -169,16 +169,16 @@ def to_chat(body: Responses, earlier: Sequence[Message]) -> tuple[Chat, list[Mes
         add_items(messages, body.input)
     opening = [Message(role="system", content=body.instructions)] if body.instructions else []
     form = body.text.format if body.text else None
-    shared = {name: getattr(body, name) for name in _SHARED}
+    asked: dict[str, Any] = {
+        **{name: getattr(body, name) for name in _SHARED},
+        "messages": [*opening, *messages],
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
+        "tool_choice": _choice(body.tool_choice),
+        "response_format": _format(form) if form else None,
+    }
     try:
-        chat = Chat(
-            **shared,
-            messages=[*opening, *messages],
-            max_completion_tokens=body.max_output_tokens,
-            tools=[_tool(tool) for tool in body.tools] if body.tools else None,
-            tool_choice=_choice(body.tool_choice),
-            response_format=_format(form) if form else None,
-        )
+        chat = Chat(**asked)
     except ValidationError as error:  # no message among the items, or too many
         raise explain(error) from None
     return chat, messages

@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from jaxllama.serving.engine.request import Event
@@ -41,6 +41,7 @@ from jaxllama.serving.http.response_schemas import (
     ReasoningPart,
     ResponseObject,
     ResponseUsage,
+    Status,
 )
 from jaxllama.serving.http.runs import EventStream, Run
 from jaxllama.serving.http.schemas import ApiError, Usage, to_json
@@ -59,7 +60,7 @@ class Frame:
     messages: list[Message]
 
     def response(
-        self, status: str, output: list[OutputItem], usage: Usage | None = None
+        self, status: Status, output: list[OutputItem], usage: Usage | None = None
     ) -> ResponseObject:
         body, form = self.body, self.body.text.format if self.body.text else None
         is_cut = status == "incomplete"
@@ -134,7 +135,7 @@ class Writer:
         self._call = frame.call
         self._reader = MessageReader(frame.call.reading or PLAIN)
         self.output: list[OutputItem] = []
-        self.status = "in_progress"
+        self.status: Status = "in_progress"
 
     def read(self, event: Event) -> list[Told]:
         parts, told = self._reader.feed(event.text), []
@@ -173,7 +174,7 @@ class Writer:
         number = len(self.output)
         own = f"{self._call.id.removeprefix('resp_')}_{number}"
         if part.kind == "call":
-            id = answers.tool_call_id(self._call, 0, part.index)
+            id = answers.tool_call_id(self._call, 0, part.number)
             self.output.append(
                 FunctionCallItem(f"fc_{own}", "function_call", id, part.text, "", "in_progress")
             )
@@ -189,7 +190,7 @@ class Writer:
         item.content.append(piece)
         return [*told, self._tell("content_part.added", content_index=0, part=piece)]
 
-    def _end(self, status: str) -> list[Told]:
+    def _end(self, status: Status) -> list[Told]:
         """Of the item that is being written."""
         if not self.output or self.output[-1].status != "in_progress":
             return []
@@ -212,12 +213,12 @@ class Writer:
     def _tell(self, name: str, /, **more: Any) -> Told:
         """What is told is written down at once: the item goes on changing."""
         item, number = self.output[-1], len(self.output) - 1
-        fields = {"item": item} if name.startswith("output_item") else {"item_id": item.id}
-        told = {"type": f"response.{name}", "output_index": number, **fields, **more}
-        return {
-            key: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
-            for key, value in told.items()
-        }
+        fields: Told = {"item": item} if name.startswith("output_item") else {"item_id": item.id}
+        told: Told = {"type": f"response.{name}", "output_index": number, **fields, **more}
+        for key, value in told.items():
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                told[key] = dataclasses.asdict(value)
+        return told
 
 
 async def whole(run: Run, frame: Frame) -> ResponseObject:
@@ -236,7 +237,7 @@ class ResponseStream(EventStream):
         super().__init__(run)
         self._frame, self._done, self._number = frame, done, 0
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
+    async def _pieces(self) -> AsyncGenerator[bytes]:
         frame, writer = self._frame, Writer(self._frame)
         for name in ("created", "in_progress"):
             yield self._piece(

@@ -12,7 +12,7 @@ then it is still owed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -53,12 +53,12 @@ class Run:
         self.kind, self.call, self._stream, self._finish = kind, call, stream, finish
         self._answer, self._fields, self._ended = answers.Answer(call), fields, False
 
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+    async def events(self) -> AsyncGenerator[tuple[int, Event]]:
         """(choice, event) until all is said.  ApiError when a row ends with an error, or the engine
         fails or is stopped."""
         try:
             async for event in self._stream:
-                if event.finish_reason == "error":
+                if event.finish_reason == "error" and event.error is not None:
                     error = api_error(event.error)
                     self._end(error.body, str(error))
                     raise error
@@ -131,7 +131,7 @@ class EventStream:
         except ClientGone:
             self._run.abandon()
 
-    def _pieces(self) -> AsyncIterator[bytes]:
+    def _pieces(self) -> AsyncGenerator[bytes]:
         raise NotImplementedError
 
     def _failure(self, error: ApiError) -> bytes:
@@ -148,7 +148,7 @@ class ChunkStream(EventStream):
         self._running_usage = bool(options and options.continuous_usage_stats)
         self._usage = self._running_usage or bool(options and options.include_usage)
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
+    async def _pieces(self) -> AsyncGenerator[bytes]:
         run, call = self._run, self._run.call
         is_chat = run.kind == "chat"
         offsets = [TextOffsets(call) for _ in call.requests]

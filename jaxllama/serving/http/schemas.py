@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, TypeAdapter
 from starlette.responses import Response
 
+T = TypeVar("T")
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -26,7 +27,9 @@ class Schema:
     __pydantic_config__ = ConfigDict(json_schema_serialization_defaults_required=True)
 
 
-schema = dataclasses.dataclass(slots=True)
+@dataclass_transform()
+def schema(cls: type[T]) -> type[T]:
+    return dataclasses.dataclass(slots=True)(cls)
 
 
 @schema

@@ -28,7 +28,7 @@ import dataclasses
 import importlib.resources
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import numpy as np
@@ -171,12 +171,12 @@ class _Server:
         self._owed: dict[str, asyncio.Event] = {}  # answers that somebody may wait for
 
     @contextlib.asynccontextmanager
-    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+    async def lifespan(self, _: Starlette) -> AsyncGenerator[None]:
         """Run what a killed server left, beside the new requests."""
-        owed = [] if self._journal is None else self._journal.unfinished()
-        for accepted in owed:
-            self._owed[accepted.id] = asyncio.Event()
-        tasks = [asyncio.create_task(self._resume(accepted)) for accepted in owed]
+        entries = [] if self._journal is None else self._journal.unfinished()
+        owed = {entry.id: entry for entry in entries if entry.id is not None}
+        self._owed.update({call_id: asyncio.Event() for call_id in owed})
+        tasks = [asyncio.create_task(self._resume(*pair)) for pair in owed.items()]
         try:
             yield
         finally:
@@ -262,10 +262,10 @@ class _Server:
         finally:
             self._owed.pop(call_id).set()
 
-    async def _resume(self, accepted: Entry) -> None:
+    async def _resume(self, call_id: str, accepted: Entry) -> None:
         try:
             data = accepted.body.encode()
-            _, call = await asyncio.to_thread(self._call, accepted.kind, accepted.id, data)
+            _, call = await asyncio.to_thread(self._call, accepted.kind, call_id, data)
             call = dataclasses.replace(call, created=accepted.at)
             stream = None
             while stream is None:
@@ -276,10 +276,10 @@ class _Server:
                 except QueueFull as full:
                     await asyncio.sleep(full.retry_after)
         except EngineClosed:  # the next server owes it
-            self._finish(accepted.id, None)
+            self._finish(call_id, None)
             return
         except Exception as error:
-            self._finish(accepted.id, api_error(error).body)
+            self._finish(call_id, api_error(error).body)
             return
         with contextlib.suppress(Exception):  # told to whoever asks for the answer
             await Run(accepted.kind, call, stream, {}, self._finish).whole()
@@ -365,7 +365,7 @@ class _Server:
             ids = self._prompts.encode(prompt, "messages", add_special=False)
         else:
             special = body.add_special_tokens is not False
-            ids = self._prompts.encode(body.prompt, "prompt", special)
+            ids = self._prompts.encode(body.prompt or "", "prompt", special)
         return respond(Tokens(ids, len(ids), limit))
 
     async def detokenize(self, http: HttpRequest) -> Response:

@@ -69,11 +69,11 @@ def format_of(template: str) -> Format:
 
 
 class Part(NamedTuple):
-    """A piece of an answer.  call: the name of call number ``index``; arguments: some of its."""
+    """A piece of an answer.  call: the name of call number ``number``; arguments: some of its."""
 
     kind: Literal["reasoning", "content", "call", "arguments"]
     text: str
-    index: int = 0
+    number: int = 0
 
 
 class Ahead:
@@ -304,5 +304,5 @@ class CallReader:
             parts.append(Part("content", text))
 
     def _add(self, part: Part, parts: list[Part]) -> None:
-        if part.text and not (self._only_one and part.index):
+        if part.text and not (self._only_one and part.number):
             parts.append(part)

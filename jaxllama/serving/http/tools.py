@@ -61,11 +61,12 @@ def _choice(body: Chat) -> tuple[str, list[str] | None]:
         return ("auto", None) if choice is None or not body.tools else ("none", None)
     if choice in ("auto", "required"):
         return str(choice), None
+    asked: Any = choice  # anything
     try:
-        if choice["type"] == "function":
-            return "function", [_name(choice["function"]["name"])]
-        if choice["type"] == "allowed_tools":
-            allowed = choice["allowed_tools"]
+        if asked["type"] == "function":
+            return "function", [_name(asked["function"]["name"])]
+        if asked["type"] == "allowed_tools":
+            allowed = asked["allowed_tools"]
             names = [_name(tool["function"]["name"]) for tool in allowed["tools"]]
             if allowed["mode"] in ("auto", "required") and names:
                 return allowed["mode"], names

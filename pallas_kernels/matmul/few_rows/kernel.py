@@ -19,7 +19,7 @@ Weight = jax.Array | QTensor
 _LAST = "pending", "total"  # of the tile kernel's addresses
 
 
-@functools.partial(jax.jit, static_argnames=("out_dtype", "eps", "swiglu", "plan"))
+@functools.partial(jax.jit, static_argnames=("out_dtype", "eps", "swiglu", "activation", "plan"))
 def matmul(
     x: jax.Array,
     w: Weight,
@@ -30,12 +30,13 @@ def matmul(
     eps: float | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
+    activation: str = "silu",
     pending: jax.Array | None = None,
     plan: RowPlan | TilePlan,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """x [M, K] bf16 or f16, w [N, K] -> [M, N]; ``plan`` says what else is asked of them.
-    gamma [K], eps: of a norm of x; residual: of the result's shape and dtype.  pending [M, K] f32:
-    to be added to x before the norm; the result is then a pair, with the sum."""
+    gamma [K], eps: of a norm of x; residual: of the result's shape and dtype.  pending [M, K], f32
+    or x's dtype: to be added to x before the norm; the result is then a pair, with the sum."""
     (m, k), n = x.shape, w.shape[0]
     scheme = Scheme.of(w, KIND[x.dtype.name])
     bias = None if bias is None else bias.astype(jnp.float32)
@@ -44,7 +45,8 @@ def matmul(
     outs = {"out": jax.ShapeDtypeStruct((m, n // 2 if swiglu else n), out_dtype)}
     if pending is not None:
         outs["total"] = jax.ShapeDtypeStruct((m, k), x.dtype)
-    facts = {"k": k, "kinds": kinds_of(inputs | outs), "eps": eps, "swiglu": swiglu}
+    facts = {"k": k, "kinds": kinds_of(inputs | outs), "eps": eps, "swiglu": swiglu,
+             "activation": activation}  # fmt: skip
     is_row = isinstance(plan, RowPlan)
 
     def body(*refs):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats, rounded_sum, silu
+from pallas_kernels.fused_parts import ACTIVATIONS, floats, rounded_sum
 from pallas_kernels.ptx import Value
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -32,6 +32,7 @@ class Operands:
     residual: Value | None = None
     pending: Value | None = None
     total: Value | None = None
+    activation: str = "silu"  # of the gate
 
     @classmethod
     def of(cls, memory: Mapping[str, Value | None], **facts) -> Operands:
@@ -83,7 +84,7 @@ class Operands:
             values = [arith.addf(v, b) for v, b in zip(values, biases, strict=True)]
         if self.swiglu:
             gate, up = values
-            values = [arith.mulf(silu(gate), up)]
+            values = [arith.mulf(ACTIVATIONS[self.activation](gate), up)]
         if residual is not None:
             values = [arith.addf(v, r) for v, r in zip(values, residual, strict=True)]
         return values

@@ -18,7 +18,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats, packed
 from pallas_kernels.matmul.few_rows import widen
 from pallas_kernels.matmul.few_rows.block import Block
-from pallas_kernels.matmul.few_rows.operands import Operands, add_squares, over_lanes
+from pallas_kernels.matmul.few_rows.operands import BYTES, Operands, add_squares, over_lanes
 from pallas_kernels.matmul.few_rows.plan import TOKENS, WARPS
 from pallas_kernels.ptx import Value
 
@@ -258,8 +258,9 @@ class NormedX:
 
     def load_pending(self, token, index):
         """8 columns of what is to be added to a token, as floats."""
-        at = p.offset(self.operands.pending, token, 4 * self.block.k)
-        at = p.offset(at, p.add(self.block.k0, p.mul(index, 8)), 4)
+        size = BYTES[self.operands.kinds["pending"]]
+        at = p.offset(self.operands.pending, token, size * self.block.k)
+        at = p.offset(at, p.add(self.block.k0, p.mul(index, 8)), size)
         return self.operands.eight("pending", at, ".nc")
 
     def store_total(self, words, pending, token, index):

@@ -19,6 +19,7 @@ from pallas_kernels.matmul.many_rows.pair import pair_matmul
 from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
 from pallas_kernels.matmul.many_rows.weight import weight_matmul
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.rows.swiglu import gate
 
 
 def matmul(
@@ -29,22 +30,25 @@ def matmul(
     plan: PairTile | WeightTile,
     *,
     swiglu: bool = False,
+    activation: str = "silu",
+    low_rank: tuple[jax.Array, tuple[jax.Array, ...]] | None = None,
 ) -> jax.Array:
     """x [M, K], w [N, K] -> [M, N]; sums in float32, of int8 in int32.
 
-    swiglu: w is plain, its rows are gate, then up; silu(gate) * up [M, N / 2] is returned.
+    swiglu: w is plain, its rows are gate, then up; activation(gate) * up [M, N / 2] is returned.
+    low_rank: of a quantized x, as ``pair_matmul`` takes it.
     """
     if isinstance(plan, WeightTile):
         return _weight_only(x, w, bias, out_dtype, plan)
     if isinstance(x, QTensor):
         scales = x.scale.reshape(-1), w.scale.reshape(-1)
-        return pair_matmul(x.q, w.q, *scales, bias, out_dtype, plan)
-    n, out_dtype = w.shape[0], jnp.dtype(out_dtype)
-    fused = swiglu and bias is None
+        return pair_matmul(x.q, w.q, *scales, bias, out_dtype, plan, low_rank=low_rank)
+    out_dtype = jnp.dtype(out_dtype)
+    fused = swiglu and bias is None and activation == "silu"
     kernel_dtype = jnp.dtype(jnp.float32) if swiglu and not fused else out_dtype
     y = pair_matmul(x, w, None, None, bias, kernel_dtype, plan, fused)
     if swiglu and not fused:
-        y = (jax.nn.silu(y[:, : n // 2]) * y[:, n // 2 :]).astype(out_dtype)
+        y = gate(y, activation, implementation="xla").astype(out_dtype)
     return y
 
 

@@ -1,6 +1,6 @@
 """Products of two operands of one dtype on Hopper: W8A8, FP8 and, of few rows, 16-bit floats.
 
-    out[m, n] = acc[m, n] * scale_x[m] * scale_w[n] + bias[n]        one cast at the end
+    out[m, n] = acc[m, n] * scale_x[m] * scale_w[n] + low[m, n] + bias[n]      one cast at the end
 
 Contract: x [M, K], w [N, K], both int8 (acc in int32, exact), e4m3, bf16 or f16; 16 bytes divide a
 row, N % 8 == 0, any M: copies past an edge bring zeros, stores past an edge are not made.
@@ -18,6 +18,9 @@ Few rows (``m`` 64: the warpgroups side by side in n) are bound by the bytes of 
 the two blocks of a cluster read half of K each, so that 64 clusters of 64 rows of w have as much to
 do as 128 blocks of 32 and read half of x: each block sends the sums of one warpgroup to the other's
 shared memory and finishes the other.  ``swiglu`` gives a warpgroup rows of gate and the same of up.
+
+A low-rank term (LoRA: ``inner[M, R] second[N, R]^T``, 16-bit floats into a float32 sum beside the
+other) comes through the same ring, behind a tile's last step of K, in slots of 64 ranks.
 
 FP8 sums.  ``promote`` gives the tensor cores a fresh accumulator every few steps of 128 and adds it
 to a float32 one in registers.  Two accumulators of 256 columns do not fit 232 registers, so fp8
@@ -56,6 +59,7 @@ from pallas_kernels.matmul.many_rows.pipeline import (
 from pallas_kernels.matmul.many_rows.plan import BLOCK_BYTES, PairTile
 
 _LAYOUT = plgpu.Layout.WGMMA
+LOW_BLOCK = BLOCK_BYTES // 2  # ranks of a low-rank term in a slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +69,18 @@ class Extras:
     scales: bool
     bias: bool
     swiglu: bool  # w [2, N, K] is gate and up; a tile has as many rows of either
+    sources: tuple[int, ...] = ()  # of a low-rank term: the rows of w that each has
 
 
 def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dtype):
     x, w, *refs = refs
     has_scales, has_bias, swiglu = extras.scales, extras.bias, extras.swiglu
     vectors = [refs.pop(0) for _ in range(2 * has_scales + has_bias)]
+    low = [refs.pop(0) for _ in range(bool(extras.sources) + len(extras.sources))]
     out, *buffers, sx_sm, sw_sm, b_sm, full, empty, s_full, s_empty = refs[:11]
     sums = refs[11:]
     vectors_sm = (*((sx_sm, sw_sm) if has_scales else ()), b_sm)
-    (x_rows, x_sm), (w_rows, w_sm), (o_rows, o_sm) = map(pipeline.views, buffers)
+    (x_rows, x_sm, *x_low), (w_rows, w_sm, *w_low), (o_rows, o_sm) = map(pipeline.views, buffers)
     wg, pair = lax.axis_index("wg"), lax.axis_index("pair")
     n_clusters, stages = tile.sms // (tile.cluster * tile.split), tile.stages
     out_cols = tile.cols // 2 if swiglu else tile.cols  # of a warpgroup
@@ -83,6 +89,9 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
     box = pipeline.rows_of_box(m, tile.m)
     block_k = BLOCK_BYTES // x.dtype.itemsize
     steps = pl.cdiv(k, block_k) // tile.split
+    ranks = low[1].shape[1] if low else 0  # of all adapters
+    low_steps = pl.cdiv(ranks, LOW_BLOCK)
+    loads = steps + low_steps
     part = lax.axis_index("part")
     tiles = my_tiles(grid[0] * grid[1], n_clusters)
     axes = "pair" if tile.cluster > 1 else None
@@ -105,7 +114,7 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
 
             def load(j, at):
                 ks = pl.ds((part * steps + j) * block_k, block_k)
-                pl.when(t * steps + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
+                pl.when(t * loads + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
                 plgpu.copy_gmem_to_smem(
                     x.at[pl.ds(m0, box), ks], x_rows.at[at, pl.ds(0, box)], full.at[at]
                 )
@@ -120,10 +129,33 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
                     )
                 return ring_next(at, 1, stages)
 
-            lax.fori_loop(0, steps, load, ring_slot(t * steps, stages))
+            at = lax.fori_loop(0, steps, load, ring_slot(t * loads, stages))
+            if low:
+                lax.fori_loop(0, low_steps, functools.partial(load_low, t, m0, n0), at)
+
+        def load_low(t, m0, n0, j, at):
+            """The inner products and second factors of the source that the tile's rows are of."""
+            inner, *second = low
+            pl.when(t * loads + steps + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
+            begin = 0
+            for source, (size, b) in enumerate(zip(extras.sources, second, strict=True)):
+
+                @pl.when((n0 >= begin) & (n0 < begin + size))
+                def copy(source=source, begin=begin, b=b):
+                    ranks_of = pl.ds(source * ranks + j * LOW_BLOCK, LOW_BLOCK)
+                    plgpu.copy_gmem_to_smem(
+                        inner.at[pl.ds(m0, box), ranks_of], x_low[0].at[at, pl.ds(0, box)],
+                        full.at[at],
+                    )  # fmt: skip
+                    ks = pl.ds(j * LOW_BLOCK, LOW_BLOCK)
+                    rows = pl.ds(n0 - begin, tile.n)
+                    plgpu.copy_gmem_to_smem(b.at[rows, ks], w_low[0].at[at], full.at[at])
+
+                begin += size
+            return ring_next(at, 1, stages)
 
         lax.fori_loop(0, tiles, one_tile, None)
-        drain(empty, tiles * steps, stages)
+        drain(empty, tiles * loads, stages)
         if vectors:
             drain(s_empty, tiles, 2)
 
@@ -135,7 +167,7 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
         col0 = wg * tile.cols if side_by_side else 0  # in the tile
         out0 = wg * out_cols if side_by_side else 0
 
-        def operands(at):
+        def operands(x_sm, w_sm, at):
             a, b = x_sm.at[at], w_sm.at[at]
             if side_by_side:
                 b = w_sm.at[at, pl.ds(col0, tile.cols)]
@@ -143,12 +175,12 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
                 a = x_sm.at[at, pl.ds(row0, tile.rows)]
             return a, b.transpose((1, 0))
 
-        def accumulate(first, count, acc):
+        def accumulate(first, count, acc, views=(x_sm, w_sm)):
             """acc += the products of slots first .. first + count; one wgmma stays in flight."""
 
             def step(j, at):
                 plgpu.barrier_wait(full.at[at])
-                plgpu.wgmma(acc, *operands(at))
+                plgpu.wgmma(acc, *operands(*views, at))
                 plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(empty.at[ring_next(at, stages - 1, stages)], predicate=j > 0)
                 return ring_next(at, 1, stages)
@@ -161,10 +193,10 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
         def product(t):
             ref = plgpu.ACC((tile.rows, tile.cols), acc_dtype)
             if not tile.promote:
-                return pl.run_scoped(functools.partial(accumulate, t * steps, steps), ref)
+                return pl.run_scoped(functools.partial(accumulate, t * loads, steps), ref)
 
             def part(p, total):
-                first = t * steps + p * tile.promote
+                first = t * loads + p * tile.promote
                 return total + pl.run_scoped(
                     functools.partial(accumulate, first, tile.promote), ref
                 )
@@ -172,20 +204,27 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
             zero = plgpu.layout_cast(jnp.zeros(ref.shape, acc_dtype), _LAYOUT)
             total = lax.fori_loop(0, steps // tile.promote, part, zero)
             if rest := steps % tile.promote:
-                first = t * steps + steps - rest
+                first = t * loads + steps - rest
                 total += pl.run_scoped(functools.partial(accumulate, first, rest), ref)
             return total
 
+        def low_rank(t):
+            if not low:
+                return None
+            views = x_low[1], w_low[1]
+            run = functools.partial(accumulate, t * loads + steps, low_steps, views=views)
+            return pl.run_scoped(run, plgpu.ACC((tile.rows, tile.cols), jnp.float32))
+
         def one_tile(t, _):
             m0, n0 = origin(t)
-            acc = product(t)
+            acc, added = product(t), low_rank(t)
+            finish_all = functools.partial(finish, t, m0, n0, added)
             if tile.split == 1:
-                return finish(t, m0, n0, acc)
+                return finish_all(acc)
             sum_sm, sum_full, sum_empty = sums
-            finish_all = functools.partial(finish, t, m0, n0)
             meet_peer(t, acc, part, lambda: wg, sum_sm, sum_full, sum_empty.at[wg], finish_all)
 
-        def finish(t, m0, n0, acc):
+        def finish(t, m0, n0, added, acc):
             slot = t % 2
             if vectors:
                 plgpu.barrier_wait(s_full.at[slot])
@@ -203,6 +242,8 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
                 if has_scales:
                     y = y.astype(jnp.float32)
                     y = y * vector(sx_sm, row0 + r, 64, 0) * vector(sw_sm, col0 + c, epi, 1)
+                if added is not None:
+                    y = y + added[r : r + 64, c : c + epi]
                 if has_bias:
                     y = y + vector(b_sm, col0 + c, epi, 1)
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -232,12 +273,16 @@ def pair_matmul(
     out_dtype,
     tile: PairTile,
     swiglu: bool = False,
+    low_rank: tuple[jax.Array, tuple[jax.Array, ...]] | None = None,
 ) -> jax.Array:
     """x [M, K], w [N, K] both int8, e4m3, bf16 or f16; scale_x [M] and scale_w [N] floats or both
     None, bias [N] floats.
 
     swiglu: w's rows are gate, then up, and silu(gate) * up [M, N / 2] is returned; only for one
         tile of 64 rows, without scales, bias and split.
+    low_rank: added in float32; (inner [M, S R], S second factors [N_s, R]), 16-bit floats: the N_s
+        rows of w that are source s's get ``inner[:, s R : s R + R]`` times its factors transposed.
+        Only for one tile of 64 rows whose columns divide every N_s, and with scales.
     """
     (m, k), n = x.shape, w.shape[0]
     if swiglu:
@@ -246,7 +291,9 @@ def pair_matmul(
     acc_dtype = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     name = "quantized_matmul_" + {"int8": "w8a8", "float8_e4m3fn": "fp8"}.get(x.dtype.name, "plain")
     has_scales, has_bias = scale_x is not None, bias is not None
-    extras = Extras(has_scales, has_bias, swiglu)
+    inner, second = (None, ()) if low_rank is None else low_rank
+    extras = Extras(has_scales, has_bias, swiglu, tuple(b.shape[0] for b in second))
+    low = {} if inner is None else {"low": inner.dtype}
     body = functools.partial(_body, tile=tile, extras=extras, m=m, n=n, k=k, acc_dtype=acc_dtype)
     unused = plgpu.SMEM((32,), jnp.float32)
     copied = -(-tile.n // 64) * 64  # of a vector: whole units of 128 bytes
@@ -262,8 +309,8 @@ def pair_matmul(
         ]
     finishing = 2 // tile.split  # warpgroups
     scratch = [
-        pipeline.rows_and_tiles((tile.stages, tile.m, block_k), x.dtype),
-        pipeline.rows_and_tiles((tile.stages, tile.n, block_k), w.dtype, (2, 2) * swiglu),
+        pipeline.rows_and_tiles((tile.stages, tile.m, block_k), x.dtype, **low),
+        pipeline.rows_and_tiles((tile.stages, tile.n, block_k), w.dtype, (2, 2) * swiglu, **low),
         pipeline.rows_and_tiles((2, 2, 64, epi), out_dtype),
         plgpu.SMEM((2, tile.m), scale_x.dtype) if has_scales else unused,
         plgpu.SMEM((2, copied), scale_w.dtype) if has_scales else unused,
@@ -273,6 +320,6 @@ def pair_matmul(
         plgpu.Barrier(num_arrivals=finishing, num_barriers=2),
         *sums,
     ]
-    args = [a for a in (x, w, scale_x, scale_w, bias) if a is not None]
+    args = [a for a in (x, w, scale_x, scale_w, bias, inner, *second) if a is not None]
     out_type = jax.ShapeDtypeStruct((m, n), out_dtype)
     return launch(name, body, args, out_type, scratch, tile)

@@ -37,23 +37,30 @@ def tiled(dtype, swizzle: int):
     )
 
 
-def rows_and_tiles(shape: tuple[int, ...], dtype, divided: tuple[int, ...] = ()) -> plgpu.RefUnion:
+def rows_and_tiles(
+    shape: tuple[int, ...], dtype, divided: tuple[int, ...] = (), low=None
+) -> plgpu.RefUnion:
     """One memory, two views: rows for the copies, which then clip anywhere, and wgmma's tiles.
 
     The last axis is one swizzle wide (32, 64 or 128 bytes), so both have the same bytes.
     divided: further axes into which the copies' view divides the rows.
+    low: a dtype in which the same bytes have two views more.
     """
     swizzle = shape[-1] * jnp.dtype(dtype).itemsize
     *lead, rows, width = shape
     by_rows = (*lead, *divided, rows // math.prod(divided), width)
-    return plgpu.RefUnion(
+    both = (
         plgpu.SMEM(by_rows, dtype, transforms=(plgpu.SwizzleTransform(swizzle),)),
         plgpu.SMEM(shape, dtype, transforms=tiled(dtype, swizzle)),
     )
+    if low is None:
+        return plgpu.RefUnion(*both)
+    other = rows_and_tiles((*lead, rows, swizzle // jnp.dtype(low).itemsize), low)
+    return plgpu.RefUnion(*both, *other.refs)
 
 
 def views(union):
-    """(rows, tiles) of ``rows_and_tiles``."""
+    """What ``rows_and_tiles`` has: (rows, tiles), or both and those of ``low``."""
     return union
 
 

@@ -155,11 +155,12 @@ def _rounds(m_tiles: int, n_tiles: int, cluster: int) -> int:
     return -(-m_tiles * n_tiles // (N_SM // cluster))
 
 
-def pair_tile(m: int, n: int, k: int, dtype=jnp.int8) -> PairTile:
-    """The tile for int8 or e4m3 operands x [m, k], w [n, k]."""
+def pair_tile(m: int, n: int, k: int, dtype=jnp.int8, sources: tuple[int, ...] = ()) -> PairTile:
+    """The tile for int8 or e4m3 operands x [m, k], w [n, k]; sources: multiples of 32 rows of w, of
+    which a tile of few rows of x has only one's."""
     fp8 = dtype != jnp.int8
     if m <= 64:
-        return stream_tile(n, k, _FP8_PROMOTE if fp8 else 0)
+        return stream_tile(n, k, _FP8_PROMOTE if fp8 else 0, sources=sources)
     options = [(t, us) for t, us in PAIR if not (fp8 and t.cols > 192)]
 
     def cost(option):
@@ -170,13 +171,20 @@ def pair_tile(m: int, n: int, k: int, dtype=jnp.int8) -> PairTile:
     return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0)
 
 
-def stream_tile(n: int, row_bytes: int, promote: int = 0, swiglu: bool = False) -> PairTile:
+def stream_tile(
+    n: int,
+    row_bytes: int,
+    promote: int = 0,
+    swiglu: bool = False,
+    sources: tuple[int, ...] = (),
+) -> PairTile:
     """For one tile of rows, where the bytes of w [N, row_bytes] decide: what an SM copies at 80
     bytes a nanosecond, or all of w at the memory's 4200, and a microsecond to add the two halves of
     a split K.  At M = 64 it is within 10% of what was measured, less the 4 us that every launch
     takes; of equals the one that copies least.
 
     swiglu: K is not split, and a warpgroup has at least 16 columns of gate.
+    sources: as of ``pair_tile``.
     """
 
     def nanoseconds(tile: PairTile) -> tuple[float, float]:
@@ -189,7 +197,8 @@ def stream_tile(n: int, row_bytes: int, promote: int = 0, swiglu: bool = False) 
         return PairTile(64, width, stages, cluster=1, promote=promote, split=split)
 
     splits = (1,) if swiglu or row_bytes % (2 * BLOCK_BYTES) else (1, 2)
-    widths = (64, 128) if swiglu else (32, 64, 96, 128)
+    widths = [n for n in ((64, 128) if swiglu else (32, 64, 96, 128))
+              if not any(size % n for size in sources)]  # fmt: skip
     return min((tile(n, s) for s in splits for n in widths), key=nanoseconds)
 
 
@@ -229,6 +238,14 @@ def quantized_plan(call: Call) -> PairTile | Reason:
     if k % 16:
         return Reason(f"w has K = {k}, not a multiple of 16")
     tile = pair_tile(call.m, n, k, call.x)
+    if (low := call.low_rank) is not None:
+        if call.m > 64:
+            return Reason(f"x has {call.m} rows: up to 64 have a low-rank term in the kernel")
+        if low.dtype not in (jnp.bfloat16, jnp.float16) or low.ranks % 8:
+            return Reason(f"{low.ranks} ranks of {low.dtype}, not a multiple of 8 of 16-bit floats")
+        if any(size % 32 for size in low.sources):
+            return Reason(f"sources of {low.sources} rows, not multiples of 32")
+        return pair_tile(call.m, n, k, call.x, low.sources)
     if call.x == jnp.int8 and call.m == 1 and n >= k:
         # 14336 x 4096 18.2 us by XLA and 19.8 by the kernel, 4096 x 4096 7.5 and 8.7; but 4096 x
         # 14336 21.9 and 18.8.  e4m3's is 19.5 and 17.3.
@@ -245,10 +262,11 @@ def plain_plan(call: Call) -> PairTile | Reason:
         return Reason(f"no kernel multiplies x of {call.x} by w of {w.dtype}")
     if n % 16 or k % 64:
         return Reason(f"w [{n}, {k}]: N is not a multiple of 16 or K not of 64")
-    tile = stream_tile(n, k * w.dtype.itemsize, swiglu=call.swiglu and not call.bias)
+    fused = call.swiglu and not call.bias and call.activation == "silu"
+    tile = stream_tile(n, k * w.dtype.itemsize, swiglu=fused)
     if m <= TOKENS:
         return Reason(f"{m} rows of plain weights' products: XLA is as fast", tile)
-    if n * k > _PLAIN_SIZE and not call.swiglu:
+    if n * k > _PLAIN_SIZE and not (call.swiglu and call.activation == "silu"):
         return Reason(f"w [{n}, {k}] is so large that XLA is as fast", tile)
     return tile
 

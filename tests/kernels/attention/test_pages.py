@@ -17,7 +17,7 @@ from pallas_kernels.attention import rope_attention, rope_cache
 from pallas_kernels.attention.blockwise import blockwise_attention, floats
 from pallas_kernels.attention.op import decode_attention, decode_attention_reference, plan
 from pallas_kernels.attention.rope_attention import rope_and_attend
-from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write, store
+from pallas_kernels.attention.rope_cache import norm_heads, quantize_kv, rope_and_write, store
 from pallas_kernels.dispatch import Reason
 from tests.helpers.warp_emulator import emulated
 from tests.kernels.attention.test_decode_attention import (
@@ -31,6 +31,7 @@ from tests.kernels.attention.test_decode_attention import (
     poison,
 )
 from tests.kernels.attention.test_rope_attention import case as step_of_rows
+from tests.kernels.attention.test_rope_attention import norm_of
 
 ANYWHERE = (2**31 - 1, -(2**31), -1, 0, 10**6)
 
@@ -162,13 +163,16 @@ def test_a_step_writes_where_the_table_says_and_nowhere_else(cache, page):
         same(x, written(before, where, table, page))
 
 
-@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize("window, normed", [(None, False), (11, True)])
 @pytest.mark.parametrize("cache", ["float32", "int4"])
-def test_the_whole_step_through_a_table(cache, window):
+def test_the_whole_step_through_a_table(cache, window, normed):
     new, rows, pages, slots, table = rope_case(cache, 16)
-    step = functools.partial(rope_and_attend, window=window)
+    norm = norm_of(new) if normed else None
+    step = functools.partial(rope_and_attend, norm=norm, window=window)
     want, *_ = step(*new, *rows, slots.at[6].set(-1))  # its slot is on no page
     got, *got_pages = step(*new, *pages, slots, table=table)
+    if norm is not None:
+        new = norm_heads(new[0], 2, norm[:2], norm[2]), *new[1:]
     same(got, want)
     assert not np.asarray(want)[jnp.asarray([2, 3, 6])].any()
     _, *want_pages = rope_and_write(*new, *pages, slots, table=table)
@@ -296,17 +300,18 @@ def test_the_write_kernel_emulated_writes_where_the_table_says(cache, page):
 
 @pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
 @pytest.mark.parametrize("case", [
-    (320, 32, (8, 2, 128), "bfloat16", None), (192, 64, (6, 3, 64), "float16", 40),
-    (160, 32, (8, 1, 256), "bfloat16", None), (1344, 64, (4, 2, 128), "bfloat16", 700),
-    (1344, 96, (4, 2, 128), "bfloat16", None),
+    (320, 32, (8, 2, 128), "bfloat16", None, False), (192, 64, (6, 3, 64), "float16", 40, True),
+    (160, 32, (8, 1, 256), "bfloat16", None, False), (1344, 64, (4, 2, 128), "bfloat16", 700, True),
+    (1344, 96, (4, 2, 128), "bfloat16", None, True),
 ], ids=str)  # fmt: skip
 def test_the_one_kernel_emulated_through_a_table(case, monkeypatch):
-    capacity, page, heads, dtype, window = case
+    capacity, page, heads, dtype, window, normed = case
     form_given(monkeypatch, "direct")
     new, rows, slots = step_case(capacity, heads, dtype)
     pages, table = in_pages(rows, page, jnp.where(slots < capacity, slots + 1, 0))
     table = table.at[5, slots[5] // page].set(2 * table.size)
-    options = {"window": window, "implementation": "mosaic"}
+    norm = norm_of(new) if normed else None
+    options = {"window": window, "norm": norm, "implementation": "mosaic"}
     with emulation():
         out, *after = rope_and_attend(*new, *rows, slots, **options)
         got, *got_pages = rope_and_attend(*new, *pages, slots, table=table, **options)
@@ -358,13 +363,13 @@ def test_kernels_with_a_table_lower_for_cuda(shape, cache):
 def test_what_the_kernels_refuse_of_a_table_is_said():
     q = jax.ShapeDtypeStruct((1, 8, 128), jnp.bfloat16)
     (qkv, *_, kv, _, _), table = shapes_of("bfloat16", 1, 36, 48, (8, 2, 128))
-    for found in (plan(q, kv, kv, table), rope_attention.plan(qkv, kv, table)):
+    for found in (plan(q, kv, kv, table), rope_attention.plan(qkv, kv, table=table)):
         assert isinstance(found, Reason) and "k has pages of 48 tokens" in found.text
     assert not isinstance(rope_cache.plan(qkv, kv), Reason)  # a token lies in one page always
     (qkv, *_, kv, _, _), table = shapes_of("bfloat16", 1, 18, 64, (8, 2, 128))
     rows = jax.ShapeDtypeStruct((1, 18 * 64, 2, 128), jnp.bfloat16)
     assert plan(q, kv, kv, table) == plan(q, rows, rows)
-    assert rope_attention.plan(qkv, kv, table) == rope_attention.plan(qkv, rows)
+    assert rope_attention.plan(qkv, kv, table=table) == rope_attention.plan(qkv, rows)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention.rope_attention import plan, rope_and_attend
-from pallas_kernels.attention.rope_cache import rope_and_write
+from pallas_kernels.attention.rope_cache import norm_heads, rope_and_write
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.warp_emulator import emulated
@@ -35,12 +35,26 @@ def case(capacity, heads, dtype, batch=5, cache=None):
     return qkv, jnp.cos(angle), jnp.sin(angle), k, v, slots
 
 
-def check(args, window, bound, implementation):
-    step = jax.jit(rope_and_attend, static_argnames=("window", "implementation"))
+def norm_of(args):
+    """Weights of the norm of q and k, and eps."""
+    h, dtype = args[0].shape[-1], args[0].dtype
+    rng = np.random.default_rng(5)
+    return *(jnp.asarray(rng.normal(size=h) + 1, dtype) for _ in "qk"), 1e-6
+
+
+def check(args, window, bound, implementation, norm=None):
+    def step(*args):
+        return rope_and_attend(*args, norm=norm, window=window, implementation=implementation)
+
     if implementation == "emulated":
-        step, implementation = rope_and_attend, "mosaic"
-    out, k, v = step(*args, window=window, implementation=implementation)
+        implementation = "mosaic"
+        out, k, v = step(*args)
+    else:
+        out, k, v = jax.jit(step)(*args)
     slots, capacity = args[-1], args[3].shape[1]
+    if norm is not None:
+        qkv, n_kv = args[0].astype(jnp.float32), args[3].shape[2]
+        args = norm_heads(qkv, n_kv, norm[:2], norm[2]).astype(args[0].dtype), *args[1:]
     q, want_k, want_v = rope_and_write(*args, implementation="xla")
     want = oracle(q, want_k, want_v, jnp.where(slots < capacity, slots + 1, 0), window)
     assert error(out, want) < bound
@@ -56,15 +70,33 @@ def check(args, window, bound, implementation):
 
 @pytest.mark.parametrize("cache", ["float32", "int8"])
 @pytest.mark.parametrize("window", [None, 11])
-def test_the_xla_form_is_the_two_ops(window, cache):
-    check(case(40, (6, 2, 64), "float32", cache=cache), window, 1e-5, "xla")
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_xla_form_is_the_two_ops(window, cache, normed):
+    args = case(40, (6, 2, 64), "float32", cache=cache)
+    check(args, window, 1e-5, "xla", norm_of(args) if normed else None)
 
 
-EMULATED = [  # capacity, heads, dtype, window
-    (300, (8, 2, 128), "bfloat16", None),
-    (200, (6, 3, 64), "float16", 40),
-    (150, (8, 1, 256), "bfloat16", None),
-    (1300, (4, 2, 128), "bfloat16", 700),
+def test_the_norm_is_of_each_head_of_q_and_k():
+    args = case(40, (6, 2, 64), "float32")
+    q_weight, k_weight, eps = norm_of(args)
+    got = np.asarray(norm_heads(args[0], 2, (q_weight, k_weight), eps), np.float64)
+    x = np.asarray(args[0], np.float64)
+    want = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps)
+    np.testing.assert_allclose(got[:, :6], want[:, :6] * np.asarray(q_weight), rtol=1e-5)
+    np.testing.assert_allclose(got[:, 6:8], want[:, 6:8] * np.asarray(k_weight), rtol=1e-5)
+    np.testing.assert_array_equal(got[:, 8:], x[:, 8:])
+    with pytest.raises(ValueError, match=r"norm of k \(32,\) is not \[64\]"):
+        rope_and_attend(*args, norm=(q_weight, k_weight[:32], eps))
+
+
+EMULATED = [  # capacity, heads, dtype, window, norm of heads
+    (300, (8, 2, 128), "bfloat16", None, False),
+    (200, (6, 3, 64), "float16", 40, False),
+    (150, (8, 1, 256), "bfloat16", None, False),
+    (1300, (4, 2, 128), "bfloat16", 700, False),
+    (150, (8, 4, 256), "bfloat16", None, True),
+    (200, (6, 3, 64), "float16", 40, True),
+    (1300, (4, 2, 128), "bfloat16", 700, True),
 ]
 
 
@@ -75,10 +107,11 @@ def test_the_one_kernel_emulated(given, monkeypatch):
 
     monkeypatch.setattr(DIRECT, "ROWS", 5)
     monkeypatch.setattr(DIRECT, "TOKENS", 1 << 30)
-    capacity, heads, dtype, window = given
+    capacity, heads, dtype, window, normed = given
     args = case(capacity, heads, dtype)
+    norm = norm_of(args) if normed else None
     with emulated(DIRECT, codes, gather, merge, source, tile):
-        check(args, window, 4e-3, "emulated")
+        check(args, window, 4e-3, "emulated", norm)
 
 
 def test_what_the_one_kernel_refuses_is_said():
@@ -95,9 +128,11 @@ def test_what_the_one_kernel_refuses_is_said():
     assert "4104 tokens" in reason(4104)
     assert "32776 tokens" in reason(32776, (32, 8, 128))
     assert "16 query heads" in reason(heads=(16, 1, 128))
-    assert "int8 words" in reason(cache="int8")
+    assert "int8 codes" in reason(cache="int8")
     assert "float32" in reason(dtype="float32")
-    with pytest.raises(NotImplementedError, match="int8 words"):
+    args = case(8, (8, 2, 128), "bfloat16", 1)
+    assert "weights float32" in plan(args[0], args[3], [jnp.ones(128)] * 2).text
+    with pytest.raises(NotImplementedError, match="int8 codes"):
         rope_and_attend(*case(8, (8, 2, 128), "bfloat16", 1, "int8"), implementation="mosaic")
 
 
@@ -118,11 +153,13 @@ def test_it_lowers_for_cuda_as_one_kernel(shape):
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 1, 64), (7, 1, 128), (8, 4, 256)], ids=str)
-def test_the_one_kernel(heads, window, monkeypatch):
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_one_kernel(heads, window, normed, monkeypatch):
     monkeypatch.setattr(DIRECT, "ROWS", 5)
     monkeypatch.setattr(DIRECT, "TOKENS", 1 << 30)
     for capacity, dtype in ((100, "bfloat16"), (1152, "float16"), (3000, "bfloat16")):
-        check(case(capacity, heads, dtype), window, 4e-3, "mosaic")
+        args = case(capacity, heads, dtype)
+        check(args, window, 4e-3, "mosaic", norm_of(args) if normed else None)
 
 
 @pytest.mark.gpu

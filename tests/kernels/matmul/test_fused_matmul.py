@@ -25,7 +25,7 @@ def weight(name, n, k, dtype, seed=0):
     return weights(name, n, k, dtype, seed)
 
 
-def expected(x, w, bias=None, norm=None, residual=None, swiglu=False):
+def expected(x, w, bias=None, norm=None, residual=None, swiglu=False, activation="silu"):
     """The fused product in float64 on the same words."""
     wide = [None if v is None else np.asarray(v.astype(jnp.float32), np.float64) for v in
             (x, bias, None if norm is None else norm[0], residual)]  # fmt: skip
@@ -38,20 +38,26 @@ def expected(x, w, bias=None, norm=None, residual=None, swiglu=False):
         out = out + bias
     if swiglu:
         gate, up = np.split(out, 2, axis=-1)
-        out = gate / (1 + np.exp(-np.clip(gate, -700, None))) * up
+        if activation == "gelu_tanh":
+            u = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+            out = gate * (1 + np.tanh(u)) / 2 * up
+        else:
+            out = gate / (1 + np.exp(-np.clip(gate, -700, None))) * up
     return out if residual is None else out + residual
 
 
 def extras(m, n, k, dtype, kinds, gamma_dtype=jnp.bfloat16):
-    """norm, residual and swiglu as ``kinds`` (letters n, r, s) asks."""
+    """norm, residual, swiglu and its like with GELU as ``kinds`` (letters n, r, s, g) asks."""
     given = {}
     if "n" in kinds:
         gamma = 1 + 0.2 * activations((k,), jnp.float32, 4)
         given["norm"] = (gamma.astype(gamma_dtype), EPS)
     if "r" in kinds:
         given["residual"] = activations((m, n), dtype, 5)
-    if "s" in kinds:
+    if "s" in kinds or "g" in kinds:
         given["swiglu"] = True
+    if "g" in kinds:
+        given["activation"] = "gelu_tanh"
     return given
 
 
@@ -72,6 +78,7 @@ EMULATED = [  # weights, m, K, fused, changes to the plan
     ("plain", 1, 2048, "", {}),
     ("plain", 13, 4096, "nr", {}),
     ("plain", 3, 2048, "ns", {}),
+    ("w4-g128", 2, 2048, "ng", {}),
     ("plain", 2, 14336, "rb", {"clusters": 2, "per": 3, "batch": 1, "depth": 4}),
     ("plain", 5, 576, "n", {}),
     ("w4-g128", 1, 14336, "nr", {"clusters": 1, "per": 5, "batch": 3}),
@@ -86,7 +93,7 @@ EMULATED = [  # weights, m, K, fused, changes to the plan
     "name,m,k,kinds,changes", EMULATED, ids=[f"{c[0]}-{c[1]}x{c[2]}-{c[3]}" for c in EMULATED]
 )
 def test_emulated(name, m, k, kinds, changes):
-    n, dtype = (96 if "s" in kinds else 80), jnp.bfloat16
+    n, dtype = (96 if {*"sg"} & {*kinds} else 80), jnp.bfloat16
     w, x = weight(name, n, k, dtype), activations((m, k), dtype)
     bias = activations((n,), jnp.float32, 2) if "b" in kinds else None
     given = extras(m, n, k, dtype, kinds, jnp.float32 if m % 2 else dtype)
@@ -105,12 +112,13 @@ def test_emulated(name, m, k, kinds, changes):
         ("w8-row", 16, 1024, "ns", {}),
     ],
 )
-def test_what_is_pending_is_added_and_stored(name, m, k, kinds, changes):
+@pytest.mark.parametrize("pending_dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_pending_is_added_and_stored(name, m, k, kinds, changes, pending_dtype):
     """The same bits as with a sum that was rounded before."""
     n, dtype = (96 if "s" in kinds else 80), jnp.bfloat16
     w, x = weight(name, n, k, dtype), activations((m, k), dtype)
-    pending = activations((m, k), jnp.float32, 9)
-    total = (x.astype(jnp.float32) + pending).astype(dtype)
+    pending = activations((m, k), pending_dtype, 9)
+    total = (x.astype(jnp.float32) + pending.astype(jnp.float32)).astype(dtype)
     given = extras(m, n, k, dtype, kinds)
     run = functools.partial(run_tiles, w=w, bias=None, out_dtype=dtype)
     out, stored = run(x, pending=pending, **given, **changes)
@@ -120,7 +128,7 @@ def test_what_is_pending_is_added_and_stored(name, m, k, kinds, changes):
 
 # --- the op ---------------------------------------------------------------------------------------
 
-FUSED = ["n", "r", "s", "nr", "nsb", ""]
+FUSED = ["n", "r", "s", "g", "nr", "nsb", ""]
 
 
 @pytest.mark.parametrize("name", ["w4-g128", "plain"])
@@ -138,13 +146,15 @@ def test_composition(name, kinds):
     assert not fusible(x, w, **given)
 
 
-def test_what_is_pending_in_a_composition():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_pending_in_a_composition(dtype):
     w, x = weight("plain", 96, 512, jnp.bfloat16), activations((2, 1, 512), jnp.bfloat16)
-    pending = activations(x.shape, jnp.float32, 9)
+    pending = activations(x.shape, dtype, 9)
     norm = extras(2, 96, 512, jnp.bfloat16, "n")["norm"]
     out, total = quantized_matmul(x, w, norm=norm, pending=pending)
     assert total.dtype == x.dtype
-    assert (total == (x.astype(jnp.float32) + pending).astype(x.dtype)).all()
+    want = x.astype(jnp.float32) + pending.astype(jnp.float32)
+    assert (total == want.astype(x.dtype)).all()
     assert (out == quantized_matmul(total, w, norm=norm)).all()
     with pytest.raises(ValueError, match="before a norm"):
         quantized_matmul(x, w, pending=pending)
@@ -267,6 +277,7 @@ ON_THE_GPU = [  # weights, m, K, fused
     ("plain", 1, 2048, "nr"),
     ("plain", 16, 2048, "n"),
     ("plain", 3, 2048, "nsb"),
+    ("plain", 2, 2048, "ng"),
     ("plain", 9, 14336, "r"),
 ]
 
@@ -289,13 +300,15 @@ def test_values_on_the_gpu(name, m, k, kinds):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name,m", [("w4-g128", 1), ("w8-row", 16), ("plain", 1), ("plain", 5)])
-def test_what_is_pending_on_the_gpu(name, m):
+@pytest.mark.parametrize("pending_dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_pending_on_the_gpu(name, m, pending_dtype):
     n, k, dtype = 4320, 4096, jnp.bfloat16
     w, x = weight(name, n, k, dtype), hostile(activations((m, k), dtype, m))
-    pending, norm = activations((m, k), jnp.float32, 9), extras(m, n, k, dtype, "n")["norm"]
+    pending, norm = activations((m, k), pending_dtype, 9), extras(m, n, k, dtype, "n")["norm"]
     call = functools.partial(quantized_matmul, w=w, norm=norm, implementation="mosaic")
     out, total = call(x, pending=pending)
-    assert (np.asarray(total) == np.asarray((x.astype(jnp.float32) + pending).astype(dtype))).all()
+    want = (x.astype(jnp.float32) + pending.astype(jnp.float32)).astype(dtype)
+    assert (np.asarray(total) == np.asarray(want)).all()
     assert (np.asarray(out) == np.asarray(call(total))).all()
 
 

@@ -75,7 +75,9 @@ def check(out, ref, dtype):
     out = np.asarray(out.astype(jnp.float32), np.float64)
     size = np.sqrt(np.mean(ref**2))
     assert np.sqrt(np.mean((out - ref) ** 2)) <= rms * size
-    assert np.abs(out - ref).max() <= largest * size
+    # A gate's outputs have long tails: beside the bound an output may be off by its own rounding.
+    half_ulp = np.where(ref == 0, 0, float(jnp.finfo(dtype).eps) * np.exp2(np.frexp(ref)[1] - 2))
+    assert (np.abs(out - ref) - half_ulp).max() <= largest * size
 
 
 def activations(shape, dtype, seed=1):

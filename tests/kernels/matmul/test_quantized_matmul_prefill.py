@@ -23,7 +23,7 @@ from pallas_kernels.matmul.many_rows import pipeline as prefill_pipeline
 from pallas_kernels.matmul.many_rows import plan as planning
 from pallas_kernels.matmul.many_rows.pair import pair_matmul
 from pallas_kernels.matmul.many_rows.plan import PairTile
-from pallas_kernels.matmul.op import product_plan
+from pallas_kernels.matmul.op import product_plan, quantized_matmul
 from pallas_kernels.qtensor import QTensor
 
 LLAMA = ((14336, 4096), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
@@ -179,25 +179,119 @@ def test_lowers_for_every_grouping(group, zeros, x_dtype):
 def test_pair_kernel_in_the_interpreter(interpreter, monkeypatch, tile, m, n, k, dtype):
     """The whole pipeline: tiles past the edge, multicast, the ring across tiles, the epilogue.
     (A split K is not of the interpreter: it knows no stores to another block's memory.)"""
-    # The interpreter gives the two views of a RefUnion separate memories, so take one view; and
-    # a GPU of two SMs, so that every block has several tiles.
-    tile = dataclasses.replace(tile, sms=2)
-    monkeypatch.setattr(
-        prefill_pipeline,
-        "rows_and_tiles",
-        lambda shape, dtype, divided=(): plgpu.SMEM(
-            shape,
-            dtype,
-            transforms=prefill_pipeline.tiled(dtype, shape[-1] * jnp.dtype(dtype).itemsize),
-        ),
-    )
-    monkeypatch.setattr(prefill_pipeline, "views", lambda ref: (ref, ref))
+    one_view(monkeypatch)
+    tile = dataclasses.replace(tile, sms=2)  # a GPU of two SMs: every block has several tiles
     x, w, bias = plain(m, n, k) if dtype == BF16 else pair(m, n, k, dtype)
     words = (x, w, None, None) if dtype == BF16 else (x.q, w.q, x.scale[:, 0], w.scale[:, 0])
     with interpreter():
         # Not the jitted one: its trace would be kept for calls outside the interpreter.
         got = pair_matmul.__wrapped__(*words, bias, F32, tile)
     assert error(got, expected(x, w, bias)) < 1e-6
+
+
+def one_view(monkeypatch):
+    """The interpreter gives a RefUnion's views separate memories, so take one of each dtype."""
+
+    def rows_and_tiles(shape, dtype, divided=(), low=None):
+        row_bytes = shape[-1] * jnp.dtype(dtype).itemsize
+        view = plgpu.SMEM(shape, dtype, transforms=prefill_pipeline.tiled(dtype, row_bytes))
+        if low is None:
+            return view
+        width = row_bytes // jnp.dtype(low).itemsize
+        return [view, rows_and_tiles((*shape[:-1], width), low)]
+
+    def views(refs):
+        return [ref for ref in (refs if isinstance(refs, list) else [refs]) for _ in range(2)]
+
+    monkeypatch.setattr(prefill_pipeline, "rows_and_tiles", rows_and_tiles)
+    monkeypatch.setattr(prefill_pipeline, "views", views)
+
+
+def low_rank(m, sources, ranks, seed=1):
+    """Inner products, some zero as those of other adapters are, and second factors."""
+    rng = np.random.default_rng(seed)
+    inner = rng.normal(size=(m, len(sources), ranks)) * (rng.random((m, 1, ranks)) < 0.3)
+    second = tuple(jnp.asarray(rng.normal(size=(n, ranks)), BF16) for n in sources)
+    return jnp.asarray(inner.reshape(m, -1), BF16), second
+
+
+def with_low_rank(want, inner, second) -> np.ndarray:
+    parts = np.split(floats(inner), len(second), axis=1)
+    return want + np.concatenate(
+        [part @ floats(b).T for part, b in zip(parts, second, strict=True)], axis=1
+    )
+
+
+LOW_RANKS = [((128, 64, 64), 64), ((192, 64), 40), ((256,), 200)]
+
+
+@pytest.mark.parametrize("sources,ranks", LOW_RANKS)
+@pytest.mark.parametrize("dtype", [I8, F8])
+def test_a_low_rank_term_in_the_interpreter(interpreter, monkeypatch, dtype, sources, ranks):
+    """In the ring behind a tile's last step; of each tile of w's rows its own source; ranks that
+    end within a slot."""
+    one_view(monkeypatch)
+    tile = PairTile(64, 64, stages=3, cluster=1, promote=2 * (dtype == F8), sms=2)
+    x, w, bias = pair(40, 256, 320, dtype)
+    low = low_rank(40, sources, ranks)
+    with interpreter():
+        words = x.q, w.q, x.scale[:, 0], w.scale[:, 0]
+        got = pair_matmul.__wrapped__(*words, bias, F32, tile, low_rank=low)
+    assert error(got, with_low_rank(expected(x, w, bias), *low)) < 1e-6
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    "sources,k",
+    [((4096, 1024, 1024), 4096), ((4096,), 4096), ((14336, 14336), 4096), ((4096,), 14336)],
+)
+def test_a_low_rank_term_lowers_at_real_shapes(sources, k):
+    """Tiles have rows of one source alone."""
+    n = sum(sources)
+    x, w = (QTensor(shaped((r, k), I8), shaped((r, 1), F32)) for r in (64, n))
+    low = shaped((64, 128 * len(sources)), BF16), tuple(shaped((s, 128), BF16) for s in sources)
+    call = Call.of(x, w, BF16, low_rank=low)
+    tile = named_plan(planning.quantized_plan(call))
+    assert tile.m == 64 and not any(s % tile.n for s in sources)
+    f = functools.partial(quantized_matmul, out_dtype=BF16, implementation="mosaic")
+    assert "mosaic_gpu" in lowered(lambda x, w, low: f(x, w, low_rank=low), x, w, low)
+
+
+@pytest.mark.parametrize("dtype", [I8, F8])
+def test_a_low_rank_term_is_added_before_the_cast(dtype):
+    """XLA's form; also of more rows than the kernel takes, and of sources that no tile divides."""
+    x, w, bias = pair(6, 37, 48, dtype)
+    low = low_rank(6, (20, 17), 5)
+    cube = QTensor(x.q.reshape(2, 3, 48), x.scale.reshape(2, 3, 1))
+    of_cube = low[0].reshape(2, 3, -1), low[1]
+    got = quantized_matmul(cube, w, bias=bias, out_dtype=F32, low_rank=of_cube)
+    want = with_low_rank(expected(x, w, bias), *low)
+    assert error(got.reshape(6, 37), want) < (1e-6 if dtype == I8 else 1e-4)
+
+
+@pytest.mark.parametrize(
+    "m,sources,ranks,fact",
+    [
+        (65, (512,), 64, "65 rows"),
+        (8, (500, 12), 64, "not multiples of 32"),
+        (8, (512,), 12, "12 ranks"),
+    ],
+)
+def test_low_rank_terms_without_a_kernel_say_why(m, sources, ranks, fact):
+    x, w = (QTensor(shaped((r, 1024), I8), shaped((r, 1), F32)) for r in (m, 512))
+    low = shaped((m, ranks * len(sources)), BF16), tuple(shaped((s, ranks), BF16) for s in sources)
+    assert fact in planning.quantized_plan(Call.of(x, w, BF16, low_rank=low)).text
+
+
+def test_low_rank_terms_that_do_not_fit_are_named():
+    x, w, _ = pair(6, 32, 48, I8)
+    inner, second = low_rank(6, (16, 16), 5)
+    with pytest.raises(ValueError, match="goes with a quantized x"):
+        quantized_matmul(jnp.ones((6, 48), BF16), w, low_rank=(inner, second))
+    with pytest.raises(ValueError, match=r"low_rank \(6, 9\)"):
+        quantized_matmul(x, w, low_rank=(inner[:, 1:], second))
+    with pytest.raises(ValueError, match=r"do not fit x \(6, 48\) and w \(32, 48\)"):
+        quantized_matmul(x, w, low_rank=(inner[:, :5], second[:1]))
 
 
 @pytest.mark.parametrize(
@@ -309,6 +403,27 @@ def test_split_pair_values(dtype):
     tile = PairTile(64, 64, stages=5, cluster=1, split=2, promote=2 * (dtype == F8))
     run = jax.jit(lambda x, w, b: matmul(x, w, b, F32, tile))
     assert error(run(x, w, bias), expected(x, w, bias)) < (1e-6 if dtype == I8 else 5e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("sources,ranks", [*LOW_RANKS, ((4096, 1024, 1024), 128)])
+@pytest.mark.parametrize("dtype", [I8, F8])
+def test_low_rank_values(dtype, sources, ranks, split):
+    """Also where K is split; a row whose inner products are zeros has the bits of a product without
+    any."""
+    n = sum(sources)
+    x, w, bias = pair(50, n, 1024, dtype)
+    inner, second = low_rank(50, sources, ranks)
+    inner = inner.at[3].set(0)
+    tile = PairTile(64, 64, stages=5, cluster=1, split=split, promote=2 * (dtype == F8))
+    words = x.q, w.q, x.scale[:, 0], w.scale[:, 0], bias
+    run = jax.jit(lambda low, out: pair_matmul(*words, out, tile, low_rank=low), static_argnums=1)
+    want = with_low_rank(expected(x, w, bias), inner, second)
+    assert error(run((inner, second), F32), want) < (1e-6 if dtype == I8 else 5e-4)
+    got, plain_ = run((inner, second), BF16), pair_matmul(*words, BF16, tile)
+    assert error(got, want) < 4e-3
+    np.testing.assert_array_equal(floats(got[3]), floats(plain_[3]))
 
 
 @pytest.mark.gpu

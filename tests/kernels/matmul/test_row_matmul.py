@@ -20,6 +20,7 @@ CASES = [  # weights, N, K, fused, changes to the plan
     ("plain", 96, 768, "nr", {"loads": 2}),
     ("plain", 160, 1024, "nsb", {}),
     ("plain", 80, 3584, "n", {}),
+    ("plain", 96, 512, "ng", {}),
     ("w8-row", 96, 1024, "nsb", {}),
     ("w8-row", 80, 1536, "nr", {"loads": 4}),
     ("w8-row", 81, 512, "", {}),
@@ -44,7 +45,7 @@ def case(name, n, k, kinds):
 @pytest.mark.parametrize("sms", [1, 132])
 def test_emulated(name, n, k, kinds, changes, sms):
     x, w, given, ref = case(name, n, k, kinds)
-    plan = dataclasses.replace(planning.divide_row(w, "s" in kinds), sms=sms, **changes)
+    plan = dataclasses.replace(planning.divide_row(w, "swiglu" in given), sms=sms, **changes)
     assert sms == 132 or plan.rounds > 1
     with few_rows():
         out = kernel.matmul(x, w, out_dtype=x.dtype, plan=plan, **given)
@@ -57,11 +58,11 @@ SIZES = [(4096, 4096), (6144, 4096), (4096, 14336), (2144, 2048), (34, 1024), (1
 @pytest.mark.gpu
 @pytest.mark.parametrize("n,k", SIZES, ids=str)
 @pytest.mark.parametrize("name", ["plain", "w8-row", "w4-g128"])
-@pytest.mark.parametrize("kinds", ["", "nr", "nsb"])
+@pytest.mark.parametrize("kinds", ["", "nr", "nsb", "ng"])
 def test_values_on_the_gpu(name, n, k, kinds):
     x, w, given, ref = case(name, n, k, kinds)
-    fixed = {key: given.pop(key) for key in ("eps", "swiglu") if key in given}
-    fixed["plan"] = planning.divide_row(w, "s" in kinds)
+    fixed = {key: given.pop(key) for key in ("eps", "swiglu", "activation") if key in given}
+    fixed["plan"] = planning.divide_row(w, "swiglu" in fixed)
     call = jax.jit(lambda x, w, given: kernel.matmul(x, w, out_dtype=x.dtype, **given, **fixed))
     first, again = call(x, w, given), call(x, w, given)
     check(first, ref, x.dtype)
@@ -96,12 +97,13 @@ def test_what_it_takes():
 
 
 @newest
-@pytest.mark.parametrize("name,n,k,kinds", [CASES[i][:4] for i in (2, 3, 4, 8)])
-def test_what_is_pending_is_added_and_stored(name, n, k, kinds):
+@pytest.mark.parametrize("name,n,k,kinds", [CASES[i][:4] for i in (2, 3, 5, 9)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_pending_is_added_and_stored(name, n, k, kinds, dtype):
     """The same bits as with a sum that was rounded before."""
     x, w, given, _ = case(name, n, k, kinds.replace("r", ""))
-    pending = activations((1, k), jnp.float32, 9)
-    total = (x.astype(jnp.float32) + pending).astype(x.dtype)
+    pending = activations((1, k), dtype, 9)
+    total = (x.astype(jnp.float32) + pending.astype(jnp.float32)).astype(x.dtype)
     given |= {"out_dtype": x.dtype, "plan": planning.divide_row(w, "s" in kinds)}
     with few_rows():
         out, stored = kernel.matmul(x, w, pending=pending, **given)

@@ -192,9 +192,8 @@ def search(family: str, examples: int, **options) -> None:
 FAMILY = pytest.mark.parametrize("family", ["llama", "gla", "hybrid"])
 
 
-@FAMILY
-def test_tokens_are_those_of_the_request_alone(family):
-    search(family, 10)
+def test_tokens_are_those_of_the_request_alone():
+    search("hybrid", 10)
 
 
 @pytest.mark.slow

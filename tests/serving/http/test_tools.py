@@ -192,7 +192,7 @@ def test_a_reader_gives_the_same_however_the_text_is_cut():
             arguments = ["", ""]
             for part in parts:
                 if part.kind == "arguments":
-                    arguments[part.index] += part.text
+                    arguments[part.number] += part.text
             assert arguments == [ONE, "{}"]
             said = "".join(p.text for p in parts if p.kind == "content")
             assert said == ("" if form == "llama3" else "so:")

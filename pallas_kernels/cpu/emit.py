@@ -1,0 +1,332 @@
+"""What the handlers are written in: LLVM's IR with vectors of 16 lanes, and the few things that
+differ between targets.
+
+An ``Emitter`` appends to one function.  Vectors have 16 lanes of whatever type: one register of
+AVX-512, two of AVX2, four of NEON.  Pointers are bytes; an offset is in bytes.  Nothing is fused or
+reordered: a multiply-add is where ``fma`` stands, and sums have the order in which they are
+written, so that the same bits come out on any number of threads.
+
+``dots`` is the one operation that is spelled differently on each target: sums of four products of
+8-bit integers.  See there for what its operands may be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from pallas_kernels.cpu.target import Target
+
+Value = Any  # of llvmlite, which has no types
+LANES = 16
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F16, F32, PTR = ir.HalfType(), ir.FloatType(), ir.PointerType()
+# 1.5 * 2^23: added to a float below 2^22 it leaves the nearest integer in the lowest bits.
+_MAGIC = 12582912.0
+
+
+def vector(element: Any, lanes: int = LANES) -> Any:
+    return ir.VectorType(element, lanes)
+
+
+class Emitter:
+    """Appends to the function whose builder it has.  Types are its attributes, so that a program
+    need not import llvmlite."""
+
+    I1, I8, I16, I32, I64, F16, F32, PTR = I1, I8, I16, I32, I64, F16, F32, PTR
+    vector = staticmethod(vector)
+
+    def __init__(self, builder: ir.IRBuilder, target: Target) -> None:
+        self.b = builder
+        self.target = target
+
+    # --- values -----------------------------------------------------------------------------
+
+    def i32(self, value: int) -> Value:
+        return ir.Constant(I32, value)
+
+    def i64(self, value: int) -> Value:
+        return ir.Constant(I64, value)
+
+    def f32(self, value: float) -> Value:
+        return ir.Constant(F32, value)
+
+    def splat(self, value: Value, lanes: int = LANES) -> Value:
+        """One value in every lane."""
+        if isinstance(value, ir.Constant):
+            return ir.Constant(vector(value.type, lanes), [value.constant] * lanes)
+        one = ir.Constant(vector(value.type, lanes), ir.Undefined)
+        one = self.b.insert_element(one, value, self.i32(0))
+        return self.b.shuffle_vector(one, one, ir.Constant(vector(I32, lanes), [0] * lanes))
+
+    def floats(self, value: float) -> Value:
+        return self.splat(self.f32(value))
+
+    def lanes(self, value: Value, first: int, count: int) -> Value:
+        """Lanes of a vector."""
+        picked = ir.Constant(vector(I32, count), list(range(first, first + count)))
+        return self.b.shuffle_vector(value, value, picked)
+
+    def call(self, name: str, result: Any, *args: Value) -> Value:
+        """An intrinsic or an outer function, declared where it is not."""
+        module = self.b.module
+        function = module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(result, [a.type for a in args])
+            function = ir.Function(module, kind, name)
+        return self.b.call(function, args)
+
+    def call_at(self, pointer: Value, kind: Any, *args: Value) -> Value:
+        """A call of a function by its address."""
+        # Through an integer, because llvmlite reads the function's type off the pointer's.
+        function = self.b.inttoptr(self.b.ptrtoint(pointer, I64), kind.as_pointer())
+        return self.b.call(function, args)
+
+    def _same(self, name: str, *args: Value) -> Value:
+        """An intrinsic over vectors of floats or a float."""
+        kind = args[0].type
+        suffix = "f32" if kind == F32 else f"v{kind.count}f32"
+        return self.call(f"llvm.{name}.{suffix}", kind, *args)
+
+    # --- floats -----------------------------------------------------------------------------
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a b + c, rounded once."""
+        return self._same("fma", a, b, c)
+
+    def sqrt(self, a: Value) -> Value:
+        return self._same("sqrt", a)
+
+    def widen(self, value: Value) -> Value:
+        """float16, bfloat16 (as 16-bit integers) or 8-bit integers as float32, exactly."""
+        element = value.type.element
+        kind = vector(F32, value.type.count)
+        if element == F32:
+            return value
+        if element == F16:
+            return self.b.fpext(value, kind)
+        if element == I8:
+            return self.b.sitofp(self.b.sext(value, vector(I32, value.type.count)), kind)
+        wide = self.b.zext(value, vector(I32, value.type.count))
+        shift = ir.Constant(wide.type, [16] * value.type.count)
+        return self.b.bitcast(self.b.shl(wide, shift), kind)
+
+    def round_to_i32(self, value: Value) -> Value:
+        """Floats below 2^22 as integers, nearest, ties to even.  Of NaN any integer: no trap."""
+        shifted = self.b.fadd(value, self.floats(_MAGIC))
+        bits = self.b.bitcast(shifted, vector(I32))
+        return self.b.sub(bits, self.splat(self.i32(0x4B400000)))
+
+    def exp(self, x: Value) -> Value:
+        """e^x of a vector within 2 ulp; 2^-126 and 2^127 at least and at most; NaN of NaN.
+
+        Cephes' expf: x = n ln 2 + r, a polynomial of r, n added to the exponent.
+        """
+        b = self.b
+        x = b.select(b.fcmp_ordered("<", x, self.floats(-87.3)), self.floats(-87.3), x)
+        x = b.select(b.fcmp_ordered(">", x, self.floats(88.0)), self.floats(88.0), x)
+        shifted = self.fma(x, self.floats(1.44269504088896341), self.floats(_MAGIC))
+        n = b.fsub(shifted, self.floats(_MAGIC))
+        r = self.fma(n, self.floats(-0.693359375), x)
+        r = self.fma(n, self.floats(2.12194440e-4), r)
+        p = self.floats(1.9875691500e-4)
+        for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):
+            p = self.fma(p, r, self.floats(c))
+        p = self.fma(p, b.fmul(r, r), b.fadd(r, self.floats(1.0)))
+        power = b.shl(b.bitcast(shifted, vector(I32)), self.splat(self.i32(23)))
+        return b.bitcast(b.add(b.bitcast(p, vector(I32)), power), vector(F32))
+
+    def sum(self, value: Value) -> Value:
+        """Of a vector's lanes, by halves, so that the order is one on every target."""
+        add = self.b.fadd if value.type.element == F32 else self.b.add
+        return self._fold(value, add)
+
+    def max_magnitude(self, values: Sequence[Value]) -> Value:
+        """The largest magnitude in vectors of floats; NaN where there is one."""
+        b = self.b
+        mask = self.splat(self.i32(0x7FFFFFFF))
+
+        def larger(x: Value, y: Value) -> Value:  # bits of non-negative floats order as they do
+            return b.select(b.icmp_signed(">", x, y), x, y)
+
+        found = None
+        for value in values:
+            bits = b.and_(b.bitcast(value, vector(I32)), mask)
+            found = bits if found is None else larger(found, bits)
+        return b.bitcast(self._fold(found, larger), F32)
+
+    def _fold(self, value: Value, join: Callable[[Value, Value], Value]) -> Value:
+        count = value.type.count
+        while count > 1:
+            count //= 2
+            value = join(self.lanes(value, 0, count), self.lanes(value, count, count))
+        return self.b.extract_element(value, self.i32(0))
+
+    # --- memory -----------------------------------------------------------------------------
+
+    def opaque(self, pointer: Value) -> Value:
+        """llvmlite gives a pointer to a variable a type of what lies there; this one has none."""
+        return self.b.inttoptr(self.b.ptrtoint(pointer, I64), PTR)
+
+    def at(self, pointer: Value, offset: Value | int) -> Value:
+        """The pointer some bytes on."""
+        offset = self.i64(offset) if isinstance(offset, int) else offset
+        return self.b.gep(pointer, [offset], source_etype=I8)
+
+    def load(self, pointer: Value, kind: Any, offset: Value | int = 0, align: int = 1) -> Value:
+        value = self.b.load(self.at(pointer, offset), typ=kind)
+        value.align = align
+        return value
+
+    def store(self, value: Value, pointer: Value, offset: Value | int = 0, align: int = 1) -> None:
+        self.b.store(value, self.at(pointer, offset), align=align)
+
+    def load_part(self, pointer: Value, count: Value) -> Value:
+        """The first ``count`` floats (i64; all 16 from there on), zeros behind.  No byte behind
+        them is touched."""
+        zeros = ir.Constant(vector(F32), [0.0] * LANES)
+        args = pointer, self.i32(1), self._mask(count), zeros
+        return self.call("llvm.masked.load.v16f32.p0", vector(F32), *args)
+
+    def store_part(self, value: Value, pointer: Value, count: Value) -> None:
+        """The first ``count`` floats."""
+        args = value, pointer, self.i32(1), self._mask(count)
+        self.call("llvm.masked.store.v16f32.p0", ir.VoidType(), *args)
+
+    def _mask(self, count: Value) -> Value:
+        lane = ir.Constant(vector(I64), list(range(LANES)))
+        return self.b.icmp_signed("<", lane, self.splat(count))
+
+    def prefetch(self, pointer: Value, offset: Value | int = 0) -> None:
+        """The line there, to be read soon; any address will do."""
+        args = self.at(pointer, offset), self.i32(0), self.i32(3), self.i32(1)
+        self.call("llvm.prefetch.p0", ir.VoidType(), *args)
+
+    # --- control ----------------------------------------------------------------------------
+
+    def loop(
+        self,
+        count: Value | int,
+        body: Callable[..., Sequence[Value] | None],
+        carried: Sequence[Value] = (),
+        start: Value | int = 0,
+        step: int = 1,
+    ) -> list[Value]:
+        """``carried = body(i, *carried)`` for i (i64) from start below count; may run zero times.
+        Returns what is carried at the end."""
+        b = self.b
+        first, end = (self.i64(v) if isinstance(v, int) else v for v in (start, count))
+        before = b.block
+        head, inside, after = (b.append_basic_block(name) for name in ("head", "body", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        i = b.phi(I64)
+        i.add_incoming(first, before)
+        phis = [b.phi(value.type) for value in carried]
+        for phi, value in zip(phis, carried, strict=True):
+            phi.add_incoming(value, before)
+        b.cbranch(b.icmp_signed("<", i, end), inside, after)
+        b.position_at_end(inside)
+        made = body(i, *phis) or ()
+        last = b.block
+        for phi, value in zip(phis, made, strict=True):
+            phi.add_incoming(value, last)
+        i.add_incoming(b.add(i, self.i64(step)), last)
+        b.branch(head)
+        b.position_at_end(after)
+        return phis
+
+    @contextlib.contextmanager
+    def when(self, condition: Value, likely: bool | None = None) -> Iterator[None]:
+        with self.b.if_then(condition, likely=likely):
+            yield
+
+    def least(self, a: Value, b: Value) -> Value:
+        """Of two i64."""
+        return self.b.select(self.b.icmp_signed("<", a, b), a, b)
+
+    def divide_up(self, a: Value, b: int) -> Value:
+        """i64, neither negative."""
+        return self.b.udiv(self.b.add(a, self.i64(b - 1)), self.i64(b))
+
+    # --- dot products of 8-bit integers ---------------------------------------------------------
+
+    def code_offset(self, bits: int) -> int:
+        """What ``dots`` adds to each code: its caller takes as often the sum of x off."""
+        return 128 if bits == 8 and "vnni" in self.target.name else 0
+
+    def dots(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:
+        """acc (i32 in 16 lanes) + the sum over pairs (w, x) of lane l's four products
+        ``(w[4 l + i] + code_offset) x[4 l + i]``: 64 bytes each.
+
+        w: of 8 bits signed codes, -128..127; of 4 bits unsigned ones, 0..15.  x: -127..127.
+        """
+        part = {"avx512vnni": self._vnni512, "avxvnni": self._vnni256, "avx2": self._avx2,
+                "neon": self._neon}[self.target.name]  # fmt: skip
+        return part(acc, pairs, bits)
+
+    def _vnni512(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:
+        for w, x in pairs:
+            args = (self.b.bitcast(v, vector(I32)) for v in (self._unsigned(w, bits), x))
+            acc = self.call("llvm.x86.avx512.vpdpbusd.512", acc.type, acc, *args)
+        return acc
+
+    def _unsigned(self, w: Value, bits: int) -> Value:
+        return self.b.xor(w, ir.Constant(w.type, [-128] * 64)) if bits == 8 else w
+
+    def _parts(self, acc: Value, lanes: int, one: Callable[[Value, int], Value]) -> Value:
+        """``one(part of acc, its first lane)`` for parts of some lanes, joined."""
+        parts = [one(self.lanes(acc, i, lanes), i) for i in range(0, LANES, lanes)]
+        while len(parts) > 1:
+            count = 2 * parts[0].type.count
+            order = ir.Constant(vector(I32, count), list(range(count)))
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            parts = [self.b.shuffle_vector(a, b, order) for a, b in pairs]
+        return parts[0]
+
+    def _vnni256(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:
+        def one(part: Value, first: int) -> Value:
+            for w, x in pairs:
+                half = (self.lanes(v, 4 * first, 32) for v in (self._unsigned(w, bits), x))
+                args = (self.b.bitcast(v, vector(I32, 8)) for v in half)
+                part = self.call("llvm.x86.avx512.vpdpbusd.256", part.type, part, *args)
+            return part
+
+        return self._parts(acc, 8, one)
+
+    def _avx2(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:
+        """vpmaddubsw saturates at 16 bits: 8 products of 4-bit codes stay below, and two of 8-bit
+        ones where the code's sign goes to x: 2 * 128 * 127."""
+        words = vector(I16, 16)
+        ones = ir.Constant(words, [1] * 16)
+
+        def sixteen(w: Value, x: Value) -> Value:
+            if bits == 8:
+                x = self.call("llvm.x86.avx2.psign.b", x.type, x, w)
+                w = self.call("llvm.abs.v32i8", w.type, w, ir.Constant(I1, 0))
+            return self.call("llvm.x86.avx2.pmadd.ub.sw", words, w, x)
+
+        def one(part: Value, first: int) -> Value:
+            at_once = 8 if bits == 4 else 1
+            for start in range(0, len(pairs), at_once):
+                total = None
+                for w, x in pairs[start : start + at_once]:
+                    found = sixteen(self.lanes(w, 4 * first, 32), self.lanes(x, 4 * first, 32))
+                    total = found if total is None else self.b.add(total, found)
+                wide = self.call("llvm.x86.avx2.pmadd.wd", vector(I32, 8), total, ones)
+                part = self.b.add(part, wide)
+            return part
+
+        return self._parts(acc, 8, one)
+
+    def _neon(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:
+        def one(part: Value, first: int) -> Value:
+            for w, x in pairs:
+                args = (self.lanes(v, 4 * first, 16) for v in (w, x))
+                part = self.call("llvm.aarch64.neon.sdot.v4i32.v16i8", part.type, part, *args)
+            return part
+
+        return self._parts(acc, 4, one)

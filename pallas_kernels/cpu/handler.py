@@ -1,0 +1,291 @@
+"""A handler: phases of chunks that XLA's own threads share.
+
+    class MyOp(Program): ...            what it depends on, as fields; its phases
+    emit(program, target, triple) -> llvmlite's module, whose function ``entry`` XLA calls
+
+A phase is a number of chunks and what one of them does.  The calling thread and helpers from XLA's
+pool take chunks from one counter; the next phase begins when all are done.  What a chunk computes
+depends on its number alone, so the result does not on who took it.
+
+A phase's state lies in a slot of the module's own memory, claimed by a count of those who may still
+look at it.  The caller never waits for a helper to start, only for chunks that one has begun: a
+helper that starts late finds no chunk and lets go of the slot.  Without a free slot, a pool or a
+helper that it takes, the caller does all chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pallas_kernels.cpu import frame as ffi
+
+if TYPE_CHECKING:
+    from pallas_kernels.cpu.emit import Emitter, Value
+    from pallas_kernels.cpu.target import Target
+
+SLOTS, SLOT = 64, 256
+# Of a slot: those who may look, the next chunk and the chunks done (each in a line of its own),
+# how many there are, whose they are, what one does.
+REFS, NEXT, DONE, COUNT, FRAME, CHUNK = 0, 64, 128, 192, 200, 208
+SPINS = 4000  # looks at the counter, some 40 us, before the waiting thread yields its core
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """count: emits the number of chunks (i64; one runs on the calling thread).  chunk: emits what
+    one does, given its number (i64)."""
+
+    count: Callable[[Emitter, ffi.Frame], Value]
+    chunk: Callable[[Emitter, ffi.Frame, Value], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a handler is generated from: fields, all of which its emission may read, and its name.
+
+    arguments, results: how many buffers it is called with.
+    """
+
+    @property
+    def name(self) -> str:
+        """Of this program among all: its class and fields."""
+        fields = (str(getattr(self, f.name)) for f in dataclasses.fields(self))
+        return "_".join((type(self).__name__, *fields))
+
+    @property
+    def arguments(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def results(self) -> int:
+        raise NotImplementedError
+
+    def phases(self, target: Target) -> Sequence[Phase]:
+        raise NotImplementedError
+
+
+def emit(program: Program, target: Target, triple: str) -> Any:
+    """llvmlite's module, for the system that LLVM calls ``triple``."""
+    from llvmlite import ir
+
+    from pallas_kernels.cpu.emit import I8, I64, PTR, Emitter
+
+    module = ir.Module(program.name)
+    module.triple = triple
+    slots = ir.GlobalVariable(module, ir.ArrayType(I8, SLOTS * SLOT), "slots")
+    slots.initializer = ir.Constant(slots.value_type, None)
+    slots.align = 64
+    chunk_type = ir.FunctionType(ir.VoidType(), [PTR, I64])
+
+    def function(kind: Any, name: str) -> tuple[Any, Emitter]:
+        made = ir.Function(module, kind, name)
+        made.linkage = "internal"
+        return made, Emitter(ir.IRBuilder(made.append_basic_block("start")), target)
+
+    take = _emit_take(*function(chunk_type, "take"), chunk_type)
+    helper = _emit_helper(*function(ir.FunctionType(ir.VoidType(), [PTR]), "helper"), take)
+    parallel_type = ir.FunctionType(ir.VoidType(), [PTR, I64, PTR])
+    parallel = _emit_parallel(*function(parallel_type, "parallel"), slots, take, helper, chunk_type)
+    phases = []
+    for i, phase in enumerate(program.phases(target)):
+        count, e = function(ir.FunctionType(I64, [PTR]), f"count_{i}")
+        e.b.ret(phase.count(e, ffi.Frame(e, count.args[0])))
+        chunk, e = function(chunk_type, f"chunk_{i}")
+        phase.chunk(e, ffi.Frame(e, chunk.args[0]), chunk.args[1])
+        e.b.ret_void()
+        phases.append((count, chunk))
+    entry, e = function(ir.FunctionType(PTR, [PTR]), "entry")
+    entry.linkage = ""
+    _emit_entry(e, entry.args[0], program, phases, parallel)
+    return module
+
+
+def _emit_entry(
+    e: Emitter, frame: Value, program: Program, phases: Sequence[Any], parallel: Any
+) -> None:
+    from llvmlite import ir
+
+    from pallas_kernels.cpu.emit import I8, I32, I64, PTR
+
+    b, null = e.b, ir.Constant(PTR, None)
+
+    def word(pointer: Value, offset: int, kind: Any = PTR) -> Value:
+        return e.load(pointer, kind, offset, align=4)
+
+    extension = word(frame, ffi.EXTENSION)
+    with e.when(b.icmp_unsigned("!=", extension, null)):
+        asks = b.icmp_signed("==", word(extension, 8, I32), e.i32(ffi.METADATA))
+        with e.when(asks):  # the version that this XLA has itself: ``version_reason`` has read it
+            metadata = word(extension, 24)
+            e.store(word(word(frame, ffi.API), ffi.VERSION, I64), metadata, 24, align=4)
+            e.store(e.i32(0), metadata, 32, align=4)
+            b.ret(null)
+    with e.when(b.icmp_signed("!=", word(frame, ffi.STAGE, I32), e.i32(ffi.EXECUTE))):
+        b.ret(null)
+    counts = (ffi.ARGUMENT_COUNT, program.arguments), (ffi.RESULT_COUNT, program.results)
+    for offset, wanted in counts:
+        with e.when(b.icmp_signed("!=", word(frame, offset, I64), e.i64(wanted)), likely=False):
+            text = f"{program.name}: not {program.arguments} operands, {program.results} results"
+            data = bytearray(text.encode() + b"\0")
+            words = ir.GlobalVariable(b.module, ir.ArrayType(I8, len(data)), f"words_{offset}")
+            words.initializer = ir.Constant(words.value_type, data)
+            words.linkage = "internal"
+            create = word(word(frame, ffi.API), ffi.ERROR_CREATE)
+            args = _struct(e, 32, {16: e.opaque(words), 24: e.i64(ffi.INVALID_ARGUMENT)})
+            b.ret(e.call_at(create, ir.FunctionType(PTR, [PTR]), args))
+    for count, chunk in phases:
+        b.call(parallel, [frame, b.call(count, [frame]), e.opaque(chunk)])
+    b.ret(null)
+
+
+def _struct(e: Emitter, size: int, fields: dict[int, Value]) -> Value:
+    """One of the API's structs on the stack: its size, no extension, fields by offset."""
+    from llvmlite import ir
+
+    from pallas_kernels.cpu.emit import I64
+
+    with e.b.goto_entry_block():
+        made = e.b.alloca(ir.ArrayType(I64, size // 8))
+        made.align = 8
+        made = e.opaque(made)
+    for offset, value in {0: e.i64(size), 8: e.i64(0), **fields}.items():
+        e.store(value, made, offset, align=8)
+    return made
+
+
+def _emit_take(take: Any, e: Emitter, chunk_type: Any) -> Any:
+    """take(slot, count): chunks, until there is none left."""
+    from pallas_kernels.cpu.emit import PTR
+
+    b, (slot, count) = e.b, take.args
+    again, work, end = (b.append_basic_block(name) for name in ("again", "work", "end"))
+    frame, chunk = e.load(slot, PTR, FRAME, align=8), e.load(slot, PTR, CHUNK, align=8)
+    b.branch(again)
+    b.position_at_end(again)
+    i = b.atomic_rmw("add", e.at(slot, NEXT), e.i64(1), "monotonic")
+    b.cbranch(b.icmp_signed("<", i, count), work, end)
+    b.position_at_end(work)
+    e.call_at(chunk, chunk_type, frame, i)
+    b.atomic_rmw("add", e.at(slot, DONE), e.i64(1), "release")
+    b.branch(again)
+    b.position_at_end(end)
+    b.ret_void()
+    return take
+
+
+def _emit_helper(helper: Any, e: Emitter, take: Any) -> Any:
+    from pallas_kernels.cpu.emit import I64
+
+    slot = helper.args[0]
+    e.b.call(take, [slot, e.load(slot, I64, COUNT, align=8)])
+    e.b.atomic_rmw("sub", e.at(slot, REFS), e.i64(1), "release")
+    e.b.ret_void()
+    return helper
+
+
+def _emit_parallel(
+    parallel: Any, e: Emitter, slots: Any, take: Any, helper: Any, chunk_type: Any
+) -> Any:
+    """parallel(frame, count, chunk)."""
+    from llvmlite import ir
+
+    from pallas_kernels.cpu.emit import I64, PTR
+
+    b, (frame, count, chunk) = e.b, parallel.args
+    null = ir.Constant(PTR, None)
+    api, context = (e.load(frame, PTR, offset, align=8) for offset in (ffi.API, ffi.CONTEXT))
+
+    def ask(offset: int, args: Value) -> Value:
+        """Did a function of the API fail?  What it then says is dropped: the caller does alone."""
+        function = e.load(api, PTR, offset, align=8)
+        error = e.call_at(function, ir.FunctionType(PTR, [PTR]), args)
+        failed = b.icmp_unsigned("!=", error, null)
+        with e.when(failed, likely=False):
+            destroy = e.load(api, PTR, ffi.ERROR_DESTROY, align=8)
+            drop = _struct(e, 24, {16: error})
+            e.call_at(destroy, ir.FunctionType(ir.VoidType(), [PTR]), drop)
+        return failed
+
+    def alone() -> None:
+        def one(i: Value) -> None:
+            e.call_at(chunk, chunk_type, frame, i)
+
+        e.loop(count, one)
+        b.ret_void()
+
+    with e.when(b.icmp_signed("<=", count, e.i64(1))):
+        alone()
+    with b.goto_entry_block():
+        threads = e.opaque(b.alloca(I64))
+    e.store(e.i64(1), threads, align=8)
+    ask(ffi.NUM_THREADS, _struct(e, 32, {16: context, 24: threads}))
+    helpers = e.least(e.load(threads, I64, align=8), count)
+    helpers = b.sub(helpers, e.i64(1))
+    with e.when(b.icmp_signed("<=", helpers, e.i64(0))):
+        alone()
+    # Claim a slot: itself and the helpers may look at it.
+    head, claim, more = (b.append_basic_block(name) for name in ("head", "claim", "more"))
+    before = b.block
+    b.branch(head)
+    b.position_at_end(head)
+    i = b.phi(I64)
+    i.add_incoming(e.i64(0), before)
+    slot = e.at(e.opaque(slots), b.mul(i, e.i64(SLOT)))
+    refs = b.add(helpers, e.i64(1))
+    found = b.cmpxchg(e.at(slot, REFS), e.i64(0), refs, "acquire", "monotonic")
+    b.cbranch(b.extract_value(found, 1), claim, more)
+    b.position_at_end(more)
+    i.add_incoming(b.add(i, e.i64(1)), more)
+    none = b.append_basic_block("none")
+    b.cbranch(b.icmp_signed("<", i, e.i64(SLOTS - 1)), head, none)
+    b.position_at_end(none)
+    alone()
+    b.position_at_end(claim)
+    start = {NEXT: e.i64(0), DONE: e.i64(0), COUNT: count, FRAME: frame, CHUNK: chunk}
+    for offset, value in start.items():
+        e.store(value, slot, offset, align=8)
+    schedule = _struct(e, 40, {16: context, 24: e.opaque(helper), 32: slot})
+
+    def send(_: Value) -> None:
+        with e.when(ask(ffi.SCHEDULE, schedule), likely=False):
+            b.atomic_rmw("sub", e.at(slot, REFS), e.i64(1), "release")
+
+    e.loop(helpers, send)
+    b.call(take, [slot, count])
+    _emit_wait(e, e.at(slot, DONE), count)
+    b.atomic_rmw("sub", e.at(slot, REFS), e.i64(1), "release")
+    b.ret_void()
+    return parallel
+
+
+def _emit_wait(e: Emitter, done: Value, count: Value) -> None:
+    """Until so many chunks are done."""
+    from llvmlite import ir
+
+    from pallas_kernels.cpu.emit import I32, I64
+
+    b = e.b
+    before = b.block
+    look, spin, give, after = (b.append_basic_block(n) for n in ("look", "spin", "give", "after"))
+    b.branch(look)
+    b.position_at_end(look)
+    spins = b.phi(I64)
+    spins.add_incoming(e.i64(0), before)
+    seen = b.load_atomic(done, "acquire", 8, typ=I64)
+    b.cbranch(b.icmp_signed("<", seen, count), spin, after)
+    b.position_at_end(spin)
+    if e.target.arch == "x86_64":
+        e.call("llvm.x86.sse2.pause", ir.VoidType())
+    else:
+        e.call("llvm.aarch64.hint", ir.VoidType(), e.i32(1))
+    spun = b.add(spins, e.i64(1))
+    spins.add_incoming(spun, b.block)
+    b.cbranch(b.icmp_signed("<", spun, e.i64(SPINS)), look, give)
+    b.position_at_end(give)
+    if "windows" not in b.module.triple:
+        e.call("sched_yield", I32)
+    spins.add_incoming(e.i64(0), b.block)
+    b.branch(look)
+    b.position_at_end(after)

@@ -1,0 +1,178 @@
+"""Programs to machine code, kept on disk, known to XLA by name.
+
+    unavailable() -> Reason | None         why no handler can run in this process
+    register(program) -> name              what ``jax.ffi.ffi_call`` is given
+    compiled(program).address              of the handler, for calls by hand
+
+llvmlite (LLVM, no compiler on the user's machine) is imported when the first of these is asked.
+An object takes tenths of a second to generate and milliseconds to load from ``cache_folder()``; its
+name there is the hash of all that it depends on: target, llvmlite, these sources, the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.cpu import frame, handler
+from pallas_kernels.cpu.handler import Program
+from pallas_kernels.cpu.target import VARIABLE, Target, target
+from pallas_kernels.dispatch import Reason
+
+# Programs are traced by several threads, and XLA takes a name once.
+_one_at_a_time = threading.RLock()
+
+
+def unavailable() -> Reason | None:
+    """Why no handler runs on this machine's CPU, or None.  Asked once for each value of
+    ``JAXLLAMA_CPU_ISA``; the answer costs the import of llvmlite and a test."""
+    with _one_at_a_time:
+        return _unavailable(os.environ.get(VARIABLE, ""))
+
+
+@functools.cache
+def _unavailable(isa: str) -> Reason | None:
+    del isa
+    if importlib.util.find_spec("llvmlite") is None:
+        return Reason("llvmlite is not installed: pip install llvmlite")
+    if reason := frame.version_reason():
+        return Reason(reason)
+    if isinstance(found := target(), Reason):
+        return found
+    from pallas_kernels.cpu.self_test import fault
+
+    wrong = fault(found)
+    return None if wrong is None else Reason(f"the self-test failed on {found.name}: {wrong}")
+
+
+def host() -> Target:
+    """What programs are compiled for.  Raises RuntimeError with ``unavailable``'s reason."""
+    found = target()
+    if isinstance(found, Reason):
+        raise RuntimeError(found.text)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """keep: LLVM's engine, which owns the code."""
+
+    name: str
+    address: int
+    keep: Any
+
+
+def register(program: Program) -> str:
+    """XLA's name of the program's handler on this process's target."""
+    with _one_at_a_time:
+        return _registered(program, host()).name
+
+
+@functools.cache
+def _registered(program: Program, on: Target) -> Compiled:
+    """Kept for good, for XLA has its address."""
+    made = compiled(program, on)
+    jax.ffi.register_ffi_target(made.name, jax.ffi.pycapsule(made.address), platform="cpu")
+    return made
+
+
+def compiled(program: Program, on: Target) -> Compiled:
+    """The handler in this process's memory: loaded, or generated and kept."""
+    with _one_at_a_time:
+        return _compiled(program, on)
+
+
+@functools.cache
+def _compiled(program: Program, on: Target) -> Compiled:
+    from llvmlite import binding
+
+    name = f"{program.name}_{on.name}_{_hash(program, on)}"
+    path = cache_folder() / f"{name}.o"
+    try:
+        data = path.read_bytes()
+    except OSError:
+        data = build(program, on)
+        _keep(path, data)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine(on))
+    engine.add_object_file(binding.ObjectFileRef.from_data(data))
+    engine.finalize_object()
+    return Compiled(f"pallas_kernels.{name}", engine.get_function_address("entry"), engine)
+
+
+def build(program: Program, on: Target, assembly: bool = False) -> Any:
+    """The object file's bytes, or its assembly's text, for any target that this LLVM has."""
+    from llvmlite import binding
+
+    if assembly:
+        binding.initialize_all_targets()
+        binding.initialize_all_asmprinters()
+    machine = _machine(on)
+    parsed = binding.parse_assembly(str(handler.emit(program, on, machine.triple)))
+    parsed.verify()
+    options = binding.create_pipeline_tuning_options(speed_level=2)
+    # What the emitters wrote is what is to run: nothing is to be vectorized or unrolled again.
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    passes = binding.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(parsed, passes)
+    return machine.emit_assembly(parsed) if assembly else machine.emit_object(parsed)
+
+
+def _machine(on: Target) -> Any:
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    triple = binding.get_default_triple()
+    if not triple.startswith((on.arch, on.arch.replace("aarch64", "arm64"))):
+        triple = f"{on.arch}-unknown-linux-gnu"
+    machine = binding.Target.from_triple(triple)
+    return machine.create_target_machine(on.cpu, on.features, opt=3, codemodel="jitdefault")
+
+
+def cache_folder() -> Path:
+    """Beside jaxllama's other caches: ``JAXLLAMA_CACHE``, or ``~/.cache/jaxllama``."""
+    root = os.environ.get("JAXLLAMA_CACHE") or Path.home() / ".cache" / "jaxllama"
+    return Path(root) / "cpu"
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Whole or not at all; a folder that cannot be written is no error."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(data)
+        os.replace(file.name, path)
+
+
+def _hash(program: Program, on: Target) -> str:
+    import llvmlite
+
+    module = sys.modules[type(program).__module__]
+    parts = repr((program, on, llvmlite.__version__)).encode() + _sources(module.__file__ or "")
+    return hashlib.sha256(parts).hexdigest()[:16]
+
+
+@functools.cache
+def _sources(module: str) -> bytes:
+    """Of this folder and of the program's module."""
+    digest = hashlib.sha256()
+    for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(module)):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def run(program: Program, arguments: list[np.ndarray], results: list[np.ndarray], **more: Any):
+    """One call by hand, ``frame.call``."""
+    frame.call(compiled(program, host()).address, arguments, results, **more)

@@ -1,0 +1,439 @@
+"""``x[R, K]`` times a prepared weight, in its own codes: the handler of ``quantized_matmul``.
+
+    xq, xs = x in int8 by blocks of 32 columns (or 16)          phase 1, by rows
+    y[r, n] = sum over groups g of scale[n, g] (sum over g's blocks of xs[r] (w - zero)[n] . xq[r])
+                                                                phase 2, by runs of tiles
+
+Products are of integers, exact; each block's sum goes to float32 and is added in K's order.  So
+the result depends on neither threads nor rows beside: only x was rounded, to 1/254 of the largest
+value in its block, as llama.cpp's Q8 blocks do.  RMSNorm before, bias, SwiGLU and a residual behind
+are in float32.  A zero point takes part by the sum of a group's x, made in phase 1.
+
+Up to 8 rows of x share each vector of w that is unpacked; more go through w's run in turns, while
+it stays in the L2 cache.  One row reads w at memory's rate.
+
+Leaves out: x in codes, columns in another order beside a norm, what is pending, a gate by
+other than SiLU, halves of a gate that are no whole tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cpu import jit
+from pallas_kernels.cpu.handler import Phase, Program
+from pallas_kernels.cpu.weight import TILE, CpuWeight, block_size
+from pallas_kernels.dispatch import Reason
+
+if TYPE_CHECKING:
+    from pallas_kernels.cpu.emit import Emitter, Value
+    from pallas_kernels.cpu.frame import Frame
+    from pallas_kernels.cpu.target import Target
+    from pallas_kernels.matmul.call import Call
+
+RUN_BYTES = 1 << 16  # of w in a chunk at most, more or less
+RUNS = 16  # chunks at least, where there are so many tiles
+ALONE_BYTES = 1 << 15  # of w that are not worth another thread
+# Bytes from what one row multiplies to what it asks for: int4 goes from 70 to 93% of the rate at
+# which one thread reads memory, int8 from 88 to 97%; 2 to 8 KB are alike.
+AHEAD = 4096
+PREPARED_ROWS = 4  # of x in a chunk of the first phase, where there are many
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuPlan:
+    """How the handler computes a call: the program, on which instructions."""
+
+    kernel: ClassVar[str] = "quantized_matmul_cpu"
+    implementation: ClassVar[str] = "cpu"
+    program: Matmul
+    isa: str
+
+    def __str__(self) -> str:
+        return f"{self.isa}, {self.program}"
+
+
+def plan(call: Call) -> CpuPlan | Reason:
+    """The handler's plan, or why it has none."""
+    w = call.w
+    if not isinstance(w, CpuWeight):
+        return Reason("w is not in the handler's layout, which pallas_kernels.cpu.prepare gives it")
+    if reason := jit.unavailable():
+        return reason
+    if len(w.shape) != 2:
+        return Reason(f"w {w.shape} is not [N, K]")
+    if w.columns is not None:
+        return Reason("columns in another order are not fused")
+    if call.pending is not None:
+        return Reason("what is pending is added before")
+    if call.swiglu and call.activation != "silu":
+        return Reason(f"the gate's {call.activation} is not fused")
+    if call.swiglu and call.n % (2 * TILE):
+        return Reason(f"the {call.n} rows of gate and up are not whole tiles of {TILE} each")
+    target = jit.host()
+    program = Matmul(
+        bits=w.form.bits,
+        block=block_size(call.k, w.groups),
+        group=w.group_size if w.groups > 1 else 0,
+        scale=w.scale.dtype.name,
+        zero=None if w.zero is None else w.zero.dtype.name,
+        minimum=w.form.minimum,
+        rows=next(r for r in (1, 2, 4, 8) if r >= min(call.m, target.rows)),
+        norm=call.norm is not None,
+        bias=call.bias,
+        swiglu=call.swiglu,
+        residual=call.residual is not None,
+    )
+    return CpuPlan(program, target.name)
+
+
+def run(call: Call, plan: CpuPlan, x, w: CpuWeight, bias, gamma, residual) -> jax.Array:
+    """x ``[R, K]`` -> ``[R, N]`` of the call's dtype."""
+    program = plan.program
+    operands = [x, w.q, w.scale]
+    operands += [] if w.zero is None else [w.zero]
+    for v in (gamma, bias, residual):
+        operands += [] if v is None else [v]
+    operands = [v.astype(jnp.float32) if i in (0, *range(program.fused, len(operands))) else v
+                for i, v in enumerate(operands)]  # fmt: skip
+    blocks = w.padded_k // program.block
+    scratch = call.m * (w.padded_k + 8 * blocks + 4 * w.groups)
+    n = call.n // 2 if call.swiglu else call.n
+    results = [jax.ShapeDtypeStruct((call.m, n), jnp.float32),
+               jax.ShapeDtypeStruct((scratch,), jnp.uint8)]  # fmt: skip
+    fixed = {"eps": np.float32(call.eps)} if program.norm else {}
+    y, _ = jax.ffi.ffi_call(jit.register(program), results)(*operands, **fixed)
+    return y.astype(call.out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul(Program):
+    """block: columns of x that share a scale.  group: of w; 0 for one scale a row.  scale, zero:
+    dtypes.  minimum: the zero is beside code + 8.  rows: of x that share an unpacked vector of w.
+    """
+
+    bits: int
+    block: int
+    group: int
+    scale: str
+    zero: str | None
+    minimum: bool
+    rows: int
+    norm: bool = False
+    bias: bool = False
+    swiglu: bool = False
+    residual: bool = False
+
+    results = 2
+
+    @property
+    def fused(self) -> int:
+        """The first operand that is neither x nor w."""
+        return 3 + (self.zero is not None)
+
+    @property
+    def arguments(self) -> int:
+        return self.fused + self.norm + self.bias + self.residual
+
+    def phases(self, target: Target) -> Sequence[Phase]:
+        def rounded(e: Emitter, call: Frame, i: Value) -> None:
+            _Round(self, e, call).chunk(i)
+
+        def multiplied(e: Emitter, call: Frame, i: Value) -> None:
+            _Multiply(self, e, call).chunk(i)
+
+        def row_runs(e: Emitter, call: Frame) -> Value:
+            rows = call.argument_dim(0, 0)
+            many = e.b.icmp_signed(">", rows, e.i64(8))
+            return e.b.select(many, e.divide_up(rows, PREPARED_ROWS), e.i64(1))
+
+        def tile_runs(e: Emitter, call: Frame) -> Value:
+            body = _Multiply(self, e, call)
+            return e.b.udiv(e.b.sub(e.b.add(body.tiles, body.run), e.i64(1)), body.run)
+
+        return [Phase(row_runs, rounded), Phase(tile_runs, multiplied)]
+
+
+class _Body:
+    """What both phases read off the call: sizes (i64) and where things are."""
+
+    def __init__(self, program: Matmul, e: Emitter, call: Frame) -> None:
+        b = e.b
+        self.p, self.e, self.call = program, e, call
+        self.x = call.argument(0)
+        self.n_rows, self.k = (call.argument_dim(0, axis) for axis in (0, 1))
+        self.tile_bytes = call.argument_dim(1, 1)
+        self.padded_k = b.udiv(self.tile_bytes, e.i64(TILE * program.bits // 8))
+        self.blocks = b.udiv(self.padded_k, e.i64(program.block))
+        self.groups = call.argument_dim(2, 1)
+        # The scratch array: codes, their scales, what sums begin with, sums of groups.
+        self.codes = call.result(1)
+        self.x_scales = e.at(self.codes, b.mul(self.n_rows, self.padded_k))
+        by_block = b.mul(b.mul(self.n_rows, self.blocks), e.i64(4))
+        self.presets = e.at(self.x_scales, by_block)
+        self.group_sums = e.at(self.presets, by_block)
+
+    @property
+    def offset(self) -> int:
+        """What is kept of w, or multiplied, above its code."""
+        kept = 8 if self.p.bits == 4 and not self.p.minimum and self.p.zero != "int8" else 0
+        return kept + self.e.code_offset(self.p.bits)
+
+    @property
+    def blocks_of_group(self) -> Value | int:
+        return self.p.group // self.p.block if self.p.group else self.blocks
+
+
+class _Round(_Body):
+    """Rows of x to codes, scales, presets and sums."""
+
+    def chunk(self, i: Value) -> None:
+        e, b = self.e, self.e.b
+        many = b.icmp_signed(">", self.n_rows, e.i64(8))
+        first = b.mul(i, e.i64(PREPARED_ROWS))
+        end = e.least(b.add(first, e.i64(PREPARED_ROWS)), self.n_rows)
+        e.loop(b.select(many, end, self.n_rows), self.row, start=first)
+
+    def row(self, r: Value) -> None:
+        e, b = self.e, self.e.b
+        x = e.at(self.x, b.mul(b.mul(r, self.k), e.i64(4)))
+        by_block = b.mul(b.mul(r, self.blocks), e.i64(4))
+        codes = e.at(self.codes, b.mul(r, self.padded_k))
+        x_scales, presets = (e.at(v, by_block) for v in (self.x_scales, self.presets))
+        by_group = b.mul(b.mul(r, self.groups), e.i64(4))
+        group_sums = e.at(self.group_sums, by_group)
+        factor = self._norm_factor(x) if self.p.norm else None
+        gamma = self.call.argument(self.p.fused) if self.p.norm else None
+
+        def group(g: Value) -> None:
+            start = b.mul(g, self._count())
+
+            def block(j: Value, total: Value) -> list[Value]:
+                j = b.add(start, j)
+                at = b.mul(j, e.i64(self.p.block))
+                values = []
+                for lane in range(0, self.p.block, TILE):
+                    column = b.add(at, e.i64(lane))
+                    value = self._load(x, column)
+                    if factor is not None:
+                        weight = self._load(gamma, column)
+                        value = b.fmul(b.fmul(value, e.splat(factor)), weight)
+                    values.append(value)
+                scale, total_codes = self._store(values, e.at(codes, at))
+                word = b.mul(j, e.i64(4))
+                e.store(scale, x_scales, word)
+                e.store(b.mul(total_codes, e.i32(-self.offset)), presets, word)
+                return [e.fma(scale, b.sitofp(total_codes, e.F32), total)]
+
+            (total,) = e.loop(self._count(), block, [e.f32(0.0)])
+            if self.p.zero is not None:
+                e.store(total, group_sums, b.mul(g, e.i64(4)))
+
+        e.loop(self.groups, group)
+
+    def _count(self) -> Value:
+        count = self.blocks_of_group
+        return self.e.i64(count) if isinstance(count, int) else count
+
+    def _load(self, pointer: Value, column: Value) -> Value:
+        """16 columns.  Groups hold whole blocks; one group may end inside of one."""
+        e, at = self.e, self.e.at(pointer, self.e.b.mul(column, self.e.i64(4)))
+        if self.p.group:
+            return e.load(at, e.vector(e.F32))
+        return e.load_part(at, e.b.sub(self.k, column))
+
+    def _store(self, values: list[Value], codes: Value) -> tuple[Value, Value]:
+        """(the scale, the sum of the codes)."""
+        e, b = self.e, self.e.b
+        largest = e.max_magnitude(values)
+        # So small that 127 / largest is infinite, or NaN: codes 0, and the scale as it is.
+        normal = b.fcmp_ordered(">", largest, e.f32(1e-36))
+        inverse = b.select(normal, b.fdiv(e.f32(127.0), largest), e.f32(0.0))
+        total = None
+        for i, value in enumerate(values):
+            code = e.round_to_i32(b.fmul(value, e.splat(inverse)))
+            e.store(b.trunc(code, e.vector(e.I8)), codes, TILE * i)
+            total = code if total is None else b.add(total, code)
+        return b.fmul(largest, e.f32(1 / 127)), e.sum(total)
+
+    def _norm_factor(self, x: Value) -> Value:
+        """1 / sqrt(mean of squares + eps)."""
+        e, b = self.e, self.e.b
+
+        def squares(i: Value, *sums: Value) -> list[Value]:
+            parts = [e.load(x, e.vector(e.F32), b.mul(b.add(i, e.i64(TILE * j)), e.i64(4)))
+                     for j in range(4)]  # fmt: skip
+            return [e.fma(v, v, s) for v, s in zip(parts, sums, strict=True)]
+
+        whole = b.and_(self.k, e.i64(-4 * TILE))
+        sums = e.loop(whole, squares, [e.floats(0.0)] * 4, step=4 * TILE)
+
+        def rest(i: Value, total: Value) -> list[Value]:
+            v = e.load_part(e.at(x, b.mul(i, e.i64(4))), b.sub(self.k, i))
+            return [e.fma(v, v, total)]
+
+        (tail,) = e.loop(self.k, rest, [e.floats(0.0)], start=whole, step=TILE)
+        total = b.fadd(b.fadd(b.fadd(sums[0], sums[1]), b.fadd(sums[2], sums[3])), tail)
+        mean = b.fdiv(e.sum(total), b.sitofp(self.k, e.F32))
+        root = e.sqrt(b.fadd(mean, self.call.attribute(0, e.F32)))
+        return b.fdiv(e.f32(1.0), root)
+
+
+class _Multiply(_Body):
+    """A run of tiles times all rows."""
+
+    def __init__(self, program: Matmul, e: Emitter, call: Frame) -> None:
+        super().__init__(program, e, call)
+        b = e.b
+        self.q = call.argument(1)
+        self.all_tiles = call.argument_dim(1, 0)
+        self.tiles = b.udiv(self.all_tiles, e.i64(2)) if program.swiglu else self.all_tiles
+        per_tile = b.mul(self.tile_bytes, e.i64(2)) if program.swiglu else self.tile_bytes
+        run = e.least(b.udiv(e.i64(RUN_BYTES), per_tile), b.udiv(self.tiles, e.i64(RUNS)))
+        run = b.select(b.icmp_signed(">", run, e.i64(1)), run, e.i64(1))
+        small = b.icmp_signed("<", b.mul(self.tiles, per_tile), e.i64(ALONE_BYTES))
+        self.run = b.select(small, self.tiles, run)
+
+    def chunk(self, i: Value) -> None:
+        e, b, rows = self.e, self.e.b, self.p.rows
+        first = b.mul(i, self.run)
+        end = e.least(b.add(first, self.run), self.tiles)
+
+        def some_rows(r: Value) -> None:
+            # The last ones stand in for rows that there are not: they compute and store it again.
+            last = b.sub(self.n_rows, e.i64(1))
+            each = [e.least(b.add(r, e.i64(j)), last) for j in range(rows)]
+            e.loop(end, lambda tile: self.tile(tile, each), start=first)
+
+        e.loop(self.n_rows, some_rows, step=rows)
+
+    def tile(self, tile: Value, rows: list[Value]) -> None:
+        e, b, p = self.e, self.e.b, self.p
+        sums = self.products(tile, rows)
+        sums = self._biased(sums, tile)
+        if p.swiglu:
+            up_tile = b.add(tile, self.tiles)
+            up = self._biased(self.products(up_tile, rows), up_tile)
+            sums = [b.fmul(_silu(e, g), u) for g, u in zip(sums, up, strict=True)]
+        column = b.mul(tile, e.i64(TILE))
+        n = self.call.result_dim(0, 1)
+        count = b.sub(n, column)
+        for r, total in zip(rows, sums, strict=True):
+            at = b.mul(b.add(b.mul(r, n), column), e.i64(4))
+            if p.residual:
+                added = e.at(self.call.argument(p.arguments - 1), at)
+                total = b.fadd(e.load_part(added, count), total)
+            e.store_part(total, e.at(self.call.result(0), at), count)
+
+    def _biased(self, sums: list[Value], tile: Value) -> list[Value]:
+        if not self.p.bias:
+            return sums
+        e, b = self.e, self.e.b
+        column = b.mul(tile, e.i64(TILE))
+        n = self.call.argument_dim(self.p.fused + self.p.norm, 0)
+        pointer = e.at(self.call.argument(self.p.fused + self.p.norm), b.mul(column, e.i64(4)))
+        bias = e.load_part(pointer, b.sub(n, column))
+        return [b.fadd(total, bias) for total in sums]
+
+    def products(self, tile: Value, rows: list[Value]) -> list[Value]:
+        """16 outputs of each row."""
+        e, b, p = self.e, self.e.b, self.p
+        q = e.at(self.q, b.mul(tile, self.tile_bytes))
+        first_group = b.mul(tile, self.groups)
+        of_rows = []
+        for r in rows:
+            by_block = b.mul(b.mul(r, self.blocks), e.i64(4))
+            by_group = b.mul(b.mul(r, self.groups), e.i64(4))
+            of_rows.append(_Row(
+                e.at(self.codes, b.mul(r, self.padded_k)), e.at(self.x_scales, by_block),
+                e.at(self.presets, by_block), e.at(self.group_sums, by_group),
+            ))  # fmt: skip
+
+        def group(g: Value, *totals: Value) -> list[Value]:
+            at = b.mul(b.add(first_group, g), e.i64(TILE))
+            scale = self._numbers(2, p.scale, at)
+            sums = self._group_sums(q, g, of_rows)
+            made = []
+            zero = None if p.zero is None else self._numbers(3, p.zero, at)
+            for row, found, total in zip(of_rows, sums, totals, strict=True):
+                if zero is not None:
+                    x_sum = e.splat(self._word(row.group_sums, g))
+                    if p.zero == "int8":
+                        found = e.fma(b.fneg(zero), x_sum, found)
+                    else:
+                        total = e.fma(zero, x_sum, total)
+                made.append(e.fma(scale, found, total))
+            return made
+
+        return e.loop(self.groups, group, [e.floats(0.0)] * len(rows))
+
+    def _group_sums(self, q: Value, g: Value, rows: list[_Row]) -> list[Value]:
+        """Of w's codes and x, x's scales in it."""
+        e, b, count = self.e, self.e.b, self.blocks_of_group
+        zeros = [e.floats(0.0)] * len(rows)
+        if isinstance(count, int) and count <= 4:
+            sums, first = zeros, b.mul(g, e.i64(count))
+            for j in range(count):
+                sums = self._block(q, b.add(first, e.i64(j)), rows, sums)
+            return sums
+        many = e.i64(count) if isinstance(count, int) else count
+        first = b.mul(g, many)
+        return e.loop(many, lambda j, *s: self._block(q, b.add(first, j), rows, list(s)), zeros)
+
+    def _block(self, q: Value, block: Value, rows: list[_Row], sums: list[Value]) -> list[Value]:
+        e, b, p = self.e, self.e.b, self.p
+        column = b.mul(block, e.i64(p.block))
+        at = e.at(q, b.mul(column, e.i64(TILE * p.bits // 8)))
+        codes: list[Value] = []
+        low = e.splat(e.i32(0x0F0F0F0F))
+        for unit in range(0, p.block * TILE * p.bits // 8, 64):
+            if p.rows == 1:
+                e.prefetch(at, unit + AHEAD)
+            if p.bits == 8:
+                codes.append(e.load(at, e.vector(e.I8, 64), unit))
+                continue
+            word = e.load(at, e.vector(e.I32), unit)
+            high = b.lshr(word, e.splat(e.i32(4)))
+            codes += [b.bitcast(b.and_(v, low), e.vector(e.I8, 64)) for v in (word, high)]
+        made = []
+        for row, total in zip(rows, sums, strict=True):
+            fours = (e.load(e.at(row.codes, column), e.I32, 4 * i) for i in range(len(codes)))
+            xs = (b.bitcast(e.splat(v), e.vector(e.I8, 64)) for v in fours)
+            start = e.splat(self._word(row.presets, block, e.I32) if self.offset else e.i32(0))
+            found = e.dots(start, list(zip(codes, xs, strict=True)), p.bits)
+            found = b.sitofp(found, e.vector(e.F32))
+            made.append(e.fma(found, e.splat(self._word(row.x_scales, block)), total))
+        return made
+
+    def _word(self, pointer: Value, index: Value, kind: object = None) -> Value:
+        return self.e.load(pointer, kind or self.e.F32, self.e.b.mul(index, self.e.i64(4)))
+
+    def _numbers(self, argument: int, dtype: str, index: Value) -> Value:
+        """16 scales or zeros as float32."""
+        e = self.e
+        kind = {"float32": e.F32, "float16": e.F16, "bfloat16": e.I16, "int8": e.I8}
+        size = np.dtype(jnp.dtype(dtype)).itemsize
+        at = e.b.mul(index, e.i64(size))
+        return e.widen(e.load(self.call.argument(argument), e.vector(kind[dtype]), at))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """Where one row of x is."""
+
+    codes: Value
+    x_scales: Value
+    presets: Value
+    group_sums: Value
+
+
+def _silu(e: Emitter, gate: Value) -> Value:
+    b = e.b
+    power = e.exp(b.fneg(gate))
+    return b.fdiv(gate, b.fadd(power, e.floats(1.0)))

@@ -1,0 +1,303 @@
+"""A weight as the CPU's products read it, and the way there and back.
+
+    prepare(QTensor) -> CpuWeight | Reason        once, where a model is loaded
+    restore(CpuWeight) -> QTensor                 its inverse, to the bit
+    prepare_tree(params) -> params                every QTensor that has a form, in RowBlocks too
+
+A tile is 16 rows.  Of a tile come first the first 4 columns of its rows, 64 bytes, then the next 4:
+each of the 16 lanes of a vector then sums its own row, and no sum runs across lanes.  Codes of 4
+bits stand as code + 8, columns ``8 j .. 8 j + 3`` in the low and the next four in the high halves
+of 64 bytes.  Scales and zero points lie by tile, group, row, in float16 where that is exact.  Rows
+are padded to whole tiles and, of a weight with one group, columns to whole blocks, with codes 0 and
+scales 0.  One layout serves all targets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.brief import short_repr
+from pallas_kernels.dispatch import Reason
+from pallas_kernels.qtensor import QTensor, RowBlocks, tree_bytes
+
+TILE = 16
+_INT4 = np.dtype(ml_dtypes.int4)
+_ROWS = 1 << 10  # of a weight that are laid out at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """n, k, dtype: of the weight as a QTensor.  scale, zero: the dtypes that they had there.
+    minimum: a floating zero stands beside code + 8, not beside the code.  activations: the
+    QTensor's."""
+
+    n: int
+    k: int
+    dtype: str
+    scale: str
+    zero: str | None
+    minimum: bool
+    activations: str | None
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.dtype == "int4" else 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CpuWeight:
+    """A quantized weight ``[..., n, k]`` in the layout of the module's docstring.
+
+    q ``[..., tiles, bytes]`` uint8; scale, zero ``[..., tiles, groups, 16]``; columns and
+    input_scale as a QTensor has them.
+    """
+
+    q: jax.Array
+    scale: jax.Array
+    zero: jax.Array | None
+    columns: jax.Array | None
+    input_scale: jax.Array | None
+    form: Form = dataclasses.field(metadata={"static": True})
+
+    __repr__ = short_repr
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.q.shape[:-2], self.form.n, self.form.k)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The codes'."""
+        return jnp.dtype(self.form.dtype)
+
+    @property
+    def groups(self) -> int:
+        return self.scale.shape[-2]
+
+    @property
+    def group_size(self) -> int:
+        return self.form.k // self.groups
+
+    @property
+    def padded_k(self) -> int:
+        return self.q.shape[-1] * 8 // (TILE * self.form.bits)
+
+    @property
+    def nbytes(self) -> int:
+        return tree_bytes(self)
+
+    @property
+    def outline(self) -> QTensor:
+        """The shapes of the QTensor that this was."""
+
+        def like(last: int, dtype: Any) -> Any:
+            return jax.ShapeDtypeStruct((*self.shape[:-1], last), dtype)
+
+        form = self.form
+        zero = None if form.zero is None else like(self.groups, form.zero)
+        return QTensor(like(form.k, self.dtype), like(self.groups, form.scale), zero)
+
+    def rows(self, index: Any) -> QTensor:
+        """Rows of a table ``[n, k]``, in int8 codes: ``dequantize`` gives their floats."""
+        tile, lane = index // TILE, index % TILE
+        q = _unpacked(self.q.reshape(*self.q.shape[:-1], -1, TILE, 4)[tile, :, lane], self.form)
+        parts = (None if v is None else v[tile, :, lane] for v in (self.scale, self.zero))
+        return _affine(q[..., : self.form.k], *parts, self)
+
+
+def prepare(w: QTensor) -> CpuWeight | Reason:
+    """``w[N, K]`` in the handler's layout, or why it has none there.  numpy's arrays in, numpy's
+    arrays out; anything else comes as jax's arrays.  Needs the values, so nothing traced."""
+    if reason := _reason(w):
+        return Reason(reason)
+    arrays = (w.q, w.scale, w.zero)
+    q, scale, zero = (None if v is None else np.asarray(v) for v in arrays)
+    assert q is not None and scale is not None
+    form, kept_scale, kept_zero = _numbers(w, scale, zero)
+    parts: list[Any] = [_packed(q, form, scale.shape[-1])]
+    parts += [None if v is None else _by_tile(v) for v in (kept_scale, kept_zero)]
+    if not isinstance(w.q, np.ndarray):
+        parts = [None if v is None else jnp.asarray(v) for v in parts]
+    return CpuWeight(*parts, w.columns, w.input_scale, form)
+
+
+def restore(w: CpuWeight) -> QTensor:
+    """The QTensor that was prepared.  Plain jax.numpy (numpy, of numpy's arrays)."""
+    form, lead = w.form, w.q.shape[:-2]
+
+    def by_row(v: Any) -> Any:
+        return v.swapaxes(-1, -2).reshape(*lead, -1, w.groups)[..., : form.n, :]
+
+    q = w.q.reshape(*w.q.shape[:-1], -1, TILE, 4).swapaxes(-2, -3)
+    q = _unpacked(q, form).reshape(*lead, -1, w.padded_k)[..., : form.n, : form.k]
+    scale, zero = (None if v is None else by_row(v) for v in (w.scale, w.zero))
+    if form.bits == 4:
+        q = q - np.int8(8)
+    q = q.astype(form.dtype)
+    if zero is not None and form.zero is not None:
+        if form.minimum:
+            zero = zero.astype(np.float32) + np.float32(8) * scale.astype(np.float32)
+        elif form.bits == 4 and jnp.issubdtype(zero.dtype, jnp.integer):
+            zero = zero - np.int8(8)
+        zero = zero.astype(form.zero)
+    scale = scale.astype(form.scale)
+    return QTensor(q, scale, zero, form.activations, w.columns, w.input_scale)
+
+
+def prepare_tree(params: Any) -> Any:
+    """A tree of parameters with every QTensor prepared that has a form; others stay."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, RowBlocks):
+            return RowBlocks(tuple(one(block) for block in leaf.blocks))
+        if not isinstance(leaf, QTensor):
+            return leaf
+        found = prepare(leaf)
+        return leaf if isinstance(found, Reason) else found
+
+    return _map(one, params, QTensor | RowBlocks)
+
+
+def restore_tree(params: Any) -> Any:
+    """A tree of parameters as it was before ``prepare_tree``."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, RowBlocks):
+            return RowBlocks(tuple(one(block) for block in leaf.blocks))
+        return restore(leaf) if isinstance(leaf, CpuWeight) else leaf
+
+    return _map(one, params, CpuWeight | RowBlocks)
+
+
+def _map(one: Any, params: Any, kinds: Any) -> Any:
+    return jax.tree.map(one, params, is_leaf=lambda leaf: isinstance(leaf, kinds))
+
+
+def block_size(k: int, groups: int) -> int:
+    """Columns of x that share a scale: 32, or 16 where w's groups divide no further."""
+    return 32 if groups == 1 or k // groups % 32 == 0 else 16
+
+
+def _reason(w: QTensor) -> str | None:
+    if len(w.shape) != 2 or 0 in w.shape:
+        return f"w {w.shape} is not [N, K]"
+    if w.q.dtype not in (_INT4, np.int8):
+        return f"w has codes of {w.dtype.name}; the handler reads int4 and int8"
+    groups = w.scale.shape[-1]
+    if groups > 1 and w.group_size % 16:
+        return f"w has groups of {w.group_size} columns, not a multiple of 16"
+    if w.zero is not None and np.issubdtype(w.zero.dtype, np.integer):
+        low, high = (-8, 119) if w.q.dtype == _INT4 else (-128, 127)
+        if not low <= int(w.zero.min()) <= int(w.zero.max()) <= high:
+            return f"w has zero points outside of {low} to {high}"
+    return None
+
+
+@np.errstate(over="ignore", invalid="ignore")  # scales of a bad file come back as they were
+def _numbers(
+    w: QTensor, scale: np.ndarray, zero: np.ndarray | None
+) -> tuple[Form, np.ndarray, np.ndarray | None]:
+    """The form, and scales and zeros as they are kept."""
+    minimum, kept = False, zero
+    if zero is not None and np.issubdtype(zero.dtype, np.integer):
+        kept = zero.astype(np.int8)
+        if w.q.dtype == _INT4:
+            kept += np.int8(8)
+    elif zero is not None:
+        if w.q.dtype == _INT4:
+            below = zero.astype(np.float32) - np.float32(8) * scale.astype(np.float32)
+            back = (below + np.float32(8) * scale.astype(np.float32)).astype(zero.dtype)
+            if minimum := np.array_equal(_bits(back), _bits(zero)):
+                kept = below
+        kept = _narrow(kept)
+    names = scale.dtype.name, None if zero is None else zero.dtype.name
+    dtype = "int4" if w.q.dtype == _INT4 else "int8"
+    form = Form(*w.shape, dtype, *names, minimum, w.activations)
+    return form, _narrow(scale), kept
+
+
+def _bits(v: np.ndarray) -> np.ndarray:
+    """So that NaN equals itself, and 0 is not -0."""
+    return np.ascontiguousarray(v).view(f"u{v.dtype.itemsize}")
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def _narrow(v: np.ndarray) -> np.ndarray:
+    """In float16 where nothing is lost."""
+    half = v.astype(np.float16)
+    return half if np.array_equal(_bits(half.astype(v.dtype)), _bits(v)) else v
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Empty, from a multiple of 64 bytes on: jax takes such an array without a copy."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    room = np.empty(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + size].view(dtype).reshape(shape)
+
+
+def _by_tile(v: np.ndarray) -> np.ndarray:
+    """``[N, groups]`` -> ``[tiles, groups, 16]``."""
+    n, groups = v.shape
+    tiles = -(-n // TILE)
+    out = _aligned((tiles, groups, TILE), v.dtype)
+    out[-1] = 0
+    whole = n // TILE
+    out[:whole] = v[: whole * TILE].reshape(whole, TILE, groups).swapaxes(1, 2)
+    if whole < tiles:
+        out[-1, :, : n % TILE] = v[whole * TILE :].T
+    return out
+
+
+def _packed(q: np.ndarray, form: Form, groups: int) -> np.ndarray:
+    tiles = -(-form.n // TILE)
+    block = block_size(form.k, groups)
+    k = -(-form.k // block) * block
+    out = _aligned((tiles, k * TILE * form.bits // 8 // 64, TILE), np.uint32)
+    for first in range(0, form.n, _ROWS):
+        rows = q[first : first + _ROWS].view(np.int8)  # of int4 the upper bits are anything
+        count = -(-len(rows) // TILE)
+        if form.bits == 4:
+            rows = rows + np.int8(8) & np.int8(15)
+        if rows.shape != (count * TILE, k):
+            padded = np.zeros((count * TILE, k), np.int8)
+            padded[: len(rows), : form.k] = rows
+            rows = padded
+        words = np.ascontiguousarray(rows).view(np.uint32).reshape(count, TILE, -1)
+        if form.bits == 4:
+            words = words[..., ::2] | words[..., 1::2] << np.uint32(4)
+        out[first // TILE : first // TILE + count] = words.swapaxes(1, 2)
+    return out.view(np.uint8).reshape(tiles, -1)
+
+
+def _unpacked(q: Any, form: Form) -> Any:
+    """``[..., units, 4]`` bytes as codes ``[..., columns]``, int8; of 4 bits code + 8."""
+    if form.bits == 4:
+        stack = np.stack if isinstance(q, np.ndarray) else jnp.stack
+        q = stack([q & np.uint8(15), q >> np.uint8(4)], axis=-2)
+        return q.astype(np.int8).reshape(*q.shape[:-3], -1)
+    q = q.view(np.int8) if isinstance(q, np.ndarray) else jax.lax.bitcast_convert_type(q, np.int8)
+    return q.reshape(*q.shape[:-2], -1)
+
+
+def _affine(q: Any, scale: Any, zero: Any, w: CpuWeight) -> QTensor:
+    """Codes as they are kept, with what makes a QTensor of them."""
+    form = w.form
+    if form.bits == 4 and not (form.minimum or (zero is not None and zero.dtype == np.int8)):
+        q = q - np.int8(8)
+    return QTensor(q, scale, zero, columns=w.columns)

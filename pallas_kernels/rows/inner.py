@@ -1,0 +1,133 @@
+"""A row's inner products with the first factors of its LoRA adapter, in the kernel that makes it.
+
+    inner[s, i, k] = (i == the row's adapter) * sum_c y[c] first[i, s, k, c]       float32, one cast
+
+Every row reads its own adapter, a thread the columns that it holds of the row, 16 ranks of 8
+columns at once and as many already asked for.  16 sums are added up over a warp in 16 shuffles,
+each of which halves what a lane carries; what the warps have (of all blocks of the row's cluster)
+meets in shared memory.  Ranks of other adapters are zeros, so that the product with the second
+factors is one for all rows (``matmul.many_rows.pair``).
+"""
+
+from __future__ import annotations
+
+import math
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import ptx as p
+from pallas_kernels.fused_parts import floats
+from pallas_kernels.rows.one_row import Rows, load_chunk
+from pallas_kernels.rows.plan import Op
+
+_RANKS = 16  # whose values a thread has at once
+
+
+def padded_ranks(op: Op) -> int:
+    """Of one adapter in all sources, in whole steps."""
+    assert op.adapters is not None
+    _, sources, rank = op.adapters
+    return -(-sources * rank // _RANKS) * _RANKS
+
+
+class Inner:
+    """Of one row; made before the row's values are there, to ask for the first factors early."""
+
+    def __init__(self, rows: Rows, row: p.Value):
+        self.rows, self.row, op = rows, row, rows.op
+        assert op.adapters is not None
+        self.n, self.sources, self.rank = op.adapters
+        self.ranks = self.sources * self.rank
+        self.adapter = p.load_global(p.offset(rows.adapter, row, 4), 1)[0]  # 0: none
+        # Without an adapter the first one's factors are read, and not used.
+        index = p.add(p.larger(self.adapter, p.ci(1)), -1)
+        self.first = p.offset(rows.first, index, 2 * self.ranks * op.width)
+        steps = range(0, self.ranks, _RANKS)
+        self.steps = [(first, chunk) for first in steps for chunk in range(len(rows.inside))]
+        self.asked = self._ask(*self.steps[0])
+
+    def _ask(self, first: int, chunk: int) -> list[list[p.Value]]:
+        """8 columns of each of up to 16 ranks from ``first`` on."""
+        rows = self.rows
+        return [
+            load_chunk(self.first, 2 * rank * rows.op.width + rows.at(chunk, 2), rows.inside[chunk])
+            for rank in range(first, min(first + _RANKS, self.ranks))
+        ]
+
+    def products(self, chunks: list[list[p.Value]], factor: p.Value | None) -> None:
+        """chunks: the row's values here, each still to be multiplied by factor (None: by 1)."""
+        plan = self.rows.plan
+        warps, width = plan.threads // 32, padded_ranks(self.rows.op)
+        warp, lane = p.shift_right(self.rows.thread, 5), p.masked(self.rows.thread, 31)
+        here = p.add(self.rows.inner_sums, p.mul(warp, 4 * width), p.mul(p.shift_right(lane, 1), 4))
+        sums = [p.cf(0.0)] * _RANKS
+        for turn, (first, chunk) in enumerate(self.steps):
+            words, following = self.asked, self.steps[turn + 1 : turn + 2]
+            self.asked = self._ask(*following[0]) if following else []
+            for rank, of_rank in enumerate(words):
+                for a, y in zip(floats(of_rank, self.rows.op.x), chunks[chunk], strict=True):
+                    sums[rank] = p.fma(a, y, sums[rank])
+            if chunk + 1 == len(self.rows.inside):
+                total = _warp_sums(sums, lane)
+                even = p.equal(p.masked(lane, 1), 0)
+                p.when(even, lambda t=total, at=4 * first: p.store_shared(here, [t], at))
+                sums = [p.cf(0.0)] * _RANKS
+        if plan.split > 1:
+            p.cluster_barrier()
+        else:
+            p.barrier()
+        self._store(warps, width, factor)
+        if plan.split > 1:
+            p.cluster_arrive("release")  # the wait is at the end of the kernel
+
+    def _store(self, warps: int, width: int, factor: p.Value | None) -> None:
+        """The whole row: its adapter's ranks, and zeros."""
+        rows, plan = self.rows, self.rows.plan
+        columns, split = math.prod(rows.op.adapters), plan.split
+        own = p.add(self.adapter, -1)
+        begin = rows.thread
+        if split > 1:
+            begin = p.add(begin, p.mul(rows.rank, plan.threads))
+        out = p.offset(rows.inner, self.row, 2 * columns)
+        sums = [rows.inner_sums]
+        if split > 1:
+            sums = [p.peer_address(rows.inner_sums, rank) for rank in range(split)]
+        for first in range(0, columns, plan.threads * split):
+
+            def one(column: p.Value) -> None:
+                source = arith.divui(column, p.ci(self.n * self.rank))
+                index = arith.divui(column, p.ci(self.rank))
+                rank = arith.subi(column, p.mul(index, self.rank))
+                adapter = arith.subi(index, p.mul(source, self.n))
+                at = p.mul(p.add(p.mul(source, self.rank), rank), 4)
+                total = p.cf(0.0)
+                for block in sums:
+                    for warp in range(warps):
+                        here, there = p.add(block, at), 4 * width * warp
+                        if split > 1:
+                            value = p.load_peer(here, there)
+                        else:
+                            value = p.load_float(here, there)
+                        total = arith.addf(total, value)
+                if factor is not None:
+                    total = arith.mulf(total, factor)
+                total = arith.select(p.equal(adapter, own), total, p.cf(0.0))
+                p.store_global_half(p.offset(out, column, 2), p.narrow(total, rows.op.x))
+
+            column = p.add(begin, first)
+            p.when(p.less(column, columns), lambda column=column, one=one: one(column))
+
+
+def _warp_sums(values: list[p.Value], lane: p.Value) -> p.Value:
+    """Of 16 values the sum over the warp of the one numbered ``lane >> 1``."""
+    distance = 16
+    while len(values) > 1:
+        half = len(values) // 2
+        lower = p.less(p.masked(lane, distance), 1)
+        keep = [arith.select(lower, values[i], values[i + half]) for i in range(half)]
+        send = [arith.select(lower, values[i + half], values[i]) for i in range(half)]
+        values = [
+            arith.addf(k, p.shuffle_xor(s, distance)) for k, s in zip(keep, send, strict=True)
+        ]
+        distance //= 2
+    return arith.addf(values[0], p.shuffle_xor(values[0], distance))

@@ -1,0 +1,148 @@
+"""Weights of every kind that the CPU's handler reads, and what a product with them has to be."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cpu import CpuWeight, frame, jit, prepare
+from pallas_kernels.cpu.matmul import CpuPlan, plan
+from pallas_kernels.cpu.target import TARGETS, Target
+from pallas_kernels.cpu.weight import block_size
+from pallas_kernels.matmul.call import Call
+from pallas_kernels.qtensor import QTensor
+
+# dtype of the codes, columns of a group (0: one a row), dtypes of scales and zeros
+SCHEMES = {
+    "q4_0": ("int4", 32, "float16", None),
+    "q4_1": ("int4", 32, "float16", "float32"),
+    "q4_k": ("int4", 32, "float32", "float32"),
+    "q8_0": ("int8", 32, "float16", None),
+    "q5_1": ("int8", 32, "float16", "float16"),
+    "q6_k": ("int8", 16, "float32", None),
+    "gptq": ("int4", 128, "float16", "int8"),
+    "awq": ("int4", 64, "bfloat16", "int8"),
+    "int8 groups": ("int8", 128, "float32", "int8"),
+    "int8 rows": ("int8", 0, "float32", None),
+    "int4 rows": ("int4", 0, "float32", "int8"),
+}
+
+
+def weight(scheme: str, n: int, k: int, seed: int = 0) -> QTensor:
+    """numpy's arrays.  Codes cover their whole range."""
+    dtype, group, scale_dtype, zero_dtype = SCHEMES[scheme]
+    rng = np.random.default_rng(seed)
+    low, high = (-8, 8) if dtype == "int4" else (-128, 128)
+    q = rng.integers(low, high, (n, k)).astype(jnp.dtype(dtype))
+    groups = k // group if group else 1
+    # Small whole numbers times a power of two, so that the affine forms of files are exact.
+    scale = (rng.integers(1, 64, (n, groups)) * 2.0**-9).astype(np.float32)
+    if scale_dtype == "float32":
+        scale *= np.float32(1.0009)
+    scale = scale.astype(jnp.dtype(scale_dtype))
+    zero = None
+    if zero_dtype is not None and np.issubdtype(jnp.dtype(zero_dtype), np.integer):
+        zero = rng.integers(low, high, (n, groups)).astype(zero_dtype)
+    elif zero_dtype is not None:
+        zero = (rng.integers(-64, 1, (n, groups)) * 2.0**-7).astype(np.float32)
+        zero = (zero + 8 * scale.astype(np.float32)).astype(zero_dtype)
+    return QTensor(q, scale, zero)
+
+
+def floats(*shape: int, seed: int = 1) -> np.ndarray:
+    """Of different sizes along every axis."""
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=shape) * np.exp(rng.normal(size=shape))).astype(np.float32)
+
+
+def rounded(x: np.ndarray, block: int) -> np.ndarray:
+    """x as the handler rounds it, in float64."""
+    r, k = x.shape
+    blocks = np.zeros((r, -(-k // block) * block), np.float32)
+    blocks[:, :k] = x
+    blocks = blocks.reshape(r, -1, block)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    inverse = np.where(largest > 0, np.float32(127) / np.where(largest > 0, largest, 1), 0)
+    codes = np.rint(blocks * inverse.astype(np.float32))
+    scale = (largest * np.float32(1 / 127)).astype(np.float64)
+    return (codes * scale).reshape(r, -1)[:, :k]
+
+
+def oracle(x: np.ndarray, w: QTensor) -> np.ndarray:
+    """The product of the rounded x with the same codes, in float64."""
+    block = block_size(w.shape[1], w.scale.shape[-1])
+    q, scale = np.asarray(w.q).astype(np.float64), np.asarray(w.scale).astype(np.float64)
+    groups = scale.shape[-1]
+    q = q.reshape(w.shape[0], groups, -1)
+    if w.zero is None:
+        values = q * scale[..., None]
+    elif np.issubdtype(w.zero.dtype, np.integer):
+        values = (q - np.asarray(w.zero).astype(np.float64)[..., None]) * scale[..., None]
+    else:
+        values = q * scale[..., None] + np.asarray(w.zero).astype(np.float64)[..., None]
+    return rounded(x, block) @ values.reshape(w.shape).T
+
+
+def error(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Relative RMS."""
+    found = np.asarray(found, np.float64)
+    return float(np.sqrt(((found - wanted) ** 2).mean() / (wanted**2).mean()))
+
+
+def prepared(w: QTensor) -> CpuWeight:
+    found = prepare(w)
+    assert isinstance(found, CpuWeight), found
+    return found
+
+
+def native() -> list[Target]:
+    """The targets that this machine can run."""
+    from llvmlite import binding
+
+    features = {name for name, there in binding.get_host_cpu_features().items() if there}
+    arch = jit.host().arch
+    return [t for t in TARGETS if t.arch == arch and features.issuperset(t.needs)]
+
+
+def program_of(x: np.ndarray, w: CpuWeight, **fused):
+    found = plan(Call.of(x, w, jnp.float32, **fused))
+    assert isinstance(found, CpuPlan), found
+    return found.program
+
+
+def by_hand(
+    x: np.ndarray, w: CpuWeight, threads: int = 1, on: Target | None = None, place=lambda a: a
+) -> np.ndarray:
+    """The product without XLA, each array where ``place`` copies it."""
+    program = program_of(x, w)
+    blocks = w.padded_k // program.block
+    scratch = place(np.zeros(len(x) * (w.padded_k + 8 * blocks + 4 * w.groups), np.uint8))
+    out = place(np.zeros((len(x), w.shape[0]), np.float32))
+    arrays = [place(np.asarray(a)) for a in (x, w.q, w.scale, w.zero) if a is not None]
+    address = jit.compiled(program, on or jit.host()).address
+    frame.call(address, arrays, [out, scratch], threads=threads)
+    return np.array(out)
+
+
+class GuardedPages:
+    """Copies of arrays that end where a page begins that nobody may touch."""
+
+    def __init__(self) -> None:
+        self.maps: list[mmap.mmap] = []
+        self.libc = ctypes.CDLL(None, use_errno=True)
+
+    def place(self, a: np.ndarray) -> np.ndarray:
+        page = mmap.PAGESIZE
+        room = -(-a.nbytes // page) * page
+        memory = mmap.mmap(-1, room + page)
+        self.maps.append(memory)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        if self.libc.mprotect(ctypes.c_void_p(start + room), page, 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+        whole = np.frombuffer(memory, np.uint8, room)
+        copy = whole[room - a.nbytes :].view(a.dtype).reshape(a.shape)
+        copy[...] = a
+        return copy

@@ -1,0 +1,119 @@
+"""The layout of a prepared weight: its inverse to the bit, its rows, what has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.cpu import CpuWeight, prepare, prepare_tree, restore, restore_tree
+from pallas_kernels.dispatch import Reason
+from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, quantize
+from tests.helpers.cpu_cases import SCHEMES, prepared, weight
+
+SHAPES = [(16, 128), (40, 256), (2049, 128)]
+
+
+def _same(a: QTensor, b: QTensor) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        x, y = (np.asarray(v) for v in (x, y))
+        if x.dtype.kind == "f":
+            x, y = (v.view(f"i{v.dtype.itemsize}") for v in (x, y))
+        np.testing.assert_array_equal(x.astype(np.int32), y.astype(np.int32))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_restore_is_the_inverse_to_the_bit(scheme, shape):
+    w = weight(scheme, *shape)
+    found = prepared(w)
+    assert isinstance(found.q, np.ndarray) and found.shape == shape and found.dtype == w.q.dtype
+    assert found.group_size == w.group_size
+    assert all(leaf.ctypes.data % 64 == 0 for leaf in jax.tree.leaves(found))
+    _same(restore(found), w)
+    _same(jax.jit(restore)(jax.device_put(found)), w)
+    _same(restore(prepared(jax.device_put(w))), w)
+
+
+@pytest.mark.parametrize("k", [1, 7, 33, 130])
+@pytest.mark.parametrize("scheme", ["int8 rows", "int4 rows"])
+def test_one_scale_a_row_goes_with_any_number_of_columns(scheme, k):
+    w = weight(scheme, 21, k)
+    _same(restore(prepared(w)), w)
+
+
+def test_what_files_say_in_16_bits_stays_in_16_bits():
+    """Q4_1 comes as d and m + 8 d in float32; d and m are what is kept."""
+    found = prepared(weight("q4_1", 32, 64))
+    assert found.form.minimum and found.zero is not None
+    assert (found.scale.dtype, found.zero.dtype) == (np.float16, np.float16)
+    assert found.nbytes == 32 * 64 * 5 // 8  # 4 bits, and 32 bits to a group of 32
+    assert prepared(weight("q4_k", 32, 64)).scale.dtype == np.float32
+
+
+def test_scales_that_are_not_finite_come_back():
+    w = weight("q4_1", 16, 64)
+    scale = np.array(w.scale, np.float32)
+    scale[0, 0], scale[1, 0], scale[2, 0] = np.nan, np.inf, 1e30
+    w = dataclasses.replace(w, scale=scale)
+    _same(restore(prepared(w)), w)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_are_the_tables(scheme):
+    w = jax.device_put(weight(scheme, 50, 128))
+    table = jax.device_put(prepared(w))
+    tokens = jnp.array([[0, 49, 17], [3, 16, 31]])
+    found = jax.jit(lambda t, i: dequantize(t.rows(i)))(table, tokens)
+    np.testing.assert_allclose(found, dequantize(w)[tokens], rtol=1e-6, atol=1e-6)
+
+
+def test_the_rest_of_a_qtensor_is_kept():
+    w = weight("int8 rows", 16, 64)
+    columns = np.arange(64, dtype=np.int32)[::-1].copy()
+    w = dataclasses.replace(
+        w, columns=columns, activations="int8", input_scale=np.ones((), np.float32)
+    )
+    _same(restore(prepared(w)), w)
+
+
+def test_a_tree_goes_there_and_back():
+    blocks = RowBlocks((weight("q4_0", 16, 64), np.ones((16, 64), np.float32)))
+    fp8 = quantize(jnp.ones((16, 64)), "float8_e4m3fn")
+    params = {"a": {"weight": weight("q8_0", 32, 64)}, "b": blocks, "c": np.ones(3), "d": fp8}
+    found = prepare_tree(params)
+    assert isinstance(found["a"]["weight"], CpuWeight)
+    assert isinstance(found["b"].blocks[0], CpuWeight)
+    assert found["d"] is fp8 and found["c"] is params["c"]
+    back = restore_tree(found)
+    _same(back["a"]["weight"], params["a"]["weight"])
+    _same(back["b"].blocks[0], blocks.blocks[0])
+
+
+@pytest.mark.parametrize(
+    "w, said",
+    [
+        (quantize(jnp.ones((16, 64)), "float8_e4m3fn"), "codes of float8_e4m3fn"),
+        (quantize(jnp.ones((16, 64)), "int8", group_size=8), "groups of 8 columns"),
+        (quantize(jnp.ones((2, 16, 64)), "int8"), r"w \(2, 16, 64\) is not \[N, K\]"),
+        (dataclasses.replace(weight("gptq", 16, 128), zero=np.full((16, 1), 126, np.int8)),
+         "zero points outside of -8 to 119"),
+    ],
+)  # fmt: skip
+def test_what_has_no_form_says_why(w, said):
+    found = prepare(w)
+    assert isinstance(found, Reason)
+    assert re.search(said, found.text), found.text
+
+
+def test_a_stack_of_weights_is_a_weight_with_a_leading_axis():
+    one = jax.device_put(prepared(weight("q4_1", 40, 64)))
+    both = jax.tree.map(lambda a: jnp.stack([a, a]), one)
+    assert both.shape == (2, 40, 64) and both.ndim == 3 and both.size == 2 * 40 * 64
+    _same(jax.tree.map(lambda a: a[1], restore(both)), restore(one))

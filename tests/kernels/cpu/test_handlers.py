@@ -1,0 +1,155 @@
+"""The generated handlers' ground: targets, threads, errors, the cache of objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.cpu import jit
+from pallas_kernels.cpu.self_test import SelfTest, fault
+from pallas_kernels.cpu.target import TARGETS, VARIABLE, target
+from pallas_kernels.dispatch import Reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubled(SelfTest):
+    """A program of another name, which no other test has registered."""
+
+    bits: int = 8
+
+
+def _operands(n: int = 200, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    w, x = (rng.integers(-127, 128, (n, 64), dtype=np.int8) for _ in range(2))
+    return w, x, (w.astype(np.int32) * x).reshape(n, 16, 4).sum(-1)
+
+
+def _by_hand(w: np.ndarray, x: np.ndarray, threads: int) -> tuple[np.ndarray, np.ndarray]:
+    out = np.zeros((len(w), 16), np.int32), np.zeros((len(w), 16), np.float32)
+    jit.run(SelfTest(8), [w, x], list(out), threads=threads)
+    return out
+
+
+def test_handlers_run_on_this_machine():
+    assert jit.unavailable() is None
+
+
+@pytest.mark.parametrize("one", TARGETS, ids=lambda one: one.name)
+def test_every_target_compiles_to_its_own_instruction(one):
+    assembly = jit.build(SelfTest(8), one, assembly=True)
+    wanted = {"avx512vnni": "%zmm", "avxvnni": "vpdpbusd", "avx2": "vpmaddubsw", "neon": "sdot"}
+    assert wanted[one.name] in assembly
+    assert ("vpdpbusd" in assembly) == ("vnni" in one.name)
+    assert ("zmm" in assembly) == (one.name == "avx512vnni")
+
+
+@pytest.mark.parametrize("isa", ["avx2", "off", "sse9"])
+def test_a_lesser_target_is_taken_or_refused_by_name(isa):
+    child = "from pallas_kernels.cpu import jit; from pallas_kernels.cpu.target import target; "
+    child += "print(jit.unavailable() or target().name)"
+    environment = os.environ | {VARIABLE: isa}
+    done = subprocess.run([sys.executable, "-c", child], env=environment, capture_output=True)
+    said = done.stdout.decode()
+    assert done.returncode == 0, done.stderr.decode()
+    assert (said.strip() == "avx2") if isa == "avx2" else (f"{VARIABLE}={isa}" in said)
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2, 8, 65], ids=lambda n: f"{n} threads")
+def test_bits_are_equal_for_any_number_of_threads(threads):
+    w, x, exact = _operands()
+    found, powers = _by_hand(w, x, threads)
+    np.testing.assert_array_equal(found, exact)
+    np.testing.assert_array_equal(powers, _by_hand(w, x, 1)[1])
+
+
+def test_calls_from_many_threads_do_not_meet():
+    wrong = []
+
+    def work(seed: int) -> None:
+        w, x, exact = _operands(50, seed)
+        for _ in range(20):
+            if not np.array_equal(_by_hand(w, x, 3)[0], exact):
+                wrong.append(seed)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+def test_xla_runs_a_handler_and_hears_its_error():
+    w, x, exact = _operands()
+    name = jit.register(SelfTest(8))
+    results = (
+        jax.ShapeDtypeStruct(exact.shape, jnp.int32),
+        jax.ShapeDtypeStruct(exact.shape, jnp.float32),
+    )
+
+    def run(*operands):
+        return jax.jit(lambda *args: jax.ffi.ffi_call(name, results)(*args))(*operands)
+
+    np.testing.assert_array_equal(run(w, x)[0], exact)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="SelfTest_8: not 2 operands, 2 results"):
+        run(w)
+    with pytest.raises(ValueError, match="SelfTest_8: not 2 operands"):
+        jit.run(SelfTest(8), [w], [np.zeros(exact.shape, np.int32)] * 2)
+
+
+def test_an_object_is_generated_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
+    jit._compiled.cache_clear()
+    built = []
+    build = jit.build
+    monkeypatch.setattr(jit, "build", lambda *args: built.append(args) or build(*args))
+    on = jit.host()
+    assert fault(on) is None and len(built) == 2
+    jit._compiled.cache_clear()
+    assert fault(on) is None and len(built) == 2
+    files = sorted(path.name for path in (tmp_path / "cpu").iterdir())
+    assert len(files) == 2 and all(on.name in name for name in files)
+    jit._compiled.cache_clear()
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "cpu").write_text("a file where the folder would be")
+    monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
+    jit._compiled.cache_clear()
+    assert fault(jit.host()) is None
+    jit._compiled.cache_clear()
+
+
+def test_threads_that_need_one_program_get_one():
+    names, start = [], threading.Barrier(6)
+
+    def work() -> None:
+        start.wait()
+        names.append(jit.register(Doubled()))
+
+    workers = [threading.Thread(target=work) for _ in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(names) == 6 and len(set(names)) == 1
+
+
+def test_without_llvmlite_the_reason_says_so(monkeypatch):
+    monkeypatch.setattr(jit.importlib.util, "find_spec", lambda name: None)
+    jit._unavailable.cache_clear()
+    found = jit.unavailable()
+    jit._unavailable.cache_clear()
+    assert isinstance(found, Reason) and found.text.startswith("llvmlite is not installed")
+
+
+def test_this_process_has_a_target():
+    assert not isinstance(target(), Reason)

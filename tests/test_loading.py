@@ -1,0 +1,256 @@
+"""A quantized file on a CPU: its own codes by default, float32 where it is asked for; what a start
+costs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+import jaxllama as jl
+from jaxllama.bench.loops import most_repeated, read_prompts
+from jaxllama.checkpoints.gguf import load as gguf_load
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.config import preset_sampling
+from jaxllama.generation import prefill
+from jaxllama.model import decoder
+from jaxllama.model.cache import init_cache
+from jaxllama.quantization.quantize import quantize_params
+from pallas_kernels.cpu import CpuWeight, unavailable
+from pallas_kernels.dispatch import choices
+from pallas_kernels.qtensor import QTensor
+from tests.checkpoints.test_gguf import Tiny
+from tests.helpers.models import LLAMA, params_of, tokens_of
+from tests.helpers.packed_cases import IMPORTS
+from tests.helpers.packed_cases import write as write_packed
+
+ROOT = Path(__file__).parents[1]
+handlers = pytest.mark.skipif(
+    (reason := unavailable()) is not None, reason=reason.text if reason else ""
+)
+
+
+def kinds(params) -> set[type]:
+    """Of the matrices."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor | CpuWeight))
+    return {type(leaf) for leaf in leaves if len(leaf.shape) == 2}
+
+
+def assert_same(got, want) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want
+    )
+
+
+def assert_near(got, want) -> None:
+    """As far away as activations of 8 bits take a model of one layer of large random weights."""
+    error = np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))
+    assert 0 < error < 0.1
+
+
+def scores(lm) -> np.ndarray:
+    return np.asarray(lm.logits(tokens_of(lm.config, 2, 9), np.array([9, 9])))
+
+
+@pytest.fixture(scope="module", params=[Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.Q5_1], ids=str)
+def file(request, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "tiny.gguf"
+    Tiny(vocab=264, type=request.param, tokenizer="llama").write(path)
+    return path
+
+
+@handlers
+def test_a_gguf_file_runs_in_its_own_codes(file: Path, tmp_path: Path) -> None:
+    lm, exact = jl.load(file), jl.load(file, exact=True)
+    floats = type(exact.params["norm"]["weight"])
+    assert kinds(lm.params) == {CpuWeight} and kinds(exact.params) == {floats}
+    assert_near(scores(lm), scores(exact))
+    # What is saved is the file's own codes, to the bit.
+    lm.save(tmp_path / "m")
+    kept = gguf_load.load_params(file, lm.config, np.float32, keep_quantized=True)
+    assert_same(hf.load(tmp_path / "m")[1], kept)
+    assert_same(scores(jl.load(tmp_path / "m")), scores(lm))
+    # Quantized weights stay what they are.
+    assert kinds(quantize_params(lm.params, "w8a16")) == {CpuWeight}
+
+
+@handlers
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_a_packed_directory_runs_in_its_own_codes(name: str, tmp_path: Path) -> None:
+    folder, _ = write_packed(tmp_path / "m", *IMPORTS[name][:3])
+    lm, exact = jl.load(folder), jl.load(folder, exact=True)
+    assert CpuWeight in kinds(lm.params) and QTensor not in kinds(lm.params)
+    assert QTensor in kinds(exact.params) and CpuWeight not in kinds(exact.params)
+    assert_near(scores(lm), scores(exact))
+    params = hf.load(folder)[1]
+    assert_same(exact.params, params)
+
+
+@handlers
+def test_who_asks_for_something_else_gets_it(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    Tiny(vocab=264, type=Type.Q4_0, tokenizer="llama").write(path)
+    for options in ({"dtype": "bfloat16"}, {"quantize": "w8a16"}, {"mesh": "model=1"},
+                    {"policy": jl.Policy()}):  # fmt: skip
+        assert CpuWeight not in kinds(jl.load(path, **options).params)
+
+
+def test_without_handlers_a_file_is_floats(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "tiny.gguf"
+    Tiny(vocab=264, type=Type.Q4_0, tokenizer="llama").write(path)
+    want = jl.load(path, exact=True)
+    monkeypatch.setenv("JAXLLAMA_CPU_ISA", "off")
+    assert_same(jl.load(path).params, want.params)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def write_model(path: Path, d: int, f: int, layers: int, vocab: int) -> None:
+    """A file of random Q4_0 blocks."""
+    writer, rng = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
+    heads, kv = d // 64, d // 256
+    for key, value in {
+        "block_count": layers, "context_length": 512, "embedding_length": d, "vocab_size": vocab,
+        "feed_forward_length": f, "attention.head_count": heads, "attention.head_count_kv": kv,
+        "rope.dimension_count": 64,
+    }.items():  # fmt: skip
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32("llama.rope.freq_base", 1e4)
+    # The smallest tokenizer that there is: bytes, and names that no text has.
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, vocab))])
+    writer.add_token_merges(["a b"])
+
+    def matrix(name: str, rows: int, columns: int) -> None:
+        blocks = rng.integers(0, 256, (rows, columns // 32, 18), np.uint8)
+        blocks[..., :2] = np.full(1, 0.01, "<f2").view(np.uint8)
+        writer.add_tensor(name, blocks.reshape(rows, -1), raw_dtype=Type.Q4_0)
+
+    matrix("token_embd.weight", vocab, d)
+    writer.add_tensor("output_norm.weight", np.ones(d, np.float32))
+    for layer in range(layers):
+        for name, *shape in (
+            ("attn_q", heads * 64, d), ("attn_k", kv * 64, d), ("attn_v", kv * 64, d),
+            ("attn_output", d, heads * 64), ("ffn_gate", f, d), ("ffn_up", f, d),
+            ("ffn_down", d, f),
+        ):  # fmt: skip
+            matrix(f"blk.{layer}.{name}.weight", *shape)
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(d, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@handlers
+def test_loading_holds_little_beside_the_tree(tmp_path: Path) -> None:
+    """What numpy holds at most: the tree, which is as large as the file, and a layer's codes."""
+    path = tmp_path / "m.gguf"
+    write_model(path, 512, 1024, 16, 512)
+    jl.load(path)  # imports
+    tracemalloc.start()
+    jl.load(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.25 * path.stat().st_size
+
+
+@handlers
+@pytest.mark.slow
+def test_peak_memory_of_loading_half_a_gigabyte(tmp_path: Path) -> None:
+    """<= 1.15 times the file, above what the process holds once jax and jaxllama have started."""
+    path = tmp_path / "m.gguf"
+    write_model(path, 2048, 8192, 18, 4096)
+    assert path.stat().st_size > 500e6
+    program = """
+        import sys
+        import jax
+        from jaxllama import loading
+        from pallas_kernels.cpu import unavailable
+        def status(key):
+            with open("/proc/self/status") as file:
+                line = next(line for line in file if line.startswith(key))
+            return int(line.split()[1]) * 1024
+        jax.block_until_ready(jax.numpy.ones(8) + 1)
+        assert unavailable() is None
+        before = status("VmRSS")
+        lm = loading.load(sys.argv[1])
+        print(status("VmHWM") - before, int(lm.params["layer_3"]["mlp"]["down"]["weight"].ndim))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    grown, ndim = map(int, result.stdout.split())
+    assert ndim == 2 and grown <= 1.15 * path.stat().st_size
+
+
+# --- the first token -----------------------------------------------------------------------------
+
+
+def test_a_start_imports_neither_flax_nor_what_other_models_need() -> None:
+    code = "import jaxllama.loading, sys; print(sorted(sys.modules))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+    for name in ("flax", "optax", "llvmlite", "jaxllama.offload", "jaxllama.quantization.quantize"):
+        assert f"'{name}'" not in out
+
+
+def test_layers_that_are_alike_are_traced_once(monkeypatch) -> None:
+    cfg = LLAMA.replace(n_layers=6, layer_types=("attention",) * 6, d_ff=160)
+    params, traced, block = params_of(cfg), [], decoder.block
+    monkeypatch.setattr(decoder, "block", lambda *args: traced.append(1) or block(*args))
+    cache = init_cache(cfg, 1, 16)
+    tokens = jnp.ones((1, 5), jnp.int32)
+    step = lambda p, t, n, c: prefill.__wrapped__(cfg, p, t, n, c)  # noqa: E731
+    jax.eval_shape(step, params, tokens, jnp.array([5]), cache)
+    assert len(traced) <= 2  # the first layer's stream has nothing pending
+    # Who asks which implementation each op gets is told of every layer.
+    norms = [c for c in choices(step, params, tokens, jnp.array([5]), cache) if c.op == "rms_norm"]
+    assert len(norms) == 2 * 6 + 1
+
+
+def test_the_first_token_waits_for_no_loop(monkeypatch) -> None:
+    cfg = LLAMA
+    lm = jl.LanguageModel(cfg, params_of(cfg), jl.Tokenizer.byte_level())
+    [want] = lm.generate([[5, 6, 7]], 4)
+
+    def never(*_):
+        raise AssertionError("the loop ran")
+
+    monkeypatch.setattr(jl.LanguageModel, "_advance", never)
+    [got] = lm.generate([[5, 6, 7]], 1)
+    assert got.tokens == want.tokens[:1]
+
+
+# --- first impressions ---------------------------------------------------------------------------
+
+
+def test_the_demo_has_sampling_of_its_own(tmp_path: Path) -> None:
+    own = jl.Sampling(**preset_sampling("smollm2-135m"))
+    assert own.temperature > 0 and own.has_penalties
+    assert preset_sampling("llama-3.2-1b") == {}
+    path = tmp_path / "tiny.gguf"
+    Tiny(vocab=264, type=Type.Q4_0, tokenizer="llama").write(path)
+    assert jl.load(path).sampling is None  # a file of somebody's
+
+
+def test_loops_are_counted_by_four_tokens() -> None:
+    assert most_repeated([1, 2, 3]) == 0
+    assert most_repeated([1, 2, 3, 4, 5]) == 1
+    assert most_repeated([1, 2, 3, 4] * 6) == 6
+    prompts = read_prompts()
+    assert len(set(prompts)) == len(prompts) == 40 and all(prompts)
