@@ -100,10 +100,6 @@ class Emitter:
     def sqrt(self, a: Value) -> Value:
         return self._same("sqrt", a)
 
-    def maximum(self, a: Value, b: Value) -> Value:
-        """The larger; b where a is NaN."""
-        return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
-
     def widen(self, value: Value) -> Value:
         """float16, bfloat16 (as 16-bit integers) or 8-bit integers as float32, exactly."""
         element = value.type.element

@@ -122,8 +122,8 @@ def quantized_matmul(
         parts = "xla" if is_empty(x, w) else implementation
         return _composed(call, parts, x, w, bias, gamma, residual, pending)
     residual, pending = _flatten(residual), _flatten(pending)
-    choice_ = chosen(plan, implementation)
-    out = _fused(choice_, (call, plan), _flatten(x), w, bias, gamma, residual, pending)
+    made = chosen(plan, implementation)
+    out = _fused(made, (call, plan), _flatten(x), w, bias, gamma, residual, pending)
     return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out)
 
 
