@@ -136,17 +136,18 @@ def block_once(
     Where the choices of ops are recorded every layer makes its own."""
     if is_recording():
         return block(cfg, kind, p, stream, state, at)
-    fixed = at.sparse if isinstance(at.sparse, bool) else None
-    rest = at if fixed is None else at._replace(sparse=None)
-    return _block_once(cfg, kind, p, stream, state, rest, fixed)
+    static = {name: value for name, value in at._asdict().items() if isinstance(value, bool)}
+    rest = at._replace(**dict.fromkeys(static))
+    return _block_once(cfg, kind, p, stream, state, rest, tuple(static.items()))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 6))
 def _block_once(
     cfg: ModelConfig, kind: str, p: Params, stream: Stream, state: LayerState, at: At,
-    sparse: bool | None,
+    static: tuple[tuple[str, bool], ...],
 ) -> tuple[Stream, LayerState]:  # fmt: skip
-    return block(cfg, kind, p, stream, state, at if sparse is None else at._replace(sparse=sparse))
+    """static: what ``at`` says in plain booleans."""
+    return block(cfg, kind, p, stream, state, at._replace(**dict(static)))
 
 
 # What is around the layers
