@@ -18,6 +18,7 @@ def options(sub: Parser) -> None:
     common.json_option(sub)
     common.mesh_option(sub)
     common.model_options(sub)
+    common.exact_option(sub)
     common.adapter_options(sub, '; requests choose it as "model:NAME"; may be repeated')
     common.cache_options(sub)
 
