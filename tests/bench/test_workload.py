@@ -53,8 +53,7 @@ def test_later_turns_repeat_what_was_said(lm):
 
 
 def test_conversations_of_a_real_engine_are_found_in_its_cache(lm):
-    engine = Engine(lm, max_slots=2, max_len=512, prefill_chunk=16, prefix_block=16,
-                    prefix_blocks=200)  # fmt: skip
+    engine = Engine(lm, max_slots=2, max_len=512, prefill_chunk=16)
     engine.start()
     with serving(lm, engine) as url:
         load = Load(url, requests=2, prompt_tokens=Lengths("20"), new_tokens=Lengths("8"), turns=8)

@@ -100,7 +100,7 @@ def engine_rates(lm: Any, requests: int) -> float:
     lm = dataclasses.replace(lm, config=lm.config.replace(eos_token_ids=()))
     if not hasattr(engine_rates, "engine"):
         engine_rates.engine = jl.Engine(
-            lm, max_slots=16, max_len=96, steps_per_call=8, prefix_blocks=0
+            lm, max_slots=16, max_len=96, steps_per_call=8, prefix_cache=False
         )
         engine_rates.engine.warm_up()
     engine, rng = engine_rates.engine, np.random.default_rng(0)

@@ -157,7 +157,7 @@ def test_quantization_aware_training_learns_weights_scales_and_zeros(folder, tea
         moved = np.asarray(getattr(after, part)) != np.asarray(getattr(before, part))
         assert np.mean(moved) > least, part
     # What is saved are the words, the scales and the zeros, and they stand for the same floats.
-    lm = jl.load(result.model)
+    lm = jl.load(result.model, exact=True)
     weight = lm.params["layer_0"]["mlp"]["gate_up"]["weight"]
     assert isinstance(weight, QTensor) and weight.dtype == jnp.int4 and weight.group_size == 32
     floats = rounded(state["params"])["layer_0"]["mlp"]["gate_up"]["weight"]
