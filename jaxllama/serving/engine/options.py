@@ -111,7 +111,9 @@ class EngineOptions:
         row_pages = -(-max_len // page)
         if self.cache_tokens is None:
             most = self.max_slots * row_pages * page
-            tokens = max(most if on_cpu or self.deterministic else tokens, row_pages * page)
+            if self.deterministic:
+                tokens = most
+            tokens = max(min(tokens, most) if on_cpu else tokens, row_pages * page)
         rows = 1 if on_cpu or self.deterministic else max(self.max_slots // 32, 1)
         if self.token_budget is not None:
             rows = min(rows, max(self.token_budget // _widths(chunk)[0], 1))
@@ -141,12 +143,11 @@ class EngineOptions:
         """Tokens that there is memory for."""
         one = jax.eval_shape(lambda: init_pages(cfg, 1, 1, 1, 1, kv_dtype))
         token = tree_bytes([layer for layer in one.layers if isinstance(layer, KVCache)])
-        context = self.max_slots * (self.max_len or cfg.max_position)
         if not token:
-            return context
+            return self.max_slots * (self.max_len or cfg.max_position)
         memory = jax.local_devices()[0].memory_stats()
         if jax.default_backend() == "cpu" or not memory:
-            return max(min(CPU_CACHE_BYTES // token, context), self.max_len or 2)
+            return max(CPU_CACHE_BYTES // token, self.max_len or 2)
         free = memory["bytes_limit"] * self.memory_share - memory["bytes_in_use"]
         # Logits and what the sampler makes of them; the rows' histories; a prefill call's
         # activations, the widest twice.

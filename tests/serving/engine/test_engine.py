@@ -23,7 +23,7 @@ from jaxllama.offload.model import OffloadedModel
 from jaxllama.sampling import SamplingParams
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.grammar import Matcher
-from jaxllama.serving.engine.options import ResolvedOptions
+from jaxllama.serving.engine.options import EngineOptions, ResolvedOptions
 from jaxllama.serving.engine.request import (
     EngineClosed,
     EngineFailed,
@@ -532,6 +532,19 @@ def test_options_that_do_not_go_together_are_refused_by_name():
     for smallest in ({"max_len": 2, "max_slots": 1}, {"max_len": 3, "prefill_chunk": 3}):
         eng = Engine(lm, **smallest)
         assert eng.options.steps_per_call == eng.options.max_len - 1
+
+
+def test_a_cache_on_a_cpu_is_a_gibibyte_or_what_the_slots_can_use():
+    small = FAMILIES["gqa"].replace(max_position=512)
+    token = 2 * small.n_layers * small.n_kv_heads * small.head_dim * 4
+    assert EngineOptions(max_slots=4).resolve(small, jnp.float32).cache_tokens == 4 * 512
+    assert EngineOptions(max_slots=4, max_len=90).resolve(small, jnp.float32).cache_tokens == 4 * 96
+    large = small.replace(max_position=2**24)
+    sizes = EngineOptions(max_slots=4).resolve(large, jnp.float32)
+    assert 0.99 * 2**30 < sizes.cache_tokens * token <= 2**30 + 16 * token
+    assert sizes.max_len == 2**30 // token  # one request may have it all
+    fixed = EngineOptions(max_slots=4, deterministic=True).resolve(large, jnp.float32)
+    assert fixed.max_len == 2**30 // token // 4 and fixed.pages == 4 * fixed.row_pages
 
 
 def test_ignore_eos_goes_on():
