@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -56,15 +57,21 @@ def kernels_of(
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
     step = jl.decode_step.trace(cfg, jax.eval_shape(params), tokens, cache)
     text = step.lower(lowering_platforms=("cuda",)).as_text()
-    calls = Counter(re.findall(r"call @(\w+)\(", text))
-    kernels = Counter()
-    for function in re.split(r"\n  func\.func ", text)[1:]:
-        name = re.match(r"\w+ @(\w+)", function).group(1)
-        if "@mosaic_gpu" in function:
-            kernels[re.sub(r"_\d+$", "", name)] += calls[name]
-    if products := text.count("stablehlo.dot_general"):
-        kernels["dot_general"] = products
-    return kernels
+    found = re.findall(r"\n  func\.func \w+ @(\w+)(.*?)(?=\n  func\.func |\Z)", text, re.DOTALL)
+    functions = dict(found)
+
+    @functools.cache
+    def executed(name: str) -> Counter[str]:
+        """By a call of this function: layers that are alike call the same one."""
+        body = functions[name]
+        counts = Counter({"dot_general": body.count("stablehlo.dot_general")})
+        if "@mosaic_gpu" in body:
+            counts[re.sub(r"_\d+$", "", name)] += 1
+        for callee in re.findall(r"(?<!_)call @(\w+)\(", body):
+            counts += executed(callee)
+        return counts
+
+    return +executed("main")
 
 
 @pytest.fixture
