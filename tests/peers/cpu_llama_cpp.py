@@ -107,7 +107,9 @@ def engine_rates(lm: Any, requests: int) -> float:
     begun = time.perf_counter()
     for i in range(requests):
         prompt = tuple(int(t) for t in rng.integers(100, 40000, 16))
-        engine.submit(jl.Request(id=f"{begun}/{i}", prompt=prompt, max_new_tokens=NEW))
+        engine.submit(
+            jl.Request(id=f"{begun}/{i}", prompt=prompt, max_new_tokens=NEW), lambda event: None
+        )
     while engine.step():
         pass
     return requests * NEW / (time.perf_counter() - begun)
