@@ -28,6 +28,7 @@ import numpy as np
 
 from pallas_kernels.cpu import frame, handler
 from pallas_kernels.cpu.handler import Program
+from pallas_kernels.cpu.self_test import fault
 from pallas_kernels.cpu.target import VARIABLE, Target, target
 from pallas_kernels.dispatch import Reason
 
@@ -51,9 +52,7 @@ def _unavailable(isa: str) -> Reason | None:
         return Reason(reason)
     if isinstance(found := target(), Reason):
         return found
-    from pallas_kernels.cpu.self_test import fault
-
-    wrong = fault(found)
+    wrong = fault(lambda program: compiled(program, found).address)
     return None if wrong is None else Reason(f"the self-test failed on {found.name}: {wrong}")
 
 
