@@ -41,9 +41,7 @@ from jaxllama.parallel.mesh import make_mesh
 from jaxllama.parallel.shardings import leaf_readers, place_params, shard_params
 from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import Tokenizer
-from pallas_kernels.cpu import prepare, unavailable
-from pallas_kernels.dispatch import Reason
-from pallas_kernels.qtensor import QTensor, RowBlocks
+from pallas_kernels.cpu import prepare_tree, unavailable
 
 if TYPE_CHECKING:
     from jaxllama.offload.loading import Placement
@@ -220,10 +218,7 @@ def _from_checkpoint(
 def _in_own_codes(_: Any, leaf: Any) -> Any:
     """``place`` for one CPU: quantized weights in the layout that its kernels read, one at a time,
     so that nothing is held twice.  What the kernels have no form for stays as it is."""
-    if isinstance(leaf, RowBlocks):
-        return RowBlocks(tuple(_in_own_codes(_, block) for block in leaf.blocks))
-    found = prepare(leaf) if isinstance(leaf, QTensor) else leaf
-    return jax.block_until_ready(jax.device_put(leaf if isinstance(found, Reason) else found))
+    return jax.block_until_ready(jax.device_put(prepare_tree(leaf)))
 
 
 def float_dtype(dtype: DTypeLike) -> jnp.dtype:

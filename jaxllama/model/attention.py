@@ -40,14 +40,16 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.attention_cudnn import causal, extend, has_cudnn
-from jaxllama.model.cache import KVCache, contiguous, quantize_kv, write
+from jaxllama.model.cache import KVCache, quantize_kv, write
 from jaxllama.model.linear import Params
 from jaxllama.model.rope import Ropes, apply_rope
 from pallas_kernels.attention.blockwise import (
     attention_scores,
     blockwise_attention,
+    capacity_of,
     floats,
     is_visible,
+    joined,
     load,
     weighted_values,
 )
@@ -80,10 +82,6 @@ class At(NamedTuple):
     sparse: bool | jax.Array = False
     table: jax.Array | None = None
     fresh: bool = False
-
-    def capacity(self, cache: KVCache) -> int:
-        """Tokens that a row of the cache has room for."""
-        return cache.k.shape[1] * (1 if self.table is None else self.table.shape[1])
 
 
 def inputs(cfg: ModelConfig, p: Params) -> Params:
@@ -130,7 +128,7 @@ def _extend(
         return attend(q, k, v, positions, window, cap), None
     q, k, v = to_cache_basis(cache.k, q, k, v)
     is_new = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
-    cache = write(cache, k, v, jnp.where(is_new, positions, at.capacity(cache)), table)
+    cache = write(cache, k, v, jnp.where(is_new, positions, capacity_of(cache.k, table)), table)
 
     def dense() -> jax.Array:
         if fresh:
@@ -159,7 +157,7 @@ def _decode(
     """One token per row: ``qkv [B, 1, (N + 2K) H]`` -> (heads ``[B, N, H]``, cache)."""
     assert at.rope is not None
     window, position, table = cfg.sliding_window, at.positions[:, 0], at.table
-    slots = jnp.where(at.lengths > 0, position, at.capacity(cache))
+    slots = jnp.where(at.lengths > 0, position, capacity_of(cache.k, table))
     where = (*(turns[:, 0] for turns in at.rope.of(cfg.rope)), cache.k, cache.v, slots)
     if cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0):
         if cfg.qk_norm == "head":
@@ -198,7 +196,7 @@ def _mixed(
         return dense()
 
     def few() -> jax.Array:
-        whole = contiguous(cache, table)
+        whole = cache if table is None else joined(cache, table)
         out = sparse_attend(q, whole, positions, lengths, share, window)
         return from_cache_basis(cache.v, out)
 

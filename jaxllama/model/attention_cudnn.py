@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.blockwise import load
+from pallas_kernels.attention.blockwise import capacity_of, load
 from pallas_kernels.qtensor import QTensor
 
 # Tokens of the past, of all rows together, that are copied at once: 134 MB for 8 heads of 128.
@@ -56,8 +56,7 @@ def extend(
     """``q[B, T, N, H]`` over the first ``n_past[B]`` tokens of a row of ``cache_k, cache_v
     [B, S, K, H]``, or of its pages by a table (``model.cache.Cache``), and causally over
     ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``."""
-    batch, page = q.shape[0], cache_k.shape[1]
-    capacity = page if table is None else page * table.shape[1]
+    batch, page, capacity = q.shape[0], cache_k.shape[1], capacity_of(cache_k, table)
     block = min(max(PAST_TOKENS // batch, 128), capacity)
     if table is not None:
         block -= block % page if block > page else block - page  # whole pages

@@ -29,6 +29,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import row_axis
+from pallas_kernels.attention.blockwise import capacity_of
 from pallas_kernels.attention.rope_cache import quantize_kv, store
 from pallas_kernels.brief import short_repr
 from pallas_kernels.qtensor import QTensor, tree_bytes
@@ -80,9 +81,10 @@ class Cache:
     @property
     def capacity(self) -> int | None:
         """Tokens a row can hold; None when no layer is attention."""
-        sizes = [layer.k.shape[1] for layer in self.layers if isinstance(layer, KVCache)]
-        pages = 1 if self.table is None else self.table.shape[1]
-        return sizes[0] * pages if sizes else None
+        sizes = [
+            capacity_of(layer.k, self.table) for layer in self.layers if isinstance(layer, KVCache)
+        ]
+        return sizes[0] if sizes else None
 
     @property
     def nbytes(self) -> int:
@@ -200,18 +202,6 @@ def write(
     """Store ``k, v [B, T, K, H]`` at positions ``slots[B, T]`` of each row; a slot beyond the
     capacity is dropped, which is how padding is kept out."""
     return KVCache(store(cache.k, k, slots, table), store(cache.v, v, slots, table))
-
-
-def contiguous(cache: KVCache, table: jax.Array | None) -> KVCache:
-    """The rows of a paged cache one by one, ``[B, M * S, K, H]``: as many bytes again."""
-    if table is None:
-        return cache
-
-    def joined(pool: jax.Array) -> jax.Array:
-        rows = jnp.take(pool, table, axis=0, mode="clip")
-        return rows.reshape(table.shape[0], -1, *pool.shape[2:])
-
-    return jax.tree.map(joined, cache)
 
 
 def insert(cache: Cache, slot: jax.Array | int, source: Cache, row: jax.Array | int = 0) -> Cache:

@@ -13,6 +13,8 @@ Source: FlashAttention (arXiv 2205.14135).
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -153,17 +155,23 @@ def load(
 
     table: then both are multiples of the page; an entry outside of the pool is another page.
     """
-    page = kv.shape[1]
-    if table is not None:
-        table = lax.dynamic_slice_in_dim(table, begin // page, size // page, axis=1)
+    if table is None:
+        part = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, begin, size, axis=1), kv)
+    else:
+        page = kv.shape[1]
+        part = joined(kv, lax.dynamic_slice_in_dim(table, begin // page, size // page, axis=1))
+    return floats(part, dtype)
 
-    def part(leaf: jax.Array) -> jax.Array:
-        if table is None:
-            return lax.dynamic_slice_in_dim(leaf, begin, size, axis=1)
-        pages = jnp.take(leaf, table, axis=0, mode="clip")
-        return pages.reshape(table.shape[0], size, *leaf.shape[2:])
 
-    return floats(jax.tree.map(part, kv), dtype)
+def joined(pools: Any, table: jax.Array) -> Any:
+    """The pages of a table one behind the other, ``[B, M * page, ...]`` of every leaf ``[P, page,
+    ...]``; an entry outside of the pool is another page."""
+
+    def rows(pool: jax.Array) -> jax.Array:
+        pages = jnp.take(pool, table, axis=0, mode="clip")
+        return pages.reshape(table.shape[0], -1, *pool.shape[2:])
+
+    return jax.tree.map(rows, pools)
 
 
 def floats(x: jax.Array | QTensor, dtype: DTypeLike) -> jax.Array:

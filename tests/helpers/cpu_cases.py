@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -146,3 +148,12 @@ class GuardedPages:
         copy = whole[room - a.nbytes :].view(a.dtype).reshape(a.shape)
         copy[...] = a
         return copy
+
+
+def in_six_threads(work: Callable[[int], None]) -> None:
+    """``work(0)`` to ``work(5)`` at once, to their ends."""
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import uvicorn
@@ -36,6 +37,16 @@ def byte_tokenizer() -> Tokenizer:
     """Bytes, with a chat template."""
     plain = Tokenizer.byte_level()
     return Tokenizer(plain._backend, "test tokenizer", chat_template=TEMPLATE)
+
+
+@contextlib.contextmanager
+def talking(lm: LanguageModel, engine, key: str = "none", **settings) -> Iterator[Any]:
+    """OpenAI's own client of a server (``serving``)."""
+    import openai
+
+    with serving(lm, engine, **settings) as url:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+            yield client
 
 
 @contextlib.contextmanager

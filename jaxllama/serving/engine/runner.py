@@ -176,16 +176,16 @@ class Runner:
             length = len(held.nodes) * self.pages.size
             newcomers.append(
                 device.Newcomer(
-                    sequence.own_slot,
-                    list(held.pages),
-                    length,
-                    snapshot,
-                    request.sampling,
-                    request.prompt,
-                    sequence.output,
-                    sequence.remaining,
-                    request.ignore_eos,
-                )  # fmt: skip
+                    slot=sequence.own_slot,
+                    pages=list(held.pages),
+                    length=length,
+                    snapshot=snapshot,
+                    sampling=request.sampling,
+                    prompt=request.prompt,
+                    output=sequence.output,
+                    remaining=sequence.remaining,
+                    ignore_eos=request.ignore_eos,
+                )
             )
             self._told[sequence] = len(held.pages)
         rows = self.options.prefill_rows
@@ -222,8 +222,8 @@ class Runner:
 
     def _kind(self, fill: Fill) -> tuple[int, bool]:
         """Tokens of its call, and whether it is a prompt's beginning."""
-        size = fill.end - fill.begin
-        return next(width for width in self.options.widths if width >= size), not fill.begin
+        width = next(width for width in self.options.widths if width >= fill.size)
+        return width, not fill.begin
 
     def _fill(
         self, fills: list[Fill], width: int, fresh: bool, scheduler: Scheduler
@@ -231,11 +231,11 @@ class Runner:
         rows = 1 if len(fills) == 1 else self.options.rows(width)
         tokens, facts = _blank(rows, width)
         for row, fill in enumerate(fills):
-            sequence, size = fill.sequence, fill.end - fill.begin
-            tokens[row, :size] = sequence.tokens[fill.begin : fill.end]
+            sequence = fill.sequence
+            tokens[row, : fill.size] = sequence.tokens[fill.begin : fill.end]
             snapshot = scheduler.filled(fill)
             snapshot = NOBODY if snapshot is None else snapshot
-            facts[row] = sequence.own_slot, size, len(sequence.request.prompt), snapshot
+            facts[row] = sequence.own_slot, fill.size, len(sequence.request.prompt), snapshot
         params = self._with(rows, {row: fill.sequence for row, fill in enumerate(fills)})
         return lambda: device.fill(self.cfg, params, self.slots, tokens, facts, fresh=fresh)
 

@@ -112,8 +112,8 @@ class Fill:
     end: int
 
     @property
-    def completes(self) -> bool:
-        return self.end == self.sequence.to_fill
+    def size(self) -> int:
+        return self.end - self.begin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,8 +221,11 @@ class Scheduler:
         return None if end > self._may_share(sequence) else self.pages.snapshot(sequence.held, end)
 
     def _publish(self, sequence: Sequence, end: int) -> None:
-        shared = sequence.tokens[: min(end, self._may_share(sequence))]
-        self.pages.publish(sequence.held, shared, sequence.request.adapter)
+        self.pages.publish(sequence.held, self._shared(sequence, end), sequence.request.adapter)
+
+    def _shared(self, sequence: Sequence, end: int) -> list[int]:
+        """Of its first tokens up to ``end`` those that others may begin with."""
+        return sequence.tokens[: min(end, self._may_share(sequence))]
 
     def overdue(self, now: float) -> Iterable[tuple[Sequence, FinishReason]]:
         """Sequences whose deadline has passed."""
@@ -306,8 +309,7 @@ class Scheduler:
         return Fill(sequence, sequence.filled, min(border, sequence.to_fill))
 
     def _cost(self, fill: Fill) -> int:
-        size = fill.end - fill.begin
-        return next((width for width in self.widths if width >= size), size)
+        return next((width for width in self.widths if width >= fill.size), fill.size)
 
     def _admit(self, sequence: Sequence) -> bool:
         """From waiting to prefilling, if there is a slot and pages, or if less urgent sequences
@@ -341,7 +343,7 @@ class Scheduler:
         return True
 
     def _begin(self, sequence: Sequence) -> None:
-        known = sequence.tokens[: min(sequence.to_fill, self._may_share(sequence))]
+        known = self._shared(sequence, sequence.to_fill)
         sequence.held = self.pages.begin(known, sequence.request.adapter)
 
     def _has_room(self, sequence: Sequence, without: Collection[Sequence] = ()) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxllama.serving.http.tool_formats import Ahead, CallReader, Part
+from jaxllama.serving.http.tool_formats import Ahead, CallReader, Machine, Part
 from jaxllama.serving.http.tools import Tools
 from jaxllama.text.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ def reading(template: str, prompt: str, tools: Tools | None) -> Reading:
     return dataclasses.replace(PLAIN, tools=tools)
 
 
-class MessageReader:
+class MessageReader(Machine):
     """See the module docstring."""
 
     def __init__(self, reading: Reading) -> None:
@@ -70,12 +70,6 @@ class MessageReader:
     @property
     def calls(self) -> int:
         return self._calls.calls if self._calls else 0
-
-    def feed(self, text: str) -> list[Part]:
-        parts: list[Part] = []
-        while text:
-            text = self._state(text, parts)
-        return parts
 
     def close(self) -> list[Part]:
         parts: list[Part] = []

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple
 
 
@@ -160,7 +160,19 @@ class _Object:
         return self.text[begin:end]
 
 
-class CallReader:
+class Machine:
+    """Text in, parts out.  A state is a method that takes some text and gives back what is left."""
+
+    _state: Callable[[str, list[Part]], str]
+
+    def feed(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        while text:
+            text = self._state(text, parts)
+        return parts
+
+
+class CallReader(Machine):
     """See the module docstring.  names: of the tools that were offered.  only_one: further calls
     are dropped."""
 
@@ -174,12 +186,6 @@ class CallReader:
         # Without a mark a call is what the text begins with.
         self._state = self._in_text if format.mark else self._at_call
 
-    def feed(self, text: str) -> list[Part]:
-        parts: list[Part] = []
-        while text:
-            text = self._state(text, parts)
-        return parts
-
     def close(self) -> list[Part]:
         """What was held back, when no more text comes."""
         parts: list[Part] = []
@@ -191,7 +197,7 @@ class CallReader:
         self._raw = ""
         return parts
 
-    # One state a method: it takes some text and gives back what is left of it
+    # The states
 
     def _in_text(self, text: str, parts: list[Part]) -> str:
         before, blanks, behind = self._ahead.feed(text)

@@ -9,7 +9,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from tests.helpers.cpu_cases import (
     by_hand,
     error,
     floats,
+    in_six_threads,
     native,
     oracle,
     prepared,
@@ -295,11 +295,7 @@ def _under_load(calls: int) -> None:
     def work(i: int) -> None:
         wrong.extend(i for _ in range(calls) if not np.array_equal(f(x[i], w), wanted[i]))
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    in_six_threads(work)
     assert not wrong
 
 

@@ -17,6 +17,7 @@ from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.self_test import SelfTest, fault
 from pallas_kernels.cpu.target import TARGETS, VARIABLE, Target, target
 from pallas_kernels.dispatch import Reason
+from tests.helpers.cpu_cases import in_six_threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +84,7 @@ def test_calls_from_many_threads_do_not_meet():
             if not np.array_equal(_by_hand(w, x, 3)[0], exact):
                 wrong.append(seed)
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    in_six_threads(work)
     assert not wrong
 
 

@@ -10,13 +10,12 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 
-import openai
 
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward, logits
 from jaxllama.serving.http.scoring import Scorer
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import NAME, byte_tokenizer, serving
+from tests.helpers.http_server import NAME, byte_tokenizer, talking
 from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params
 
@@ -39,9 +38,8 @@ def engine(lm):
 
 @pytest.fixture(scope="module")
 def client(lm, engine):
-    with serving(lm, engine) as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            yield client
+    with talking(lm, engine) as client:
+        yield client
 
 
 def values_of(lm, row: list[int]) -> np.ndarray:

@@ -23,7 +23,7 @@ from jaxllama.serving.http import responses
 from jaxllama.serving.http.response_bodies import Responses
 from jaxllama.serving.http.schemas import ApiError
 from tests.helpers.fake_engine import ScriptedEngine
-from tests.helpers.http_server import NAME, byte_tokenizer, serving
+from tests.helpers.http_server import NAME, byte_tokenizer, serving, talking
 from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params
 from tests.serving.http.test_tools import CFG as TOOL_CFG
@@ -52,9 +52,8 @@ def engine(lm):
 
 @pytest.fixture(scope="module")
 def client(lm, engine):
-    with serving(lm, engine) as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            yield client
+    with talking(lm, engine) as client:
+        yield client
 
 
 def prompt(engine) -> str:

@@ -21,7 +21,7 @@ from jaxllama.sampling import Sampling
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.http.bodies import Chat, Completion, Embedding, StreamOptions
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import NAME, byte_tokenizer, serving
+from tests.helpers.http_server import NAME, byte_tokenizer, talking
 from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params
 
@@ -46,9 +46,8 @@ def engine(lm):
 
 @pytest.fixture(scope="module")
 def client(lm, engine):
-    with serving(lm, engine, api_keys=("secret",)) as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
-            yield client
+    with talking(lm, engine, "secret", api_keys=("secret",)) as client:
+        yield client
 
 
 def ids(text: str) -> list[int]:
@@ -196,10 +195,7 @@ def test_a_full_queue_is_the_clients_rate_limit(lm):
     engine = FakeEngine(lm.tokenizer, eos=2, max_len=96, max_queue=1)
     engine.start()
     engine.hold(True)
-    with (
-        serving(lm, engine) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with talking(lm, engine) as client:
         ask = {"model": NAME, "prompt": "ab", "max_tokens": 4, "stream": True}
         with client.completions.create(**ask) as waiting:
             with pytest.raises(openai.RateLimitError) as full:

@@ -26,7 +26,7 @@ from jaxllama.serving.http.calls import Prompts
 from jaxllama.serving.http.tool_formats import FORMATS, CallReader
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.fake_engine import ScriptedEngine
-from tests.helpers.http_server import NAME, serving
+from tests.helpers.http_server import NAME, serving, talking
 from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params
 
@@ -409,9 +409,8 @@ def test_a_grammar_that_is_none_is_refused(lm):
 def client(lm):
     engine = Engine(lm, max_slots=1, max_len=MAX_LEN, prefill_chunk=256)
     engine.start()
-    with serving(lm, engine) as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            yield client
+    with talking(lm, engine) as client:
+        yield client
     assert engine.stats().compilations == 0
     engine.stop()
 
