@@ -266,9 +266,7 @@ class Runner:
         if options.deterministic:  # branches round on their own
             level = device.HIGHEST_LEVEL
         wants_top = any(request.logprobs for request in requests)
-        # Rows that end one by one are not replaced one by one: a prefill call costs about the same.
-        wanted = min(plan.wanted, options.rows(options.widths[0]))
-        orders = device.make_orders(rows, level=level, wants_top=wants_top, wanted=wanted)
+        orders = device.make_orders(rows, level=level, wants_top=wants_top)
         params = self._with(n, {row: sequence for sequence, row in row_of.items()})
         longest = max(len(sequence.held.pages) for sequence in sequences)
         context = next(pages for pages in options.contexts if pages >= longest)
@@ -345,7 +343,7 @@ class Runner:
         """The orders of a decode that does nothing."""
         rows = np.full((n, 3 + self.options.more_pages), NOBODY, np.int32)
         rows[:, 1] = 0
-        return device.make_orders(rows, level=0, wants_top=False, wanted=0)
+        return device.make_orders(rows, level=0, wants_top=False)
 
 
 def _groups(items: list[Any], kind: Any) -> Iterator[tuple[Any, list[Any]]]:
