@@ -370,23 +370,20 @@ def _decode(
 
 
 def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # One after the other, of equals the first: XLA's sort, which ``top_k`` is, cannot be part of a
-    # CUDA graph, and a loop that is none keeps the host waiting.
+    # One after the other, of equals the first: neither XLA's sort, which ``top_k`` is, nor what
+    # ``scan`` stacks can be part of a CUDA graph, and a loop that is none keeps the host waiting.
     index = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-
-    def following(last: tuple[jax.Array, jax.Array], _: None) -> tuple[Any, Any]:
-        value, token = (x[:, None] for x in last)
+    value = jnp.full((len(scores), 1), jnp.inf, scores.dtype)
+    token = jnp.full((len(scores), 1), -1, jnp.int32)
+    found = []
+    for _ in range(min(MAX_LOGPROBS, scores.shape[1])):
         is_behind = (scores < value) | ((scores == value) & (index > token))
         left = jnp.where(is_behind, scores, -jnp.inf)
-        best = jnp.argmax(left, axis=1).astype(jnp.int32)
-        found = jnp.take_along_axis(scores, best[:, None], axis=1)[:, 0], best
-        return found, found
-
-    rows = scores.shape[:1]
-    first = jnp.full(rows, jnp.inf, scores.dtype), jnp.full(rows, -1, jnp.int32)
-    count = min(MAX_LOGPROBS, scores.shape[1])
-    _, (values, tokens) = lax.scan(following, first, None, length=count)
-    return tokens.T, values.T - jax.nn.logsumexp(scores, axis=1, keepdims=True)
+        token = jnp.argmax(left, axis=1, keepdims=True).astype(jnp.int32)
+        value = jnp.take_along_axis(scores, token, axis=1)
+        found.append((token, value))
+    tokens, values = (jnp.concatenate(column, axis=1) for column in zip(*found, strict=True))
+    return tokens, values - jax.nn.logsumexp(scores, axis=1, keepdims=True)
 
 
 def _no_likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
