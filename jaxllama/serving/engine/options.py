@@ -229,8 +229,11 @@ class ResolvedOptions:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that are decoded at once: 1, 4, 16, ..., max_slots."""
-        return (self.max_slots,) if self.deterministic else _powers_of(4, 1, self.max_slots)
+        """Numbers of rows that are decoded at once: 1, 4, 16, 64, 128, 256, 384, ..., max_slots."""
+        if self.deterministic:
+            return (self.max_slots,)
+        sizes = (1, 4, 16, 64, *range(128, self.max_slots, 128))
+        return (*(size for size in sizes if size < self.max_slots), self.max_slots)
 
     @property
     def contexts(self) -> tuple[int, ...]:
