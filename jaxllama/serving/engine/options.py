@@ -208,6 +208,11 @@ class ResolvedOptions:
         """Prompts that a prefill call of ``width`` tokens a row takes."""
         return _rows(self.prefill_rows, width)
 
+    def row_counts(self, width: int) -> list[int]:
+        """Rows of the prefill calls of that width: one, a quarter, half and all of ``rows``."""
+        most = self.rows(width)
+        return sorted({1, -(-most // 4), -(-most // 2), most})
+
     @property
     def pages(self) -> int:
         return self.cache_tokens // self.page_size

@@ -230,7 +230,7 @@ class Runner:
     def _fill(
         self, fills: list[Fill], width: int, fresh: bool, scheduler: Scheduler
     ) -> Callable[[], device.Slots]:
-        rows = 1 if len(fills) == 1 else self.options.rows(width)
+        rows = next(rows for rows in self.options.row_counts(width) if rows >= len(fills))
         tokens, facts = _blank(rows, width)
         for row, fill in enumerate(fills):
             sequence = fill.sequence
@@ -325,7 +325,7 @@ class Runner:
         return [
             (rows, width, fresh)
             for width in options.widths
-            for rows in sorted({1, options.rows(width)})
+            for rows in options.row_counts(width)
             for fresh in (True, False)
         ]
 
