@@ -138,7 +138,7 @@ class Runner:
         self, plan: Plan, masks: Mapping[Sequence, np.ndarray], scheduler: Scheduler
     ) -> Running:
         """A plan, its rows' ``masks`` with it, in the runner's thread behind those before.  The
-        thread waits where jax does: a call of a loop on a GPU does not return before the loop has
+        thread waits where jax does: on a mesh a call of a loop does not return before the loop has
         ended."""
         for sequence in plan.preempted:
             self.drop(sequence)
