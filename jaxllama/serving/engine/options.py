@@ -48,8 +48,8 @@ class EngineOptions:
         by default those of one prefill call.
     max_queue: waiting requests.
     steps_per_call: most tokens a row writes between two looks of the host (streams then move by so
-        many); 4 by default.  A look costs an H200 about 2 ms: where throughput is all, take 16
-        steps, and an eighth of the slots as prefill_rows.
+        many); 4 by default, and 2 halve the time between them where a step is long enough for the
+        host's work on it (10 to 20 ms for hundreds of rows).
     deterministic: a request's tokens and logprobs are the same bits whatever runs beside it and in
         whichever slot; the model's own flag by default.  As ``LanguageModel`` does it, shapes are
         fixed: prompts are prefilled one by one, rows decoded in one program of max_slots rows, a
