@@ -65,7 +65,8 @@ class Request:
     skip_special_tokens: false writes special tokens out in the text, but for those that end it.
     logprobs: how many alternatives to report per token beside the chosen one's, None for no
         logprobs at all, up to 20.
-    priority: larger goes first, and may push out smaller.
+    priority: larger goes first, and may push out smaller; 1 more is as much as having come 1,024
+        requests earlier.
     deadline: seconds from submission after which the request ends with reason "deadline".
     ignore_eos: go on past the model's stop tokens (for benchmarks).
     adapter: one of the model's, as for ``LanguageModel.generate``.

@@ -1,6 +1,7 @@
 """Scheduler: which requests run, and what the next step of the engine does.  No jax.
 
-    waiting     by priority, then by arrival; a preempted sequence keeps its place of arrival
+    waiting     by arrival, a step of priority as if ``AGE`` arrivals earlier, so that nobody waits
+                for ever; a preempted sequence keeps its place
     prefilling  admitted, with a slot and pages, their prompts partly in the cache
     running     one new token each per decode step
     ending      the device has been told to write the last that they may; their slots are others'
@@ -35,6 +36,9 @@ from collections.abc import Callable, Collection, Iterable
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.engine.pages import Held, Pages
 from jaxllama.serving.engine.request import FinishReason, Request
+
+# Later arrivals that a step of priority is worth.
+AGE = 1024
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,7 +98,7 @@ class Sequence:
     @property
     def urgency(self) -> tuple[int, int]:
         """Smaller goes first."""
-        return (-self.request.priority, self.order)
+        return (self.order - AGE * self.request.priority, self.order)
 
 
 _urgency = operator.attrgetter("urgency")
@@ -327,7 +331,9 @@ class Scheduler:
             victims = [
                 other
                 for other in self.admitted
-                if other.request.priority < priority and (self.recompute or not other.output)
+                if other.request.priority < priority
+                and other.urgency > sequence.urgency
+                and (self.recompute or not other.output)
             ]
             if not victims or not self._has_room(sequence, without=victims):
                 self.pages.release(sequence.held)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.engine.pages import Held, Pages
 from jaxllama.serving.engine.request import Grammar, Request
-from jaxllama.serving.engine.scheduler import Plan, Scheduler, Sequence
+from jaxllama.serving.engine.scheduler import AGE, Plan, Scheduler, Sequence
 
 
 def make(n_prompt: int, n_new: int = 4, order: int = 0, **options) -> Sequence:
@@ -166,6 +166,19 @@ def test_urgent_request_preempts_the_last_of_the_least_urgent():
     plan = sch.plan()
     assert plan.started == [second]
     assert spans(plan) == [("r1", 0, 3)]  # prompt and output, but for the newest token
+
+
+def test_who_has_waited_for_long_goes_before_higher_priorities():
+    sch = scheduler(max_slots=1)
+    sch.add(make(3, 1, order=0))
+    sch.add(make(3, 1, order=AGE - 1, priority=1))  # a little later
+    sch.add(make(3, 1, order=AGE + 1, priority=1))  # much later
+    names = []
+    while sch.in_flight:
+        plan = sch.plan()
+        names += [sequence.request.id for sequence in plan.started]
+        write(plan, sch)
+    assert names == [f"r{AGE - 1}", "r0", f"r{AGE + 1}"]
 
 
 def test_equal_priority_never_preempts():
