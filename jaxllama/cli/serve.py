@@ -52,6 +52,8 @@ def options(sub: Parser) -> None:
     sub.add_argument("--host", type=filled, default="127.0.0.1", help="(default %(default)s)")
     sub.add_argument("--port", type=Number(int, 0, 65535), default=8000, metavar="N",
                      help="0 takes a free one (default %(default)s)")  # fmt: skip
+    sub.add_argument("--api-servers", type=COUNT, default=1, metavar="N",
+                     help="processes for HTTP beside the engine (default %(default)s)")  # fmt: skip
     sub.add_argument("--api-key", action="append", type=api_key, default=[], metavar="KEY",
                      help="clients must send; may be repeated ($JAXLLAMA_API_KEY)")  # fmt: skip
     engine_options(sub)
@@ -83,5 +85,6 @@ def run(args: argparse.Namespace) -> None:
     options = ServeOptions(
         args.model, args.host, args.port, tuple(args.api_key), args.max_body, args.drain_timeout,
         args.state, engine_of(args), tuple(args.served_model_name), tuple(args.allowed_origin),
+        args.api_servers,
     )  # fmt: skip
     serve(options, lambda: common.load(args))
