@@ -86,7 +86,6 @@ class Hub:
 
     def forget(self, port: Port) -> None:
         self._ports.remove(port)
-        self.owed = {id: owner for id, owner in self.owed.items() if owner is not port}
 
     def tell(self, message: messages.Message) -> None:
         for port in self._ports:
@@ -144,7 +143,7 @@ class Hub:
             return [answer]
         if ask.name == "owed":
             entries = [] if self.journal is None else self.journal.unfinished()
-            entries = [entry for entry in entries if entry.id not in self.owed]
+            entries = [e for e in entries if self.owed.get(str(e.id)) not in self._ports]
             self.owed.update({str(entry.id): port for entry in entries})
             return [dataclasses.astuple(entry) for entry in entries]
         if ask.name == "metrics":
@@ -189,7 +188,7 @@ class Port:
     def received(self, data: bytes) -> None:
         self._loop = asyncio.get_running_loop()
         for message in self._frames.feed(data):
-            match message:
+            match message:  # pyright: ignore[reportMatchNotExhaustive]
                 case messages.Submit():
                     self._submit(message)
                 case messages.End():
@@ -365,10 +364,13 @@ class Port:
 
 def _row(number: int, request: Request, event: Event) -> Row:
     # What msgspec writes is the same for tuples and lists.
-    scored: Any = ((), ()) if request.logprobs is None else (event.logprobs, event.top_logprobs)
     tokens: Any = event.tokens
     error = None if event.error is None else messages.refusal(event.error)
-    return Row(number, tokens, *scored, event.finish_reason, event.cached_tokens, error)
+    row = Row(number, tokens, [], [], event.finish_reason, event.cached_tokens, error)
+    if request.logprobs is not None:
+        scored: Any = event.logprobs, event.top_logprobs
+        row.logprobs, row.top_logprobs = scored
+    return row
 
 
 class Responses:

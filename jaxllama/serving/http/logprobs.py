@@ -126,12 +126,12 @@ def chat_logprobs(call: Call, index: int, events: Sequence[Piece]) -> ChatLogpro
     return ChatLogprobs(content)
 
 
-def _scored(call: Call, event: Piece) -> list[tuple[int, float, Sequence[tuple[int, float]]]]:
+def _scored(call: Call, event: Piece) -> list[tuple[int, float, list[tuple[int, float]]]]:
     """(token, logprob, alternatives) of an event, without a stop token."""
     n = len(event.tokens)
     if event.finish_reason == "stop" and n and event.tokens[-1] in call.eos:
         n -= 1
-    tops = event.top_logprobs or ((),) * len(event.tokens)
+    tops = event.top_logprobs or [[] for _ in event.tokens]
     return list(zip(event.tokens, event.logprobs, tops, strict=True))[:n]
 
 

@@ -30,7 +30,7 @@ class IdTaken(JaxLlamaError):
     """An answer of this id is there or on its way."""
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Message(msgspec.Struct, array_like=True, gc=False):
     pass
 
 
