@@ -1,4 +1,4 @@
-"""Several front ends beside one engine, as processes: one port, one journal, one count; what dies."""
+"""Several front ends of one engine, as processes: one port, one journal, one count; what dies."""
 
 from __future__ import annotations
 
