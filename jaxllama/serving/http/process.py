@@ -188,7 +188,7 @@ class _Server:
         """Until SIGTERM, Ctrl-C or a failure, which it returns."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._ending.set)
+            loop.add_signal_handler(number, self._end)
         self._unready = len(front_ends)
         for one in front_ends:
             self._watch(one)
@@ -207,6 +207,11 @@ class _Server:
             task.cancel()
         await self._drain()
         return self._error
+
+    def _end(self) -> None:
+        """A second Ctrl-C does not wait."""
+        self._ending.set()
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
 
     def _watch(self, one: _FrontEnd) -> None:
         task = asyncio.create_task(self._serve(one))
