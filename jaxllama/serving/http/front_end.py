@@ -24,6 +24,7 @@ from typing import Any
 import uvicorn
 
 from jaxllama.config import ModelConfig
+from jaxllama.language_model import LanguageModel
 from jaxllama.sampling import Sampling
 from jaxllama.serving.http import logs, messages
 from jaxllama.serving.http.link import Link
@@ -41,6 +42,10 @@ class Facts:
     tokenizer: Tokenizer | None
     sampling: Sampling | None
     adapters: tuple[str, ...]
+
+    @classmethod
+    def of(cls, lm: LanguageModel) -> Facts:
+        return cls(lm.config, lm.tokenizer, lm.sampling, tuple(lm.adapters))
 
 
 @dataclasses.dataclass(frozen=True)

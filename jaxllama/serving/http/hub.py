@@ -1,6 +1,6 @@
 """The engine as its front ends see it: everything that they share.
 
-    hub = Hub(engine, lm, metrics, journal)
+    hub = Hub(engine, forward_passes(lm), metrics, journal)
     port = hub.open(send)                  a front end; send(bytes) writes to it
     port.received(data); port.close()      what it says; it is gone
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -59,11 +59,26 @@ class Served(Protocol):
     def end(self, request_id: str, reason: FinishReason) -> None: ...
 
 
+Passes = Mapping[str, Callable[..., Any]]
+
+
+def forward_passes(lm: LanguageModel) -> Passes:
+    """Beside the engine: a row's embedding, as float32 bytes, and a prompt's logprobs."""
+    embed = Embedder(lm)
+    return {"embed": lambda row: embed(row).tobytes(), "score": Scorer(lm)}
+
+
 class Hub:
-    """lm: for ``embed`` and ``score``.  journal: None for none; ``close`` closes it."""
+    """passes: ``embed`` and ``score``.  journal: None for none; ``close`` closes it.  waits: the
+    engine's ``submit`` does."""
 
     def __init__(
-        self, engine: Served, lm: LanguageModel, metrics: Metrics, journal: Journal | None
+        self,
+        engine: Served,
+        passes: Passes,
+        metrics: Metrics,
+        journal: Journal | None,
+        waits: bool = False,
     ) -> None:
         self.engine, self.metrics, self.journal = engine, metrics, journal
         self.calls: collections.Counter[str] = collections.Counter()  # rows in flight, by id
@@ -71,13 +86,9 @@ class Hub:
         self.responses = Responses()
         self._ports: list[Port] = []
         self._waiting: dict[str, list[tuple[Port, messages.Ask]]] = {}
-        embed = Embedder(lm)
-        self._passes: dict[str, Callable[..., Any]] = {
-            "embed": lambda row: embed(row).tobytes(),
-            "score": Scorer(lm),
-        }
+        self._passes, self.waits = passes, waits
         self._forward = ThreadPoolExecutor(1, "forward")
-        self.grammars = ThreadPoolExecutor(4, "grammar")
+        self.grammars = ThreadPoolExecutor(16 if waits else 4, "grammar")
 
     def open(self, send: Callable[[bytes], None]) -> Port:
         port = Port(self, send)
@@ -231,7 +242,8 @@ class Port:
         ]
         self._rows.update({live.number: live for live in living})
         self._hub.calls[call.id] += 1 + len(living)
-        if any(request.grammar for request in requests):  # compiling one takes a while
+        # Compiling a grammar takes a while.
+        if self._hub.waits or any(request.grammar for request in requests):
             work = self._hub.grammars.submit(self._queue, living)
             work.add_done_callback(
                 lambda done: self.later(self._queued, call, living, *done.result())

@@ -156,12 +156,20 @@ class Failed(Message, tag=4):
     reason: str
 
 
+class Report(Message, tag=6):
+    """Of a replica: its engine's figures, what it has observed since the last one, its failure."""
+
+    stats: dict[str, Any]
+    times: list[tuple[str, float]]
+    failure: str | None
+
+
 class Drain(Message, tag=5):
     """Answer what is in flight, take no more, and end."""
 
 
 FromFrontEnd = Submit | End | Finish | Ask | Served | Ready
-FromEngine = Received | Refused | Reply | Welcome | Failed | Drain
+FromEngine = Received | Refused | Reply | Welcome | Failed | Drain | Report
 
 _encoder = msgspec.msgpack.Encoder()
 _LENGTH = struct.Struct("<I")

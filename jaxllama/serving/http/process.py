@@ -41,8 +41,9 @@ try:
     from starlette.types import ASGIApp
 
     from jaxllama.serving.http import front_end, logs, messages
-    from jaxllama.serving.http.hub import Hub
+    from jaxllama.serving.http.hub import Hub, forward_passes
     from jaxllama.serving.http.metrics import HasStats, Metrics
+    from jaxllama.serving.http.replicas import Replicas
     from jaxllama.serving.http.server import Settings, create_app
 except ImportError as error:
     raise JaxLlamaError(f"serving needs {error.name}: pip install 'jaxllama[serve]'") from None
@@ -58,7 +59,8 @@ LAST_WORDS = 5  # seconds for front ends to tell their clients that the server s
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
     """engine: options of ``Engine``.  names: what clients call the model, its own where there are
-    none.  origins: of web pages that may ask.  api_servers: processes that talk HTTP.  Raises
+    none.  origins: of web pages that may ask.  api_servers: processes that talk HTTP; replicas:
+    engines, of which more than one are processes too, and ``load`` must be picklable.  Raises
     JaxLlamaError naming the flag."""
 
     model: str
@@ -72,6 +74,7 @@ class ServeOptions:
     names: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     api_servers: int = 1
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         keys = self.api_keys or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
@@ -83,7 +86,7 @@ class ServeOptions:
 def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
     """See the module docstring.  load: makes the model, once the port is ours."""
     listener = _bind(options.host, options.port)
-    with listener, _logged_progress(), contextlib.ExitStack() as children:
+    with listener, logs.progress_lines(), contextlib.ExitStack() as children:
         if not options.api_keys and options.host not in ("127.0.0.1", "::1", "localhost"):
             warnings.warn(
                 f"anybody who reaches {options.host} can use it: no --api-key", stacklevel=2
@@ -92,10 +95,22 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
         front_ends = [_FrontEnd(listener) for _ in range(options.api_servers)]
         for one in front_ends:
             children.callback(one.kill)
-        lm = load()
         journal = None if options.state is None else Journal(options.state)
         metrics = Metrics()
-        engine = Engine(lm, observe=metrics.observe, **options.engine)
+        if options.replicas > 1:
+            engine: Engine | Replicas = Replicas(
+                options.replicas, load, options.engine, metrics.observe
+            )
+            children.callback(engine.kill)
+            with progress.working("loading and compiling replicas"):
+                engine.start()
+            facts, passes = engine.facts, engine.passes
+        else:
+            lm = load()
+            engine = Engine(lm, observe=metrics.observe, **options.engine)
+            facts, passes = front_end.Facts.of(lm), forward_passes(lm)
+            with progress.working("compiling (later starts take it from the cache)"):
+                engine.start()
         metrics.watch(engine)
         name, *aliases = options.names or (model_name(options.model),)
         settings = Settings(
@@ -108,16 +123,14 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             state=None if options.state is None else str(options.state),
         )
         setup = front_end.Setup(
-            front_end.Facts(lm.config, lm.tokenizer, lm.sampling, tuple(lm.adapters)), settings,
-            engine.options.max_queue, options.drain_timeout + LAST_WORDS,
+            facts, settings, engine.options.max_queue, options.drain_timeout + LAST_WORDS,
         )  # fmt: skip
-        with progress.working("compiling (later starts take it from the cache)"):
-            engine.start()
         logging.config.dictConfig(logs.configuration())
-        hub = Hub(engine, lm, metrics, journal)
+        hub = Hub(engine, passes, metrics, journal, waits=isinstance(engine, Replicas))
         banner = f"{name} on {_url(options.host, listener.getsockname()[1])}"
         server = _Server(hub, engine, pickle.dumps(setup), listener, options.drain_timeout)
-        error = asyncio.run(server.run(front_ends, banner, lm.sampling and str(lm.sampling)))
+        sampling = facts.sampling and str(facts.sampling)
+        error = asyncio.run(server.run(front_ends, banner, sampling))
         engine.stop()
         hub.close()
         if error is not None:
@@ -139,21 +152,6 @@ def local_app(
         engine.stop()
 
 
-@contextlib.contextmanager
-def _logged_progress() -> Generator[None]:
-    """How far loading and compiling are is a line of the log, where it is no bar."""
-    write, log = progress.write, logs.JsonLines()
-
-    def record(line: str) -> None:
-        write(log.format(logging.makeLogRecord({"levelname": "INFO", "msg": line})))
-
-    progress.write = record
-    try:
-        yield
-    finally:
-        progress.write = write
-
-
 class _FrontEnd:
     """A child that talks HTTP, and this end of the socket to it."""
 
@@ -173,7 +171,12 @@ class _Server:
     """The engine's process beside its front ends."""
 
     def __init__(
-        self, hub: Hub, engine: Engine, setup: bytes, listener: socket.socket, drain_timeout: int
+        self,
+        hub: Hub,
+        engine: Engine | Replicas,
+        setup: bytes,
+        listener: socket.socket,
+        drain_timeout: int,
     ) -> None:
         self._hub, self._engine, self._setup = hub, engine, setup
         self._listener, self._drain_timeout = listener, drain_timeout
@@ -189,6 +192,8 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end)
+        if isinstance(self._engine, Replicas):
+            await self._engine.open()
         self._unready = len(front_ends)
         for one in front_ends:
             self._watch(one)

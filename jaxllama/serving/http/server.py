@@ -55,7 +55,7 @@ from jaxllama.serving.http.bodies import (
     parse,
 )
 from jaxllama.serving.http.calls import Call, Model, Prompts, as_list
-from jaxllama.serving.http.hub import Hub
+from jaxllama.serving.http.hub import Hub, forward_passes
 from jaxllama.serving.http.link import Link
 from jaxllama.serving.http.messages import Accepted, Finish
 from jaxllama.serving.http.metrics import Metrics
@@ -108,7 +108,7 @@ class Settings:
 def create_app(lm: LanguageModel, engine: Any, settings: Settings, metrics: Metrics) -> ASGIApp:
     """The application.  ``engine`` is running; the application does not stop it."""
     journal = None if settings.state is None else Journal(settings.state)
-    hub = Hub(engine, lm, metrics, journal)
+    hub = Hub(engine, forward_passes(lm), metrics, journal)
     own = link.local(hub, lm.tokenizer, lm.config.eos_token_ids)
     return application(lm, own, settings, engine.options.max_queue, hub.close)
 

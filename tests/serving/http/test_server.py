@@ -659,7 +659,7 @@ def test_a_slow_reader_gets_larger_pieces(http, lm, engine):
     [whole] = http.post("/v1/completions", json=ask).json()["choices"]
 
     async def read() -> list[Piece]:
-        link = local(Hub(engine, lm, Metrics(), None), lm.tokenizer, (2,))
+        link = local(Hub(engine, {}, Metrics(), None), lm.tokenizer, (2,))
         stream = await link.submit("slow", [dataclasses.replace(engine.requests[-1], id="slow")])
         await asyncio.to_thread(engine.wait_for, lambda: not engine._live)
         return [piece async for pieces in stream for piece in pieces]
