@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from typing import Any
 
 from jaxllama.cli import common
@@ -52,6 +53,11 @@ def options(sub: Parser) -> None:
     sub.add_argument("--host", type=filled, default="127.0.0.1", help="(default %(default)s)")
     sub.add_argument("--port", type=Number(int, 0, 65535), default=8000, metavar="N",
                      help="0 takes a free one (default %(default)s)")  # fmt: skip
+    sub.add_argument("--api-servers", type=COUNT, default=1, metavar="N",
+                     help="processes for HTTP beside the engine (default %(default)s)")  # fmt: skip
+    sub.add_argument("--replicas", type=COUNT, default=1, metavar="N",
+                     help="engines, each with the model on a device of its own "
+                     "(default %(default)s)")  # fmt: skip
     sub.add_argument("--api-key", action="append", type=api_key, default=[], metavar="KEY",
                      help="clients must send; may be repeated ($JAXLLAMA_API_KEY)")  # fmt: skip
     engine_options(sub)
@@ -78,10 +84,15 @@ def options(sub: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.policy is not None:
         raise JaxLlamaError("--policy: the serving engine runs no offloaded models")
+    if args.replicas > 1 and args.mesh is not None:
+        raise JaxLlamaError("--replicas: each has one device, so --mesh has no use beside it")
     from jaxllama.serving.http.process import ServeOptions, serve
 
     options = ServeOptions(
         args.model, args.host, args.port, tuple(args.api_key), args.max_body, args.drain_timeout,
         args.state, engine_of(args), tuple(args.served_model_name), tuple(args.allowed_origin),
+        args.api_servers, args.replicas,
     )  # fmt: skip
-    serve(options, lambda: common.load(args))
+    # What replicas are told cannot bring the parser along.
+    own = {name: value for name, value in vars(args).items() if name not in ("run", "top")}
+    serve(options, functools.partial(common.load, argparse.Namespace(**own)))

@@ -37,19 +37,35 @@ class TextStream:
         self._skip_special = skip_special
         self._drop_space = tokenizer.drops_first_space and not continuing
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_inside = False  # a character
 
     def feed(self, token_id: int) -> str:
         """The characters that this token completes; bytes that cannot be UTF-8 become U+FFFD."""
-        piece = self._tokenizer.token_bytes(token_id, self._skip_special)
+        return self._decode(self._tokenizer.token_bytes(token_id, self._skip_special))
+
+    def read(self, token_ids: Iterable[int]) -> str:
+        """Those that all of these complete."""
+        spell, skip_special = self._tokenizer.token_bytes, self._skip_special
+        return self._decode(b"".join([spell(token, skip_special) for token in token_ids]))
+
+    def _decode(self, piece: bytes) -> str:
         if self._drop_space and piece:
             self._drop_space = False
             piece = piece.removeprefix(b" ")
-        return self._utf8.decode(piece)
+        if not self._is_inside:
+            try:
+                return piece.decode()
+            except UnicodeDecodeError:
+                pass
+        text = self._utf8.decode(piece)
+        self._is_inside = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """What is left: U+FFFD if the text ends inside a character."""
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
+        self._is_inside = False
         return rest
 
 
@@ -63,6 +79,7 @@ class StopStrings:
         self._stops = [stop for stop in dict.fromkeys(stops) if stop]
         self._failure = [_failure_table(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)
+        self._begins = frozenset(stop[0] for stop in self._stops)
         self._held = ""
         self.match: str | None = None
 
@@ -74,6 +91,8 @@ class StopStrings:
         """Text that cannot belong to a stop string; "" once one has been found."""
         if self.found:
             return ""
+        if not self._held and self._begins.isdisjoint(text):
+            return text
         held = self._held + text
         for position, char in enumerate(text, start=len(self._held) + 1):
             for index, stop in enumerate(self._stops):

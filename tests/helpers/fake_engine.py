@@ -15,7 +15,14 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.engine.engine import Stats
 from jaxllama.serving.engine.options import EngineOptions
 from jaxllama.serving.engine.output import OutputReader
-from jaxllama.serving.engine.request import EngineClosed, EngineFailed, Event, QueueFull, Request
+from jaxllama.serving.engine.request import (
+    EngineClosed,
+    EngineFailed,
+    Event,
+    FinishReason,
+    QueueFull,
+    Request,
+)
 from jaxllama.text.tokenizer import Tokenizer
 
 
@@ -44,7 +51,9 @@ class FakeEngine:
         with self._changed:
             return self._changed.wait_for(condition, 30)
 
-    def submit(self, request: Request, on_event: Callable[[Event], None]) -> None:
+    def submit(
+        self, request: Request, on_event: Callable[[Event], None], *, with_text: bool = True
+    ) -> None:
         if request.stop and "refuse me" in request.stop:
             raise JaxLlamaError("refused, as asked")
         with self._changed:
@@ -54,7 +63,8 @@ class FakeEngine:
                 raise QueueFull(len(self._live), 2.5)
             eos = () if request.ignore_eos else (self._eos,)
             reader = OutputReader(
-                self._tokenizer, (*eos, *request.stop_token_ids), request.stop,
+                self._tokenizer if with_text else None, (*eos, *request.stop_token_ids),
+                request.stop if with_text else (),
                 least=request.min_tokens, skip_special=request.skip_special_tokens,
             )  # fmt: skip
             draw = random.Random(str((request.prompt, request.sampling.seed)))
@@ -62,10 +72,11 @@ class FakeEngine:
             self.requests.append(request)
             self._changed.notify_all()
 
-    def cancel(self, id: str) -> None:
+    def end(self, id: str, reason: FinishReason) -> None:
         with self._changed:
-            self.cancelled.append(id)
-            self._finish(id, "cancelled")
+            if reason == "cancelled":
+                self.cancelled.append(id)
+            self._finish(id, reason)
             self._changed.notify_all()
 
     def start(self) -> None:

@@ -118,25 +118,33 @@ class Engine:
 
     # What comes in, from any thread
 
-    def submit(self, request: Request, on_event: OnEvent) -> None:
+    def submit(self, request: Request, on_event: OnEvent, *, with_text: bool = True) -> None:
         """Queue a request.  on_event: called on the engine's thread; a request whose listener
-        raises ends with the reason "error".
+        raises ends with the reason "error".  with_text: false where the listener makes the text
+        and looks for stop strings in it (``end``).
 
         Raises QueueFull when ``max_queue`` requests wait, EngineClosed when no more are taken,
         JaxLlamaError for a request that can never run or an id in flight.
         """
         waiting = len(self.scheduler.waiting)
-        if not self._submit(request, on_event, self.options.max_queue - waiting):
+        room = self.options.max_queue - waiting
+        if not self._submit(request, on_event, room, with_text):
             waiting += len(self._inbox)
             raise QueueFull(waiting, self._retry_after(waiting))
 
-    def _submit(self, request: Request, on_event: OnEvent, room: float) -> bool:
-        entry = request, on_event, self.admission.check(request), time.monotonic()
+    def _submit(
+        self, request: Request, on_event: OnEvent, room: float, with_text: bool = True
+    ) -> bool:
+        entry = request, on_event, self.admission.check(request), time.monotonic(), with_text
         return self._inbox.submit(request.id, entry, room)
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last Event says "cancelled".  Unknown ids are ignored."""
-        self._inbox.end(request_id, "cancelled")
+        self.end(request_id, "cancelled")
+
+    def end(self, request_id: str, reason: FinishReason) -> None:
+        """The same, for a reason of the caller's: "stop" where its text is complete."""
+        self._inbox.end(request_id, reason)
 
     @property
     def closed(self) -> str | None:
@@ -284,23 +292,31 @@ class Engine:
         self._end(request_id, reason)
 
     def _add(
-        self, request: Request, on_event: OnEvent, matcher: Matcher | None, submitted: float
+        self,
+        request: Request,
+        on_event: OnEvent,
+        matcher: Matcher | None,
+        submitted: float,
+        with_text: bool,
     ) -> None:
         sequence = Sequence(request, self.arrivals, submitted)
         self.arrivals += 1
         self.counts["prompt_tokens"] += len(request.prompt)
-        live = self._follow(sequence, on_event, matcher)
+        live = self._follow(sequence, on_event, matcher, with_text)
         try:
             self.scheduler.add(sequence)
         except JaxLlamaError as error:  # it could run when it was submitted
             self._tell_end(live, "error", error=error)
 
-    def _follow(self, sequence: Sequence, on_event: OnEvent, matcher: Matcher | None) -> Live:
+    def _follow(
+        self, sequence: Sequence, on_event: OnEvent, matcher: Matcher | None, with_text: bool
+    ) -> Live:
         request = sequence.request
         eos = () if request.ignore_eos else self.lm.config.eos_token_ids
         reader = OutputReader(
-            self.lm.tokenizer, (*eos, *request.stop_token_ids), request.stop,
-            least=request.min_tokens, skip_special=request.skip_special_tokens,
+            self.lm.tokenizer if with_text else None, (*eos, *request.stop_token_ids),
+            request.stop if with_text else (), least=request.min_tokens,
+            skip_special=request.skip_special_tokens,
         )  # fmt: skip
         live = Live(sequence, on_event, reader, matcher, sequence.submitted)
         self.live[request.id] = live
@@ -358,8 +374,9 @@ class Engine:
         with self._stepping:
             for kind, entry in self._inbox.take():
                 if kind == "submit":
-                    request, on_event, matcher, submitted = entry
-                    self._follow(Sequence(request, self.arrivals, submitted), on_event, matcher)
+                    request, on_event, matcher, submitted, with_text = entry
+                    sequence = Sequence(request, self.arrivals, submitted)
+                    self._follow(sequence, on_event, matcher, with_text)
             for live in list(self.live.values()):
                 self._tell_end(live, "error", error=EngineFailed(self.failure))
         self._inbox.wake()

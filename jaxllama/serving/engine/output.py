@@ -40,6 +40,9 @@ class OutputReader:
 
     def read(self, tokens: Sequence[int]) -> tuple[int, str]:
         """(How many of ``tokens`` belong to the answer, the text that is certain by then)."""
+        if self._stops is None and self._eos.isdisjoint(tokens):
+            self._exempt -= len(tokens)
+            return len(tokens), self._stream.read(tokens) if self._stream is not None else ""
         shown: list[str] = []
         for index, token in enumerate(tokens):
             if token in self._eos:

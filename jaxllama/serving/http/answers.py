@@ -1,6 +1,6 @@
-"""The engine's Events as the answers of OpenAI's API (``schemas``).
+"""What the engine has written as the answers of OpenAI's API (``schemas``).
 
-    Answer                          collects the Events of one call's choices
+    Answer                          collects the pieces of one call's choices
     completion(call, answer)        a whole text_completion; chat(call, answer) a chat.completion
     completion_chunk, chat_chunk    the pieces of a stream
 
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllama import __version__
-from jaxllama.serving.engine.request import Event
 from jaxllama.serving.http.calls import Call
 from jaxllama.serving.http.logprobs import (
     TextOffsets,
@@ -26,6 +25,7 @@ from jaxllama.serving.http.logprobs import (
     joined,
     prompt_logprobs,
 )
+from jaxllama.serving.http.messages import Piece
 from jaxllama.serving.http.reading import MessageReader
 from jaxllama.serving.http.schemas import (
     Arguments,
@@ -59,33 +59,34 @@ _FINGERPRINT = f"jaxllama-{__version__}"
 
 
 class Answer:
-    """The events of one call so far, by choice.  ``add`` returns the event's choice index."""
+    """The pieces of one call so far, by choice; only the newest ones where it is not ``kept``."""
 
-    def __init__(self, call: Call) -> None:
-        self._index = {request.id: index for index, request in enumerate(call.requests)}
-        self.events: list[list[Event]] = [[] for _ in call.requests]
+    def __init__(self, call: Call, kept: bool) -> None:
+        self._kept = kept
+        self.events: list[list[Piece]] = [[] for _ in call.requests]
+        self.last = [Piece(0, [], index=index) for index in range(len(call.requests))]
 
-    def add(self, event: Event) -> int:
-        index = self._index[event.id]
-        self.events[index].append(event)
-        return index
+    def add(self, event: Piece) -> None:
+        self.last[event.index] = event
+        if self._kept:
+            self.events[event.index].append(event)
 
     def text(self, index: int) -> str:
         return "".join(event.text for event in self.events[index])
 
     def finish(self, index: int) -> FinishReason:
-        return finish_reason(self.events[index][-1]) or "length"
+        return finish_reason(self.last[index]) or "length"
 
 
-def finish_reason(event: Event) -> FinishReason | None:
+def finish_reason(event: Piece) -> FinishReason | None:
     """A deadline is a limit of length, in time.  What fails is no choice but an error."""
     if event.finish_reason is None:
         return None
     return "stop" if event.finish_reason == "stop" else "length"
 
 
-def usage(call: Call, last: Sequence[Event]) -> Usage:
-    """last: each choice's newest event.  The choices of one prompt read it once."""
+def usage(call: Call, last: Sequence[Piece]) -> Usage:
+    """last: each choice's newest piece.  The choices of one prompt read it once."""
     prompts = last[:: call.choices]
     prompt = sum(event.prompt_tokens for event in prompts)
     new = sum(event.completion_tokens for event in last)
@@ -104,11 +105,11 @@ def completion(call: Call, answer: Answer) -> CompletionObject:
         )
         text, finish = echo + answer.text(index), answer.finish(index)
         choices.append(_choice(call, index, text, logprobs, finish, events, is_first=True))
-    return _completion(call, choices, usage(call, [events[-1] for events in answer.events]))
+    return _completion(call, choices, usage(call, answer.last))
 
 
 def completion_chunk(
-    call: Call, index: int, event: Event, offsets: TextOffsets, total: Usage | None
+    call: Call, index: int, event: Piece, offsets: TextOffsets, total: Usage | None
 ) -> CompletionObject:
     """offsets: the choice's own, which has seen its earlier events."""
     logprobs = completion_logprobs(call, index, [event], offsets)
@@ -129,7 +130,7 @@ def _choice(
     text: str,
     logprobs: CompletionLogprobs | None,
     finish: FinishReason | None,
-    events: Sequence[Event],
+    events: Sequence[Piece],
     is_first: bool = False,
 ) -> CompletionChoice:
     """is_first: it, or the first of its chunks."""
@@ -165,7 +166,7 @@ def chat(call: Call, answer: Answer) -> ChatObject:
             message, calls = chat_message(call, index, message.content or "")
             finish = "tool_calls" if calls and finish == "stop" else finish
         choices.append(ChatChoice(index, message, chat_logprobs(call, index, events), finish))
-    total = usage(call, [events[-1] for events in answer.events])
+    total = usage(call, answer.last)
     listed = prompt_logprobs(call, 0) if call.lists_scores else None
     return ChatObject(
         call.id, "chat.completion", call.created, call.model, _FINGERPRINT, choices, total, listed
@@ -205,7 +206,7 @@ def chat_role(call: Call, index: int) -> ChatChunk:
     return _chat_chunk(call, [ChatChunkChoice(index, Opening("assistant", ""))], None)
 
 
-def chat_chunk(call: Call, index: int, event: Event, total: Usage | None) -> ChatChunk:
+def chat_chunk(call: Call, index: int, event: Piece, total: Usage | None) -> ChatChunk:
     logprobs = chat_logprobs(call, index, [event])
     choice = ChatChunkChoice(index, Delta(event.text), logprobs, finish_reason(event))
     return _chat_chunk(call, [choice], total)
@@ -220,14 +221,14 @@ class ChatChunks:
         self._call, self._index = call, index
         self._reader = MessageReader(call.reading)
 
-    def parts(self, event: Event) -> list[Part]:
+    def parts(self, event: Piece) -> list[Part]:
         parts = self._reader.feed(event.text)
         return parts if event.finish_reason is None else parts + self._reader.close()
 
     def of(self, part: Part) -> ChatChunk:
         return _chat_chunk(self._call, [ChatChunkChoice(self._index, self._delta(part))], None)
 
-    def __call__(self, event: Event, total: Usage | None) -> list[ChatChunk]:
+    def __call__(self, event: Piece, total: Usage | None) -> list[ChatChunk]:
         call, index, finish = self._call, self._index, finish_reason(event)
         deltas = [self._delta(part) for part in self.parts(event)]
         logprobs = chat_logprobs(call, index, [event])

@@ -21,10 +21,11 @@ import dataclasses
 import json
 import secrets
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import LanguageModel
 from jaxllama.sampling import Sampling
 from jaxllama.serving.engine.request import Request
 from jaxllama.serving.http.bodies import Chat, Completion, Generation, Message, Tokenize
@@ -76,6 +77,19 @@ class Call:
         return self.requests[:: self.choices]
 
 
+class Model(Protocol):
+    """What of a ``LanguageModel`` its front ends know."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def sampling(self) -> Sampling | None: ...
+    @property
+    def adapters(self) -> Sequence[str]: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Prompts:
     """Bodies to Calls: tokenizer, chat template, and the limits that need them.
@@ -85,7 +99,7 @@ class Prompts:
     tokenizing the rest of it.
     """
 
-    lm: LanguageModel
+    lm: Model
     name: str
     max_len: int
     max_choices: int

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxllama.serving.engine.request import Event
 from jaxllama.serving.http.calls import Call
+from jaxllama.serving.http.messages import Piece
 from jaxllama.serving.http.schemas import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -36,7 +36,7 @@ class TextOffsets:
 
 
 def completion_logprobs(
-    call: Call, index: int, events: Sequence[Event], offsets: TextOffsets
+    call: Call, index: int, events: Sequence[Piece], offsets: TextOffsets
 ) -> CompletionLogprobs | None:
     wanted = call.requests[index].logprobs
     if wanted is None:
@@ -106,7 +106,7 @@ def prompt_logprobs(call: Call, index: int) -> PromptLogprobs:
     return out
 
 
-def chat_logprobs(call: Call, index: int, events: Sequence[Event]) -> ChatLogprobs | None:
+def chat_logprobs(call: Call, index: int, events: Sequence[Piece]) -> ChatLogprobs | None:
     wanted = call.requests[index].logprobs
     if wanted is None:
         return None
@@ -126,12 +126,12 @@ def chat_logprobs(call: Call, index: int, events: Sequence[Event]) -> ChatLogpro
     return ChatLogprobs(content)
 
 
-def _scored(call: Call, event: Event) -> list[tuple[int, float, tuple[tuple[int, float], ...]]]:
+def _scored(call: Call, event: Piece) -> list[tuple[int, float, list[tuple[int, float]]]]:
     """(token, logprob, alternatives) of an event, without a stop token."""
     n = len(event.tokens)
     if event.finish_reason == "stop" and n and event.tokens[-1] in call.eos:
         n -= 1
-    tops = event.top_logprobs or ((),) * len(event.tokens)
+    tops = event.top_logprobs or [[] for _ in event.tokens]
     return list(zip(event.tokens, event.logprobs, tops, strict=True))[:n]
 
 

@@ -6,10 +6,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
+from collections.abc import Generator
 from typing import Any
+
+from jaxllama import progress
 
 
 class JsonLines(logging.Formatter):
@@ -26,6 +30,21 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+@contextlib.contextmanager
+def progress_lines() -> Generator[None]:
+    """How far loading and compiling are is a line of the log, where it is no bar."""
+    write, log = progress.write, JsonLines()
+
+    def record(line: str) -> None:
+        write(log.format(logging.makeLogRecord({"levelname": "INFO", "msg": line})))
+
+    progress.write = record
+    try:
+        yield
+    finally:
+        progress.write = write
 
 
 def configuration(level: str = "INFO") -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Prometheus metrics of a server, under ``jaxllama_``.
 
     metrics = Metrics(); Engine(..., observe=metrics.observe); metrics.watch(engine)
+    metrics.wrote(tokens); metrics.ended(reason)             by the hub
     metrics.request(path, method, status, seconds); metrics.page() -> (content type, bytes)
 
-Histograms are fed by the engine's thread (time to first token, inter-token time, queue time, whole
-request); what the engine counts itself is read from ``engine.stats()`` when somebody looks.  The
-registry is this object's own, so that two servers in a process do not meet.
+One for all front ends, in the engine's process: what they count they tell it.  Histograms are fed
+by the engine's thread (time to first token, inter-token time, queue time, whole request); what the
+engine counts itself is read from ``engine.stats()`` when somebody looks.  The registry is this
+object's own, so that two servers in a process do not meet.
 """
 
 from __future__ import annotations
@@ -40,7 +42,6 @@ _GAUGES = {
 }
 _COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts"),
-    "completion_tokens": ("completion_tokens", "Tokens written"),
     "prefix_hit_tokens": ("prefix_hit_tokens", "Tokens of prompts found in the prefix cache"),
     "preemptions": ("preemptions", "Requests pushed out of their slot"),
     "steps": ("steps", "Engine steps"),
@@ -71,12 +72,26 @@ class Metrics:
             ["path"], buckets=_LONG, registry=self._registry,
         )  # fmt: skip
 
+        self._written = Counter(
+            "jaxllama_completion_tokens", "Tokens written", registry=self._registry
+        )
+        self._finished = Counter(
+            "jaxllama_requests_finished", "Requests by how they ended", ["reason"],
+            registry=self._registry,
+        )  # fmt: skip
+
     def observe(self, name: str, seconds: float) -> None:
         """The engine's callback."""
         self._times[name].observe(seconds)
 
     def watch(self, engine: HasStats) -> None:
         self._registry.register(_EngineCollector(engine))
+
+    def wrote(self, tokens: int) -> None:
+        self._written.inc(tokens)
+
+    def ended(self, reason: str) -> None:
+        self._finished.labels(reason).inc()
 
     def request(self, path: str, method: str, status: int, seconds: float) -> None:
         self._requests.labels(method, path, str(status)).inc()
@@ -99,9 +114,3 @@ class _EngineCollector:
             yield GaugeMetricFamily(f"jaxllama_{name}", text, value=getattr(stats, key))
         for key, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"jaxllama_{name}", text, value=getattr(stats, key))
-        finished = CounterMetricFamily(
-            "jaxllama_requests_finished", "Requests by how they ended", labels=["reason"]
-        )
-        for reason, count in stats.finished.items():
-            finished.add_metric([reason], count)
-        yield finished

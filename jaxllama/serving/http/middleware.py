@@ -28,7 +28,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.engine.request import EngineClosed, EngineFailed, QueueFull
-from jaxllama.serving.http.metrics import Metrics
+from jaxllama.serving.http.link import Link
+from jaxllama.serving.http.messages import Served
 from jaxllama.serving.http.schemas import ApiError, respond
 
 CLIENT_GONE = 499  # nginx's status for a client that left; nobody reads it but the log
@@ -55,9 +56,9 @@ class Middleware:
     """See the module docstring.  paths: those that metrics tell apart."""
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, api_keys: Sequence[str], paths: Sequence[str]
+        self, app: ASGIApp, link: Link, api_keys: Sequence[str], paths: Sequence[str]
     ) -> None:
-        self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
+        self._app, self._link, self._paths = app, link, frozenset(paths)
         self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,7 +92,7 @@ class Middleware:
             seconds = time.perf_counter() - start
             path = scope["path"] if scope["path"] in self._paths else "other"
             method = scope["method"] if scope["method"] in ("GET", "HEAD", "POST") else "other"
-            self._metrics.request(path, method, status, seconds)
+            self._link.tell(Served(path, method, status, seconds))
             level = logging.DEBUG if path in ("/health", "/metrics") else logging.INFO
             client = scope.get("client")
             line = {

@@ -3,13 +3,16 @@
     serve(options, load)                 blocks until SIGTERM or Ctrl-C
     local_app(lm, name, engine options)  the application without a port, for batches
 
-The port is bound before the model is loaded, so that a taken one is known at once, and listened to
-when everything is compiled.  SIGTERM drains: no new connections, what is in flight is answered;
-what has not ended after ``drain_timeout`` seconds gets 503 (and, with a state folder, is done at
-the next start).  When the engine fails, all clients are told and the process ends with status 1,
-for a supervisor to start again.  The one line on stdout says where the server listens; logs are
-JSON on stderr, the model's own sampling, where it has one, among the first; while there is work,
-one says every ``INTERVAL`` seconds what the engine does.
+This process has the engine, its metrics and its journal; ``api_servers`` others, its children, talk
+HTTP (``front_end``).  They share the port, which is bound before the model is loaded, so that a
+taken one is known at once, and listened to when everything is compiled.  A front end that dies
+loses its own connections: its rows are cancelled and it is started again.  SIGTERM drains: no new
+connections, what is in flight is answered; what has not ended after ``drain_timeout`` seconds gets
+503 (and, with a state folder, is done at the next start).  When the engine fails, all clients are
+told and the process ends with status 1, for a supervisor to start again; when it is killed, its
+front ends tell them and end.  The one line on stdout says where the server listens; logs are JSON
+on stderr, the model's own sampling, where it has one, among the first; while there is work, one
+says every ``INTERVAL`` seconds what the engine does.
 """
 
 from __future__ import annotations
@@ -18,9 +21,12 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import logging.config
 import os
+import pickle
 import signal
 import socket
+import subprocess
 import time
 import warnings
 from collections.abc import Callable, Generator
@@ -30,27 +36,32 @@ from typing import Any
 from jaxllama import progress
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.sampling import Sampling
 
 try:
-    import uvicorn
     from starlette.types import ASGIApp
 
-    from jaxllama.serving.http import logs
+    from jaxllama.serving.http import front_end, logs, messages
+    from jaxllama.serving.http.hub import Hub, forward_passes
     from jaxllama.serving.http.metrics import HasStats, Metrics
+    from jaxllama.serving.http.replicas import Replicas
     from jaxllama.serving.http.server import Settings, create_app
 except ImportError as error:
     raise JaxLlamaError(f"serving needs {error.name}: pip install 'jaxllama[serve]'") from None
 from jaxllama.serving.engine.engine import Engine
+from jaxllama.serving.journal import Journal
 
 INTERVAL = 10.0
 KEY_VARIABLE = "JAXLLAMA_API_KEY"
+LOOK = 0.1  # seconds between two looks at the engine
+LAST_WORDS = 5  # seconds for front ends to tell their clients that the server stops
 
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
     """engine: options of ``Engine``.  names: what clients call the model, its own where there are
-    none.  origins: of web pages that may ask.  Raises JaxLlamaError naming the flag."""
+    none.  origins: of web pages that may ask.  api_servers: processes that talk HTTP; replicas:
+    engines, of which more than one are processes too, and ``load`` must be picklable.  Raises
+    JaxLlamaError naming the flag."""
 
     model: str
     host: str = "127.0.0.1"
@@ -62,6 +73,8 @@ class ServeOptions:
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     names: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    api_servers: int = 1
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         keys = self.api_keys or tuple(filter(None, [os.environ.get(KEY_VARIABLE)]))
@@ -73,14 +86,31 @@ class ServeOptions:
 def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
     """See the module docstring.  load: makes the model, once the port is ours."""
     listener = _bind(options.host, options.port)
-    with listener, _logged_progress():
+    with listener, logs.progress_lines(), contextlib.ExitStack() as children:
         if not options.api_keys and options.host not in ("127.0.0.1", "::1", "localhost"):
             warnings.warn(
                 f"anybody who reaches {options.host} can use it: no --api-key", stacklevel=2
             )
-        lm = load()
+        # They import what they need while the model is loaded.
+        front_ends = [_FrontEnd(listener) for _ in range(options.api_servers)]
+        for one in front_ends:
+            children.callback(one.kill)
+        journal = None if options.state is None else Journal(options.state)
         metrics = Metrics()
-        engine = Engine(lm, observe=metrics.observe, **options.engine)
+        if options.replicas > 1:
+            engine: Engine | Replicas = Replicas(
+                options.replicas, load, options.engine, metrics.observe
+            )
+            children.callback(engine.kill)
+            with progress.working("loading and compiling replicas"):
+                engine.start()
+            facts, passes = engine.facts, engine.passes
+        else:
+            lm = load()
+            engine = Engine(lm, observe=metrics.observe, **options.engine)
+            facts, passes = front_end.Facts.of(lm), forward_passes(lm)
+            with progress.working("compiling (later starts take it from the cache)"):
+                engine.start()
         metrics.watch(engine)
         name, *aliases = options.names or (model_name(options.model),)
         settings = Settings(
@@ -92,20 +122,19 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             max_body=options.max_body,
             state=None if options.state is None else str(options.state),
         )
-        app = create_app(lm, engine, settings, metrics)
-        config = uvicorn.Config(
-            app, lifespan="on", ws="none", log_config=logs.configuration(), access_log=False,
-            server_header=False, timeout_graceful_shutdown=options.drain_timeout + 5,
+        setup = front_end.Setup(
+            facts, settings, engine.options.max_queue, options.drain_timeout + LAST_WORDS,
         )  # fmt: skip
-        with progress.working("compiling (later starts take it from the cache)"):
-            engine.start()
-        # uvicorn raises the signal again when it is done; drained is no failure.
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        url = _url(options.host, listener.getsockname()[1])
-        banner = f"{settings.name} on {url}"
-        _Server(config, engine, options.drain_timeout, banner, lm.sampling).run([listener])
-        if engine.failure is not None:
-            raise SystemExit(f"error: {engine.failure}")
+        logging.config.dictConfig(logs.configuration())
+        hub = Hub(engine, passes, metrics, journal, waits=isinstance(engine, Replicas))
+        banner = f"{name} on {_url(options.host, listener.getsockname()[1])}"
+        server = _Server(hub, engine, pickle.dumps(setup), listener, options.drain_timeout)
+        sampling = facts.sampling and str(facts.sampling)
+        error = asyncio.run(server.run(front_ends, banner, sampling))
+        engine.stop()
+        hub.close()
+        if error is not None:
+            raise SystemExit(f"error: {error}")
 
 
 @contextlib.contextmanager
@@ -123,51 +152,124 @@ def local_app(
         engine.stop()
 
 
-@contextlib.contextmanager
-def _logged_progress() -> Generator[None]:
-    """How far loading and compiling are is a line of the log, where it is no bar."""
-    write, log = progress.write, logs.JsonLines()
+class _FrontEnd:
+    """A child that talks HTTP, and this end of the socket to it."""
 
-    def record(line: str) -> None:
-        write(log.format(logging.makeLogRecord({"levelname": "INFO", "msg": line})))
+    def __init__(self, listener: socket.socket) -> None:
+        self.began = time.monotonic()
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self.process: subprocess.Popen[bytes] = front_end.start(theirs, listener)
 
-    progress.write = record
-    try:
-        yield
-    finally:
-        progress.write = write
+    def kill(self) -> None:
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
 
 
-class _Server(uvicorn.Server):
+class _Server:
+    """The engine's process beside its front ends."""
+
     def __init__(
-        self, config: uvicorn.Config, engine: Engine, drain_timeout: int, banner: str,
-        sampling: Sampling | None,
-    ) -> None:  # fmt: skip
-        super().__init__(config)
-        self._sampling = sampling
-        self._engine, self._drain_timeout, self._banner = engine, drain_timeout, banner
+        self,
+        hub: Hub,
+        engine: Engine | Replicas,
+        setup: bytes,
+        listener: socket.socket,
+        drain_timeout: int,
+    ) -> None:
+        self._hub, self._engine, self._setup = hub, engine, setup
+        self._listener, self._drain_timeout = listener, drain_timeout
+        self._living: set[asyncio.Task[None]] = set()
+        self._unready = 0
+        self._ready, self._ending = asyncio.Event(), asyncio.Event()
+        self._error: str | None = None
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._reporting = asyncio.create_task(report(self._engine))
-        print(f"jaxllama serves {self._banner}", flush=True)
-        if self._sampling is not None:
-            said = {"default": str(self._sampling), "from": "the model's own"}
-            logging.getLogger("jaxllama.serving").info("sampling", extra={"fields": said})
+    async def run(
+        self, front_ends: list[_FrontEnd], banner: str, sampling: str | None
+    ) -> str | None:
+        """Until SIGTERM, Ctrl-C or a failure, which it returns."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end)
+        if isinstance(self._engine, Replicas):
+            await self._engine.open()
+        self._unready = len(front_ends)
+        for one in front_ends:
+            self._watch(one)
+        watching = asyncio.create_task(self._watch_engine())
+        started = asyncio.create_task(self._ready.wait())
+        ended = asyncio.create_task(self._ending.wait())
+        await asyncio.wait((started, ended), return_when=asyncio.FIRST_COMPLETED)
+        if started.done():
+            print(f"jaxllama serves {banner}", flush=True)
+            if sampling is not None:
+                said = {"default": sampling, "from": "the model's own"}
+                logging.getLogger("jaxllama.serving").info("sampling", extra={"fields": said})
+        reporting = asyncio.create_task(report(self._engine))
+        await ended
+        for task in (started, watching, reporting):
+            task.cancel()
+        await self._drain()
+        return self._error
 
-    async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._engine.failure is not None
+    def _end(self) -> None:
+        """A second Ctrl-C does not wait."""
+        self._ending.set()
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        late = asyncio.create_task(self._stop_late())
-        await super().shutdown(sockets)
-        late.cancel()
-        self._reporting.cancel()
+    def _watch(self, one: _FrontEnd) -> None:
+        task = asyncio.create_task(self._serve(one))
+        self._living.add(task)
+        task.add_done_callback(self._living.discard)
+
+    async def _serve(self, one: _FrontEnd) -> None:
+        """Until the front end is gone; then another takes its place."""
+        is_ready = False
+
+        def ready() -> None:
+            nonlocal is_ready
+            is_ready = True
+            self._unready -= 1
+            if not self._unready:
+                self._ready.set()
+
+        wire = front_end.Wire()
+        port = self._hub.open(wire.write)
+        port.on_ready, wire.on_data = ready, port.received
+        await wire.open(one.socket)
+        port.send(messages.Welcome(self._setup))
+        await wire.gone.wait()
+        cancelled = port.close()
+        status = await asyncio.to_thread(one.process.wait)
+        if self._ending.is_set():
+            return
+        log = logging.getLogger("jaxllama.serving")
+        fields = {"status": status, "cancelled": cancelled}
+        log.error("a front end has ended", extra={"fields": fields})
+        if is_ready:
+            self._unready += 1
+            self._watch(_FrontEnd(self._listener))
+        else:
+            self._error = f"a front end ended with status {status} as it started"
+            self._ending.set()
+
+    async def _watch_engine(self) -> None:
+        while self._engine.failure is None:
+            await asyncio.sleep(LOOK)
+        self._error = self._engine.failure
+        self._hub.tell(messages.Failed(self._error))
+        self._ending.set()
+
+    async def _drain(self) -> None:
+        """Front ends answer what is in flight; what is late is stopped."""
+        self._listener.close()
+        self._hub.tell(messages.Drain())
+        if self._living:
+            await asyncio.wait(self._living, timeout=self._drain_timeout)
         await asyncio.to_thread(self._engine.stop)
-
-    async def _stop_late(self) -> None:
-        await asyncio.sleep(self._drain_timeout)
-        await asyncio.to_thread(self._engine.stop)
+        if self._living:
+            await asyncio.wait(self._living, timeout=LAST_WORDS)
 
 
 async def report(engine: HasStats) -> None:

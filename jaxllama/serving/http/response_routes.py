@@ -1,21 +1,23 @@
 """/v1/responses: made, streamed, continued, read again and forgotten.
 
-They are kept in this process's memory (``Store``), not in a state folder: a server that starts
-again knows none of them, and owes none.
+They are kept in the memory of the engine's process (``hub.Responses``), for all front ends, not in
+a state folder: a server that starts again knows none of them, and owes none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
+from pydantic import TypeAdapter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jaxllama.serving.http.bodies import parse
+from jaxllama.serving.http.bodies import Message, parse
 from jaxllama.serving.http.calls import Prompts
-from jaxllama.serving.http.dispatcher import Dispatcher
+from jaxllama.serving.http.link import Link
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
     ClientGone,
@@ -24,15 +26,16 @@ from jaxllama.serving.http.middleware import (
 )
 from jaxllama.serving.http.response_bodies import Responses, to_chat
 from jaxllama.serving.http.response_schemas import ResponseDeleted, ResponseObject
-from jaxllama.serving.http.responses import Frame, ResponseStream, Store, whole
-from jaxllama.serving.http.runs import Run
-from jaxllama.serving.http.schemas import respond
+from jaxllama.serving.http.responses import Frame, ResponseStream, whole
+from jaxllama.serving.http.runs import Run, submit
+from jaxllama.serving.http.schemas import ApiError, respond, to_json
+
+CONVERSATION = TypeAdapter(list[Message])
 
 
 class ResponseRoutes:
-    def __init__(self, prompts: Prompts, dispatcher: Dispatcher, max_body: int) -> None:
-        self._prompts, self._dispatcher, self._max_body = prompts, dispatcher, max_body
-        self._store = Store()
+    def __init__(self, prompts: Prompts, link: Link, max_body: int) -> None:
+        self._prompts, self._link, self._max_body = prompts, link, max_body
 
     def routes(self) -> list[Route]:
         return [
@@ -43,13 +46,21 @@ class ResponseRoutes:
 
     async def create(self, http: HttpRequest) -> ASGIApp:
         data = await read_body(http, self._max_body)
-        frame = await asyncio.to_thread(self._frame, data, http.state.request_id)
-        stream = await self._dispatcher.submit(frame.call.requests)
-        run = Run("response", frame.call, stream, http.state.fields, lambda id, answer: None)
+        limit = self._prompts.max_len
+        body = await asyncio.to_thread(parse, Responses, data, limit, limit)
+        earlier = b"[]"
+        if body.previous_response_id is not None:
+            key = "previous_response_id"
+            _, earlier = await self._recall(body.previous_response_id, key)
+        frame = await asyncio.to_thread(self._frame, body, earlier, http.state.request_id)
+        call, stream = await submit(self._link, frame.call)
+        frame = dataclasses.replace(frame, call=call)
+        run = Run("response", call, stream, http.state.fields, lambda id, answer: None, kept=False)
 
-        def done(response: ResponseObject) -> None:
+        async def done(response: ResponseObject) -> None:
             if response.store:
-                self._store.put(response, frame.conversation(response.output), len(data))
+                said = CONVERSATION.dump_json(frame.conversation(response.output))
+                await self._link.ask("keep", response.id, to_json(response), said, len(data))
 
         if frame.body.stream:
             return ResponseStream(run, frame, done)
@@ -58,26 +69,27 @@ class ResponseRoutes:
         except ClientGone:
             run.abandon()
             return Response(status_code=CLIENT_GONE)
-        done(response)
+        await done(response)
         return respond(response)
 
-    def _frame(self, data: bytearray, request_id: str) -> Frame:
-        limit = self._prompts.max_len
-        body = parse(Responses, data, limit, limit)
-        earlier = []
-        if body.previous_response_id is not None:
-            key = "previous_response_id"
-            earlier = self._store.find(body.previous_response_id, key).messages
-        chat, messages = to_chat(body, earlier)
-        call_id = f"resp_{request_id}"
-        while call_id in self._store or self._dispatcher.has(f"{call_id}/0"):
-            call_id += "_"  # clients may use a request id again
-        return Frame(self._prompts.chat(chat, call_id), body, messages)
+    def _frame(self, body: Responses, earlier: bytes, request_id: str) -> Frame:
+        chat, messages = to_chat(body, CONVERSATION.validate_json(earlier))
+        return Frame(self._prompts.chat(chat, f"resp_{request_id}"), body, messages)
+
+    async def _recall(self, id: str, param: str) -> tuple[bytes, bytes]:
+        """A response and its conversation, as JSON; ApiError 404 for one that is not there."""
+        [kept] = await self._link.ask("recall", id)
+        if kept is None:
+            message = f"{param}: no response with the id {id!r}"
+            raise ApiError(404, message, param=param, code="not_found")
+        return kept
 
     async def retrieve(self, http: HttpRequest) -> Response:
-        stored = self._store.find(http.path_params["id"], "id")
-        return Response(stored.json, media_type="application/json")
+        response, _ = await self._recall(http.path_params["id"], "id")
+        return Response(response, media_type="application/json")
 
     async def delete(self, http: HttpRequest) -> Response:
-        self._store.drop(http.path_params["id"])
-        return respond(ResponseDeleted(http.path_params["id"], "response", True))
+        id = http.path_params["id"]
+        await self._recall(id, "id")
+        await self._link.ask("forget", id)
+        return respond(ResponseDeleted(id, "response", True))

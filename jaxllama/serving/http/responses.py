@@ -1,9 +1,8 @@
 """Answers of /v1/responses: a conversation's newest part as items, whole or as a stream of events.
 
     Frame(call, body, messages)     what is known of a response before it is written
-    Writer(frame)                   Events of the engine to items, telling each step of them
+    Writer(frame)                   what the engine writes to items, telling each step of them
     ResponseStream(run, frame, done)    an ASGI response
-    Store()                         the newest responses, in memory, to be continued or read again
 
 Source: OpenAI's API reference, and its Python client's types.  Reasoning tokens are not counted
 apart.
@@ -11,16 +10,15 @@ apart.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-from jaxllama.serving.engine.request import Event
 from jaxllama.serving.http import answers
 from jaxllama.serving.http.bodies import Message
 from jaxllama.serving.http.calls import Call
+from jaxllama.serving.http.messages import Piece
 from jaxllama.serving.http.reading import PLAIN, MessageReader
 from jaxllama.serving.http.response_bodies import (
     InputCall,
@@ -47,7 +45,6 @@ from jaxllama.serving.http.runs import EventStream, Run
 from jaxllama.serving.http.schemas import ApiError, Usage, to_json
 from jaxllama.serving.http.tool_formats import Part
 
-STORED_BYTES = 64 * 2**20
 OutputItem = ReasoningItem | MessageItem | FunctionCallItem
 
 
@@ -137,7 +134,7 @@ class Writer:
         self.output: list[OutputItem] = []
         self.status: Status = "in_progress"
 
-    def read(self, event: Event) -> list[Told]:
+    def read(self, event: Piece) -> list[Told]:
         parts, told = self._reader.feed(event.text), []
         if event.finish_reason is not None:
             parts += self._reader.close()
@@ -225,15 +222,18 @@ async def whole(run: Run, frame: Frame) -> ResponseObject:
     """ApiError when the engine fails."""
     writer = Writer(frame)
     async with contextlib.aclosing(run.events()) as events:
-        async for _, event in events:
-            writer.read(event)
+        async for pieces in events:
+            for piece in pieces:
+                writer.read(piece)
     return frame.response(writer.status, writer.output, run.usage())
 
 
 class ResponseStream(EventStream):
     """done(response): it is whole."""
 
-    def __init__(self, run: Run, frame: Frame, done: Callable[[ResponseObject], None]) -> None:
+    def __init__(
+        self, run: Run, frame: Frame, done: Callable[[ResponseObject], Awaitable[None]]
+    ) -> None:
         super().__init__(run)
         self._frame, self._done, self._number = frame, done, 0
 
@@ -244,11 +244,11 @@ class ResponseStream(EventStream):
                 {"type": f"response.{name}", "response": frame.response("in_progress", [])}
             )
         async with contextlib.aclosing(self._run.events()) as events:
-            async for _, event in events:
-                for told in writer.read(event):
-                    yield self._piece(told)
+            async for pieces in events:
+                told = [self._piece(told) for piece in pieces for told in writer.read(piece)]
+                yield b"".join(told)
         response = frame.response(writer.status, writer.output, self._run.usage())
-        self._done(response)
+        await self._done(response)
         yield self._piece({"type": f"response.{response.status}", "response": response})
 
     def _failure(self, error: ApiError) -> bytes:
@@ -261,42 +261,3 @@ class ResponseStream(EventStream):
         line = to_json({**told, "sequence_number": self._number})
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (told["type"].encode(), line)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    json: bytes
-    messages: list[Message]
-    size: int
-
-
-class Store:
-    """The oldest go when there are more than ``STORED_BYTES``; those that went on from them stay
-    whole."""
-
-    def __init__(self) -> None:
-        self._kept: collections.OrderedDict[str, Stored] = collections.OrderedDict()
-        self._size = 0
-
-    def put(self, response: ResponseObject, messages: list[Message], body_size: int) -> None:
-        data = to_json(response)
-        stored = Stored(data, messages, len(data) + body_size)
-        self._kept[response.id] = stored
-        self._size += stored.size
-        while self._size > STORED_BYTES:
-            self._size -= self._kept.popitem(last=False)[1].size
-
-    def find(self, id: str, param: str) -> Stored:
-        """ApiError 404 for one that is not there."""
-        stored = self._kept.get(id)
-        if stored is None:
-            message = f"{param}: no response with the id {id!r}"
-            raise ApiError(404, message, param=param, code="not_found")
-        return stored
-
-    def __contains__(self, id: str) -> bool:
-        return id in self._kept
-
-    def drop(self, id: str) -> None:
-        self._size -= self.find(id, "id").size
-        del self._kept[id]

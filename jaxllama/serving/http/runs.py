@@ -1,4 +1,4 @@
-"""One call on its way: the events of its requests become an answer, whole or streamed.
+"""One call on its way: the pieces of its requests become an answer, whole or streamed.
 
     run = Run(kind, call, stream, fields, finish)
     await run.whole()              the answer object; ApiError when a row or the engine fails
@@ -11,19 +11,22 @@ then it is still owed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterable
-from json.encoder import encode_basestring
+import dataclasses
+import uuid
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
-from jaxllama.serving.engine.request import Event
-from jaxllama.serving.http import answers
+from jaxllama.serving.http import answers, messages
 from jaxllama.serving.http.bodies import Chat, Completion
 from jaxllama.serving.http.calls import Call
-from jaxllama.serving.http.dispatcher import Stream
+from jaxllama.serving.http.link import Link, Stream
 from jaxllama.serving.http.logprobs import TextOffsets
+from jaxllama.serving.http.messages import Accepted, IdTaken, Piece
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
     ClientGone,
@@ -40,41 +43,86 @@ from jaxllama.serving.http.schemas import (
 )
 from jaxllama.serving.http.tool_formats import Part
 
+AGAIN_SECONDS = 0.05
 Outcome = CompletionObject | ChatObject | ErrorObject
 Finish = Callable[[str, Callable[[], Outcome] | None], None]
 
 
+async def submit(
+    link: Link, call: Call, entry: Accepted | None = None, is_known: bool = False
+) -> tuple[Call, Stream]:
+    """The call, under another id where its own is taken: clients may use a request id again.
+    What of a prompt alone is asked has no requests."""
+    requests = call.requests if call.is_written else ()
+    while True:
+        try:
+            stream = await link.submit(call.id, requests, entry, is_known)
+            break
+        except IdTaken:
+            if is_known:  # another front end's, which is gone, and its rows will be
+                await asyncio.sleep(AGAIN_SECONDS)
+            else:
+                call = dataclasses.replace(call, id=f"{call.id}-{uuid.uuid4().hex}")
+                ids = [f"{call.id}/{index}" for index in range(len(call.requests))]
+                named = zip(call.requests, ids, strict=True)
+                call = dataclasses.replace(
+                    call, requests=tuple(dataclasses.replace(r, id=id) for r, id in named)
+                )
+                requests = call.requests if call.is_written else ()
+    if not call.is_written:
+        stream.end(
+            [
+                Piece(0, [], finish_reason="length", index=index, prompt_tokens=len(request.prompt))
+                for index, request in enumerate(call.requests)
+            ]
+        )
+    return call, stream
+
+
 class Run:
-    """One call on its way: follows the events, keeps the answer, and reports its end once."""
+    """One call on its way: follows the pieces, keeps the answer, and reports its end once.
+
+    kept: whether the whole answer is asked for at the end."""
 
     def __init__(
-        self, kind: str, call: Call, stream: Stream, fields: dict[str, Any], finish: Finish
+        self,
+        kind: str,
+        call: Call,
+        stream: Stream,
+        fields: dict[str, Any],
+        finish: Finish,
+        kept: bool = True,
     ) -> None:
         self.kind, self.call, self._stream, self._finish = kind, call, stream, finish
-        self._answer, self._fields, self._ended = answers.Answer(call), fields, False
+        self._answer, self._fields, self._ended = answers.Answer(call, kept), fields, False
 
-    async def events(self) -> AsyncGenerator[tuple[int, Event]]:
-        """(choice, event) until all is said.  ApiError when a row ends with an error, or the engine
-        fails or is stopped."""
+    async def events(self) -> AsyncGenerator[list[Piece]]:
+        """What has come, one piece a choice, until all is said.  ApiError when a row ends with an
+        error, or the engine fails or is stopped."""
         try:
-            async for event in self._stream:
-                if event.finish_reason == "error" and event.error is not None:
-                    error = api_error(event.error)
-                    self._end(error.body, str(error))
-                    raise error
-                if event.finish_reason == "cancelled":  # not by us: the engine has been stopped
-                    self._end(None, "stopped")
-                    raise ApiError(503, "the server is stopping", code="stopping", retry_after=1)
-                index = self._answer.add(event)
+            async for pieces in self._stream:
+                for piece in pieces:
+                    if piece.finish_reason is not None:
+                        self._check(piece)
+                    self._answer.add(piece)
                 if self._stream.is_over:
                     total = self.usage()
                     self._fields.update(
                         prompt_tokens=total.prompt_tokens, completion_tokens=total.completion_tokens
                     )
                     self._end(self._whole, "answered")
-                yield index, event
+                yield pieces
         finally:
             self._stream.close()
+
+    def _check(self, piece: Piece) -> None:
+        if piece.error is not None:
+            error = api_error(messages.error(piece.error))
+            self._end(error.body, str(error))
+            raise error
+        if piece.finish_reason == "cancelled":  # not by us: the engine has been stopped
+            self._end(None, "stopped")
+            raise ApiError(503, "the server is stopping", code="stopping", retry_after=1)
 
     async def whole(self) -> CompletionObject | ChatObject:
         async with contextlib.aclosing(self.events()) as events:
@@ -88,9 +136,7 @@ class Run:
         self._end(ApiError(CLIENT_GONE, "the client left", code="cancelled").body, "client gone")
 
     def usage(self) -> Usage:
-        empty = Event("")
-        last = [events[-1] if events else empty for events in self._answer.events]
-        return answers.usage(self.call, last)
+        return answers.usage(self.call, self._answer.last)
 
     def _whole(self) -> CompletionObject | ChatObject:
         build = answers.completion if self.kind == "completion" else answers.chat
@@ -121,7 +167,8 @@ class EventStream:
             try:
                 async with contextlib.aclosing(self._pieces()) as pieces:
                     async for piece in pieces:
-                        await _send_piece(send, piece)
+                        if piece:
+                            await _send_piece(send, piece)
             except ApiError as error:
                 await _send_piece(send, self._failure(error))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -152,73 +199,74 @@ class ChunkStream(EventStream):
         run, call = self._run, self._run.call
         is_chat = run.kind == "chat"
         offsets = [TextOffsets(call) for _ in call.requests]
+        opening: list[bytes] = []
         for index in range(len(call.requests)):
             if is_chat:
-                yield _data(to_json(answers.chat_role(call, index)))
+                opening.append(_data(to_json(answers.chat_role(call, index))))
             elif call.echoes:
-                yield _data(to_json(answers.completion_echo(call, index, offsets[index])))
+                echo = answers.completion_echo(call, index, offsets[index])
+                opening.append(_data(to_json(echo)))
+        if opening:
+            yield b"".join(opening)
         writers = [self._writer(index, offsets[index]) for index in range(len(call.requests))]
         async with contextlib.aclosing(run.events()) as events:
-            async for index, event in events:
-                for line in writers[index](event):
-                    yield _data(line)
+            async for pieces in events:
+                written = [writers[piece.index](piece) for piece in pieces]
+                yield written[0] if len(written) == 1 else b"".join(written)
         if self._usage:
             build = answers.chat_usage if is_chat else answers.completion_usage
             yield _data(to_json(build(call, run.usage())))
         yield _data(b"[DONE]")
 
-    def _writer(self, index: int, offsets: TextOffsets) -> Callable[[Event], Iterable[bytes]]:
-        """The function from a choice's events to lines.  Those of a plain stream differ in nothing
-        but the text, so they are put together from the two halves of one around it."""
+    def _writer(self, index: int, offsets: TextOffsets) -> Callable[[Piece], bytes]:
+        """The function from a choice's pieces to what is sent.  The chunks of a plain stream differ
+        in nothing but the text, so they are put together from the two halves of one around it."""
         run, call = self._run, self._run.call
         if call.reading is not None:
             return self._reading_writer(index)
 
-        def write(event: Event) -> bytes:
+        def write(piece: Piece) -> bytes:
             total = run.usage() if self._running_usage else None
             if run.kind == "chat":
-                return to_json(answers.chat_chunk(call, index, event, total))
-            return to_json(answers.completion_chunk(call, index, event, offsets, total))
+                return _data(to_json(answers.chat_chunk(call, index, piece, total)))
+            return _data(to_json(answers.completion_chunk(call, index, piece, offsets, total)))
 
         detailed = call.requests[index].logprobs is not None or call.shows_ids
         if self._running_usage or detailed:
-            return lambda event: (write(event),)
-        before, after = write(Event("", text="\0")).split(_quoted("\0"))
+            return write
+        before, after = write(Piece(0, [], text="\0")).split(_quoted("\0"))
 
-        def write_plain(event: Event) -> tuple[bytes]:
-            line = write(event) if event.finish_reason else before + _quoted(event.text) + after
-            return (line,)
+        def write_plain(piece: Piece) -> bytes:
+            return write(piece) if piece.finish_reason else before + _quoted(piece.text) + after
 
         return write_plain
 
-    def _reading_writer(self, index: int) -> Callable[[Event], Iterable[bytes]]:
+    def _reading_writer(self, index: int) -> Callable[[Piece], bytes]:
         """The same of a choice whose text is read."""
         run, call = self._run, self._run.call
         chunks = answers.ChatChunks(call, index)
         is_plain = not self._running_usage and call.requests[index].logprobs is None
         halves = {
-            kind: to_json(chunks.of(Part(kind, "\0"))).split(_quoted("\0"))
+            kind: _data(to_json(chunks.of(Part(kind, "\0")))).split(_quoted("\0"))
             for kind in ("content", "reasoning")
         }
 
         def write_part(part: Part) -> bytes:
             if part.kind not in halves:
-                return to_json(chunks.of(part))
+                return _data(to_json(chunks.of(part)))
             before, after = halves[part.kind]
             return before + _quoted(part.text) + after
 
-        def write(event: Event) -> list[bytes]:
-            if is_plain and event.finish_reason is None:
-                return [write_part(part) for part in chunks.parts(event)]
+        def write(piece: Piece) -> bytes:
+            if is_plain and piece.finish_reason is None:
+                return b"".join([write_part(part) for part in chunks.parts(piece)])
             total = run.usage() if self._running_usage else None
-            return [to_json(chunk) for chunk in chunks(event, total)]
+            return b"".join([_data(to_json(chunk)) for chunk in chunks(piece, total)])
 
         return write
 
 
-def _quoted(text: str) -> bytes:
-    """``to_json`` of a string, in a third of the time."""
-    return encode_basestring(text).encode()
+_quoted = msgspec.json.Encoder().encode  # of a string: as ``to_json`` has it
 
 
 def _data(line: bytes) -> bytes:

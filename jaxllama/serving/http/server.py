@@ -1,6 +1,7 @@
 """The HTTP server: OpenAI's API over the engine, as a Starlette application.
 
-    create_app(lm, engine, settings, metrics) -> ASGI application
+    application(model, link, settings, max_queue) -> ASGI application       a front end's
+    create_app(lm, engine, settings, metrics)       the same in the engine's own process
 
     POST /v1/completions, /v1/chat/completions    whole or streamed (server-sent events)
     GET  /v1/completions/ID, /v1/chat/completions/ID    an answer again (with a state folder)
@@ -11,8 +12,8 @@
 Contract.  Every accepted body is answered once: with its tokens, or with OpenAI's error object.
 A client that disconnects cancels its rows.  A body is refused before it costs anything: 400 with
 the field's name, 401, 404, 413, 415, and 429 with Retry-After when the engine's queue is full.  The
-event loop never computes: tokenizing runs in threads, the model in the engine's, embeddings and
-prompts' logprobs in one of their own (``forward_passes``).
+event loop never computes: tokenizing runs in threads, the model in the engine's process, embeddings
+and prompts' logprobs there too (``hub``).
 
 Keys, ids, logs and errors are ``middleware``, what bodies mean ``calls``, a call's way to its
 answer ``runs``, the answers ``answers``.  With a state folder a body is written down
@@ -27,7 +28,6 @@ import contextlib
 import dataclasses
 import importlib.resources
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -43,8 +43,8 @@ from starlette.types import ASGIApp
 from jaxllama import __version__
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.serving.engine.request import EngineClosed, EngineFailed, Event, QueueFull
-from jaxllama.serving.http import answers, openapi
+from jaxllama.serving.engine.request import EngineClosed, EngineFailed, QueueFull
+from jaxllama.serving.http import answers, link, openapi
 from jaxllama.serving.http.bodies import (
     MAX_IDS,
     Chat,
@@ -54,9 +54,10 @@ from jaxllama.serving.http.bodies import (
     Tokenize,
     parse,
 )
-from jaxllama.serving.http.calls import Call, Prompts, as_list
-from jaxllama.serving.http.dispatcher import Dispatcher, Stream
-from jaxllama.serving.http.forward_passes import ForwardPasses
+from jaxllama.serving.http.calls import Call, Model, Prompts, as_list
+from jaxllama.serving.http.hub import Hub, forward_passes
+from jaxllama.serving.http.link import Link
+from jaxllama.serving.http.messages import Accepted, Finish
 from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
@@ -68,7 +69,7 @@ from jaxllama.serving.http.middleware import (
     unless_disconnected,
 )
 from jaxllama.serving.http.response_routes import ResponseRoutes
-from jaxllama.serving.http.runs import ChunkStream, Outcome, Run
+from jaxllama.serving.http.runs import ChunkStream, Outcome, Run, submit
 from jaxllama.serving.http.schemas import (
     ApiError,
     Health,
@@ -80,6 +81,7 @@ from jaxllama.serving.http.schemas import (
     respond,
     to_json,
 )
+from jaxllama.serving.http.scoring import Scores
 from jaxllama.serving.journal import Entry, Journal
 
 MAX_CHOICES = 128  # prompts x n of one body
@@ -105,7 +107,21 @@ class Settings:
 
 def create_app(lm: LanguageModel, engine: Any, settings: Settings, metrics: Metrics) -> ASGIApp:
     """The application.  ``engine`` is running; the application does not stop it."""
-    server = _Server(lm, engine, settings, metrics)
+    journal = None if settings.state is None else Journal(settings.state)
+    hub = Hub(engine, forward_passes(lm), metrics, journal)
+    own = link.local(hub, lm.tokenizer, lm.config.eos_token_ids)
+    return application(lm, own, settings, engine.options.max_queue, hub.close)
+
+
+def application(
+    model: Model,
+    link: Link,
+    settings: Settings,
+    max_queue: int,
+    ended: Callable[[], None] = lambda: None,
+) -> ASGIApp:
+    """max_queue: the engine's.  ended: called behind the last request."""
+    server = _Server(model, link, settings, max_queue, ended)
     document = openapi.document(settings.max_len, bool(settings.api_keys))
     static = {
         "/": ("page.html", "text/html"),
@@ -134,7 +150,7 @@ def create_app(lm: LanguageModel, engine: Any, settings: Settings, metrics: Metr
     )
     app = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=errors)
     paths = [route.path for route in routes if "{" not in route.path]
-    app = Middleware(app, metrics, settings.api_keys, paths)
+    app = Middleware(app, link, settings.api_keys, paths)
     if not settings.origins:
         return app
     # Outside: a browser asks first, without the key.
@@ -157,35 +173,36 @@ class _Server:
     """The handlers and what they share."""
 
     def __init__(
-        self, lm: LanguageModel, engine: Any, settings: Settings, metrics: Metrics
+        self,
+        model: Model,
+        link: Link,
+        settings: Settings,
+        max_queue: int,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
-        self._lm, self._engine, self._settings, self._metrics = lm, engine, settings, metrics
-        max_choices = min(MAX_CHOICES, engine.options.max_queue)
-        self._prompts = Prompts(lm, settings.name, settings.max_len, max_choices, settings.aliases)
-        self._dispatcher = Dispatcher(engine)
-        self.responses = ResponseRoutes(self._prompts, self._dispatcher, settings.max_body)
-        self._forward = ForwardPasses(lm, engine)
-        self._embedding = 0
+        self._lm, self._link, self._settings, self._ended = model, link, settings, ended
+        max_choices = min(MAX_CHOICES, max_queue)
+        self._prompts = Prompts(
+            model, settings.name, settings.max_len, max_choices, settings.aliases
+        )
+        self.responses = ResponseRoutes(self._prompts, link, settings.max_body)
+        self._embedding = self._scoring = 0
+        self._max_queue = max_queue
         self._created = int(time.time())
-        self._journal = None if settings.state is None else Journal(settings.state)
-        self._owed: dict[str, asyncio.Event] = {}  # answers that somebody may wait for
+        self._is_kept = settings.state is not None
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncGenerator[None]:
         """Run what a killed server left, beside the new requests."""
-        entries = [] if self._journal is None else self._journal.unfinished()
-        owed = {entry.id: entry for entry in entries if entry.id is not None}
-        self._owed.update({call_id: asyncio.Event() for call_id in owed})
-        tasks = [asyncio.create_task(self._resume(*pair)) for pair in owed.items()]
+        owed = await self._link.ask("owed") if self._is_kept else []
+        tasks = [asyncio.create_task(self._resume(Entry(*entry))) for entry in owed]
         try:
             yield
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._forward.close()
-            if self._journal is not None:
-                self._journal.close()
+            self._ended()
 
     # Completions and chat
 
@@ -198,32 +215,23 @@ class _Server:
     async def _generate(self, http: HttpRequest, kind: str) -> ASGIApp:
         data = await read_body(http, self._settings.max_body)
         call_id = f"{'cmpl' if kind == 'completion' else 'chatcmpl'}-{http.state.request_id}"
-        if call_id in self._owed or (self._journal and self._journal.find(call_id) is not None):
-            call_id += f"-{uuid.uuid4().hex}"  # clients may use a request id again
-        self._owed[call_id] = asyncio.Event()
-        try:
-            if len(data) <= SMALL_BODY:
-                body, call = self._call(kind, call_id, data)
-            else:
-                body, call = await asyncio.to_thread(self._call, kind, call_id, data)
-            if call.to_score is not None:
-                call = await unless_disconnected(http.receive, self._forward.scored(call))
-            stream = await self._stream(call)
-        except ClientGone:
-            self._owed.pop(call_id).set()
-            return Response(status_code=CLIENT_GONE)
-        except BaseException:
-            self._owed.pop(call_id).set()
-            raise
-        run = Run(kind, call, stream, http.state.fields, self._finish)
-        if self._journal is not None:
+        if len(data) <= SMALL_BODY:
+            body, call = self._call(kind, call_id, data)
+        else:
+            body, call = await asyncio.to_thread(self._call, kind, call_id, data)
+        if call.to_score is not None:
+            try:
+                call = await unless_disconnected(http.receive, self._scored(call))
+            except ClientGone:
+                return Response(status_code=CLIENT_GONE)
+        entry = None
+        if self._is_kept:
             seeded = body.model_copy(update={"seed": call.seed})
             text = seeded.model_dump_json(exclude_none=True, by_alias=True)
-            try:
-                self._journal.accept(call_id, kind, call.created, text)
-            except BaseException:
-                run.abandon()
-                raise
+            entry = Accepted(kind, call.created, text)
+        call, stream = await submit(self._link, call, entry)
+        kept = self._is_kept or not body.stream
+        run = Run(kind, call, stream, http.state.fields, self._finish, kept)
         if body.stream:
             return ChunkStream(run, body)
         try:
@@ -244,35 +252,42 @@ class _Server:
         body = parse(Chat, data, longest, longest)
         return body, self._prompts.chat(body, call_id)
 
-    async def _stream(self, call: Call) -> Stream:
-        if call.is_written:
-            return await self._dispatcher.submit(call.requests)
-        return self._dispatcher.ended(
-            [
-                Event(r.id, finish_reason="length", prompt_tokens=len(r.prompt))
-                for r in call.requests
+    async def _scored(self, call: Call) -> Call:
+        """With its prompts' logprobs.  QueueFull where too many wait for theirs."""
+        if call.to_score is None:
+            return call
+        if self._scoring >= self._max_queue:
+            raise QueueFull(self._scoring, 1.0)
+        self._scoring += 1
+        try:
+            scores = [
+                Scores(**await self._link.ask("score", p.prompt, call.to_score, p.adapter))
+                for p in call.prompts
             ]
-        )
+        finally:
+            self._scoring -= 1
+        return dataclasses.replace(call, scores=tuple(scores))
 
     def _finish(self, call_id: str, answer: Callable[[], Outcome] | None) -> None:
         """The answer is certain, be it an error, or None, and owed by the next server."""
-        try:
-            if self._journal is not None and answer is not None:
-                self._journal.finish(call_id, to_json(answer()).decode())
-        finally:
-            self._owed.pop(call_id).set()
+        if self._is_kept:
+            text = None
+            try:
+                text = None if answer is None else to_json(answer()).decode()
+            finally:
+                self._link.tell(Finish(call_id, text))
 
-    async def _resume(self, call_id: str, accepted: Entry) -> None:
+    async def _resume(self, accepted: Entry) -> None:
+        call_id, stream = str(accepted.id), None
         try:
             data = accepted.body.encode()
             _, call = await asyncio.to_thread(self._call, accepted.kind, call_id, data)
             call = dataclasses.replace(call, created=accepted.at)
-            stream = None
             while stream is None:
                 try:
                     if not call.scores:
-                        call = await self._forward.scored(call)
-                    stream = await self._stream(call)
+                        call = await self._scored(call)
+                    call, stream = await submit(self._link, call, is_known=True)
                 except QueueFull as full:
                     await asyncio.sleep(full.retry_after)
         except EngineClosed:  # the next server owes it
@@ -292,15 +307,14 @@ class _Server:
 
     async def _stored(self, http: HttpRequest, kind: str) -> Response:
         """An answer again, or for the first time: waits while it is being made."""
-        if self._journal is None:
+        if not self._is_kept:
             raise ApiError(404, "answers are kept only by a server with a state folder")
         call_id = http.path_params["id"]
-        if call_id in self._owed and self._journal.find(call_id, kind) is not None:
-            try:
-                await unless_disconnected(http.receive, self._owed[call_id].wait())
-            except ClientGone:
-                return Response(status_code=CLIENT_GONE)
-        answer = self._journal.find(call_id, kind)
+        try:
+            asked = self._link.ask("find", call_id, kind)
+            [answer] = await unless_disconnected(http.receive, asked)
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE)
         if answer == "":
             raise ApiError(503, "the server is stopping", code="stopping", retry_after=1)
         if answer is None:
@@ -318,12 +332,16 @@ class _Server:
         self._embedding += 1
         try:
             body, rows = await asyncio.to_thread(self._embedding_rows, data)
-            vectors = await unless_disconnected(http.receive, self._forward.vectors(rows))
+            vectors = await unless_disconnected(http.receive, self._vectors(rows))
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
         finally:
             self._embedding -= 1
         return await asyncio.to_thread(self._embeddings, body, rows, vectors)
+
+    async def _vectors(self, rows: list[list[int]]) -> list[np.ndarray]:
+        """One after the other: bodies take turns."""
+        return [np.frombuffer(await self._link.ask("embed", row), np.float32) for row in rows]
 
     def _embeddings(
         self, body: Embedding, rows: list[list[int]], vectors: list[np.ndarray]
@@ -398,13 +416,13 @@ class _Server:
         return respond(self._model(name))
 
     async def health(self, _: HttpRequest) -> Response:
-        if self._engine.failure is not None:
-            return respond(Health(self._engine.failure), 503)
+        if self._link.failure is not None:
+            return respond(Health(self._link.failure), 503)
         return respond(Health("ok"))
 
     async def version(self, _: HttpRequest) -> Response:
         return respond(Version(__version__))
 
     async def metrics_page(self, _: HttpRequest) -> Response:
-        kind, page = self._metrics.page()
+        kind, page = await self._link.ask("metrics")
         return Response(page, headers={"Content-Type": kind})

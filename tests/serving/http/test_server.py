@@ -35,13 +35,14 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward
 from jaxllama.sampling import Sampling
-from jaxllama.serving.engine.request import Event
 from jaxllama.serving.http import bodies as request_bodies
 from jaxllama.serving.http import server
 from jaxllama.serving.http.bodies import ApiError, Chat, Completion, parse
 from jaxllama.serving.http.calls import Prompts
-from jaxllama.serving.http.dispatcher import Dispatcher
 from jaxllama.serving.http.embeddings import Embedder
+from jaxllama.serving.http.hub import Hub
+from jaxllama.serving.http.link import Link, local
+from jaxllama.serving.http.messages import Piece
 from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.server import Settings, _Server
 from jaxllama.text.tokenizer import Tokenizer
@@ -568,8 +569,7 @@ def test_a_refusal_is_cheap(lm, name, path):
     data = COSTLY[name]().encode()
     if path == "embedding":
         data = data.replace(b'"prompt"', b'"input"')
-    engine = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
-    server = _Server(lm, engine, Settings(NAME, MAX_LEN), Metrics())
+    server = _Server(lm, Link(), Settings(NAME, MAX_LEN), 8)
     ask = {
         "completion": lambda: server._call("completion", "x", data),
         "chat": lambda: server._call("chat", "x", data),
@@ -653,18 +653,16 @@ def test_only_the_key_opens(lm, engine):
 # Load, leaving, breaking
 
 
-def test_a_slow_reader_gets_larger_pieces(http, engine):
-    """Events that wait together are one chunk, without losing a token."""
+def test_a_slow_reader_gets_larger_pieces(http, lm, engine):
+    """Pieces that wait together are one chunk, without losing a token."""
     ask = {**COMPLETION, "max_tokens": 30, "logprobs": 1, "seed": 4}
     [whole] = http.post("/v1/completions", json=ask).json()["choices"]
 
-    async def read() -> list[Event]:
-        dispatcher, events = Dispatcher(engine), []
-        stream = await dispatcher.submit([dataclasses.replace(engine.requests[-1], id="slow")])
+    async def read() -> list[Piece]:
+        link = local(Hub(engine, {}, Metrics(), None), lm.tokenizer, (2,))
+        stream = await link.submit("slow", [dataclasses.replace(engine.requests[-1], id="slow")])
         await asyncio.to_thread(engine.wait_for, lambda: not engine._live)
-        async for event in stream:
-            events.append(event)
-        return events
+        return [piece async for pieces in stream for piece in pieces]
 
     [event] = asyncio.run(read())
     assert event.text == whole["text"] and event.finish_reason == whole["finish_reason"]

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -136,7 +138,13 @@ async def values(http: httpx.AsyncClient) -> dict[str, float]:
     return found
 
 
-async def soak(url: str) -> tuple[Client, list[float], dict[str, float]]:
+def front_ends_memory(pid: int) -> int:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    pages = sum(int(Path(f"/proc/{child}/statm").read_text().split()[1]) for child in children)
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+async def soak(url: str, pid: int) -> tuple[Client, list[float], dict[str, float]]:
     limits = httpx.Limits(max_connections=AT_ONCE)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
         client, free, memory = Client(http), asyncio.Semaphore(AT_ONCE), []
@@ -144,7 +152,8 @@ async def soak(url: str) -> tuple[Client, list[float], dict[str, float]]:
         async def one(index: int) -> None:
             async with free:
                 if index % (REQUESTS // 100) == 0:
-                    memory.append((await values(http))["process_resident_memory_bytes"])
+                    own = (await values(http))["process_resident_memory_bytes"]
+                    memory.append(own + front_ends_memory(pid))
                 await client.one(index)
 
         await asyncio.gather(*(one(index) for index in range(REQUESTS)))
@@ -173,9 +182,11 @@ def test_soak(family, tmp_path):
         "24",
         "--state",
         str(tmp_path / "s"),
+        "--api-servers",
+        "2" if family == "llama" else "1",
     )
     with serve(folder, *flags) as (process, url, log):
-        client, memory, end = asyncio.run(soak(url))
+        client, memory, end = asyncio.run(soak(url, process.pid))
         process.terminate()
         assert process.wait(60) == 0
         lines = [json.loads(line) for line in log.read_text().splitlines()]

@@ -1,0 +1,416 @@
+"""The engine as its front ends see it: everything that they share.
+
+    hub = Hub(engine, forward_passes(lm), metrics, journal)
+    port = hub.open(send)                  a front end; send(bytes) writes to it
+    port.received(data); port.close()      what it says; it is gone
+
+Contract.  A body's requests are queued all or none, under an id that no other answer has.  What a
+row has written goes to its front end, the news of all rows that wait together in one message.  A
+front end that goes cancels its rows; what it owed by the journal the next one takes over.  Counts
+are exact whatever front ends do: of a request with stop strings, which its front end looks for,
+tokens and reason are counted when that has said where they end.
+
+One event loop calls all this; the engine's thread leaves its news and wakes that loop.  Grammars
+are compiled in threads of their own; ``embed`` and ``score`` run in one, of every body one row at a
+time, so bodies take turns, and what a client has left is not computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from jaxllama.language_model import LanguageModel
+from jaxllama.serving.engine.request import (
+    EngineClosed,
+    EngineFailed,
+    Event,
+    FinishReason,
+    Request,
+)
+from jaxllama.serving.http import messages
+from jaxllama.serving.http.embeddings import Embedder
+from jaxllama.serving.http.messages import IdTaken, Row
+from jaxllama.serving.http.metrics import Metrics
+from jaxllama.serving.http.scoring import Scorer
+from jaxllama.serving.journal import Journal
+
+STORED_BYTES = 64 * 2**20  # of responses that can be continued
+
+
+class Served(Protocol):
+    """What a hub needs of an engine.  failure: None, or what ended it; closed: None, or why no more
+    requests are taken."""
+
+    options: Any
+    failure: str | None
+
+    @property
+    def closed(self) -> str | None: ...
+
+    def submit(
+        self, request: Request, on_event: Callable[[Event], None], *, with_text: bool
+    ) -> None: ...
+
+    def end(self, request_id: str, reason: FinishReason) -> None: ...
+
+
+Passes = Mapping[str, Callable[..., Any]]
+
+
+def forward_passes(lm: LanguageModel) -> Passes:
+    """Beside the engine: a row's embedding, as float32 bytes, and a prompt's logprobs."""
+    embed = Embedder(lm)
+    return {"embed": lambda row: embed(row).tobytes(), "score": Scorer(lm)}
+
+
+class Hub:
+    """passes: ``embed`` and ``score``.  journal: None for none; ``close`` closes it.  waits: the
+    engine's ``submit`` does."""
+
+    def __init__(
+        self,
+        engine: Served,
+        passes: Passes,
+        metrics: Metrics,
+        journal: Journal | None,
+        waits: bool = False,
+    ) -> None:
+        self.engine, self.metrics, self.journal = engine, metrics, journal
+        self.calls: collections.Counter[str] = collections.Counter()  # rows in flight, by id
+        self.owed: dict[str, Port] = {}
+        self.responses = Responses()
+        self._ports: list[Port] = []
+        self._waiting: dict[str, list[tuple[Port, messages.Ask]]] = {}
+        self._passes, self.waits = passes, waits
+        self._forward = ThreadPoolExecutor(1, "forward")
+        self.grammars = ThreadPoolExecutor(16 if waits else 4, "grammar")
+
+    def open(self, send: Callable[[bytes], None]) -> Port:
+        port = Port(self, send)
+        self._ports.append(port)
+        return port
+
+    def forget(self, port: Port) -> None:
+        self._ports.remove(port)
+
+    def tell(self, message: messages.Message) -> None:
+        for port in self._ports:
+            port.send(message)
+
+    def close(self) -> None:
+        self._forward.shutdown(wait=False, cancel_futures=True)
+        self.grammars.shutdown(wait=False, cancel_futures=True)
+        if self.journal is not None:
+            self.journal.close()
+
+    def check(self, call: messages.Submit) -> None:
+        """EngineFailed, and IdTaken."""
+        if self.engine.failure is not None:
+            raise EngineFailed(self.engine.failure)
+        is_stored = not call.is_known and self.journal and self.journal.find(call.id) is not None
+        if call.id in self.calls or is_stored or call.id in self.responses:
+            raise IdTaken(call.id)
+
+    # The journal
+
+    def accept(self, port: Port, call: messages.Submit) -> None:
+        """Before the answer begins."""
+        if self.journal is not None and call.entry is not None:
+            self.journal.accept(call.id, call.entry.kind, call.entry.at, call.entry.body)
+            self.owed[call.id] = port
+
+    def finish(self, id: str, answer: str | None) -> None:
+        try:
+            if self.journal is not None and answer is not None:
+                self.journal.finish(id, answer)
+        finally:
+            self.owed.pop(id, None)
+            for port, ask in self._waiting.pop(id, ()):
+                port.answer(ask)
+
+    # What front ends ask
+
+    def asked(self, port: Port, ask: messages.Ask) -> Any:
+        """The answer; None: it comes later."""
+        if ask.name in self._passes:
+            if self.engine.failure is not None:
+                raise EngineFailed(self.engine.failure)
+            if self.engine.closed is not None:
+                raise EngineClosed(self.engine.closed)
+            work = self._forward.submit(self._passes[ask.name], *ask.arguments)
+            work.add_done_callback(lambda done: port.later(port.passed, ask.call, done))
+            return None
+        if ask.name == "find":
+            id, kind = ask.arguments
+            answer = self.journal.find(id, kind) if self.journal else None
+            if answer == "" and id in self.owed:
+                self._waiting.setdefault(id, []).append((port, ask))
+                return None
+            return [answer]
+        if ask.name == "owed":
+            entries = [] if self.journal is None else self.journal.unfinished()
+            entries = [e for e in entries if self.owed.get(str(e.id)) not in self._ports]
+            self.owed.update({str(entry.id): port for entry in entries})
+            return [dataclasses.astuple(entry) for entry in entries]
+        if ask.name == "metrics":
+            return self.metrics.page()
+        return [getattr(self.responses, ask.name)(*ask.arguments)]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Live:
+    """A request of a front end in the engine.  event: its last; is_left: nobody reads it."""
+
+    port: Port
+    number: int
+    call: str
+    request: Request
+    event: Event | None = None
+    is_left: bool = False
+    is_counted: bool = False
+
+    def told(self, event: Event) -> None:
+        """On the engine's thread."""
+        self.port.news.append((self, event))
+        self.port.wake()
+
+
+class Port:
+    """A front end, as ``Hub`` has it."""
+
+    def __init__(self, hub: Hub, send: Callable[[bytes], None]) -> None:
+        self._hub, self._send = hub, send
+        self._frames = messages.Frames(messages.from_front_end())
+        self._rows: dict[int, Live] = {}
+        self.news: collections.deque[tuple[Live, Event]] = collections.deque()
+        self._awake, self._is_open = False, True
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.on_ready: Callable[[], None] = lambda: None
+
+    def send(self, message: messages.Message) -> None:
+        if self._is_open:
+            self._send(messages.encode(message))
+
+    def received(self, data: bytes) -> None:
+        self._loop = asyncio.get_running_loop()
+        for message in self._frames.feed(data):
+            match message:  # pyright: ignore[reportMatchNotExhaustive]
+                case messages.Submit():
+                    self._submit(message)
+                case messages.End():
+                    self._end(message)
+                case messages.Finish():
+                    self._hub.finish(message.id, message.answer)
+                case messages.Served():
+                    self._hub.metrics.request(
+                        message.path, message.method, message.status, message.seconds
+                    )
+                case messages.Ask():
+                    self.answer(message)
+                case messages.Ready():
+                    self.on_ready()
+
+    def close(self) -> int:
+        """The front end is gone: how many of its requests were cancelled."""
+        self._is_open = False
+        self._hub.forget(self)
+        living = list(self._rows.values())
+        for live in living:
+            if live.event is not None:
+                self._over(live)
+            else:
+                self._leave(live)
+        return len(living)
+
+    # Requests
+
+    def _submit(self, call: messages.Submit) -> None:
+        try:
+            self._hub.check(call)
+            requests = [Request.from_json(request) for request in call.requests]
+        except Exception as error:
+            self.send(messages.refusal(error, call.call))
+            return
+        living = [
+            Live(self, number, call.id, request)
+            for number, request in enumerate(requests, start=call.first)
+        ]
+        self._rows.update({live.number: live for live in living})
+        self._hub.calls[call.id] += 1 + len(living)
+        # Compiling a grammar takes a while.
+        if self._hub.waits or any(request.grammar for request in requests):
+            work = self._hub.grammars.submit(self._queue, living)
+            work.add_done_callback(
+                lambda done: self.later(self._queued, call, living, *done.result())
+            )
+        else:
+            self._queued(call, living, *self._queue(living))
+
+    def _queue(self, living: Sequence[Live]) -> tuple[int, Exception | None]:
+        """(How many the engine has taken, why not the next).  In any thread."""
+        for taken, live in enumerate(living):
+            try:
+                self._hub.engine.submit(live.request, live.told, with_text=False)
+            except Exception as error:
+                return taken, error
+        return len(living), None
+
+    def _queued(
+        self, call: messages.Submit, living: Sequence[Live], taken: int, error: Exception | None
+    ) -> None:
+        for live in living[taken:]:
+            del self._rows[live.number]
+            self._release(call.id)
+        if error is None:
+            try:
+                self._hub.accept(self, call)
+            except Exception as refused:
+                error = refused
+        if error is not None or not self._is_open:
+            for live in living[:taken]:
+                self._leave(live)
+        self._release(call.id)
+        reply = messages.Reply(call.call, None)
+        self.send(reply if error is None else messages.refusal(error, call.call))
+
+    def _leave(self, live: Live, reason: FinishReason = "cancelled") -> None:
+        live.is_left = True
+        self._hub.engine.end(live.request.id, reason)
+
+    def _end(self, end: messages.End) -> None:
+        live = self._rows.get(end.number)
+        if live is None:
+            return
+        if end.reason in ("stop", "length"):  # its front end has read the text
+            self._count(live, end.reason, end.kept)
+        if live.event is not None:
+            self._over(live)
+        else:
+            self._leave(live, end.reason)
+
+    def _over(self, live: Live) -> None:
+        assert live.event is not None and live.event.finish_reason is not None
+        if live.request.stop:
+            self._count(live, live.event.finish_reason, live.event.completion_tokens)
+        else:
+            self._count(live, live.event.finish_reason, 0)  # counted as they came
+        del self._rows[live.number]
+        self._release(live.call)
+
+    def _count(self, live: Live, reason: FinishReason, tokens: int) -> None:
+        if not live.is_counted:
+            live.is_counted = True
+            self._hub.metrics.wrote(tokens)
+            self._hub.metrics.ended(reason)
+
+    def _release(self, id: str) -> None:
+        calls = self._hub.calls
+        calls[id] -= 1
+        if not calls[id]:
+            del calls[id]
+
+    # News
+
+    def wake(self) -> None:
+        """On the engine's thread, which never waits for the loop."""
+        # Cleared before the news are read, so one that sees it set will be taken along.
+        if not self._awake:
+            self._awake = True
+            self.later(self._flush)
+
+    def later(self, work: Callable[..., None], *arguments: Any) -> None:
+        """On the loop, from any thread."""
+        try:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(work, *arguments)
+        except RuntimeError:  # the loop has ended, and with it everybody who waited
+            self.news.clear()
+
+    def _flush(self) -> None:
+        self._awake = False
+        rows: list[Row] = []
+        tokens = 0
+        while self.news:
+            live, event = self.news.popleft()
+            request, is_last = live.request, event.finish_reason is not None
+            if not request.stop:
+                tokens += len(event.tokens)
+            if not live.is_left:
+                rows.append(_row(live.number, request, event))
+            if is_last:
+                live.event = event
+                # With stop strings its front end says where the text ends.
+                is_read = event.finish_reason in ("stop", "length") and not live.is_left
+                if not (request.stop and is_read):
+                    self._over(live)
+        self._hub.metrics.wrote(tokens)
+        if rows:
+            self.send(messages.Told(rows))
+
+    # Questions
+
+    def answer(self, ask: messages.Ask) -> None:
+        try:
+            value = self._hub.asked(self, ask)
+        except Exception as error:
+            self.send(messages.refusal(error, ask.call))
+            return
+        if value is not None:
+            self.send(messages.Reply(ask.call, value))
+
+    def passed(self, call: int, done: Future[Any]) -> None:
+        """A forward pass beside the engine."""
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            self.send(messages.Reply(call, done.result()))
+        elif isinstance(error, Exception):
+            self.send(messages.refusal(error, call))
+
+
+def _row(number: int, request: Request, event: Event) -> Row:
+    # What msgspec writes is the same for tuples and lists.
+    tokens: Any = event.tokens
+    error = None if event.error is None else messages.refusal(event.error)
+    row = Row(number, tokens, [], [], event.finish_reason, event.cached_tokens, error)
+    if request.logprobs is not None:
+        scored: Any = event.logprobs, event.top_logprobs
+        row.logprobs, row.top_logprobs = scored
+    return row
+
+
+class Responses:
+    """Those that can be continued: the newest ``STORED_BYTES``, as JSON with their conversation's.
+    Those that went on from one that is dropped stay whole."""
+
+    def __init__(self) -> None:
+        self._kept: collections.OrderedDict[str, tuple[bytes, bytes, int]] = (
+            collections.OrderedDict()
+        )
+        self._size = 0
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._kept
+
+    def keep(self, id: str, response: bytes, conversation: bytes, body_size: int) -> None:
+        size = len(response) + body_size
+        self._kept[id] = response, conversation, size
+        self._size += size
+        while self._size > STORED_BYTES:
+            self._size -= self._kept.popitem(last=False)[1][2]
+
+    def recall(self, id: str) -> tuple[bytes, bytes] | None:
+        kept = self._kept.get(id)
+        return None if kept is None else kept[:2]
+
+    def forget(self, id: str) -> bool:
+        """Whether it was there."""
+        kept = self._kept.pop(id, None)
+        self._size -= 0 if kept is None else kept[2]
+        return kept is not None
