@@ -40,6 +40,7 @@ class FakeEngine:
         self._live: dict[str, tuple] = {}
         self._changed = threading.Condition(threading.RLock())
         self._held = self._stopping = False
+        self._listeners: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._loop, daemon=True)
 
     def hold(self, held: bool) -> None:
@@ -78,6 +79,9 @@ class FakeEngine:
                 self.cancelled.append(id)
             self._finish(id, reason)
             self._changed.notify_all()
+
+    def listen(self, told: Callable[[], None]) -> None:
+        self._listeners.append(told)
 
     def start(self) -> None:
         self._thread.start()
@@ -141,6 +145,8 @@ class FakeEngine:
         request, on_event, _, _, tokens = self._live[id]
         n = len(tokens)
         on_event(Event(id, prompt_tokens=len(request.prompt), completion_tokens=n, **event))
+        for told in self._listeners:
+            told()
 
 
 class ScriptedEngine(FakeEngine):

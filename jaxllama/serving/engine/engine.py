@@ -115,6 +115,7 @@ class Engine:
         self._inbox = Inbox()
         self._stepping = threading.RLock()
         self._thread: threading.Thread | None = None
+        self._listeners: list[Callable[[], None]] = []
 
     # What comes in, from any thread
 
@@ -156,6 +157,14 @@ class Engine:
         ended, busy = self.counts["ended"], self.counts["busy_ms"] / 1000
         return max(busy / ended * waiting / 4, 1.0) if ended else 1.0
 
+    def listen(self, told: Callable[[], None]) -> None:
+        """told: called on the engine's thread when a step has handed out its events."""
+        self._listeners.append(told)
+
+    def _told(self) -> None:
+        for told in self._listeners:
+            told()
+
     # Steps
 
     def step(self) -> bool:
@@ -168,11 +177,13 @@ class Engine:
                 self._end_from_outside(sequence.request.id, reason)
             if not self.live:
                 self._stats = count(self)
+                self._told()
                 return bool(overdue)
             self._run()
             self.steps += 1
             self.counts["busy_ms"] += round((time.monotonic() - began) * 1000)
             self._stats = count(self)
+            self._told()
             return True
 
     def _run(self) -> None:
@@ -189,6 +200,7 @@ class Engine:
             self._decoding[1].handed.wait(HAND_OVER)
             self._take(*before)
         if not plan.budgets:
+            self._told()
             self._take(*self._decoding)
             self._decoding = None
 
@@ -379,6 +391,7 @@ class Engine:
                     self._follow(sequence, on_event, matcher, with_text)
             for live in list(self.live.values()):
                 self._tell_end(live, "error", error=EngineFailed(self.failure))
+            self._told()
         self._inbox.wake()
 
     def _end_all(self) -> None:
@@ -389,6 +402,7 @@ class Engine:
             for request_id in list(self.live):
                 self._end(request_id, "cancelled")
             self._stats = count(self)
+            self._told()
         self._inbox.wake()
 
     def drain(self, timeout: float | None = None) -> bool:

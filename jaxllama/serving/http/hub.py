@@ -4,8 +4,8 @@
     port = hub.open(send)                  a front end; send(bytes) writes to it
     port.received(data); port.close()      what it says; it is gone
 
-Contract.  A body's requests are queued all or none, under an id that no other answer has.  What a
-row has written goes to its front end, the news of all rows that wait together in one message.  A
+Contract.  A body's requests are queued all or none, under an id that no other answer has.  What
+rows have written goes to their front end, the news of a step in one message.  A
 front end that goes cancels its rows; what it owed by the journal the next one takes over.  Counts
 are exact whatever front ends do: of a request with stop strings, which its front end looks for,
 tokens and reason are counted when that has said where they end.
@@ -58,6 +58,8 @@ class Served(Protocol):
 
     def end(self, request_id: str, reason: FinishReason) -> None: ...
 
+    def listen(self, told: Callable[[], None]) -> None: ...
+
 
 Passes = Mapping[str, Callable[..., Any]]
 
@@ -85,10 +87,22 @@ class Hub:
         self.owed: dict[str, Port] = {}
         self.responses = Responses()
         self._ports: list[Port] = []
+        self._with_news: set[Port] = set()
         self._waiting: dict[str, list[tuple[Port, messages.Ask]]] = {}
         self._passes, self.waits = passes, waits
         self._forward = ThreadPoolExecutor(1, "forward")
         self.grammars = ThreadPoolExecutor(16 if waits else 4, "grammar")
+        engine.listen(self._told)
+
+    def news(self, port: Port, live: Live, event: Event) -> None:
+        """On the engine's thread, as is what follows when a step has told all."""
+        port.news.append((live, event))
+        self._with_news.add(port)
+
+    def _told(self) -> None:
+        ports, self._with_news = self._with_news, set()
+        for port in ports:
+            port.wake()
 
     def open(self, send: Callable[[bytes], None]) -> Port:
         port = Port(self, send)
@@ -175,9 +189,7 @@ class Live:
     is_counted: bool = False
 
     def told(self, event: Event) -> None:
-        """On the engine's thread."""
-        self.port.news.append((self, event))
-        self.port.wake()
+        self.port.told(self, event)
 
 
 class Port:
@@ -315,6 +327,9 @@ class Port:
             del calls[id]
 
     # News
+
+    def told(self, live: Live, event: Event) -> None:
+        self._hub.news(self, live, event)
 
     def wake(self) -> None:
         """On the engine's thread, which never waits for the loop."""

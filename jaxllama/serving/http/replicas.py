@@ -107,6 +107,7 @@ class Replica:
         self._frames = messages.Frames(messages.from_engine())
         self._asked: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
+        self.told: Callable[[], None] = lambda: None
         self.on_report: Callable[[Replica, messages.Report], None] = lambda one, report: None
 
     def begin(self) -> None:
@@ -151,7 +152,11 @@ class Replica:
         flight = None if number is None else self._take(number)
         if number is not None and flight is not None:
             self.tell(messages.End(number, reason, 0))
-            self._loop.call_soon_threadsafe(lambda: flight.tell(finish_reason=reason))
+            self._loop.call_soon_threadsafe(self._ended, flight, reason)
+
+    def _ended(self, flight: Flight, reason: FinishReason) -> None:
+        flight.tell(finish_reason=reason)
+        self.told()
 
     def _take(self, number: int) -> Flight | None:
         flight = self.flights.pop(number, None)
@@ -176,6 +181,7 @@ class Replica:
                 case messages.Received():
                     for piece in message.rows:
                         self._read(piece)
+                    self.told()
                 case messages.Reply():
                     self._asked.pop(message.call).set_result(message.value)
                 case messages.Refused():
@@ -205,6 +211,7 @@ class Replica:
             flight = self._take(number)
             if flight is not None:
                 flight.tell(finish_reason=reason, error=error)
+        self.told()
         while self._asked:
             self._asked.popitem()[1].set_exception(error or EngineClosed("the engine has stopped"))
 
@@ -336,6 +343,10 @@ class Replicas:
         raise QueueFull(
             sum(stats.waiting for stats in self._stats), min(error.retry_after for error in full)
         )
+
+    def listen(self, told: Callable[[], None]) -> None:
+        for one in self._all:
+            one.told = told
 
     def end(self, request_id: str, reason: FinishReason) -> None:
         for one in self._all:

@@ -407,6 +407,29 @@ def test_metrics_count_what_happened(http, engine):
     assert value(name, path="other", status="404") >= 1
 
 
+@pytest.mark.parametrize("max_tokens", [60, 12], ids=["in the middle", "with the last token"])
+def test_what_a_stop_string_cuts_off_is_not_counted(http, engine, max_tokens):
+    """The engine writes on until it hears of the stop string; nobody counts that."""
+
+    def counts() -> tuple[float, float, float]:
+        page = http.get("/metrics").text
+        samples = [s for f in text_string_to_metric_families(page) for s in f.samples]
+        ended = {s.labels["reason"]: s.value for s in samples
+                 if s.name == "jaxllama_requests_finished_total"}  # fmt: skip
+        [written] = [s.value for s in samples if s.name == "jaxllama_completion_tokens_total"]
+        return written, ended.get("stop", 0), sum(ended.values())
+
+    [whole] = http.post("/v1/completions", json={**COMPLETION, "max_tokens": 40}).json()["choices"]
+    written, stopped, ended = counts()
+    body = {**COMPLETION, "max_tokens": max_tokens, "stop": [whole["text"][4:12]]}
+    answer = http.post("/v1/completions", json=body).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["text"] == whole["text"][:4]
+    assert answer["usage"]["completion_tokens"] == 12
+    assert engine.wait_for(lambda: not engine._live)
+    assert counts() == (written + 12, stopped + 1, ended + 1)
+
+
 # Refusals
 
 BAD = {
