@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu import jit
-from pallas_kernels.cpu.cache import LANES, Form, Heads, form
+from pallas_kernels.cpu.cache import LANES, Form, Heads, Places, form
 from pallas_kernels.cpu.handler import Phase, Program
 from pallas_kernels.cpu.scores import KEYS, scores_of
 from pallas_kernels.dispatch import Reason
@@ -68,9 +68,7 @@ def plan(q: jax.Array, k: Cached, table: jax.Array | None) -> CpuPlan | Reason:
     return _plan(k, q.shape[1], table)
 
 
-def new_token_plan(
-    qkv: jax.Array, k: Cached, table: jax.Array | None
-) -> CpuPlan | Reason:
+def new_token_plan(qkv: jax.Array, k: Cached, table: jax.Array | None) -> CpuPlan | Reason:
     """Of ``rope_and_attend``."""
     if qkv.dtype != jnp.float32:
         return Reason(f"qkv is {qkv.dtype.name}; the handler rotates float32")
@@ -90,7 +88,9 @@ def _plan(k: Cached, heads: int, table: jax.Array | None, **more: bool) -> CpuPl
         return reason
     program = Attend(found, heads // found.heads, table is not None, **more)
     if program.stack > STACK:
-        return Reason(f"{heads} heads of {found.width} features take {program.stack} bytes of stack")
+        return Reason(
+            f"{heads} heads of {found.width} features take {program.stack} bytes of stack"
+        )
     return CpuPlan(program, jit.host().name)
 
 
@@ -101,8 +101,8 @@ def decode_attention(
     """``[B, N, H]`` in q's dtype, in the cache's basis."""
     operands = [q.astype(jnp.float32), lengths, *jax.tree.leaves((k, v, table))]
     results = _results(plan.program, q.shape[0], k, table)
-    fixed = _fixed(window, scale)
-    out, _ = jax.ffi.ffi_call(jit.register(plan.program), results)(*operands, **fixed)
+    call = jax.ffi.ffi_call(jit.register(plan.program), results)
+    out, _ = call(*operands, **fixed(window, scale))
     return out.astype(q.dtype)
 
 
@@ -119,11 +119,12 @@ def rope_and_attend(
         input_output_aliases={2 + i: 2 + i for i in range(len(caches))},
     )  # fmt: skip
     rest = jax.tree.leaves((table, cos, sin))
-    out, _, *caches = call(qkv, slots, *caches, *rest, **_fixed(window, scale))
+    out, _, *caches = call(qkv, slots, *caches, *rest, **fixed(window, scale))
     return out, *jax.tree.unflatten(tree, caches)
 
 
-def _fixed(window: int | None, scale: float) -> dict[str, Any]:
+def fixed(window: int | None, scale: float) -> dict[str, Any]:
+    """The attributes."""
     return {"scale": np.float32(scale), "window": np.int32(2**31 - 1 if window is None else window)}
 
 
@@ -200,43 +201,25 @@ class _Rows:
 
     def __init__(self, program: Attend, e: Emitter, call: Frame) -> None:
         self.p, self.e, self.call, self.b = program, e, call, e.b
-        b = e.b
         self.batch = call.argument_dim(0, 0)
-        self.pages = call.argument_dim(2, 0)  # rows, where there is no table
-        self.page = self.capacity = call.argument_dim(2, 1)
-        if program.paged:
-            at = 2 + 2 * program.cache.arrays
-            self.table, self.entries = call.argument(at), call.argument_dim(at, 1)
-            self.capacity = b.mul(self.entries, self.page)
+        table = 2 + 2 * program.cache.arrays if program.paged else None
+        self.places = Places(e, call, 2, table)
 
     def row(self, row: Value) -> _Row:
         e, b = self.e, self.b
         length = b.sext(e.load(self.call.argument(1), e.I32, b.mul(row, e.i64(4))), e.I64)
         if self.p.new:
-            inside = b.and_(b.icmp_signed(">=", length, e.i64(0)),
-                            b.icmp_signed("<", length, self.capacity))  # fmt: skip
+            inside = b.icmp_unsigned("<", length, self.places.capacity)
             if self.p.paged:
-                page = b.udiv(b.select(inside, length, e.i64(0)), self.page)
-                entry = self.entry(row, page)
-                inside = b.and_(inside, b.icmp_unsigned("<", entry, self.pages))
+                entry = self.places.entry(row, b.select(inside, length, e.i64(0)))
+                inside = b.and_(inside, b.icmp_unsigned("<", entry, self.places.pages))
             length = b.select(inside, b.add(length, e.i64(1)), e.i64(0))
-        length = self.limited(length, self.capacity)
+        length = e.limited(length, self.places.capacity)
         seen = b.sext(self.call.attribute(1, e.I32), e.I64)
         count = e.least(length, seen)
         parts = e.divide_up(count, PART)
         none = b.icmp_signed("==", parts, e.i64(0))
         return _Row(b.sub(length, count), count, b.select(none, e.i64(1), parts))
-
-    def limited(self, value: Value, end: Value) -> Value:
-        """i64 between 0 and ``end``."""
-        value = self.e.least(value, end)
-        return self.b.select(self.b.icmp_signed("<", value, self.e.i64(0)), self.e.i64(0), value)
-
-    def entry(self, row: Value, index: Value) -> Value:
-        """Of the table, i64."""
-        e, b = self.e, self.b
-        at = b.add(b.mul(row, self.entries), index)
-        return b.sext(e.load(self.table, e.I32, b.mul(at, e.i64(4))), e.I64)
 
     def most_parts(self) -> Value:
         def row(i: Value, most: Value) -> list[Value]:
@@ -317,13 +300,7 @@ class _Part(_Rows):
         end = b.sub(count, e.i64(1))
 
         def one(j: Value) -> None:
-            t = b.add(first, e.least(j, end))
-            place = b.add(b.mul(row, self.page), t)
-            if self.p.paged:
-                index = b.udiv(t, self.page)
-                entry = self.limited(self.entry(row, index), b.sub(self.pages, e.i64(1)))
-                rest = b.sub(t, b.mul(index, self.page))
-                place = b.add(b.mul(entry, self.page), rest)
+            place = self.places.token(row, b.add(first, e.least(j, end)))
             e.store(place, self.tokens, b.mul(j, e.i64(8)), align=8)
             if self.p.cache.dtype == "int8":
                 for heads in (self.k, self.v):

@@ -70,6 +70,35 @@ def form(k: jax.Array | QTensor) -> Form | Reason:
     return Form(name, heads, width, groups)
 
 
+class Places:
+    """Where the tokens of rows are in a cache: rows one behind the other, or pages by a table.
+
+    k, table: the operands' numbers.
+    """
+
+    def __init__(self, e: Emitter, call: Frame, k: int, table: int | None) -> None:
+        self.e, self.paged = e, table is not None
+        self.pages, self.page = (call.argument_dim(k, axis) for axis in (0, 1))
+        self.capacity = self.page
+        if table is not None:
+            self.table, self.entries = call.argument(table), call.argument_dim(table, 1)
+            self.capacity = e.b.mul(self.entries, self.page)
+
+    def entry(self, row: Value, token: Value) -> Value:
+        """The table's for a token below the capacity (i64)."""
+        e, b = self.e, self.e.b
+        at = b.add(b.mul(row, self.entries), b.udiv(token, self.page))
+        return b.sext(e.load(self.table, e.I32, b.mul(at, e.i64(4))), e.I64)
+
+    def token(self, row: Value, token: Value) -> Value:
+        """A row's token among all of the cache; where the table names no page, of another one."""
+        e, b = self.e, self.e.b
+        if self.paged:
+            row = e.limited(self.entry(row, token), b.sub(self.pages, e.i64(1)))
+            token = b.urem(token, self.page)
+        return b.add(b.mul(row, self.page), token)
+
+
 class Heads:
     """The arrays of one cache, k or v, in emitted code."""
 
@@ -119,6 +148,14 @@ class Heads:
             for codes in (even, b.ashr(both, four)):
                 made.append(e.fma(b.sitofp(codes, e.vector(e.F32)), *numbers[group]))
         return made
+
+    def floats(self, token: Value, head: Value, first: int, count: int) -> list[Value]:
+        """Vectors of a head, of int8 with their scale."""
+        values = self.load(token, head, first, count)
+        if self.form.dtype != "int8":
+            return values
+        scale = self.e.splat(self.scale(token, head))
+        return [self.e.b.fmul(v, scale) for v in values]
 
     def scale(self, token: Value, head: Value) -> Value:
         """Of a head in int8."""

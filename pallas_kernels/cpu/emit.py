@@ -177,6 +177,19 @@ class Emitter:
         """Of a vector's lanes; NaN may be dropped."""
         return self._fold(value, self.larger)
 
+    def transposed(self, rows: Sequence[Value]) -> list[Value]:
+        """Of 16 vectors: the i-th has their i-th lanes."""
+        found, width = list(rows), LANES // 2
+        while width:  # swaps the blocks of so many lanes off the diagonal
+            first = [LANES + j - width if j & width else j for j in range(LANES)]
+            second = [LANES + j if j & width else j + width for j in range(LANES)]
+            made = list(found)
+            for i in (i for i in range(LANES) if not i & width):
+                a, b = found[i], found[i + width]
+                made[i], made[i + width] = self.pick(a, b, first), self.pick(a, b, second)
+            found, width = made, width // 2
+        return found
+
     def sums(self, values: Sequence[Value]) -> Value:
         """Lane i is the sum of the lanes of the i-th of 16 vectors of floats."""
         found, width = list(values), LANES // 2
@@ -246,21 +259,22 @@ class Emitter:
         """The first ``count`` floats (i64; all 16 from there on), zeros behind.  No byte behind
         them is touched."""
         zeros = ir.Constant(vector(F32), [0.0] * LANES)
-        args = pointer, self.i32(1), self._mask(count), zeros
+        args = pointer, self.i32(1), self.lanes_below(count), zeros
         return self.call("llvm.masked.load.v16f32.p0", vector(F32), *args)
 
     def store_part(self, value: Value, pointer: Value, count: Value) -> None:
         """The first ``count`` floats."""
-        args = value, pointer, self.i32(1), self._mask(count)
+        args = value, pointer, self.i32(1), self.lanes_below(count)
         self.call("llvm.masked.store.v16f32.p0", ir.VoidType(), *args)
 
-    def _mask(self, count: Value) -> Value:
+    def lanes_below(self, count: Value) -> Value:
+        """A mask of the lanes below an i64."""
         lane = ir.Constant(vector(I64), list(range(LANES)))
         return self.b.icmp_signed("<", lane, self.splat(count))
 
     def first_lanes(self, value: Value, count: Value) -> Value:
         """The first ``count`` lanes of a vector of floats, zeros behind."""
-        return self.b.select(self._mask(count), value, self.floats(0.0))
+        return self.b.select(self.lanes_below(count), value, self.floats(0.0))
 
     def prefetch(self, pointer: Value, offset: Value | int = 0) -> None:
         """The line there, to be read soon; any address will do."""
@@ -309,6 +323,11 @@ class Emitter:
     def least(self, a: Value, b: Value) -> Value:
         """Of two i64."""
         return self.b.select(self.b.icmp_signed("<", a, b), a, b)
+
+    def limited(self, value: Value, end: Value) -> Value:
+        """i64 between 0 and ``end``."""
+        value = self.least(value, end)
+        return self.b.select(self.b.icmp_signed("<", value, self.i64(0)), self.i64(0), value)
 
     def divide_up(self, a: Value, b: int) -> Value:
         """i64, neither negative."""

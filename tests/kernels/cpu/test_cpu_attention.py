@@ -46,7 +46,9 @@ def by_hand(q, k, v, lengths, table=None, window=None, threads=1, on=None, place
     arrays = [place(stored(x)) for x in jax.tree.leaves((q, lengths, k, v, table))]
     shapes = attention._results(program, q.shape[0], k, table)
     out, parts = (place(np.full(s.shape, np.nan, np.float32)) for s in shapes)
-    fixed = {name: np.asarray(x) for name, x in attention._fixed(window, q.shape[-1] ** -0.5).items()}
+    fixed = {
+        name: np.asarray(x) for name, x in attention.fixed(window, q.shape[-1] ** -0.5).items()
+    }
     address = jit.compiled(program, on or jit.host()).address
     frame.call(address, arrays, [out, parts], fixed, threads=threads)
     return np.asarray(from_cache_basis(v, jnp.asarray(out)))
