@@ -6,8 +6,8 @@
 A chunk is a row, a kv head and a tile of query tokens, with their G heads about ``ROWS``.  Keys
 come in blocks of ``KEYS``, of which k is laid out by features and v by keys, as float32, once for
 the tile; 4 queries at a time meet 16 vectors of scores in registers, and then 16 of sums (fewer
-where there are fewer registers).  The softmax is online and in float32.  Blocks that a tile does not see
-are not read, and nothing behind the last key that it sees.
+where there are fewer registers).  The softmax is online and in float32.  Blocks that a tile does
+not see are not read, and nothing behind the last key that it sees.
 
 A chunk's work depends on its own queries, so bits do not on threads or other rows.
 
