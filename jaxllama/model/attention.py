@@ -8,7 +8,7 @@ at positions s <= p (and > p - window).  Two forms:
 * ``attend_cached`` over a cache for several new tokens: ``attention.blockwise``, queries in blocks.
 
 On a GPU in 16-bit both are cuDNN's kernels (``model.attention_cudnn``), the second where no window
-cuts the past.
+cuts the past; on a CPU both are one handler (``pallas_kernels.cpu.prefill``).
 
 One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
 attention.
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +61,12 @@ from pallas_kernels.attention.rope_cache import (
     rope_and_write,
     to_cache_basis,
 )
+from pallas_kernels.cpu import prefill
+from pallas_kernels.dispatch import Plan, Reason, choose_plan
 from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.transform import Op, chosen
 
+_Static = tuple[int | None, float | None, Any]  # window, softcap, the handler's plan
 QUERY_BLOCK = 512
 SPARSE_BLOCK = 16  # query tokens of a row that gather their values at once
 
@@ -214,9 +218,38 @@ def attend(
 ) -> jax.Array:  # fmt: skip
     """Causal attention of ``q[B, T, N, H]`` over ``k, v[B, T, K, H]``, all at ``positions``, which
     count up by one."""
-    n_new = q.shape[1]
     if has_cudnn(q) and softcap is None:
         return causal(q, k, v, window)
+    plan = _cpu_plan("attend", q, k, softcap)
+    form = _attend_in_blocks if plan is None else functools.partial(_attend, chosen(plan, None))
+    return form((window, softcap, plan), q, k, v, positions)
+
+
+def _cpu_plan(
+    name: str, q: jax.Array, k: jax.Array | QTensor, softcap: float | None,
+    table: jax.Array | None = None,
+) -> Plan | None:  # fmt: skip
+    """The CPU's handler, where it takes the call."""
+    no_kernel = lambda: Reason("several tokens of a row have no Mosaic kernel")  # noqa: E731
+    on_cpu = functools.partial(prefill.plan, q, k, table, softcap)
+    return choose_plan(name, None, no_kernel, q, k, cpu=on_cpu)
+
+
+def _attend_on_cpu(
+    call: _Static, q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor,
+    positions: jax.Array, table: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    window, _, plan = call
+    scale = q.shape[-1] ** -0.5
+    return prefill.attend(q, k, v, positions, table, window=window, scale=scale, plan=plan)
+
+
+def _attend_in_blocks(
+    call: _Static, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """XLA's form of ``attend``."""
+    window, softcap, _ = call
+    n_new = q.shape[1]
     if n_new <= QUERY_BLOCK:
         return _attend_block(q, k, v, positions, positions, window, softcap)
     blocks = -(-n_new // QUERY_BLOCK)
@@ -243,6 +276,15 @@ def _attend_block(
     return weighted_values(weights, v).astype(q.dtype)
 
 
+def _causal_on_cpu(
+    call: _Static, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array
+) -> jax.Array:
+    return _attend_on_cpu(call, q, k, v, positions - positions[:, :1])
+
+
+_attend = Op("attend", _attend_in_blocks, _causal_on_cpu)
+
+
 def attend_cached(
     q: jax.Array,
     cache: KVCache,
@@ -257,9 +299,23 @@ def attend_cached(
     ``positions[B, T]`` are the queries'; ``lengths[B]`` says how many of the T are valid; the
     others give finite garbage.
     """
-    n_new, positions = q.shape[1], _without_padding(positions, lengths)
+    plan = _cpu_plan("attend_cached", q, cache.k, softcap, table)
+    form = _cached_in_blocks
+    if plan is not None:
+        form = functools.partial(_attend_cached, chosen(plan, None))
+    positions = _without_padding(positions, lengths)
+    return form((window, softcap, plan), q, cache.k, cache.v, positions, table)
+
+
+def _cached_in_blocks(
+    call: _Static, q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor,
+    positions: jax.Array, table: jax.Array | None,
+) -> jax.Array:  # fmt: skip
+    """XLA's form of ``attend_cached``."""
+    window, softcap, _ = call
+    n_new = q.shape[1]
     block = functools.partial(
-        blockwise_attention, k=cache.k, v=cache.v, window=window, softcap=softcap, table=table
+        blockwise_attention, k=k, v=v, window=window, softcap=softcap, table=table
     )
     if n_new <= QUERY_BLOCK:
         return block(q, positions=positions)
@@ -268,6 +324,9 @@ def attend_cached(
     q_blocks, p_blocks = _split_queries(q, pad, blocks), _split_queries(positions, pad, blocks)
     out = lax.map(lambda qp: block(qp[0], positions=qp[1]), (q_blocks, p_blocks))
     return _join_queries(out, n_new)
+
+
+_attend_cached = Op("attend_cached", _cached_in_blocks, _attend_on_cpu)
 
 
 def sparse_attend(

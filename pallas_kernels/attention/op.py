@@ -27,6 +27,7 @@ from pallas_kernels.attention.blockwise import (
     load,
 )
 from pallas_kernels.attention.rope_cache import Cached, from_cache_basis, unusual
+from pallas_kernels.cpu import attention as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, first_plan, is_empty
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor
@@ -67,18 +68,19 @@ def decode_attention(
         lies at ``[table[b, t // page], t % page]``; S is M * page.  Entries past the pages that
         ``lengths[b]`` needs may be anything, and so may pages that no row owns; rows may share
         pages.
-    implementation: "xla", "mosaic" or None; see ``pallas_kernels.dispatch``.
+    implementation: "xla", "mosaic", "cpu" or None; see ``pallas_kernels.dispatch``.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | q, and k, v or their scales: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
 
     Raises ValueError naming the argument for a wrong shape or dtype; NotImplementedError when
-    "mosaic" is asked for and has no kernel for the call.
+    "mosaic" or "cpu" is asked for and has no kernel for the call.
     """
     _check(q, k, v, lengths, table, window)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    found = choose_plan("decode_attention", implementation, lambda: plan(q, k, v, table), q, k, v)
+    find, on_cpu = lambda: plan(q, k, v, table), lambda: cpu.plan(q, k, table)
+    found = choose_plan("decode_attention", implementation, find, q, k, v, cpu=on_cpu)
     if is_empty(q, k):  # nobody asks, or there is nothing to see
         return jnp.zeros(q.shape, q.dtype)
     call = window, scale, found
@@ -87,9 +89,12 @@ def decode_attention(
 
 def _kernel(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,
             table: jax.Array | None) -> jax.Array:  # fmt: skip
+    window, scale, plan = call
+    if isinstance(plan, cpu.CpuPlan):
+        out = cpu.decode_attention(q, k, v, lengths, table, window=window, scale=scale, plan=plan)
+        return from_cache_basis(v, out)
     from pallas_kernels.attention import direct, kernel
 
-    window, scale, plan = call
     if isinstance(plan, direct.Plan):
         return direct.attend(q, None, lengths, k, v, table, window=window, scale=scale, plan=plan)
     return kernel.decode_attention(q, k, v, lengths, table, window=window, scale=scale, plan=plan)

@@ -6,7 +6,8 @@ Contract: those two ops', where a row sees all keys up to its new token's own.  
 outside of [0, S), or on no page of the pool, writes nothing and sees nothing: zeros.  A norm of q's
 and k's heads may come first (``norm_heads``).
 
-For one or two rows of a 16-bit cache it is one kernel; for all others it is those ops.
+For one or two rows of a 16-bit cache it is one kernel, and on a CPU one handler of float32 and its
+caches but int4; for all others it is those ops.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention import rope_cache
 from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.rope_cache import Cached, norm_heads
+from pallas_kernels.cpu import attention as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
@@ -50,14 +52,15 @@ def rope_and_attend(
     cos, sin, slots, table: as ``rope_and_write`` takes them.  window, scale: as
         ``decode_attention`` does.
     norm: (weights ``[H]`` of q's heads, of k's, eps) of an RMSNorm of every head before RoPE.
-    implementation: "mosaic" is the one kernel; None that, or the two ops with their own choices.
+    implementation: "mosaic" and "cpu" are the one kernel; None that, or the two ops with their own
+        choices.
 
     | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
     | jvp, grad, at any order       | floats, and k, v or their scales: the XLA form's |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
 
-    Raises what the two ops raise; NotImplementedError when "mosaic" is asked for and the one kernel
-    does not take the call.
+    Raises what the two ops raise; NotImplementedError when "mosaic" or "cpu" is asked for and its
+    one kernel does not take the call.
     """
     rope_cache.check_operands("rope_and_attend", qkv, cos, sin, k, v, slots, table)
     if window is not None and window < 1:
@@ -69,7 +72,8 @@ def rope_and_attend(
             if weight.shape != (h,):
                 raise ValueError(f"rope_and_attend: norm of {name} {weight.shape} is not [{h}]")
     find = functools.partial(plan, qkv, k, weights, table)
-    found = choose_plan("rope_and_attend", implementation, find, qkv, k, v)
+    on_cpu = functools.partial(cpu.new_token_plan, qkv, k, table)
+    found = choose_plan("rope_and_attend", implementation, find, qkv, k, v, cpu=on_cpu)
     if found is not None:
         scale = h**-0.5 if scale is None else float(scale)
         choice, call = chosen(found, implementation), (window, scale, eps, found)
@@ -93,9 +97,15 @@ def rope_and_attend(
 def _kernel(call: _Static, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
             slots: jax.Array, weights: _Weights | None,
             table: jax.Array | None) -> _Result:  # fmt: skip
+    window, scale, eps, plan = call
+    if isinstance(plan, cpu.CpuPlan):
+        if weights is not None and eps is not None:
+            qkv = norm_heads(qkv, k.shape[2], weights, eps)
+        return cpu.rope_and_attend(
+            qkv, cos, sin, k, v, slots, table, window=window, scale=scale, plan=plan
+        )
     from pallas_kernels.attention import direct
 
-    window, scale, eps, plan = call
     return direct.attend(
         qkv, (cos, sin, *(weights or ())), slots, k, v, table, window=window, scale=scale, eps=eps,
         plan=plan,

@@ -54,6 +54,13 @@ class Emitter:
     def f32(self, value: float) -> Value:
         return ir.Constant(F32, value)
 
+    def gather(self, values: Sequence[Value]) -> Value:
+        """A vector of these."""
+        made = ir.Constant(vector(values[0].type, len(values)), ir.Undefined)
+        for lane, value in enumerate(values):
+            made = self.b.insert_element(made, value, self.i32(lane))
+        return made
+
     def splat(self, value: Value, lanes: int = LANES) -> Value:
         """One value in every lane."""
         if isinstance(value, ir.Constant):
@@ -67,8 +74,15 @@ class Emitter:
 
     def lanes(self, value: Value, first: int, count: int) -> Value:
         """Lanes of a vector."""
-        picked = ir.Constant(vector(I32, count), list(range(first, first + count)))
-        return self.b.shuffle_vector(value, value, picked)
+        return self.pick(value, value, range(first, first + count))
+
+    def join(self, a: Value, b: Value) -> Value:
+        """Two vectors one behind the other."""
+        return self.pick(a, b, range(2 * a.type.count))
+
+    def pick(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
+        """Lanes of two vectors, those of b after those of a."""
+        return self.b.shuffle_vector(a, b, ir.Constant(vector(I32, len(lanes)), list(lanes)))
 
     def call(self, name: str, result: Any, *args: Value) -> Value:
         """An intrinsic or an outer function, declared where it is not."""
@@ -114,6 +128,22 @@ class Emitter:
         shift = ir.Constant(wide.type, [16] * value.type.count)
         return self.b.bitcast(self.b.shl(wide, shift), kind)
 
+    def narrow(self, value: Value, dtype: str) -> Value:
+        """A vector of float32 in float32, float16 or bfloat16 (as 16-bit integers), to nearest."""
+        if dtype == "float32":
+            return value
+        count = value.type.count
+        if dtype == "float16":
+            return self.b.fptrunc(value, vector(F16, count))
+        b, bits = self.b, self.b.bitcast(value, vector(I32, count))
+        shift = self.splat(self.i32(16), count)
+        high = b.lshr(bits, shift)
+        odd = b.and_(high, self.splat(self.i32(1), count))
+        near = b.lshr(b.add(b.add(bits, odd), self.splat(self.i32(0x7FFF), count)), shift)
+        quiet = b.or_(high, self.splat(self.i32(0x40), count))
+        near = b.select(b.fcmp_unordered("uno", value, value), quiet, near)
+        return b.trunc(near, vector(I16, count))
+
     def round_to_i32(self, value: Value) -> Value:
         """Floats below 2^22 as integers, nearest, ties to even.  Of NaN any integer: no trap."""
         shifted = self.b.fadd(value, self.floats(_MAGIC))
@@ -138,6 +168,40 @@ class Emitter:
         p = self.fma(p, b.fmul(r, r), b.fadd(r, self.floats(1.0)))
         power = b.shl(b.bitcast(shifted, vector(I32)), self.splat(self.i32(23)))
         return b.bitcast(b.add(b.bitcast(p, vector(I32)), power), vector(F32))
+
+    def larger(self, a: Value, b: Value) -> Value:
+        """Of two floats, or lane by lane; a NaN in ``a`` is dropped."""
+        return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
+
+    def largest(self, value: Value) -> Value:
+        """Of a vector's lanes; NaN may be dropped."""
+        return self._fold(value, self.larger)
+
+    def transposed(self, rows: Sequence[Value]) -> list[Value]:
+        """Of 16 vectors: the i-th has their i-th lanes."""
+        found, width = list(rows), LANES // 2
+        while width:  # swaps the blocks of so many lanes off the diagonal
+            first = [LANES + j - width if j & width else j for j in range(LANES)]
+            second = [LANES + j if j & width else j + width for j in range(LANES)]
+            made = list(found)
+            for i in (i for i in range(LANES) if not i & width):
+                a, b = found[i], found[i + width]
+                made[i], made[i + width] = self.pick(a, b, first), self.pick(a, b, second)
+            found, width = made, width // 2
+        return found
+
+    def sums(self, values: Sequence[Value]) -> Value:
+        """Lane i is the sum of the lanes of the i-th of 16 vectors of floats."""
+        found, width = list(values), LANES // 2
+        while width:
+            half = len(found) // 2
+            runs = [range(i, i + width) for i in range(0, LANES, 2 * width)]
+            low = [i for run in runs for start in (0, LANES) for i in (j + start for j in run)]
+            high = [i + width for i in low]
+            pairs = zip(found[:half], found[half:], strict=True)
+            found = [self.b.fadd(self.pick(a, b, low), self.pick(a, b, high)) for a, b in pairs]
+            width //= 2
+        return found[0]
 
     def sum(self, value: Value) -> Value:
         """Of a vector's lanes, by halves, so that the order is one on every target."""
@@ -167,6 +231,13 @@ class Emitter:
 
     # --- memory -----------------------------------------------------------------------------
 
+    def room(self, size: int) -> Value:
+        """So many bytes of the stack, from a multiple of 64 on, until the function returns."""
+        with self.b.goto_entry_block():
+            made = self.b.alloca(ir.ArrayType(I8, size))
+            made.align = 64
+            return self.opaque(made)
+
     def opaque(self, pointer: Value) -> Value:
         """llvmlite gives a pointer to a variable a type of what lies there; this one has none."""
         return self.b.inttoptr(self.b.ptrtoint(pointer, I64), PTR)
@@ -188,17 +259,22 @@ class Emitter:
         """The first ``count`` floats (i64; all 16 from there on), zeros behind.  No byte behind
         them is touched."""
         zeros = ir.Constant(vector(F32), [0.0] * LANES)
-        args = pointer, self.i32(1), self._mask(count), zeros
+        args = pointer, self.i32(1), self.lanes_below(count), zeros
         return self.call("llvm.masked.load.v16f32.p0", vector(F32), *args)
 
     def store_part(self, value: Value, pointer: Value, count: Value) -> None:
         """The first ``count`` floats."""
-        args = value, pointer, self.i32(1), self._mask(count)
+        args = value, pointer, self.i32(1), self.lanes_below(count)
         self.call("llvm.masked.store.v16f32.p0", ir.VoidType(), *args)
 
-    def _mask(self, count: Value) -> Value:
+    def lanes_below(self, count: Value) -> Value:
+        """A mask of the lanes below an i64."""
         lane = ir.Constant(vector(I64), list(range(LANES)))
         return self.b.icmp_signed("<", lane, self.splat(count))
+
+    def first_lanes(self, value: Value, count: Value) -> Value:
+        """The first ``count`` lanes of a vector of floats, zeros behind."""
+        return self.b.select(self.lanes_below(count), value, self.floats(0.0))
 
     def prefetch(self, pointer: Value, offset: Value | int = 0) -> None:
         """The line there, to be read soon; any address will do."""
@@ -248,6 +324,11 @@ class Emitter:
         """Of two i64."""
         return self.b.select(self.b.icmp_signed("<", a, b), a, b)
 
+    def limited(self, value: Value, end: Value) -> Value:
+        """i64 between 0 and ``end``."""
+        value = self.least(value, end)
+        return self.b.select(self.b.icmp_signed("<", value, self.i64(0)), self.i64(0), value)
+
     def divide_up(self, a: Value, b: int) -> Value:
         """i64, neither negative."""
         return self.b.udiv(self.b.add(a, self.i64(b - 1)), self.i64(b))
@@ -258,12 +339,20 @@ class Emitter:
         """What ``dots`` adds to each code: its caller takes as often the sum of x off."""
         return 128 if bits == 8 and "vnni" in self.target.name else 0
 
-    def dots(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:
+    def raised(self, w: Value, bits: int) -> Value:
+        """Codes with ``code_offset`` added, for ``dots`` that are told so."""
+        return self._unsigned(w, bits) if self.code_offset(bits) else w
+
+    def dots(
+        self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int, raised: bool = False
+    ) -> Value:
         """acc (i32 in 16 lanes) + the sum over pairs (w, x) of lane l's four products
         ``(w[4 l + i] + code_offset) x[4 l + i]``: 64 bytes each.
 
         w: of 8 bits signed codes, -128..127; of 4 bits unsigned ones, 0..15.  x: -127..127.
         """
+        if raised and self.code_offset(bits):
+            bits = 0  # nothing more to add
         part = {"avx512vnni": self._vnni512, "avxvnni": self._vnni256, "avx2": self._avx2,
                 "neon": self._neon}[self.target.name]  # fmt: skip
         return part(acc, pairs, bits)
@@ -281,10 +370,7 @@ class Emitter:
         """``one(part of acc, its first lane)`` for parts of some lanes, joined."""
         parts = [one(self.lanes(acc, i, lanes), i) for i in range(0, LANES, lanes)]
         while len(parts) > 1:
-            count = 2 * parts[0].type.count
-            order = ir.Constant(vector(I32, count), list(range(count)))
-            pairs = zip(parts[::2], parts[1::2], strict=True)
-            parts = [self.b.shuffle_vector(a, b, order) for a, b in pairs]
+            parts = [self.join(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
 
     def _vnni256(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from pallas_kernels.cpu import gla as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
 from pallas_kernels.gla.chunked import chunked_backward, chunked_forward
 from pallas_kernels.operands import check
@@ -137,7 +138,8 @@ def gla_step(
     _check_decay(log_decay)
     log_decay = log_decay.astype(jnp.float32)
     operands = q, k, v, log_decay, state
-    found = choose_plan("gla_step", implementation, lambda: _step_plan(q, k, v), *operands)
+    find, on_cpu = lambda: _step_plan(q, k, v), lambda: cpu.plan(q, v)
+    found = choose_plan("gla_step", implementation, find, *operands, cpu=on_cpu)
     return _gla_step(chosen(found, implementation), (scale, found), *operands)
 
 
@@ -249,9 +251,11 @@ _gla = Op("gla", _xla, _kernel, forward=_forward, backward=_backward)
 
 def _step_kernel(static: tuple[float, Any], q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
                  state: jax.Array) -> _Pair:  # fmt: skip
+    scale, plan = static
+    if isinstance(plan, cpu.CpuPlan):
+        return cpu.gla_step(q, k, v, g, state, scale, plan)
     from pallas_kernels.gla import step_kernel
 
-    scale, plan = static
     return step_kernel.gla_step(q, k, v, g, state, scale, plan)
 
 

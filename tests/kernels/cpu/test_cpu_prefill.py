@@ -1,0 +1,174 @@
+"""Attention of several tokens a row by the CPU's handler, against float64."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllama.model.attention import attend, attend_cached
+from jaxllama.model.cache import KVCache
+from pallas_kernels.cpu import attention, frame, jit, prefill
+from pallas_kernels.cpu.cache import Form
+from pallas_kernels.cpu.prefill import CpuPlan, Prefill
+from pallas_kernels.cpu.target import TARGETS, VARIABLE
+from pallas_kernels.dispatch import choices
+from pallas_kernels.qtensor import QTensor, dequantize
+from tests.helpers.cpu_cases import GuardedPages, in_six_threads, native
+from tests.kernels.attention.test_decode_attention import error, make
+from tests.kernels.attention.test_pages import in_pages, same
+from tests.kernels.cpu.test_cpu_attention import CACHES, stored
+
+TOLERANCE = 1e-6
+
+
+def case(cache, heads, tokens, capacity, first, seed=0):
+    """(q, k, v, positions): rows whose tokens begin at ``first``; NaN past what they see."""
+    batch = len(first)
+    _, k, v, _ = make(batch, capacity, *heads, cache, seed=seed)
+    rng = np.random.default_rng(seed)
+    q = jnp.asarray(rng.standard_normal((batch, tokens, heads[0], heads[2])), jnp.float32)
+    positions = np.asarray(first)[:, None] + np.arange(tokens)
+    past = jnp.arange(capacity)[None, :] >= (np.asarray(first) + tokens)[:, None]
+
+    def poisoned(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return jnp.where(past[:, :, None, None], jnp.asarray(jnp.nan, leaf.dtype), leaf)
+
+    return q, *jax.tree.map(poisoned, (k, v)), jnp.asarray(positions, jnp.int32)
+
+
+def oracle(q, k, v, positions, window=None):
+    """In float64, in the cache's basis."""
+    k, v = (dequantize(x) if isinstance(x, QTensor) else x for x in (k, v))
+    q, k, v = (np.asarray(x.astype(jnp.float32)).astype(np.float64) for x in (q, k, v))
+    group, out = q.shape[2] // k.shape[2], np.zeros_like(q)
+    for (row, t), end in np.ndenumerate(np.asarray(positions) + 1):
+        first = 0 if window is None else max(0, end - window)
+        for head in range(q.shape[2]) if end else ():
+            scores = k[row, first:end, head // group] @ q[row, t, head] * q.shape[-1] ** -0.5
+            weights = np.exp(scores - scores.max())
+            out[row, t, head] = weights @ v[row, first:end, head // group] / weights.sum()
+    return out
+
+
+def by_hand(q, k, v, positions, table=None, window=None, threads=1, on=None, place=lambda a: a):
+    found = prefill.plan(q, k, table, None)
+    assert isinstance(found, CpuPlan), found
+    arrays = [place(stored(x)) for x in jax.tree.leaves((q, positions, k, v, table))]
+    out = place(np.full(q.shape, np.nan, np.float32))
+    fixed = attention.fixed(window, q.shape[-1] ** -0.5)
+    address = jit.compiled(found.program, on or jit.host()).address
+    fixed = {name: np.asarray(x) for name, x in fixed.items()}
+    frame.call(address, arrays, [out], fixed, threads=threads)
+    return np.array(out)
+
+
+@pytest.mark.parametrize(
+    "heads, window", [((4, 4, 64), None), ((6, 2, 32), 40), ((7, 1, 96), 1), ((8, 2, 128), None)]
+)
+@pytest.mark.parametrize("cache", CACHES)
+def test_it_is_a_float64_softmax(cache, heads, window):
+    q, k, v, positions = case(cache, heads, 70, 224, [0, 130, 99])
+    positions = positions.at[0, :2].set(-1)  # they see nothing
+    want = oracle(q, k, v, positions, window)
+    got = by_hand(q, k, v, positions, window=window)
+    assert error(got, want) < TOLERANCE
+    assert not got[0, :2].any()
+    pages, table = in_pages((k, v), 16, positions[:, -1] + 1)
+    same(by_hand(q, *pages, positions, table, window=window), got)
+
+
+@pytest.mark.parametrize("one", TARGETS, ids=lambda t: t.name)
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "int4"])
+def test_every_target_compiles_it(cache, one):
+    """NEON's code is read, not run: there is no such machine here."""
+    form = Form(cache, 2, 64, {"int8": 1, "int4": 1}.get(cache, 0))
+    assembly = jit.build(Prefill(form, 4, True), one, assembly=True)
+    assert ("fmla" if one.arch == "aarch64" else "vfmadd") in assembly
+    assert ("zmm" in assembly) == (one.name == "avx512vnni")
+
+
+def test_shapes_of_any_size_on_guarded_pages():
+    rng = np.random.default_rng(3)
+    for seed in range(15):
+        cache = CACHES[seed % 5]
+        width = int(rng.choice([32, 64, 96] if cache == "int4" else [16, 32, 48, 64]))
+        n_kv, group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 5, 17]))
+        tokens, capacity = int(rng.integers(1, 80)), int(rng.choice([80, 128, 225]))
+        first = rng.integers(0, capacity - tokens + 1, int(rng.integers(1, 4)))
+        heads = n_kv * group, n_kv, width
+        q, k, v, positions = case(cache, heads, tokens, capacity, first, seed)
+        window = int(rng.integers(1, capacity)) if seed % 3 == 0 else None
+        want, table = oracle(q, k, v, positions, window), None
+        if seed % 2:
+            page = next(p for p in (16, 5) if capacity % p == 0)
+            (k, v), table = in_pages((k, v), page, first + tokens, seed)
+        on = native()[seed % len(native())]
+        run = functools.partial(by_hand, q, k, v, positions, table, window, on=on)
+        alone = run()
+        assert error(alone, want) < TOLERANCE, (cache, heads, tokens, capacity, window)
+        for threads in (2, 8):
+            place = GuardedPages().place if threads == 2 else lambda a: a
+            np.testing.assert_array_equal(run(threads=threads, place=place), alone)
+
+
+def test_a_tokens_bits_do_not_depend_on_its_neighbours():
+    q, k, v, positions = case("int8", (6, 2, 64), 100, 300, [0, 170])
+    whole = by_hand(q, k, v, positions)
+    parts = [by_hand(q[:, i : i + 37], k, v, positions[:, i : i + 37]) for i in (0, 37, 74)]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+
+
+def test_the_model_takes_it(monkeypatch):
+    """In the forms that prefill has: with a cache, in pages, without any, and its derivative."""
+    q, k, v, positions = case("float32", (6, 2, 64), 40, 128, [0, 88])
+    lengths = jnp.asarray([40, 33], jnp.int32)
+    pages, table = in_pages((k, v), 16, positions[:, -1] + 1)
+    new = jax.tree.map(lambda x: x[:, :40], (k, v))
+    fresh = positions * 0 + jnp.arange(40, dtype=jnp.int32)
+
+    def loss(q, k, v):
+        return jnp.sum(jnp.sin(attend(q, k, v, fresh + 5, 30)))
+
+    def forms():
+        return (
+            jax.jit(lambda: attend_cached(q, KVCache(k, v), positions, lengths, 60))(),
+            attend_cached(q, KVCache(*pages), positions, lengths, None, table=table),
+            attend(q, *new, fresh + 5, 30),
+            *jax.grad(loss, argnums=(0, 1, 2))(q, *new),
+        )
+
+    made = choices(attend, q, *new, fresh, 30)
+    assert [choice.kernel for choice in made] == ["prefill_cpu"]
+    got = forms()
+    monkeypatch.setenv(VARIABLE, "off")
+    for one, other in zip(got, forms(), strict=True):
+        np.testing.assert_allclose(one, other, 1e-4, 1e-5)
+    made = choices(attend, q, *new, fresh, 30, 50.0)
+    assert [choice.reason for choice in made] == ["the handler does not cap scores"]
+
+
+def _under_load(calls: int) -> None:
+    cases = [case("int8", (6, 2, 64), 30 + i, 128, [i, 60], i) for i in range(6)]
+    found = [functools.partial(by_hand, *one, threads=2) for one in cases]
+    wanted, wrong = [f() for f in found], []
+
+    def work(i: int) -> None:
+        wrong.extend(i for _ in range(calls) if not np.array_equal(found[i](), wanted[i]))
+
+    in_six_threads(work)
+    assert not wrong
+
+
+def test_bits_are_equal_under_load():
+    _under_load(10)
+
+
+@pytest.mark.slow
+def test_bits_are_equal_under_long_load():
+    _under_load(1500)
