@@ -92,14 +92,28 @@ def inputs(cfg: ModelConfig, p: Params) -> Params:
 def mix(
     cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache | None, at: At
 ) -> tuple[jax.Array, KVCache | None]:
-    """Multi-head attention with rotary positions: ``qkv [B, T, (N + 2K) H]`` -> (heads
-    ``[B, T, N H]``, cache)."""
+    """Multi-head attention with rotary positions: ``qkv [B, T, (N + 2K) H]``, behind N H columns of
+    a gate where there is one, -> (heads ``[B, T, N H]``, cache)."""
     batch, n_new, _ = qkv.shape
+    gate, qkv = without_gate(cfg, qkv)
     if cache is not None and n_new == 1:
         out, cache = _decode(cfg, p, qkv, cache, at)
     else:
         out, cache = _extend(cfg, split_heads(cfg, p, qkv), cache, at)
-    return out.reshape(batch, n_new, -1), cache
+    out = out.reshape(batch, n_new, -1)
+    return out if gate is None else gated(out, gate), cache
+
+
+def without_gate(cfg: ModelConfig, qkv: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    """(the gate or None, q|k|v)."""
+    width = cfg.n_heads * cfg.head_dim
+    return (qkv[..., :width], qkv[..., width:]) if cfg.attn_gate else (None, qkv)
+
+
+def gated(heads: jax.Array, gate: jax.Array) -> jax.Array:
+    """``heads * sigmoid(gate)`` in float32, with one cast."""
+    y = heads.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
+    return y.astype(heads.dtype)
 
 
 def split_heads(cfg: ModelConfig, p: Params, qkv: jax.Array) -> jax.Array:

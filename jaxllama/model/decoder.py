@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
-from jaxllama.model import attention, gla, linear
+from jaxllama.model import attention, delta, gla, linear
 from jaxllama.model.attention import At
 from jaxllama.model.cache import Cache, GLAState, KVCache, cache_specs
 from jaxllama.model.linear import Params, Stream
@@ -45,6 +45,7 @@ from jaxllama.parallel.mesh import traced_mesh
 from pallas_kernels.dispatch import is_recording
 
 LayerState = KVCache | GLAState | None
+_MIXERS: dict[str, Any] = {"attention": attention, "gla": gla, "delta": delta}
 
 
 # A layer
@@ -78,7 +79,7 @@ def mix_half(
     ops: Any = linear,
 ) -> tuple[Stream, LayerState]:
     """A layer's first half: norm and mixer."""
-    mixer, own = attention if kind == "attention" else gla, p["mixer"]
+    mixer, own = _MIXERS[kind], p["mixer"]
     y, stream = ops.norm_linear(stream, p.get("mixer_norm"), mixer.inputs(cfg, own), cfg)
     heads, state = mixer.mix(cfg, own, y, state, at)
     return ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm")), state

@@ -150,11 +150,14 @@ def _recur(
     return gated_norm(o, p["g_norm"]["weight"], settings.norm_eps, gate), after
 
 
-def gated_norm(o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None) -> jax.Array:
-    """``rms_norm(o) * silu(gate)`` over the last axis, in float32 with one cast to o's dtype."""
+def gated_norm(
+    o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None, activation: str = "silu"
+) -> jax.Array:
+    """``rms_norm(o) * activation(gate)`` over the last axis, in float32 with one cast to o's dtype;
+    activation: "silu" or "sigmoid"."""
     y = rms_norm(o, weight, eps, out_dtype=jnp.float32)
     if gate is not None:
-        y = y * jax.nn.silu(gate.astype(jnp.float32))
+        y = y * getattr(jax.nn, activation)(gate.astype(jnp.float32))
     return y.astype(o.dtype)
 
 
