@@ -200,7 +200,9 @@ _FLA_DELTA = DeltaNames(
 # By ``cfg.stored.family``; LLAMA for those that are not here.
 FAMILIES = {
     "gla": FLA,
-    "fla_delta": dataclasses.replace(FLA, delta=_FLA_DELTA),
+    **dict.fromkeys(
+        ("gated_deltanet", "kda", "delta_net"), dataclasses.replace(FLA, delta=_FLA_DELTA)
+    ),
     "qwen3_next": Names(delta=_QWEN_NEXT),
     "qwen3_5_text": Names(delta=DeltaNames()),
     "phi3": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),

@@ -156,8 +156,11 @@ def _qwen_delta_to_hf(cfg: ModelConfig) -> Fields:
     }
 
 
+# Of experts, of which a dense model has none.
+_EXPERTS = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok",
+            "norm_topk_prob", "output_router_logits", "router_aux_loss_coef")  # fmt: skip
 _QWEN_DELTA = Family(
-    architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    architectures=("Qwen3_5ForCausalLM",),
     defaults={
         "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768,
         "partial_rotary_factor": 0.25, "bos_token_id": None, "eos_token_id": None,
@@ -169,6 +172,7 @@ _QWEN_DELTA = Family(
     same=_BIAS,
     fields=_qwen_delta,
     to_hf=_qwen_delta_to_hf,
+    fixed={"attn_output_gate": (True, None)},
     facts={"qk_norm": "head", "attn_gate": True},
     stored={"norm_offset": 1.0},
 )  # fmt: skip
@@ -230,7 +234,10 @@ FAMILIES: dict[str, Family] = {
         _QWEN_DELTA,
         architectures=("Qwen3NextForCausalLM",),
         defaults={**_QWEN_DELTA.defaults, "num_key_value_heads": 2},
-        keys=(*_QWEN_DELTA.keys, "num_experts", "decoder_sparse_step", "mlp_only_layers"),
+        keys=(
+            *_QWEN_DELTA.keys, "num_experts", "decoder_sparse_step", "mlp_only_layers",
+            *_EXPERTS,
+        ),
         fields=_qwen_next,
         to_hf=lambda cfg: {**_qwen_delta_to_hf(cfg), "num_experts": 0},
     ),
