@@ -19,9 +19,11 @@ import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model import delta
 from jaxllama.offload.policy import Policy
 from jaxllama.quantization import sites
 from jaxllama.serving.engine.request import Request
+from pallas_kernels.gated_delta.reference import gated_delta_recurrent
 from tests.helpers.models import FAMILIES, params_of, relative_error, tokens_of
 from tests.helpers.seeded import seeded_params
 
@@ -144,8 +146,10 @@ def test_what_a_file_says_and_we_have_not_is_named(kind, change, message):
 
 @pytest.mark.parametrize("change", [{}, {"num_experts": 4, "mlp_only_layers": [0]}])
 def test_experts_are_refused_by_name(change):
-    config = {"model_type": "qwen3_next", "vocab_size": 64, "hidden_size": 32,
-              "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}  # fmt: skip
+    config = {
+        "model_type": "qwen3_next", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4,
+    }  # fmt: skip
     with pytest.raises(JaxLlamaError, match="num_experts.*a mixture of experts"):
         config_from_hf({**config, **change}, "x")
     assert config_from_hf({**config, "num_experts": 0}, "x").layer_types == ("delta", "delta")
@@ -189,7 +193,7 @@ def test_engine_prefixes_and_offloading_give_the_same_tokens(family, tmp_path):
     lm = language_model(family, tmp_path)
     want = generated(lm)
     engine = jl.Engine(lm, max_slots=2, max_len=64, prefill_chunk=16, page_size=16)
-    got, cached = [[], [], []], []
+    got, cached = ([], [], []), []
     for row, prompt in enumerate(prompts(lm.config)):
 
         def listen(event, row=row):
@@ -198,16 +202,15 @@ def test_engine_prefixes_and_offloading_give_the_same_tokens(family, tmp_path):
         engine.submit(Request(str(row), tuple(prompt), 8), listen)
         while engine.step():
             pass
-        cached.append(engine.stats().cached_tokens if hasattr(engine, "stats") else None)
-    assert got == want
+        cached.append(engine.stats().prefix_hit_tokens)
+    assert [*got] == want and cached == [0, 32, 32]
     for policy in ("0 100 0 100 100 0", "50 50 0 100 100 0"):
         assert generated(language_model(family, tmp_path, policy=Policy.parse(policy))) == want
 
 
-@pytest.mark.parametrize("policy", [{"cpu_attention": True}])
-def test_gated_attention_on_the_cpu_s_side_of_an_offloaded_cache(policy, tmp_path):
+def test_gated_attention_on_the_cpu_s_side_of_an_offloaded_cache(tmp_path):
     lm = language_model("delta", tmp_path)
-    policy = dataclasses.replace(Policy.parse("0 100 0 100 100 0"), **policy)
+    policy = dataclasses.replace(Policy.parse("0 100 0 100 100 0"), cpu_attention=True)
     assert generated(language_model("delta", tmp_path, policy=policy)) == generated(lm)
 
 
@@ -236,3 +239,29 @@ def test_quantized_layers_stay_near(scheme, tmp_path):
     lengths = jnp.array([30], jnp.int32)
     want = jl.logits(cfg, lm.params, tokens, lengths)
     assert relative_error(jl.logits(cfg, params, tokens, lengths), want) < 0.1
+
+
+@pytest.mark.parametrize("family", ["delta", "kda"])
+def test_a_model_s_gradients_are_the_recursion_s(family, monkeypatch):
+    cfg, params = FAMILIES[family], params_of(FAMILIES[family])
+    tokens, lengths = tokens_of(cfg, 2, 70), jnp.array([70, 70], jnp.int32)
+
+    def loss(params):
+        scores = jax.nn.log_softmax(jl.logits(cfg, params, tokens[:, :-1], lengths - 1))
+        return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1))
+
+    got = jax.grad(loss)(params)
+
+    def recursion(*operands, lengths=None, **options):
+        assert lengths is None
+        return gated_delta_recurrent(*operands, **options)
+
+    monkeypatch.setattr(delta, "gated_delta", recursion)
+    jax.clear_caches()
+    want = jax.grad(loss)(params)
+    jax.clear_caches()
+    for path, leaf in jax.tree.leaves_with_path(want):
+        own = got
+        for key in path:
+            own = own[key.key]
+        assert relative_error(own, leaf) < 1e-3, path
