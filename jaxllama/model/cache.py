@@ -65,6 +65,21 @@ class GLAState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class GLATokens:
+    """T tokens that a state may yet take: k, v and log_decay ``[B, T, H, D]``, what the short
+    convolutions read, each ``[B, T, features]``, and of the delta rule beta ``[B, T, H]``."""
+
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    conv: tuple[jax.Array, ...] = ()
+    beta: jax.Array | None = None
+
+    __repr__ = short_repr
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Cache:
     """table int32 ``[B, M]``: token t of row b is at ``[table[b, t // S], t % S]`` of every
     attention layer's pages ``[P, S, K, H]``; an entry outside of [0, P) is no page."""
@@ -91,6 +106,23 @@ class Cache:
     def nbytes(self) -> int:
         """Bytes on an accelerator, where int4 is packed two to a byte."""
         return tree_bytes(self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A cache and tokens behind it, of which ``decoder.commit`` keeps some.
+
+    cache: its attention rows hold the tokens' keys and values past its lengths, where they are
+    dead; its recurrent states have not moved.  new int32 ``[B]``: tokens that there are.  tokens:
+    of each layer with such a state what it would take, None for attention.
+    """
+
+    cache: Cache
+    new: jax.Array
+    tokens: tuple[GLATokens | None, ...]
+
+    __repr__ = short_repr
 
 
 def init_cache(
@@ -195,6 +227,17 @@ def cache_specs(cache: Cache, rows: str | None) -> Cache:
     table = None if cache.table is None else row
     specs: Any = row, table  # where a cache has arrays
     return Cache(tuple(map(one, cache.layers)), *specs)
+
+
+def proposal_specs(cache: Cache, rows: str | None) -> Proposal:
+    """``cache_specs`` of what may come of a cache."""
+    tokens: Any = P(rows, None, MODEL_AXIS)
+
+    def one(layer: Any) -> Any:
+        return None if isinstance(layer, KVCache) else tokens  # of all its arrays
+
+    new: Any = P(rows)
+    return Proposal(cache_specs(cache, rows), new, tuple(map(one, cache.layers)))
 
 
 def cache_shardings(cache: Cache, mesh: Mesh | AbstractMesh) -> Cache:

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 
 from jaxllama.config import DeltaConfig, ModelConfig
 from jaxllama.model.attention import At
-from jaxllama.model.cache import GLAState
-from jaxllama.model.gla import gated_norm, short_convolution
+from jaxllama.model.cache import GLAState, GLATokens
+from jaxllama.model.gla import by_row, gated_norm, last_convolved, short_convolution, steps
 from jaxllama.model.linear import Params, linear
 from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
 from pallas_kernels.matmul.blocks import Columns
@@ -39,34 +39,53 @@ def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
 
 def mix(
     cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: GLAState | None, at: At
-) -> tuple[jax.Array, GLAState | None]:
+) -> tuple[jax.Array, GLAState | GLATokens | None]:
     """The projections of ``inputs``, columns of ``[B, T, n]`` -> (gated heads ``[B, T, H Dv]``,
-    state); a state of None starts from zero and is not returned.  Padding is as in ``gla.mix``."""
+    state); None, padding and tokens that are verified as in ``gla.mix``."""
     delta = cfg.delta
     assert delta is not None
     names = (name for name in _INPUTS if name in p)
     streams = {name: x.value for name, x in zip(names, projected, strict=True)}
     qkv, z = jnp.split(streams["qkvz"], (_qkv_width(delta),), axis=-1)
     batch, n_new, _ = qkv.shape
-    conv = None
+    read, conv = by_row(qkv, at), None
     if delta.conv_size:
         past = None if state is None or state.conv is None else state.conv[0]
-        qkv, last = short_convolution(qkv, p["conv"]["weight"], past, at.lengths)
-        conv = (last,)
+        lengths = at.lengths[:: at.drafted or 1]
+        y, last = short_convolution(read, p["conv"]["weight"], past, lengths)
+        qkv, conv = y.reshape(qkv.shape), (last,)
     else:
         qkv = jax.nn.silu(qkv)
-    widths = delta.n_k_heads * delta.d_k
-    q, k, v = jnp.split(qkv, (widths, 2 * widths), axis=-1)
+    width = delta.n_k_heads * delta.d_k
+    q, k, v = jnp.split(qkv, (width, 2 * width), axis=-1)
     q, k = (x.reshape(batch, n_new, delta.n_k_heads, delta.d_k) for x in (q, k))
     v = v.reshape(batch, n_new, delta.n_heads, delta.d_v)
-    o, after = _recur(q, k, v, *_gates(delta, p, streams), at.lengths, state)
+    log_decay, beta = _gates(delta, p, streams)
+    new: GLAState | GLATokens | None = None
+    if at.drafted is not None:
+        assert state is not None
+        q, k, v, log_decay, beta = (by_row(x, at) for x in (q, k, v, log_decay, beta))
+        count = jnp.sum(by_row(at.lengths[:, None], at), axis=1)
+        o, _ = steps(_step, (q, k, v, log_decay, beta), state.state, count)
+        o = o.reshape(batch, 1, *o.shape[2:])
+        new = GLATokens(k, v, log_decay, (read,) if delta.conv_size else (), beta)
+    else:
+        o, after = _recur(q, k, v, log_decay, beta, at.lengths, state)
+        new = None if after is None else GLAState(after, conv)
     gate = z if delta.gate == "full" else None
     if delta.gate == "low_rank":
         gate = linear(streams["g_0"], p["g_1"])
     gate = None if gate is None else gate.reshape(o.shape)
     o = gated_norm(o, p["o_norm"]["weight"], delta.norm_eps, gate, delta.gate_activation)
-    new = None if state is None or after is None else GLAState(after, conv)
     return o.reshape(batch, n_new, -1), new
+
+
+def commit(state: GLAState, tokens: GLATokens, count: jax.Array) -> GLAState:
+    """The state after the first ``count[B]`` of the tokens."""
+    assert tokens.beta is not None
+    operands = tokens.k, tokens.k, tokens.v, tokens.log_decay, tokens.beta
+    _, after = steps(_step, operands, state.state, count)
+    return GLAState(after, last_convolved(state, tokens, count))
 
 
 def _qkv_width(delta: DeltaConfig) -> int:
@@ -103,15 +122,7 @@ def _recur(
     """(heads ``[B, T, H, Dv]``, state) of any number of tokens ``[B, T, H, D]``."""
     operands = q, k, v, log_decay, beta
     if q.shape[1] == 1 and state is not None:
-        # A row that stands still: no decay and nothing written, so that the state can be updated
-        # in place without a second copy of it to choose from.
-        moves = lengths > 0
-        q, *rest = (x[:, 0] for x in operands)
-        rest = [
-            jnp.where(moves.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
-            for x in rest
-        ]
-        o, after = gated_delta_step(q, *rest, state.state, normalize_qk=True)
+        o, after = _step(*(x[:, 0] for x in operands), lengths > 0, state=state.state)
         return o[:, None], after
     o, after = gated_delta(
         *operands, normalize_qk=True,
@@ -119,3 +130,21 @@ def _recur(
         lengths=None if state is None else lengths,
     )  # fmt: skip
     return o, None if state is None else after
+
+
+def _step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    moves: jax.Array,
+    state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """``gated_delta_step`` of the rows that move, bool ``[B]``.  One that stands still has no decay
+    and writes nothing, as in ``gla``."""
+    rest = (
+        jnp.where(moves.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+        for x in (k, v, log_decay, beta)
+    )
+    return gated_delta_step(q, *rest, state, normalize_qk=True)
