@@ -30,9 +30,11 @@ CASES = {
     "gla": (FAMILIES["gla"], "float32"),
     "gla-conv": (FAMILIES["gla-conv-groups"], "float32"),
     "hybrid-int8": (FAMILIES["hybrid"], "int8"),
+    "delta": (FAMILIES["delta"], "float32"),
+    "kda": (FAMILIES["kda"], "float32"),
 }  # fmt: skip
 # A convolution is fused with what reads it, and the compiler rounds the two programs differently.
-INEXACT = {"gla-conv"}
+INEXACT = {"gla-conv", "delta", "kda"}
 BATCH, WIDTH = 3, 4
 
 
