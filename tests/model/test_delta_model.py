@@ -18,8 +18,10 @@ from safetensors.numpy import load_file
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
+from jaxllama.config import load_config
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import delta
+from jaxllama.model.params import param_table
 from jaxllama.offload.policy import Policy
 from jaxllama.quantization import sites
 from jaxllama.serving.engine.request import Request
@@ -160,6 +162,17 @@ def test_a_mixer_that_no_file_has_words_for_is_named():
     cfg = cfg.replace(delta=dataclasses.replace(cfg.delta, gate_activation="silu"))
     with pytest.raises(JaxLlamaError, match="delta.gate_activation = 'silu'"):
         config_to_hf(cfg)
+
+
+def test_the_preset_is_what_transformers_would_build():
+    """Its Qwen3.5 by default is the 9B's shape, but for the context and RoPE's base."""
+    transformers = pytest.importorskip("transformers")
+    theta = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    config = transformers.Qwen3_5TextConfig(rope_parameters=theta, max_position_embeddings=262144)
+    preset = load_config("qwen3.5-9b")
+    assert config_from_hf(config.to_dict(), preset.name) == preset
+    assert config_from_hf(config_to_hf(preset), preset.name) == preset
+    assert sum(spec.size for spec in param_table(preset).values()) == pytest.approx(9e9, rel=0.01)
 
 
 def language_model(family, tmp_path, **options):
