@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig
 from jaxllama.model.attention_cudnn import causal, extend, has_cudnn
 from jaxllama.model.cache import KVCache, quantize_kv, write
-from jaxllama.model.linear import Params
+from jaxllama.model.linear import Params, linear
 from jaxllama.model.rope import Ropes, apply_rope
 from pallas_kernels.attention.blockwise import (
     attention_scores,
@@ -63,6 +63,7 @@ from pallas_kernels.attention.rope_cache import (
     to_cache_basis,
 )
 from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.rows.rms_norm import rms_norm
 
 QUERY_BLOCK = 512
 SPARSE_BLOCK = 16  # query tokens of a row that gather their values at once
@@ -88,38 +89,59 @@ class At(NamedTuple):
     drafted: int | None = None
 
 
-def inputs(cfg: ModelConfig, p: Params) -> Params:
+def inputs(cfg: ModelConfig, p: Params) -> Params | list[Params]:
     """What reads the layer's input."""
-    return p["qkv"]
+    return p["qkv"] if cfg.latent is None else [p["q"], p["kv_a"]]
 
 
 def mix(
-    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache | None, at: At
+    cfg: ModelConfig, p: Params, projected: Any, cache: KVCache | None, at: At
 ) -> tuple[jax.Array, KVCache | None]:
-    """Multi-head attention with rotary positions: ``qkv [B, T, (N + 2K) H]``, behind N H columns of
-    a gate where there is one, -> (heads ``[B, T, N H]``, cache)."""
+    """Multi-head attention with rotary positions: the products of ``inputs`` -> (heads
+    ``[B, T, N H]``, cache)."""
+    gate, qkv = unpacked(cfg, p, projected)
     batch, n_new, _ = qkv.shape
-    gate, qkv = without_gate(cfg, qkv)
     if cache is not None and at.drafted is not None:
         out, cache = _verify(cfg, p, qkv, cache, at, at.drafted)
     elif cache is not None and n_new == 1:
         out, cache = _decode(cfg, p, qkv, cache, at)
     else:
         out, cache = _extend(cfg, split_heads(cfg, p, qkv), cache, at)
-    out = out.reshape(batch, n_new, -1)
-    return out if gate is None else gated(out, gate), cache
+    return finished(cfg, out.reshape(batch, n_new, cfg.n_heads, -1), gate), cache
 
 
-def without_gate(cfg: ModelConfig, qkv: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """(the gate or None, q|k|v)."""
-    width = cfg.n_heads * cfg.head_dim
-    return (qkv[..., :width], qkv[..., width:]) if cfg.attn_gate else (None, qkv)
+def unpacked(cfg: ModelConfig, p: Params, projected: Any) -> tuple[jax.Array | None, jax.Array]:
+    """The products of ``inputs`` as (the heads' gate or None, ``q|k|v [B, T, (N + 2K) H]``).
+
+    Of latents each head's key is its own part and the one that all share, and values are as wide as
+    keys, with zeros.
+    """
+    latent, width = cfg.latent, cfg.n_heads * cfg.head_dim
+    if latent is None:
+        if cfg.attn_gate:
+            return projected[..., :width], projected[..., width:]
+        return None, projected
+    q, down = (columns.value for columns in projected)
+    low, shared = jnp.split(down, (latent.kv_rank,), axis=-1)
+    low = rms_norm(low, p["kv_norm"]["weight"], latent.norm_eps)
+    heads = linear(low, p["kv_b"]).reshape(*q.shape[:-1], cfg.n_heads, -1)
+    k, v = jnp.split(heads, (latent.d_nope,), axis=-1)
+    shared = jnp.broadcast_to(shared[..., None, :], (*k.shape[:-1], latent.d_rope))
+    k = jnp.concatenate([k, shared], axis=-1)
+    v = jnp.pad(v, ((0, 0),) * (v.ndim - 1) + ((0, cfg.head_dim - latent.d_v),))
+    parts = (x.reshape(*q.shape[:-1], width) for x in (q, k, v))
+    return None, jnp.concatenate([*parts], axis=-1)
 
 
-def gated(heads: jax.Array, gate: jax.Array) -> jax.Array:
-    """``heads * sigmoid(gate)`` in float32, with one cast."""
-    y = heads.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
-    return y.astype(heads.dtype)
+def finished(cfg: ModelConfig, heads: jax.Array, gate: jax.Array | None) -> jax.Array:
+    """Heads ``[B, T, N, H]`` as the output product reads them: times ``sigmoid(gate)`` in float32,
+    with one cast; of values made of latents as wide as those are."""
+    if cfg.latent is not None:
+        heads = heads[..., : cfg.latent.d_v]
+    y = heads.reshape(*heads.shape[:2], -1)
+    if gate is None:
+        return y
+    return (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(y.dtype)
 
 
 def split_heads(cfg: ModelConfig, p: Params, qkv: jax.Array) -> jax.Array:
