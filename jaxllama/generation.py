@@ -152,13 +152,19 @@ def verify_step(
     """
     _check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = _int32(tokens, lengths)
-    return _verify(cfg, params, tokens, lengths, cache)
+    return verify(cfg, params, tokens, lengths, cache)
 
 
-def _verify(
-    cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache
+def verify(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    exact: bool = False,
 ) -> tuple[jax.Array, Proposal]:
-    hidden, proposal = decoder.propose(cfg, params, tokens, lengths, cache)
+    """``verify_step`` inside of a program; exact: as of ``decoder.propose``."""
+    hidden, proposal = decoder.propose(cfg, params, tokens, lengths, cache, exact)
     scores = decoder.logits(cfg, params, hidden.reshape(-1, hidden.shape[-1]))
     scores = scores.reshape(*tokens.shape, -1)
     if cache.capacity is not None:

@@ -186,13 +186,14 @@ def _verify(
     """``_recur`` of the tokens of a draft, from a state that stays as it is: (gated heads,
     (k, v, log_decay) by rows of the cache)."""
     q, *kept = (_by_row(x, at) for x in _heads(cfg, p, streams))
-    o, _ = _steps(q, *kept, before, jnp.sum(_by_row(at.lengths[:, None], at), axis=1))
+    count = jnp.sum(_by_row(at.lengths[:, None], at), axis=1)
+    o, _ = _steps(q, *kept, before, count, at.exact)
     return _gated(cfg, p, streams, o.reshape(-1, 1, *o.shape[2:])), tuple(kept)
 
 
-def commit(state: GLAState, tokens: GLATokens, count: jax.Array) -> GLAState:
+def commit(state: GLAState, tokens: GLATokens, count: jax.Array, exact: bool) -> GLAState:
     """The state after the first ``count[B]`` of the tokens."""
-    _, after = _steps(tokens.k, tokens.k, tokens.v, tokens.log_decay, state.state, count)
+    _, after = _steps(tokens.k, tokens.k, tokens.v, tokens.log_decay, state.state, count, exact)
     conv = state.conv
     if conv is not None:
         read = zip(conv, tokens.conv, strict=True)
@@ -202,14 +203,20 @@ def commit(state: GLAState, tokens: GLATokens, count: jax.Array) -> GLAState:
 
 def _steps(
     q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, state: jax.Array,
-    count: jax.Array,
+    count: jax.Array, exact: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """A decoder's steps, of ``q, k, v, log_decay [B, T, H, D]`` the first ``count[B]``: (``o [B, T,
     H, Dv]``, state).
 
     A CPU takes them in a loop, since of a chain its compiler rounds other products; a GPU fuses
-    the chain, and passes over the state once.
+    the chain, and passes over the state once.  exact: in a step of B * T rows, most of them empty.
     """
+    is_cpu, (batch, width) = jax.default_backend() == "cpu", q.shape[:2]
+    if exact and is_cpu:
+        q, k, v, log_decay, state, count = (
+            jnp.pad(x, ((0, batch * (width - 1)), *((0, 0),) * (x.ndim - 1)))
+            for x in (q, k, v, log_decay, state, count)
+        )
 
     def step(state: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         o, state = _step(*now, state=state)
@@ -217,8 +224,8 @@ def _steps(
 
     moves = jnp.arange(q.shape[1], dtype=count.dtype)[:, None] < count[None, :]
     tokens = *(jnp.moveaxis(x, 1, 0) for x in (q, k, v, log_decay)), moves
-    state, o = jax.lax.scan(step, state, tokens, unroll=jax.default_backend() != "cpu")
-    return jnp.moveaxis(o, 0, 1), state
+    state, o = jax.lax.scan(step, state, tokens, unroll=not is_cpu)
+    return jnp.moveaxis(o, 0, 1)[:batch], state[:batch]
 
 
 def gated_norm(o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None) -> jax.Array:
