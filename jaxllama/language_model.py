@@ -132,7 +132,7 @@ class LanguageModel:
         """
         steps = self._steps(
             prompts, max_new_tokens, sampling, seed, stop, kv_dtype, chunk, on_text is not None,
-            adapter, self._drafting(draft, draft_tokens),
+            adapter, self.drafting(draft, draft_tokens),
         )  # fmt: skip
         while True:
             try:
@@ -201,7 +201,7 @@ class LanguageModel:
             raise JaxLlamaError(f"{self.config.name} has no tokenizer: there is no text to stream")
         steps = self._steps(
             [prompt], max_new_tokens, sampling, seed, stop, kv_dtype, chunk, True, adapter,
-            self._drafting(draft, draft_tokens),
+            self.drafting(draft, draft_tokens),
         )  # fmt: skip
         return (text for _, text in steps)
 
@@ -238,7 +238,7 @@ class LanguageModel:
         chunk: Any,
         watched: bool,
         adapter: str | Sequence[str | None] | None,
-        drafting: _Drafting | None,
+        drafting: Drafting | None,
     ) -> Steps:
         """``generate`` as an iterator: arguments are checked now, the work is done as it goes."""
         rows = self.encode(prompts)
@@ -408,7 +408,7 @@ class LanguageModel:
         loop = generation.loop_for(self.params)
         return loop(self.config, self.params, state, sampling, stop_ids, np.int32(until))
 
-    def _drafting(self, draft: str | LanguageModel | None, draft_tokens: Any) -> _Drafting | None:
+    def drafting(self, draft: str | LanguageModel | None, draft_tokens: Any) -> Drafting | None:
         """``generate``'s two arguments, checked; offloading has its own."""
         if draft is None:
             if draft_tokens:
@@ -422,7 +422,7 @@ class LanguageModel:
             own = speculative.NGram()
         else:
             raise JaxLlamaError(f'draft = {short(draft)}: expected "ngram" or a LanguageModel')
-        return _Drafting(speculative.Plan.of(own, draft_tokens, self.deterministic), params)
+        return Drafting(speculative.Plan.of(own, draft_tokens, self.deterministic), params)
 
     def _check_draft(self, draft: LanguageModel) -> None:
         name = draft.config.name
@@ -561,7 +561,7 @@ class _Options:
     kv_dtype: DTypeLike
     chunk: int | None
     watched: bool  # somebody reads the text as it comes
-    drafting: _Drafting | None
+    drafting: Drafting | None
 
     @property
     def deterministic_rows(self) -> int:
@@ -570,7 +570,7 @@ class _Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Drafting:
+class Drafting:
     """Who drafts, with the parameters of a model that does."""
 
     plan: speculative.Plan

@@ -52,10 +52,10 @@ _LONGEST_PAUSE = 64  # turns
 
 
 class Drafted(NamedTuple):
-    """tokens int32 ``[B, most]``, of which ``count[B]`` are there; what the draft keeps."""
+    """tokens int32 ``[B, most]``, of which ``lengths[B]`` are there; what the draft keeps."""
 
     tokens: jax.Array
-    count: jax.Array
+    lengths: jax.Array
     kept: Any
 
 
@@ -327,7 +327,7 @@ def advance(
         )
         draft = plan.draft.propose(draft_params, state.kept, ask)
         state = dataclasses.replace(state, kept=draft.kept)
-        needed = jnp.max(draft.count) + 1
+        needed = jnp.max(draft.lengths) + 1
 
         def verified(width: int, state: State) -> State:
             live = is_live(state).astype(jnp.int32)
@@ -369,11 +369,11 @@ def _pass(
     drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))[:, :width]  # what should follow each
     inputs = jnp.concatenate([newest, drafted[:, : width - 1]], axis=1)
     scores, proposal = verify(
-        cfg, params, inputs, live * (1 + draft.count), state.cache, plan.exact
+        cfg, params, inputs, live * (1 + draft.lengths), state.cache, plan.exact
     )
     tokens, logprobs = _sampled(scores, sampling, size + place, drafted, state.history)
 
-    is_right = (tokens == drafted) & (place < draft.count[:, None])
+    is_right = (tokens == drafted) & (place < draft.lengths[:, None])
     accepted = jnp.sum(jnp.cumprod(is_right.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     stops = jnp.any(tokens[:, :, None] == stop_ids, axis=2)
     first_stop = jnp.min(jnp.where(stops, place, width), axis=1)
@@ -385,7 +385,7 @@ def _pass(
             history = history.add(tokens[:, index], is_new[:, index])
     written = jnp.where(is_new, size + place, state.text.shape[1])
     counted = jnp.where(is_new, state.counts[:, None] + place, state.logprobs.shape[1])
-    count = live * draft.count
+    count = live * draft.lengths
     return State(
         text=state.text.at[rows, written].set(tokens, mode="drop"),
         prompt=state.prompt,

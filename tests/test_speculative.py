@@ -116,7 +116,7 @@ def test_an_ngram_follows_the_longest_suffix_where_it_stood_last():
     size, wanted = jnp.asarray([len(row) for row in rows]), jnp.asarray([4, 4, 4, 4])
     ask = speculative.Ask(text, size, wanted, 4, None, None)
     drafted = speculative.NGram().propose(None, None, ask)
-    np.testing.assert_array_equal(drafted.count, [4, 4, 0, 0])
+    np.testing.assert_array_equal(drafted.lengths, [4, 4, 0, 0])
     np.testing.assert_array_equal(drafted.tokens[:2], [[9, 5, 2, 3], [7, 8, 7, 8]])
 
 
