@@ -143,8 +143,8 @@ def verify_step(
 
     tokens: of each row the newest one and a draft of what follows; lengths int32 ``[B]`` counts
     the valid ones, and logits behind them mean nothing.  ``logits[:, j]`` are ``decode_step``'s
-    after token j, NaN where the row has no room for it.  Products see B * (k+1) rows: their bits
-    are a decode step's of so many.  ``commit`` makes a cache of the proposal; the one given is
+    after token j, bit for bit those of a step of B * (k+1) rows; NaN where the row has no room for
+    it.  ``commit`` makes a cache of the proposal; the one given is
     donated.  Raises JaxLlamaError where k + 1 exceeds the cache's capacity.
 
     Source: speculative decoding (arXiv 2211.17192); for linear attention the states are kept and
@@ -152,7 +152,7 @@ def verify_step(
     """
     _check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = _int32(tokens, lengths)
-    return verify(cfg, params, tokens, lengths, cache)
+    return verify(cfg, params, tokens, lengths, cache, exact=True)
 
 
 def verify(
@@ -182,7 +182,7 @@ def commit(proposal: Proposal, accepted: jax.Array) -> Cache:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _commit(cache: Cache, new: jax.Array, tokens: Any, accepted: jax.Array) -> Cache:
-    return decoder.commit(Proposal(cache, new, tokens), *_int32(accepted + 1))
+    return decoder.commit(Proposal(cache, new, tokens), *_int32(accepted + 1), exact=True)
 
 
 def _decode(

@@ -12,7 +12,7 @@ cuts the past.
 
 One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
 attention.  Tokens to be verified (``At.drafted``) are such rows too, several of one cache row: all
-are written, then each is a query of a decode step, so its heads are that step's bits.
+are written first, and then read by the same kernels.
 
 Which tokens read V sparsely (``ModelConfig.attn_sparsity``) the caller says, because it is a matter
 of what a token is, not of how many come at once: generated tokens do, a prompt's do not.
@@ -203,6 +203,7 @@ def _verify(
 ) -> tuple[jax.Array, KVCache]:
     """``_decode`` where ``drafted`` consecutive rows are tokens of one row of the cache."""
     assert at.rope is not None
+    n_rows = qkv.shape[0] // drafted
     if at.table is None:
         pages, table = _as_pages(cache)
     else:
@@ -219,14 +220,22 @@ def _verify(
     if at.exact or (has_kernel and jax.default_backend() == "gpu"):
         return _query(cfg, q, pages, at._replace(table=shared)), cache
 
-    # XLA would copy what the table names, once for each token.
-    def one(token: int) -> jax.Array:
-        positions, lengths = (x[token::drafted] for x in (at.positions, at.lengths))
-        own = at._replace(positions=positions, lengths=lengths)
-        return _query(cfg, q[token::drafted], cache, own)
+    # XLA would copy what the table names once for each token; the tokens of a row read it once.
+    rows = [x.reshape(n_rows, drafted, *x.shape[1:]) for x in (q, at.positions[:, 0], at.lengths)]
+    q, positions, is_new = rows
+    own = at._replace(positions=positions, lengths=jnp.sum(is_new, axis=1), table=at.table)
+    seen, block = jnp.where(is_new > 0, positions, -1), None
+    if jax.default_backend() == "cpu":
+        block = CPU_DECODE_BLOCK
 
-    out = jnp.stack([one(token) for token in range(drafted)], axis=1)
-    return out.reshape(q.shape), cache
+    def dense() -> jax.Array:
+        out = blockwise_attention(
+            q, cache.k, cache.v, seen, window=cfg.sliding_window, softcap=cfg.attn_softcap,
+            block=block, table=at.table,
+        )  # fmt: skip
+        return from_cache_basis(cache.v, out)
+
+    return _mixed(cfg, dense, q, cache, own).reshape(qkv.shape[0], *q.shape[2:]), cache
 
 
 def _as_pages(cache: KVCache) -> tuple[KVCache, jax.Array]:

@@ -268,7 +268,7 @@ def propose(
 
     They are T decode steps in one: each is a row of every product, as a step of B * T rows has
     them, and sees the tokens before it.  exact: attention and states are in the shapes of such a
-    step, too, and so have its bits, where otherwise they are in those of B rows; dearer on a CPU.
+    step, too, and so have its bits; dearer on a CPU.
     """
     mesh = traced_mesh(params)
     if mesh is not None:
