@@ -377,6 +377,15 @@ class ModelConfig:
             changes = {"layer_types": self.layer_types[:1] * changes["n_layers"], **changes}
         return dataclasses.replace(self, **changes)
 
+    def first_layers(self, count: int) -> ModelConfig:
+        """Of the first ``count`` layers alone."""
+        windows = tuple(i for i in range(count) if self.window_of(i) is not None)
+        return dataclasses.replace(
+            self, n_layers=count, layer_types=self.layer_types[:count],
+            sliding_window=self.sliding_window if windows else None, window_layers=windows,
+            nope_layers=tuple(i for i in self.nope_layers if i < count),
+        )  # fmt: skip
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

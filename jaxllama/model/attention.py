@@ -12,7 +12,7 @@ cuts the past.
 
 One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
 attention.  Tokens to be verified (``At.drafted``) are such rows too, several of one cache row: all
-are written, then each is a query of a decode step, so its heads are that step's bits.
+are written first, and then read by the same kernels.
 
 Which tokens read V sparsely (``ModelConfig.attn_sparsity``) the caller says, because it is a matter
 of what a token is, not of how many come at once: generated tokens do, a prompt's do not.
@@ -45,6 +45,7 @@ from jaxllama.model.cache import KVCache, quantize_kv, write
 from jaxllama.model.linear import Params, linear
 from jaxllama.model.rope import Ropes, apply_rope
 from pallas_kernels.attention.blockwise import (
+    CPU_DECODE_BLOCK,
     attention_scores,
     blockwise_attention,
     capacity_of,
@@ -77,7 +78,7 @@ class At(NamedTuple):
     the share ``cfg.attn_sparsity`` of V: none, all, or bool ``[B, T]``; table: the cache's;
     fresh: every row begins here, so its cache need not be read.
     drafted: None, or T: a row of the cache has T consecutive rows of the batch, one token each,
-    which verify a draft (``decoder.propose``).
+    which verify a draft (``decoder.propose``); exact: as its ``exact``.
     """
 
     positions: jax.Array
@@ -87,6 +88,7 @@ class At(NamedTuple):
     table: jax.Array | None = None
     fresh: bool = False
     drafted: int | None = None
+    exact: bool = False
 
 
 def inputs(cfg: ModelConfig, p: Params) -> Params | list[Params]:
@@ -161,7 +163,7 @@ def _extend(
 ) -> tuple[jax.Array, KVCache | None]:
     """Any number of tokens: ``qkv [B, T, N + 2K, H]`` -> (heads ``[B, T, N, H]``, cache)."""
     n, n_kv, window = cfg.n_heads, cfg.n_kv_heads, cfg.sliding_window
-    positions, lengths, ropes, _, table, fresh, _ = at
+    positions, lengths, ropes, _, table, fresh, *_ = at
     assert ropes is not None
     rope, cap = ropes.of(cfg.rope), cfg.attn_softcap
     q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
@@ -237,29 +239,48 @@ def _verify(
 ) -> tuple[jax.Array, KVCache]:
     """``_decode`` where ``drafted`` consecutive rows are tokens of one row of the cache."""
     assert at.rope is not None
-    table, n_rows = at.table, qkv.shape[0] // drafted
-    if table is None:  # a row of the cache is a page of its own
-        table = jnp.arange(n_rows, dtype=jnp.int32)[:, None]
+    n_rows = qkv.shape[0] // drafted
+    if at.table is None:
+        pages, table = _as_pages(cache)
+    else:
+        pages, table = cache, at.table
     shared = jnp.repeat(table, drafted, axis=0)
-    slots = jnp.where(at.lengths > 0, at.positions[:, 0], capacity_of(cache.k, shared))
+    slots = jnp.where(at.lengths > 0, at.positions[:, 0], capacity_of(pages.k, shared))
     turns = (table[:, 0] for table in at.rope.of(cfg.rope))
     q, *kv = rope_and_write(
-        split_heads(cfg, p, qkv)[:, 0], *turns, cache.k, cache.v, slots, table=shared
+        split_heads(cfg, p, qkv)[:, 0], *turns, pages.k, pages.v, slots, table=shared
     )
-    cache = KVCache(*kv)
-    plain = cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0)
-    if plain and jax.default_backend() == "gpu":
-        return _query(cfg, q, cache, at._replace(table=shared)), cache
+    pages = KVCache(*kv)
+    cache = jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
+    has_kernel = cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0)
+    if at.exact or (has_kernel and jax.default_backend() == "gpu"):
+        return _query(cfg, q, pages, at._replace(table=shared)), cache
 
-    # Elsewhere a table is a copy of what it names, and the rows' own shapes have a step's bits.
-    def one(token: int) -> jax.Array:
-        own = at._replace(
-            positions=at.positions[token::drafted], lengths=at.lengths[token::drafted]
-        )
-        return _query(cfg, q[token::drafted], cache, own)
+    # XLA would copy what the table names once for each token; the tokens of a row read it once.
+    rows = [x.reshape(n_rows, drafted, *x.shape[1:]) for x in (q, at.positions[:, 0], at.lengths)]
+    q, positions, is_new = rows
+    own = at._replace(positions=positions, lengths=jnp.sum(is_new, axis=1), table=at.table)
+    seen, block = jnp.where(is_new > 0, positions, -1), None
+    if jax.default_backend() == "cpu":
+        block = CPU_DECODE_BLOCK
 
-    out = jnp.stack([one(token) for token in range(drafted)], axis=1)
-    return out.reshape(q.shape), cache
+    def dense() -> jax.Array:
+        out = blockwise_attention(
+            q, cache.k, cache.v, seen, window=cfg.sliding_window, softcap=cfg.attn_softcap,
+            block=block, table=at.table,
+        )  # fmt: skip
+        return from_cache_basis(cache.v, out)
+
+    return _mixed(cfg, dense, q, cache, own).reshape(qkv.shape[0], *q.shape[2:]), cache
+
+
+def _as_pages(cache: KVCache) -> tuple[KVCache, jax.Array]:
+    """A cache without a table as pages, and their table; a page is no longer than what the XLA
+    form reads at once, if that divides the rows."""
+    rows, capacity = cache.k.shape[:2]
+    page = CPU_DECODE_BLOCK if capacity % CPU_DECODE_BLOCK == 0 else capacity
+    pages = jax.tree.map(lambda x: x.reshape(-1, page, *x.shape[2:]), cache)
+    return pages, jnp.arange(rows * (capacity // page), dtype=jnp.int32).reshape(rows, -1)
 
 
 def _mixed(
