@@ -61,7 +61,10 @@ def _pairs(array):
     """A [64, 64] array's registers as ``x[tile][half]``, pairs."""
     flat = list(array.registers.reshape(-1))
     return [
-        [[llvm.extractelement(flat[2 * tile + half], p.ci(e)) for e in range(2)] for half in range(2)]
+        [
+            [llvm.extractelement(flat[2 * tile + half], p.ci(e)) for e in range(2)]
+            for half in range(2)
+        ]
         for tile in range(8)
     ]
 
@@ -77,22 +80,21 @@ def _array(parts):
 
 
 def _inverse_call(scale: float):
-    """(k k^T, q k^T) -> X^T; leaves P's high and low parts in the two tiles."""
+    """(k k^T, q k^T) -> X^T; overwrites q by P's high and low parts."""
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(ROWS), _WGMMA, _WGMMA),
+        arg_types=(plgpu.RefType(), plgpu.RefType(ROWS), plgpu.RefType(ROWS), _WGMMA, _WGMMA),
         return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=_WGMMA),
     )
-    def call(ctx, scratch_ref, tiles_ref, kk, qk):
+    def call(ctx, scratch_ref, q_ref, tiles_ref, kk, qk):
         del ctx
         scratch, tiles = p.shared_address(scratch_ref), p.shared_address(tiles_ref)
         rows = inverse.Rows()
         a, weights = inverse.coefficients(rows, scratch, _pairs(kk), _pairs(qk), scale)
+        p.barrier()  # all warps' products have read q
+        inverse.store_split(rows, p.shared_address(q_ref), weights)
         x = inverse.inverse_transposed(rows, tiles, scratch, a)
-        x = inverse.scaled_rows(x, rows.by_row(scratch, inverse.BETA))
-        p.barrier()  # all warps have read A
-        inverse.store_split(rows, tiles, weights)
-        return _array(x)
+        return _array(inverse.scaled_rows(x, rows.by_row(scratch, inverse.BETA)))
 
     return call
 
@@ -139,18 +141,16 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
 
         square = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
         kk, qk = pl.run_scoped(products, square, square)
-        x = _inverse_call(scale)(scratch, a_rows, kk, qk)
+        x = _inverse_call(scale)(scratch, q_rows, a_rows, kk, qk)
         plgpu.commit_smem()
 
         def scores(acc):
             high, low = _high_low(x)
             for left, n in ((high, 0), (high, 1), (low, 0)):
-                plgpu.wgmma(acc, left, a_sm.at[n].transpose((1, 0)))
+                plgpu.wgmma(acc, left, q_sm.at[n].transpose((1, 0)))
             return acc[...]
 
-        to_end = plgpu.load(
-            scratch.at[pl.ds(inverse.TO_END // 4, CHUNK)], layout=_WGMMA.reduce(0)
-        )
+        to_end = plgpu.load(scratch.at[pl.ds(inverse.TO_END // 4, CHUNK)], layout=_WGMMA.reduce(0))
         high, low = _high_low(x * lax.broadcast_in_dim(to_end, (CHUNK, CHUNK), [1]))
 
         def sums(acc, part):
@@ -158,11 +158,11 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
             plgpu.wgmma(acc, low, k_sm.at[part])
             return acc[...]
 
-        scored = pl.run_scoped(scores, square)
+        # Every warp has read A by now.
+        a_sm[0] = pl.run_scoped(scores, square).astype(q.dtype)
+        plgpu.commit_smem()  # and now P
         for part in range(parts):
             q_sm[part] = pl.run_scoped(functools.partial(sums, part=part), square).astype(q.dtype)
-        plgpu.commit_smem()  # all warps have read P
-        a_sm[0] = scored.astype(q.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(a_rows.at[0], weights.at[b, head, rows])
         for part in range(parts):
@@ -204,7 +204,7 @@ def chunks(q, k, log_decay, beta, lengths, scale: float):
         name="gated_delta_chunks",
         grid={"head": h, "chunk": nc, "row": b},
         scratch=[
-            tokens(parts),
+            tokens(max(parts, 2)),
             tokens(parts),
             tokens(2),
             inverse.WORDS,

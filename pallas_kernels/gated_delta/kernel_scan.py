@@ -3,12 +3,14 @@
     R = V - diag(e) K S        o = scale diag(e) Q S + M R        S <- e_64 S + K'^T R
 
 for ``kernel_chunks``'s M, K' and e = exp(G).  One block per (128 value channels, value head, batch
-row): two compute warpgroups of 64 value channels each, and one that feeds them.  S^T [64 dv, Dk]
-stays in registers for the whole loop; bf16 of it is the register operand of S^T K^T and S^T Q^T,
-R^T, which never leaves the registers, that of R^T K' and R^T M^T.
+row): two warpgroups of 64 value channels each, the first of which starts the copies.  S^T [64 dv,
+Dk] stays in registers for the whole loop; bf16 of it is the register operand of S^T K^T and S^T Q^T,
+R^T, which never leaves the registers, that of R^T K' and R^T M^T.  Three slots: one that is
+computed, one that is there, one on its way; the outputs leave from the place of the values.
 
-    feeder    : TMA c+1 | TMA c+2 | ...                          two slots, full / empty barriers
-    compute i : wait | S -> bf16 | wgmma S^T K^T, S^T Q^T | R | wgmma S, o | release | o -> TMA
+    wait c | S -> bf16 | wgmma S^T K^T, S^T Q^T | R | wgmma S, o | o -> TMA | slot of c-1 <- TMA c+2
+
+A warpgroup that only copies would leave 168 registers to the others, which spilled.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -31,7 +32,7 @@ from pallas_kernels.gla.gates import BF16_TILE
 from pallas_kernels.gla.scan import VALUE_BLOCK, read_state, write_state
 from pallas_kernels.launch import launch
 
-STAGES = 2
+STAGES = 3
 _WGMMA = plgpu.Layout.WGMMA
 
 
@@ -59,8 +60,8 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
     start_state = rest.pop(0) if initial else None
-    out, final, q_union, k_union, kt_sm, m_sm, v_rows, e_sm, o_union, full, empty = rest
-    (q_rows, q_sm), (k_rows, k_sm), (o_rows, o_sm) = q_union, k_union, o_union
+    out, final, q_union, k_union, kt_sm, m_sm, v_union, e_sm, full, empty = rest
+    (q_rows, q_sm), (k_rows, k_sm), (v_rows, v_sm) = q_union, k_union, v_union
     parts = dk // PART
     j, head, b = (lax.axis_index(name) for name in ("values", "head", "row"))
     wg = lax.axis_index("warpgroup")
@@ -68,100 +69,101 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
     if ragged:
         stop = jnp.minimum(n_chunks, (lengths[b] + (CHUNK - 1)) // CHUNK)
 
-    @pl.when(wg == 2)
-    def feed():
-        plgpu.set_max_registers(40, action="decrease")
+    def load(c):
+        slot = c % STAGES
+        rows, bar = pl.ds(c * CHUNK, CHUNK), full.at[slot]
+        for x, to in ((k, k_rows), (q, q_rows)):
+            for part in range(parts):
+                at = pl.ds(part * PART, PART)
+                plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], to.at[slot, part], bar)
+        for w in range(2):
+            at = pl.ds(j * VALUE_BLOCK + w * 64, 64)
+            plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], v_rows.at[slot, w], bar)
+        plgpu.copy_gmem_to_smem(decays.at[b, head, c], e_sm.at[slot], bar)
+        plgpu.copy_gmem_to_smem(keys.at[b, head, rows], kt_sm.at[slot], bar)
+        plgpu.copy_gmem_to_smem(weights.at[b, head, rows], m_sm.at[slot], bar)
 
-        def load(c, _):
-            slot = c % STAGES
-            rows = pl.ds(c * CHUNK, CHUNK)
-            pl.when(c >= STAGES)(lambda: plgpu.barrier_wait(empty.at[slot]))
-            bar = full.at[slot]
-            for x, to in ((k, k_rows), (q, q_rows)):
+    for c in range(2):
+        pl.when((wg == 0) & (c < stop))(functools.partial(load, c))
+
+    columns = pl.ds(j * VALUE_BLOCK + wg * 64, 64)
+    if initial:
+        state = read_state(dk, dv)(start_state.at[b, head, :, columns])
+    else:
+        state = plgpu.layout_cast(jnp.zeros((64, dk), jnp.float32), _WGMMA)
+
+    def body(c, state):
+        slot = c % STAGES
+        rows = pl.ds(c * CHUNK, CHUNK)
+        plgpu.barrier_wait(full.at[slot])
+
+        def by_token(n):
+            e = plgpu.load(e_sm.at[slot, n], layout=_WGMMA.reduce(0))
+            return lax.broadcast_in_dim(e, (64, CHUNK), [1])
+
+        def inside(x):
+            if not ragged:
+                return x
+            token = plgpu.broadcasted_iota(jnp.int32, (64, CHUNK), 1, layout=_WGMMA)
+            return jnp.where(token < lengths[b] - c * CHUNK, x, jnp.zeros_like(x))
+
+        rounded = state.astype(jnp.bfloat16)
+        halves = [rounded[:, PART * part : PART * (part + 1)] for part in range(parts)]
+
+        def read(seen, asked):
+            for acc, tokens in ((seen, k_sm), (asked, q_sm)):
                 for part in range(parts):
-                    at = pl.ds(part * PART, PART)
-                    plgpu.copy_gmem_to_smem(
-                        x.at[b, rows, head // group, at], to.at[slot, part], bar
-                    )
-            for w in range(2):
-                at = pl.ds(j * VALUE_BLOCK + w * 64, 64)
-                plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], v_rows.at[slot, w], bar)
-            plgpu.copy_gmem_to_smem(decays.at[b, head, c], e_sm.at[slot], bar)
-            plgpu.copy_gmem_to_smem(keys.at[b, head, rows], kt_sm.at[slot], bar)
-            plgpu.copy_gmem_to_smem(weights.at[b, head, rows], m_sm.at[slot], bar)
+                    plgpu.wgmma(acc, halves[part], tokens.at[slot, part].transpose((1, 0)))
+            return seen[...], asked[...]
 
-        lax.fori_loop(0, stop, load, None)
+        square = plgpu.ACC((64, CHUNK), jnp.float32)
+        seen, asked = pl.run_scoped(read, square, square)
+        values = _read_transposed(v_rows.at[slot, wg]).astype(jnp.float32)
+        rest = inside(values - by_token(0) * seen).astype(jnp.bfloat16)
 
-    @pl.when(wg < 2)
-    def compute():
-        plgpu.set_max_registers(232, action="increase")
-        columns = pl.ds(j * VALUE_BLOCK + wg * 64, 64)
-        if initial:
-            state = read_state(dk, dv)(start_state.at[b, head, :, columns])
-        else:
-            state = plgpu.layout_cast(jnp.zeros((64, dk), jnp.float32), _WGMMA)
+        def update(accs):
+            state, o = accs
+            plgpu.wgmma(state, rest, kt_sm.at[slot])
+            plgpu.wgmma(o, rest, m_sm.at[slot])
 
-        def body(c, state):
-            slot = c % STAGES
+        state, o = pl.run_state(update)(
+            (
+                plgpu.ACC.init(state * e_sm[slot, 0, CHUNK - 1]),
+                plgpu.ACC.init(by_token(1) * asked),
+            )
+        )
+        # The outputs take the values' place.
+        v_sm.at[slot, wg].transpose((1, 0))[...] = plgpu.layout_cast(
+            inside(o).astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
+        )
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(v_rows.at[slot, wg], out.at[b, rows, head, columns])
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+        @pl.when(c > 0)
+        def _():
+            plgpu.barrier_arrive(empty.at[(c - 1) % STAGES])
+
+        @pl.when((wg == 0) & (c + 2 < stop))
+        def _():
+            pl.when(c > 0)(lambda: plgpu.barrier_wait(empty.at[(c - 1) % STAGES]))
+            load(c + 2)
+
+        return state
+
+    state = lax.fori_loop(0, stop, body, state)
+    write_state(dv)(final.at[b, head, :, columns], state)
+    plgpu.wait_smem_to_gmem(0)
+    if ragged:
+        # Rows that end early: the outputs of the chunks beyond are zeros.
+        v_sm[0, wg] = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.bfloat16), _WGMMA)
+        plgpu.commit_smem()
+
+        def clear(c, _):
             rows = pl.ds(c * CHUNK, CHUNK)
-            plgpu.barrier_wait(full.at[slot])
+            plgpu.copy_smem_to_gmem(v_rows.at[0, wg], out.at[b, rows, head, columns])
 
-            def by_token(n):
-                e = plgpu.load(e_sm.at[slot, n], layout=_WGMMA.reduce(0))
-                return lax.broadcast_in_dim(e, (64, CHUNK), [1])
-
-            def inside(x):
-                if not ragged:
-                    return x
-                token = plgpu.broadcasted_iota(jnp.int32, (64, CHUNK), 1, layout=_WGMMA)
-                return jnp.where(token < lengths[b] - c * CHUNK, x, jnp.zeros_like(x))
-
-            rounded = state.astype(jnp.bfloat16)
-            halves = [rounded[:, PART * part : PART * (part + 1)] for part in range(parts)]
-
-            def read(seen, asked):
-                for acc, tokens in ((seen, k_sm), (asked, q_sm)):
-                    for part in range(parts):
-                        plgpu.wgmma(acc, halves[part], tokens.at[slot, part].transpose((1, 0)))
-                return seen[...], asked[...]
-
-            square = plgpu.ACC((64, CHUNK), jnp.float32)
-            seen, asked = pl.run_scoped(read, square, square)
-            values = _read_transposed(v_rows.at[slot, wg]).astype(jnp.float32)
-            rest = inside(values - by_token(0) * seen).astype(jnp.bfloat16)
-
-            def update(state, o):
-                plgpu.wgmma(state, rest, kt_sm.at[slot])
-                plgpu.wgmma(o, rest, m_sm.at[slot])
-
-            state, o = pl.run_state(lambda accs: update(*accs))(
-                (
-                    plgpu.ACC.init(state * e_sm[slot, 0, CHUNK - 1]),
-                    plgpu.ACC.init(by_token(1) * asked),
-                )
-            )
-            plgpu.barrier_arrive(empty.at[slot])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o_sm.at[wg].transpose((1, 0))[...] = plgpu.layout_cast(
-                inside(o).astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
-            )
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_rows.at[wg], out.at[b, rows, head, columns])
-            return state
-
-        state = lax.fori_loop(0, stop, body, state)
-        write_state(dv)(final.at[b, head, :, columns], state)
-        if ragged:
-            # Rows that end early: the outputs of the chunks beyond are zeros.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o_sm[wg] = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.bfloat16), _WGMMA)
-            plgpu.commit_smem()
-
-            def clear(c, _):
-                rows = pl.ds(c * CHUNK, CHUNK)
-                plgpu.copy_smem_to_gmem(o_rows.at[wg], out.at[b, rows, head, columns])
-
-            lax.fori_loop(stop, n_chunks, clear, None)
+        lax.fori_loop(stop, n_chunks, clear, None)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -179,11 +181,8 @@ def scan(q, k, keys, weights, decays, v, *, start=None, lengths=None):
     def tiles(*shape):
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=BF16_TILE)
 
-    def rows(*shape):
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=ROWS)
-
     def tokens(*shape):  # one memory: rows of 128 bytes for the copies, tiles for wgmma
-        return plgpu.RefUnion(rows(*shape), tiles(*shape))
+        return plgpu.RefUnion(plgpu.SMEM(shape, jnp.bfloat16, transforms=ROWS), tiles(*shape))
 
     return launch(
         body,
@@ -194,15 +193,14 @@ def scan(q, k, keys, weights, decays, v, *, start=None, lengths=None):
         ),
         name="gated_delta_scan",
         grid={"values": dv // VALUE_BLOCK, "head": h, "row": b},
-        warpgroups=3,
+        warpgroups=2,
         scratch=[
             tokens(STAGES, parts, CHUNK, PART),
             tokens(STAGES, parts, CHUNK, PART),
             tiles(STAGES, CHUNK, dk),
             tiles(STAGES, CHUNK, CHUNK),
-            rows(STAGES, 2, CHUNK, 64),
+            tokens(STAGES, 2, CHUNK, 64),
             plgpu.SMEM((STAGES, 2, CHUNK), jnp.float32),
-            tokens(2, CHUNK, 64),
             plgpu.Barrier(num_arrivals=2 * parts + 2 + 3, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         ],
