@@ -1,4 +1,5 @@
-"""The ops: quantized matmul, norms, activations, Gated Linear Attention, on arrays and QTensors.
+"""The ops: quantized matmul, norms, activations, Gated Linear Attention and the gated delta rule,
+on arrays and QTensors.
 
 Each has a readable reference, an XLA form that runs anywhere, and where it pays a Pallas Mosaic GPU
 kernel for Hopper; ``dispatch`` says which is taken, and ``explain`` tells it of a call.  No flax
@@ -9,6 +10,7 @@ from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import rope_and_write
 from pallas_kernels.dispatch import explain
+from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor, dequantize, quantize
@@ -21,6 +23,8 @@ __all__ = [
     "decode_attention",
     "dequantize",
     "explain",
+    "gated_delta",
+    "gated_delta_step",
     "gla",
     "gla_step",
     "quantize",

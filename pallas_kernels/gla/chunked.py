@@ -64,16 +64,16 @@ def chunked_forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``q, k, log_decay [B, T, H, Dk]``, ``v [B, T, H, Dv]``, ``initial_state [B, H, Dk, Dv]`` ->
     (``o [B, T, H, Dv]``, final state, the state before each group ``[groups, B, H, Dk, Dv]``)."""
-    grouping = _grouping(q, v, chunk)
-    groups = Chunks(*(_split(x, grouping) for x in (q, k, v, log_decay)))
+    grouping = grouping_of(q, v, chunk)
+    groups = Chunks(*(split(x, grouping) for x in (q, k, v, log_decay)))
     dtype = _operand_dtype(q.dtype)
 
     def one_group(state: jax.Array, group: Chunks) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         o, final = _group_forward(group, state, scale, dtype)
         return final, (o.astype(v.dtype), state)
 
-    final, (o, borders) = _scan(one_group, initial_state, groups)
-    return _join(o, q.shape[1]), final, borders
+    final, (o, borders) = scan_groups(one_group, initial_state, groups)
+    return join(o, q.shape[1]), final, borders
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "chunk"))
@@ -90,8 +90,8 @@ def chunked_backward(
     chunk: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k, v, log_decay (in their dtypes) and of the initial state."""
-    grouping = _grouping(q, v, chunk)
-    groups = Chunks(*(_split(x, grouping) for x in (q, k, v, log_decay)))
+    grouping = grouping_of(q, v, chunk)
+    groups = Chunks(*(split(x, grouping) for x in (q, k, v, log_decay)))
     dtype = _operand_dtype(q.dtype)
 
     def one_group(d_final: jax.Array, inputs: tuple) -> tuple[jax.Array, Chunks]:
@@ -99,22 +99,22 @@ def chunked_backward(
         grads, d_initial = _group_backward(group, state, d_out, d_final, scale, dtype)
         return d_initial, Chunks(*(d.astype(x.dtype) for d, x in zip(grads, group, strict=True)))
 
-    inputs = (groups, borders, _split(d_o, grouping))
-    d_initial, grads = _scan(one_group, d_state, inputs, reverse=True)
-    return (*(_join(x, q.shape[1]) for x in grads), d_initial)
+    inputs = (groups, borders, split(d_o, grouping))
+    d_initial, grads = scan_groups(one_group, d_state, inputs, reverse=True)
+    return (*(join(x, q.shape[1]) for x in grads), d_initial)
 
 
 def _group_forward(
     x: Chunks, state: jax.Array, scale: float, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
     """(o float32 ``[B, H, N, C, Dv]``, state after the group)."""
-    levels, prefix, suffix = decay_sums(x.g, dtype, _on_gpu())
+    levels, prefix, suffix = decay_sums(x.g, dtype, on_gpu())
     q = x.q.astype(jnp.float32) * scale
     k = x.k.astype(jnp.float32)
     a = _chunk_attention(q, k, levels, dtype)
     states, final = _chunk_states(k, x.v, prefix, suffix, state, dtype)
-    o = _dot("...ij,...je->...ie", a, x.v, dtype)
-    return o + _dot("...cd,...de->...ce", q * jnp.exp(prefix), states, dtype), final
+    o = dot("...ij,...je->...ie", a, x.v, dtype)
+    return o + dot("...cd,...de->...ce", q * jnp.exp(prefix), states, dtype), final
 
 
 def _group_backward(
@@ -126,7 +126,7 @@ def _group_backward(
     dtype: jnp.dtype,
 ) -> tuple[Chunks, jax.Array]:
     """(gradients of the group's inputs, gradient of the state before the group), all float32."""
-    levels, prefix, suffix = decay_sums(x.g, dtype, _on_gpu())
+    levels, prefix, suffix = decay_sums(x.g, dtype, on_gpu())
     q = x.q.astype(jnp.float32) * scale
     k = x.k.astype(jnp.float32)
     q_decay, k_decay = jnp.exp(prefix), jnp.exp(suffix)
@@ -135,19 +135,19 @@ def _group_backward(
     states, _ = _chunk_states(k, x.v, prefix, suffix, state, dtype)
 
     # The state's cotangent runs backward over the same scan, fed by what each chunk's output reads.
-    reads = _dot("...cd,...ce->...de", q * q_decay, d_o, dtype)
+    reads = dot("...cd,...ce->...de", q * q_decay, d_o, dtype)
     d_after, d_state = _state_scan(whole, reads, d_final, dtype, reverse=True)
 
-    d_v = _dot("...ij,...ie->...je", a, d_o, dtype)
-    d_v += _dot("...cd,...de->...ce", k * k_decay, d_after, dtype)
-    d_qg = _dot("...ce,...de->...cd", d_o, states, dtype)
-    d_kg = _dot("...ce,...de->...cd", x.v, d_after, dtype)
+    d_v = dot("...ij,...ie->...je", a, d_o, dtype)
+    d_v += dot("...cd,...de->...ce", k * k_decay, d_after, dtype)
+    d_qg = dot("...ce,...de->...cd", d_o, states, dtype)
+    d_kg = dot("...ce,...de->...cd", x.v, d_after, dtype)
     d_q, d_k = d_qg * q_decay, d_kg * k_decay
     d_prefix, d_suffix = d_q * q, d_k * k
     carried = states.astype(jnp.float32) * d_after.astype(jnp.float32)
     d_prefix = d_prefix.at[..., -1, :].add(whole * jnp.sum(carried, axis=-1))
 
-    d_a = _dot("...ie,...je->...ij", d_o, x.v, dtype)
+    d_a = dot("...ie,...je->...ij", d_o, x.v, dtype)
     on_diagonal = jnp.diagonal(d_a, axis1=-2, axis2=-1)[..., None]
     d_q += on_diagonal * k
     d_k += on_diagonal * q
@@ -158,12 +158,12 @@ def _group_backward(
         decay = jnp.exp(level)
         y = jnp.where(second, q, k) * decay
         d_pairs = jnp.where(pairs(length, 1 << index), d_a, 0.0)
-        d_y = _dot("...ij,...jd->...id", d_pairs + jnp.swapaxes(d_pairs, -1, -2), y, dtype)
+        d_y = dot("...ij,...jd->...id", d_pairs + jnp.swapaxes(d_pairs, -1, -2), y, dtype)
         d_levels.append(d_y * y)
         d_y = d_y * decay
         d_q += jnp.where(second, d_y, 0.0)
         d_k += jnp.where(second, 0.0, d_y)
-    d_g = transpose_sums(Sums(tuple(d_levels), d_prefix, d_suffix), dtype, _on_gpu())
+    d_g = transpose_sums(Sums(tuple(d_levels), d_prefix, d_suffix), dtype, on_gpu())
     return Chunks(d_q * scale, d_k, d_v, d_g), d_state
 
 
@@ -176,7 +176,7 @@ def _chunk_attention(
     for index, level in enumerate(levels):
         second = second_halves(length, 1 << index)[:, None]
         y = jnp.where(second, q, k) * jnp.exp(level)
-        a = jnp.where(pairs(length, 1 << index), _dot("...id,...jd->...ij", y, y, dtype), a)
+        a = jnp.where(pairs(length, 1 << index), dot("...id,...jd->...ij", y, y, dtype), a)
     return a
 
 
@@ -189,7 +189,7 @@ def _chunk_states(
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
     """(state before each chunk ``[B, H, N, Dk, Dv]``, state after the last)."""
-    writes = _dot("...cd,...ce->...de", k * jnp.exp(suffix), v, dtype)
+    writes = dot("...cd,...ce->...de", k * jnp.exp(suffix), v, dtype)
     return _state_scan(jnp.exp(prefix[..., -1, :]), writes, state, dtype)
 
 
@@ -213,12 +213,12 @@ def _state_scan(
     before = jnp.zeros_like(added, dtype)
     (last, before), _ = lax.scan(
         step, (state, before), jnp.arange(n_chunks), reverse=reverse,
-        unroll=min(n_chunks, _SCAN_UNROLL[_platform()]),
+        unroll=min(n_chunks, scan_unroll()),
     )  # fmt: skip
     return before, last
 
 
-def _dot(equation: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def dot(equation: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """einsum of operands rounded to ``dtype``, accumulated in float32.  Without HIGHEST a GPU would
     take TF32 for float32."""
     return jnp.einsum(
@@ -233,18 +233,23 @@ def _dot(equation: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Arr
 def _operand_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """What matrix products read: bfloat16 for 16-bit inputs on a GPU (states would leave float16's
     range), float32 on a CPU, where 16-bit products are slower."""
-    return jnp.dtype(jnp.bfloat16 if dtype.itemsize == 2 and _on_gpu() else jnp.float32)
+    return jnp.dtype(jnp.bfloat16 if dtype.itemsize == 2 and on_gpu() else jnp.float32)
+
+
+def scan_unroll() -> int:
+    """Steps of a scan over chunks that are worth unrolling."""
+    return _SCAN_UNROLL[_platform()]
 
 
 def _platform() -> str:
-    return "gpu" if _on_gpu() else "cpu"
+    return "gpu" if on_gpu() else "cpu"
 
 
-def _on_gpu() -> bool:
+def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def _grouping(q: jax.Array, v: jax.Array, chunk: int) -> tuple[int, int, int]:
+def grouping_of(q: jax.Array, v: jax.Array, chunk: int) -> tuple[int, int, int]:
     """(groups, chunks per group, tokens per chunk)."""
     batch, length, heads = q.shape[:3]
     n_chunks = -(-length // chunk)
@@ -254,20 +259,20 @@ def _grouping(q: jax.Array, v: jax.Array, chunk: int) -> tuple[int, int, int]:
     return n_groups, -(-n_chunks // n_groups), chunk
 
 
-def _split(x: jax.Array, grouping: tuple[int, int, int]) -> jax.Array:
+def split(x: jax.Array, grouping: tuple[int, int, int]) -> jax.Array:
     """``[B, T, H, D]`` -> ``[groups, B, H, N, C, D]``, padded with tokens that change nothing."""
     batch, length, heads, width = x.shape
     x = jnp.pad(x, ((0, 0), (0, math.prod(grouping) - length), (0, 0), (0, 0)))
     return jnp.transpose(x.reshape(batch, *grouping, heads, width), (1, 0, 4, 2, 3, 5))
 
 
-def _join(x: jax.Array, length: int) -> jax.Array:
+def join(x: jax.Array, length: int) -> jax.Array:
     """``[groups, B, H, N, C, D]`` -> ``[B, T, H, D]``."""
     joined = jnp.transpose(x, (1, 0, 3, 4, 2, 5))
     return joined.reshape(x.shape[1], -1, x.shape[2], x.shape[-1])[:, :length]
 
 
-def _scan(step, carry, xs, reverse: bool = False):
+def scan_groups(step, carry, xs, reverse: bool = False):
     """lax.scan, without the loop when there is one group."""
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return lax.scan(step, carry, xs, reverse=reverse)

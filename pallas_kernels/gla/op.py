@@ -23,10 +23,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
 from pallas_kernels.gla.chunked import chunked_backward, chunked_forward
+from pallas_kernels.gla.sequences import check_decay, restarted, zero_padding
 from pallas_kernels.operands import check
 from pallas_kernels.transform import Choice, Op, chosen
 
@@ -96,12 +96,8 @@ def gla(
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"gla: chunk {chunk} is not a power of two")
     scale = max(d_k, 1) ** -0.5 if scale is None else float(scale)
-    _check_decay(log_decay, lengths)
-    log_decay = log_decay.astype(jnp.float32)
-    if segment_ids is not None:
-        # A state is forgotten exactly by a decay of exp(-inf) = 0.
-        starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-        log_decay = jnp.where(starts[:, :, None, None], -jnp.inf, log_decay)
+    check_decay("gla", log_decay, lengths)
+    log_decay = restarted(log_decay.astype(jnp.float32), segment_ids)
     operands = q, k, v, log_decay
     found = choose_plan("gla", implementation, lambda: plan(q, k, v), *operands)
     if is_empty(*operands):  # no tokens, or none that hold anything
@@ -134,7 +130,7 @@ def gla_step(
     """
     check("gla_step", _STEP_OPERANDS, q=q, k=k, v=v, log_decay=log_decay, state=state)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    _check_decay(log_decay)
+    check_decay("gla", log_decay)
     log_decay = log_decay.astype(jnp.float32)
     operands = q, k, v, log_decay, state
     found = choose_plan("gla_step", implementation, lambda: _step_plan(q, k, v), *operands)
@@ -167,7 +163,7 @@ def _kernel(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Ar
 
 def _xla(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
          initial_state: jax.Array | None, lengths: jax.Array | None) -> _Pair:  # fmt: skip
-    return _chunked(static, *_zero_padding(lengths, q, k, v, g), initial_state=initial_state)[0]
+    return _chunked(static, *zero_padding(lengths, q, k, v, g), initial_state=initial_state)[0]
 
 
 def _chunked(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
@@ -185,7 +181,7 @@ def _chunked(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.A
 def _forward(choice: Choice, static: _Static, q: jax.Array, k: jax.Array, v: jax.Array,
              g: jax.Array, initial_state: jax.Array | None,
              lengths: jax.Array | None) -> tuple[_Pair, Any]:  # fmt: skip
-    inputs = _zero_padding(lengths, q, k, v, g)
+    inputs = zero_padding(lengths, q, k, v, g)
     if choice.implementation == "mosaic":
         return _kept_forward(choice, static, *inputs, initial_state)
     return _chunked(static, *inputs, initial_state=initial_state)
@@ -194,7 +190,7 @@ def _forward(choice: Choice, static: _Static, q: jax.Array, k: jax.Array, v: jax
 def _backward(choice: Choice, static: _Static, operands: Any, saved: Any, d_o: jax.Array,
               d_state: jax.Array) -> tuple[jax.Array | None, ...]:  # fmt: skip
     *inputs, initial_state, lengths = operands
-    *inputs, d_o = _zero_padding(lengths, *inputs, d_o)
+    *inputs, d_o = zero_padding(lengths, *inputs, d_o)
     if choice.implementation == "mosaic":
         gradients = _kernel_backward(choice, static, *inputs, initial_state, saved, d_o, d_state)
     else:
@@ -202,7 +198,7 @@ def _backward(choice: Choice, static: _Static, operands: Any, saved: Any, d_o: j
         gradients = chunked_backward(*inputs, saved, d_o, d_state, scale=scale, chunk=chunk)
     *gradients, d_initial = gradients
     d_initial = None if initial_state is None else d_initial
-    return (*_zero_padding(lengths, *gradients), d_initial, None)
+    return (*zero_padding(lengths, *gradients), d_initial, None)
 
 
 def _keeping(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
@@ -265,23 +261,3 @@ def _step_xla(static: tuple[float, Any], q: jax.Array, k: jax.Array, v: jax.Arra
 
 
 _gla_step = Op("gla_step", _step_xla, _step_kernel)
-
-
-def _zero_padding(lengths: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """``[B, T, H, D]`` arrays with zeros, which change nothing, at t >= lengths[b]."""
-    if lengths is None:
-        return arrays
-    positions = jnp.arange(arrays[0].shape[1], dtype=lengths.dtype)
-    valid = (positions[None, :] < lengths[:, None])[:, :, None, None]
-    return tuple(jnp.where(valid, x, jnp.zeros_like(x)) for x in arrays)
-
-
-def _check_decay(log_decay: Any, lengths: jax.Array | None = None) -> None:
-    """Only concrete arrays have values to look at."""
-    if isinstance(log_decay, Tracer) or isinstance(lengths, Tracer):
-        return
-    with jax.ensure_compile_time_eval():  # under jit too, for what it closes over
-        (log_decay,) = _zero_padding(lengths, log_decay)
-        highest = float(jnp.max(log_decay.astype(jnp.float32), initial=-jnp.inf))
-    if highest > 0:
-        raise ValueError(f"gla: log_decay holds {highest:g}; a decay's logarithm is <= 0")

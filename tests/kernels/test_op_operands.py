@@ -373,6 +373,51 @@ def gla_step():
     return given, lambda a, **kw: pk.gla_step(**a, **kw), want
 
 
+def delta_recursion(q, k, v, g, beta, state, lengths=None, segments=None):
+    """The gated delta rule of ``[B, T, H, D]`` in float64, a decay a head."""
+    o, repeats = np.zeros(v.shape), v.shape[2] // q.shape[2]
+    q, k = np.repeat(q, repeats, 2), np.repeat(k, repeats, 2)
+    for b, t in np.ndindex(*q.shape[:2]):
+        if lengths is not None and t >= lengths[b]:
+            continue
+        new = segments is not None and t > 0 and segments[b, t] != segments[b, t - 1]
+        state[b] = np.exp(g[b, t])[:, None, None] * (not new) * state[b]
+        u = beta[b, t][:, None] * (v[b, t] - np.einsum("hk,hkv->hv", k[b, t], state[b]))
+        state[b] += k[b, t][..., None] * u[:, None]
+        o[b, t] = max(q.shape[-1], 1) ** -0.5 * np.einsum("hk,hkv->hv", q[b, t], state[b])
+    return o, state
+
+
+def gated_delta():
+    given = {"q": draw(2, 5, 4, 64), "k": draw(2, 5, 4, 64, seed=1) / 8,
+             "v": draw(2, 5, 8, 128, seed=2),
+             "log_decay": -np.abs(draw(2, 5, 8, seed=3, dtype="float32")),
+             "beta": 1 / (1 + np.exp(draw(2, 5, 8, seed=4, dtype="float32"))),
+             "initial_state": draw(2, 8, 64, 128, dtype="float32"),
+             "lengths": np.asarray([5, 2], np.int32),
+             "segment_ids": np.asarray([[0, 0, 0, 1, 1]] * 2, np.int32)}  # fmt: skip
+
+    def want(a):
+        numbers = (wide(a[name]) for name in list(given)[:6])
+        return delta_recursion(*numbers, a["lengths"], a["segment_ids"])
+
+    return given, lambda a, **kw: pk.gated_delta(**a, **kw), want
+
+
+def gated_delta_step():
+    given = {"q": draw(2, 4, 64), "k": draw(2, 4, 64, seed=1) / 8, "v": draw(2, 8, 128, seed=2),
+             "log_decay": -np.abs(draw(2, 8, seed=3, dtype="float32")),
+             "beta": 1 / (1 + np.exp(draw(2, 8, seed=4, dtype="float32"))),
+             "state": draw(2, 8, 64, 128, dtype="float32")}  # fmt: skip
+
+    def want(a):
+        *given, state = (wide(x) for x in a.values())
+        o, state = delta_recursion(*(x[:, None] for x in given), state)
+        return o[:, 0], state
+
+    return given, lambda a, **kw: pk.gated_delta_step(**a, **kw), want
+
+
 def one_token():
     """``gla.token`` has the kernel alone."""
     streams, decay, norm, lengths, state = token_case(5, 4, 2, 64, 128, together=False)
@@ -413,11 +458,13 @@ CASES = {
     "rope_and_write int8": rope(pk.rope_and_write, "int8"),
     "rope_and_write int4": rope(pk.rope_and_write, "int4"),
     "rope_and_attend": rope(pk.rope_and_attend, None, 2),
+    "gated_delta": gated_delta,
+    "gated_delta_step": gated_delta_step,
     "gla": gla,
     "gla_step": gla_step,
     "gla_token": one_token,
 }
-WITHOUT_KERNEL = {"quantize", "dequantize"}
+WITHOUT_KERNEL = {"quantize", "dequantize", "gated_delta", "gated_delta_step"}
 # The XLA form of these is that of the case beside them.
 WITHOUT_XLA = {"gla_token", "quantized_matmul w8", "rms_norm", "decode_attention int8",
                "rope_and_write int8"}  # fmt: skip

@@ -26,6 +26,7 @@ import pallas_kernels as ops
 from pallas_kernels import dispatch, transform
 from pallas_kernels.attention.op import decode_attention_reference
 from pallas_kernels.attention.rope_cache import quantize_kv
+from pallas_kernels.gated_delta.reference import gated_delta_recurrent
 from pallas_kernels.gla.reference import gla_recurrent
 from pallas_kernels.matmul.op import quantized_matmul_reference
 from tests.helpers.compiling import environment
@@ -127,6 +128,20 @@ def _gla(tokens: tuple[int, ...], *states: tuple[int, ...]) -> Callable:
     return operands
 
 
+def _delta(tokens: tuple[int, ...], *states: tuple[int, ...]) -> Callable:
+    def operands(dtype):
+        shapes = *((2, *tokens, 1, 64),) * 2, (2, *tokens, 2, 128), *((2, *tokens, 2),) * 2
+        q, k, v, g, beta = _arrays(dtype, *shapes)
+        gates = -jnp.abs(g.astype(jnp.float32)), jax.nn.sigmoid(beta.astype(jnp.float32))
+        return q, k / 8, v, *gates, *_arrays(jnp.float32, *states)
+
+    return operands
+
+
+def _delta_reference(*operands):
+    return gated_delta_recurrent(*operands)
+
+
 def _gla_op(*operands, implementation):
     return ops.gla(*operands, chunk=8, implementation=implementation)
 
@@ -191,6 +206,8 @@ CASES = {
     "rope_and_write": _rope(ops.rope_and_write),
     "rope_and_write-int8": _rope(ops.rope_and_write, "int8"),
     "rope_and_attend": _rope(ops.rope_and_attend),
+    "gated_delta": Case(ops.gated_delta, _delta((16,)), (True,) * 5, _delta_reference),
+    "gated_delta_step": Case(ops.gated_delta_step, _delta((), (2, 2, 64, 128)), (True,) * 6),
     "gla": Case(_gla_op, _gla((16,)), (True,) * 4, _gla_reference),
     "gla_step": Case(ops.gla_step, _gla((), (2, 1, 64, 128)), (True,) * 5),
 }
@@ -501,7 +518,8 @@ def test_export_refuses_a_named_kernel() -> None:
 
 # --- the kernels themselves ----------------------------------------------------------------------
 
-KERNELS = [name for name in CASES if name != "swiglu"]  # XLA's fusion is all there is to it
+# XLA's fusion is all there is to swiglu; the delta rule has no kernel.
+KERNELS = [n for n in CASES if n not in ("swiglu", "gated_delta", "gated_delta_step")]
 
 
 def _mosaic(name: str) -> tuple[Callable, tuple]:

@@ -152,7 +152,7 @@ def test_stability_promise(dtype, t, d_k, d_v):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stability_promise_with_the_gpu_s_choices(dtype, monkeypatch):
     """The branches that XLA takes on a GPU: 16-bit operands, sums by products, unrolled scans."""
-    monkeypatch.setattr(gla_chunked, "_on_gpu", lambda: True)
+    monkeypatch.setattr(gla_chunked, "on_gpu", lambda: True)
     jax.clear_caches()
     q, k, v, _, s = make(2, 200, 1, 48, 16, dtype=dtype)
     gates = np.random.default_rng(1).choice(GATES, (2, 200, 1, 48))

@@ -1,0 +1,218 @@
+"""The gated delta rule: the op, its gradient, and one step of it.
+
+    S_t = (I - b_t k_t k_t^T) diag(exp(g_t)) S_{t-1} + b_t k_t v_t^T        o_t = scale * q_t S_t
+
+per row and head: the state decays, what the key finds in it is erased by the share b = beta, and
+the value is written.  g = log_decay <= 0 is one number a head (Gated DeltaNet) or one a key channel
+(Kimi Delta Attention); zeros give DeltaNet.  Value head h reads key head h // (H // Hk).
+
+Contract: any log_decay from 0 to -inf, mixed within a row, beta from 0 to 1 (to 2, for negative
+eigenvalues), keys of length at most one however alike, at any length: finite, and equal to the
+recursion, values and gradients; no exponential of a positive number is taken anywhere.  State and
+gates are float32.  With longer keys than ``sqrt(2 / beta)`` the recursion itself may grow.
+
+Forms: ``gated_delta`` is chunkwise (``gated_delta.chunked``), ``gated_delta_step`` is one step
+(``gated_delta.step``), and ``gated_delta.reference`` holds the recursion itself and the fully
+parallel form.
+
+Gradients reach q, k, v, log_decay, beta and initial_state, from o and from the final state.  The
+backward pass recomputes from the inputs and the state before each group of chunks.  Where
+exp(g) = 0 the gradient of log_decay is 0.
+
+Sources: arXiv 2406.06484 (delta rule), 2412.06464 (Gated DeltaNet), 2510.26692 (KDA).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
+from pallas_kernels.gated_delta.chunked import chunked_backward, chunked_forward
+from pallas_kernels.gated_delta.step import step
+from pallas_kernels.gla.sequences import check_decay, restarted, zero_padding
+from pallas_kernels.operands import check
+from pallas_kernels.transform import Choice, Op, chosen
+
+_Pair = tuple[jax.Array, jax.Array]
+_Static = tuple[float, bool, Any]  # scale, normalize_qk, the kernel's plan
+_OPERANDS = {
+    "q": "float [B, T, Hk+, Dk]",
+    "k": "q [B, T, Hk, Dk]",
+    "v": "q [B, T, H, Dv]",
+    "log_decay": "float [B, T, H]",
+    "beta": "float [B, T, H]",
+    "initial_state": "float32 [B, H, Dk, Dv] ?",
+    "lengths": "int32 [B] ?",
+    "segment_ids": "int32 [B, T] ?",
+}
+_STEP_OPERANDS = {
+    "q": "float [B, Hk+, Dk]",
+    "k": "q [B, Hk, Dk]",
+    "v": "q [B, H, Dv]",
+    "log_decay": "float [B, H]",
+    "beta": "float [B, H]",
+    "state": "float32 [B, H, Dk, Dv]",
+}
+
+
+def gated_delta(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    *,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    normalize_qk: bool = False,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """``q, k [B, T, Hk, Dk]``, ``v [B, T, H, Dv]``, ``log_decay [B, T, H]`` or ``[B, T, H, Dk]``,
+    ``beta [B, T, H]`` -> (``o [B, T, H, Dv]`` in v's dtype, float32 ``state [B, H, Dk, Dv]`` after
+    the last token).
+
+    q, k, v: one dtype of float32, bfloat16, float16; Hk divides H.
+    log_decay: natural logarithm, <= 0, -inf allowed, float32 (16-bit is cast up), as beta is.
+    scale: of the output, Dk ** -0.5 by default.
+    initial_state: float32 ``[B, H, Dk, Dv]``, zeros by default.
+    lengths: int32 ``[B]``; tokens at t >= lengths[b] are padding: whatever they hold, NaN included,
+        o is 0 there and the state is that after token lengths[b] - 1.
+    segment_ids: int32 ``[B, T]`` for packed sequences: where the id differs from that of the token
+        before, the state starts again from zero.  initial_state belongs to a row's first segment,
+        the returned state to its last.
+    normalize_qk: q and k are first divided by their lengths, sqrt(sum of squares + 1e-6).
+    implementation: "xla", "mosaic" or None; see ``pallas_kernels.dispatch``.
+
+    | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
+    | jvp, grad, at any order       | q, k, v, log_decay, beta, initial_state: its own backward |
+    | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
+
+    Raises ValueError naming the argument for a wrong shape or dtype, and for a positive log_decay
+    where the array's values are known.  NotImplementedError when "mosaic" is asked for and has no
+    kernel for the call.
+    """
+    _check("gated_delta", _OPERANDS, q=q, k=k, v=v, log_decay=log_decay, beta=beta,
+           initial_state=initial_state, lengths=lengths, segment_ids=segment_ids)  # fmt: skip
+    d_k, heads, d_v = q.shape[-1], *v.shape[2:]
+    scale = max(d_k, 1) ** -0.5 if scale is None else float(scale)
+    check_decay("gated_delta", log_decay, lengths)
+    log_decay = restarted(log_decay.astype(jnp.float32), segment_ids)
+    operands = q, k, v, log_decay, beta.astype(jnp.float32)
+    found = choose_plan("gated_delta", implementation, lambda: plan(*operands), *operands)
+    if is_empty(*operands):  # no tokens, or none that hold anything
+        if initial_state is None:
+            initial_state = jnp.zeros((q.shape[0], heads, d_k, d_v), jnp.float32)
+        return jnp.zeros(v.shape, v.dtype), initial_state
+    choice, call = chosen(found, implementation), (scale, normalize_qk, found)
+    return _gated_delta(choice, call, *operands, initial_state, lengths)
+
+
+def gated_delta_step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    state: jax.Array,
+    *,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One token: ``q, k [B, Hk, Dk]``, ``v [B, H, Dv]``, ``log_decay [B, H]`` or ``[B, H, Dk]``,
+    ``beta [B, H]``, float32 ``state [B, H, Dk, Dv]`` -> (``o [B, H, Dv]`` in v's dtype, new state).
+    Donate the state to have it updated in place.
+
+    | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
+    | jvp, grad, at any order       | q, k, v, log_decay, beta, state: the XLA form's |
+    | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
+
+    Arguments and errors as in ``gated_delta``.
+    """
+    _check("gated_delta_step", _STEP_OPERANDS, q=q, k=k, v=v, log_decay=log_decay, beta=beta,
+           state=state)  # fmt: skip
+    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    check_decay("gated_delta_step", log_decay)
+    log_decay, beta = log_decay.astype(jnp.float32), beta.astype(jnp.float32)
+    operands = q, k, v, log_decay, beta, state
+    found = choose_plan(
+        "gated_delta_step", implementation, lambda: _step_plan(*operands), *operands
+    )
+    choice, call = chosen(found, implementation), (scale, normalize_qk, found)
+    return _gated_delta_step(choice, call, *operands)
+
+
+def _check(op: str, lines: dict[str, str], **operands: Any) -> None:
+    g = operands["log_decay"]
+    if getattr(g, "ndim", 0) == operands["q"].ndim:
+        lines = lines | {"log_decay": lines["log_decay"].replace("]", ", Dk]")}
+    sizes = check(op, lines, **operands)
+    if sizes["H"] % sizes["Hk"]:
+        raise ValueError(f"{op}: v has {sizes['H']} heads, no multiple of the {sizes['Hk']} of q")
+
+
+def plan(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array) -> Plan | Reason:
+    """How a kernel computes ``gated_delta``."""
+    return Reason("the gated delta rule has none")
+
+
+def _step_plan(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array,
+               state: jax.Array) -> Plan | Reason:  # fmt: skip
+    return Reason("the gated delta rule has none")
+
+
+def _xla(static: _Static, *operands: Any) -> _Pair:
+    *inputs, initial_state, lengths = operands
+    return _chunked(static, *zero_padding(lengths, *inputs), initial_state=initial_state)[0]
+
+
+def _chunked(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
+             beta: jax.Array, initial_state: jax.Array | None
+             ) -> tuple[_Pair, jax.Array]:  # fmt: skip
+    """((o, state), the states that ``chunked_backward`` takes)."""
+    scale, normalize_qk, _ = static
+    if initial_state is None:
+        # Of v, so that inside a shard_map it varies over the axes that v does.
+        zero = jnp.zeros_like(v[:, 0, :, None], jnp.float32)
+        initial_state = jnp.broadcast_to(zero, (*zero.shape[:2], q.shape[-1], zero.shape[-1]))
+    *out, borders = chunked_forward(
+        q, k, v, *_columns(q, g, beta), initial_state, scale=scale, normalize_qk=normalize_qk
+    )
+    return tuple(out), borders
+
+
+def _columns(q: jax.Array, g: jax.Array, beta: jax.Array) -> _Pair:
+    """log_decay and beta with a last axis."""
+    return (g[..., None] if g.ndim < q.ndim else g), beta[..., None]
+
+
+def _forward(choice: Choice, static: _Static, *operands: Any) -> tuple[_Pair, Any]:
+    *inputs, initial_state, lengths = operands
+    return _chunked(static, *zero_padding(lengths, *inputs), initial_state=initial_state)
+
+
+def _backward(choice: Choice, static: _Static, operands: Any, saved: Any, d_o: jax.Array,
+              d_state: jax.Array) -> tuple[jax.Array | None, ...]:  # fmt: skip
+    *inputs, initial_state, lengths = operands
+    q, k, v, g, beta, d_o = zero_padding(lengths, *inputs, d_o)
+    scale, normalize_qk, _ = static
+    d_q, d_k, d_v, d_g, d_beta, d_initial = chunked_backward(
+        q, k, v, *_columns(q, g, beta), saved, d_o, d_state, scale=scale, normalize_qk=normalize_qk
+    )
+    gradients = d_q, d_k, d_v, d_g.reshape(g.shape), d_beta.reshape(beta.shape)
+    d_initial = None if initial_state is None else d_initial
+    return (*zero_padding(lengths, *gradients), d_initial, None)
+
+
+def _step_xla(static: _Static, *operands: jax.Array) -> _Pair:
+    scale, normalize_qk, _ = static
+    return step(*operands, scale=scale, normalize_qk=normalize_qk)
+
+
+_gated_delta = Op("gated_delta", _xla, forward=_forward, backward=_backward)
+_gated_delta_step = Op("gated_delta_step", _step_xla)
