@@ -9,6 +9,7 @@ kernel's share of it.  ``--check`` compares small calls with the float64 recursi
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 import traceback
 from typing import Any
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench.timing import device_us
-from pallas_kernels.gated_delta import kernel
+from pallas_kernels.device import gpu
+from pallas_kernels.gated_delta import kernel, step_kernel
 
 SHAPES = (
     (8, 4096, 16, 16, 128, 128),
@@ -73,6 +75,7 @@ def relative_rms(x: Any, want: np.ndarray) -> float:
 
 CASES = (
     ((1, 64, 1, 1, 128, 128), "weak"),
+    ((2, 10, 1, 2, 128, 128), "mixed"),
     ((2, 300, 2, 4, 128, 128), "mixed"),
     ((2, 300, 2, 2, 128, 256), "weak"),
     ((1, 515, 1, 4, 64, 128), "mixed"),
@@ -80,6 +83,30 @@ CASES = (
     ((1, 512, 1, 2, 128, 128), "equal"),
     ((1, 512, 1, 2, 128, 128), "near"),
 )
+
+
+def step_operands(b: int, hk: int, h: int, d: int) -> tuple[Any, ...]:
+    q, k, v, g, beta, state = case((b, 1, hk, h, d, d), "mixed")
+    return q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state
+
+
+def bench_step() -> None:
+    for shape in ((64, 16, 32, 128), (64, 4, 16, 128), (1, 16, 32, 128)):
+        try:
+            x = step_operands(*shape)
+            plan = step_kernel.plan(*x[:3])
+            for p in (plan, step_kernel.Plan(192 - plan.columns)):
+                f = functools.partial(step_kernel.gated_delta_step, scale=0.1, plan=p)
+                o, state = f(*x)
+                full = [y[:, None] for y in x[:5]]
+                want, want_state = recurrence(*full, x[5], 0.1)
+                errors = relative_rms(o, want[:, 0]), relative_rms(state, want_state)
+                us = device_us(f, [x], only="gated_delta_step")
+                floor = 1e6 * 2 * state.nbytes / gpu().copy_rate
+                errors = " ".join(f"{e:.1e}" for e in errors)
+                print(f"step {shape} {p}: {us:.1f} us, floor {floor:.1f}; {errors}", flush=True)
+        except Exception:
+            traceback.print_exc()
 
 
 def check() -> None:
@@ -140,8 +167,10 @@ def bench() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="values against float64")
+    parser.add_argument("--step", action="store_true", help="one token")
+    options = parser.parse_args()
     start = time.perf_counter()
-    check() if parser.parse_args().check else bench()
+    check() if options.check else bench_step() if options.step else bench()
     print(f"{time.perf_counter() - start:.1f} s", flush=True)
 
 

@@ -1,19 +1,71 @@
-"""The gated delta rule on Hopper: the Mosaic GPU kernels put together."""
+"""The gated delta rule on Hopper: the Mosaic GPU kernels put together.
+
+``kernel_chunks`` does what a chunk's tokens do among themselves, all chunks at once; ``kernel_scan``
+passes the state over the chunks.
+
+Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed; one number a head), beta and states; T
+of any length; Dk 64 or 128; Dv a multiple of 64, padded here with channels of zeros to one of 128
+where it is none.  Everything is read and written in [B, T, H, D].  A reset inside a row (packed
+sequences) is log_decay = -inf at the first token of the new segment.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import Reason
 from pallas_kernels.gated_delta.kernel_chunks import chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
+from pallas_kernels.gla.kernel import padded
+from pallas_kernels.gla.step_kernel import operands_reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    kernel: ClassVar[str] = "gated_delta_mosaic"
+
+    def __str__(self) -> str:
+        return "chunks of 64 tokens, then a scan"
+
+
+def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan | Reason:
+    """How ``gated_delta_forward`` computes ``gated_delta``."""
+    if reason := operands_reason(q, k, v, 64):
+        return Reason(reason)
+    if q.shape[-1] > 128:
+        return Reason(f"q has Dk = {q.shape[-1]}, the kernel takes 64 and 128")
+    if log_decay.ndim == q.ndim:
+        return Reason("log_decay has a number for every key channel, the kernel takes one a head")
+    return Plan()
 
 
 @functools.partial(jax.jit, static_argnames=("scale",))
-def gated_delta_forward(q, k, v, log_decay, beta, *, scale, initial_state=None, lengths=None):
+def gated_delta_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    *,
+    scale: float,
+    initial_state: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """q, k [B, T, Hk, Dk], v [B, T, H, Dv], log_decay, beta [B, T, H] -> (o [B, T, H, Dv], state
+    [B, H, Dk, Dv]).
+
+    lengths: int32[B]; tokens at t >= lengths[b] are never read into a result (they may be NaN), o
+        is 0 there, and whole chunks of them cost nothing.
+    """
     if lengths is not None:
         lengths = lengths.astype(jnp.int32)
-    keys, weights, decays = chunks(q, k, log_decay, beta, lengths, float(scale))
-    return scan(q, k, keys, weights, decays, v, start=initial_state, lengths=lengths)
+    dv = v.shape[-1]
+    prepared = chunks(q, k, log_decay, beta, lengths, float(scale))
+    start = padded(initial_state)
+    o, state = scan(q, k, *prepared, padded(v), start=start, lengths=lengths)
+    return o[..., :dv], state[..., :dv]

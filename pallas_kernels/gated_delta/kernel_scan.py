@@ -83,7 +83,7 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
         plgpu.copy_gmem_to_smem(keys.at[b, head, rows], kt_sm.at[slot], bar)
         plgpu.copy_gmem_to_smem(weights.at[b, head, rows], m_sm.at[slot], bar)
 
-    for c in range(2):
+    for c in range(min(2, n_chunks)):
         pl.when((wg == 0) & (c < stop))(functools.partial(load, c))
 
     columns = pl.ds(j * VALUE_BLOCK + wg * 64, 64)
