@@ -17,10 +17,13 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.gated_delta.kernel_chunks import chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
+from pallas_kernels.gla import kernel as gla
+from pallas_kernels.gla.channels import CHUNK
 from pallas_kernels.gla.kernel import padded
 from pallas_kernels.gla.step_kernel import operands_reason
 
@@ -44,7 +47,28 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan
     return Plan()
 
 
-@functools.partial(jax.jit, static_argnames=("scale",))
+def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
+    """Segments per row.  Those cost a second scan, of states and transitions: fewer than four do
+    not pay."""
+    n = gla.segments_for(n_rows, n_heads, dv, n_chunks)
+    return n if n >= 4 else 1
+
+
+def segment_starts(ends: jax.Array, dv: int, start: jax.Array | None) -> jax.Array:
+    """States at the segments' starts, [B, H, segments, Dk, Dv], from ``scan``'s "transitions"."""
+    local, transitions = ends[..., :dv], ends[..., dv : dv + ends.shape[-2]]
+    state = jnp.zeros_like(local[:, :, 0]) if start is None else start
+    states = [state]
+    for s in range(ends.shape[2] - 1):
+        moved = jnp.einsum(
+            "bhij,bhjv->bhiv", transitions[:, :, s], state, precision=lax.Precision.HIGHEST
+        )
+        state = moved + local[:, :, s]
+        states.append(state)
+    return jnp.stack(states, axis=2)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "segments"))
 def gated_delta_forward(
     q: jax.Array,
     k: jax.Array,
@@ -55,17 +79,25 @@ def gated_delta_forward(
     scale: float,
     initial_state: jax.Array | None = None,
     lengths: jax.Array | None = None,
+    segments: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """q, k [B, T, Hk, Dk], v [B, T, H, Dv], log_decay, beta [B, T, H] -> (o [B, T, H, Dv], state
     [B, H, Dk, Dv]).
 
     lengths: int32[B]; tokens at t >= lengths[b] are never read into a result (they may be NaN), o
         is 0 there, and whole chunks of them cost nothing.
+    segments: overrides ``segments_for``.
     """
     if lengths is not None:
         lengths = lengths.astype(jnp.int32)
     dv = v.shape[-1]
-    prepared = chunks(q, k, log_decay, beta, lengths, float(scale))
+    operands = q, k, *chunks(q, k, log_decay, beta, lengths, float(scale)), padded(v)
     start = padded(initial_state)
-    o, state = scan(q, k, *prepared, padded(v), start=start, lengths=lengths)
-    return o[..., :dv], state[..., :dv]
+    n = segments or segments_for(*v.shape[::2], dv, -(-v.shape[1] // CHUNK))
+    if n > 1:
+        (ends,) = scan(*operands, lengths=lengths, segments=n, want="transitions")
+        start = segment_starts(ends, operands[-1].shape[-1], start)
+    elif start is not None:
+        start = start[:, :, None]
+    o, states = scan(*operands, start=start, lengths=lengths, segments=n)
+    return o[..., :dv], states[:, :, -1, :, :dv]

@@ -3,10 +3,11 @@
     R = V - diag(e) K S        o = scale diag(e) Q S + M R        S <- e_64 S + K'^T R
 
 for ``kernel_chunks``'s M, K' and e = exp(G).  One block per (128 value channels, value head, batch
-row): two warpgroups of 64 value channels each, the first of which starts the copies.  S^T [64 dv,
-Dk] stays in registers for the whole loop; bf16 of it is the register operand of S^T K^T and S^T Q^T,
-R^T, which never leaves the registers, that of R^T K' and R^T M^T.  Three slots: one that is
-computed, one that is there, one on its way; the outputs leave from the place of the values.
+row, segment of chunks): two warpgroups of 64 value channels each, the first of which starts the
+copies.  S^T [64 dv, Dk] stays in registers for the whole loop; bf16 of it is the register operand
+of S^T K^T and S^T Q^T, R^T, which never leaves the registers, that of R^T K' and R^T M^T.  Three
+slots: one that is computed, one that is there, one on its way; the outputs leave from the place of
+the values.
 
     wait c | S -> bf16 | wgmma S^T K^T, S^T Q^T | R | wgmma S, o | o -> TMA | slot of c-1 <- TMA c+2
 
@@ -16,11 +17,13 @@ A warpgroup that only copies would leave 168 registers to the others, which spil
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -29,21 +32,22 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta.kernel_chunks import PART
 from pallas_kernels.gla.channels import CHUNK, ROWS, ChannelLane
 from pallas_kernels.gla.gates import BF16_TILE
-from pallas_kernels.gla.scan import VALUE_BLOCK, read_state, write_state
+from pallas_kernels.gla.scan import VALUE_BLOCK, read_state, write_rows, write_state
 from pallas_kernels.launch import launch
 
 STAGES = 3
+Want = Literal["out", "borders", "transitions"]
 _WGMMA = plgpu.Layout.WGMMA
 
 
 @plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(ROWS),),
+    arg_types=(plgpu.RefType(ROWS), plgpu.Layout.WG_SPLAT((128,))),
     return_type=plgpu.ShapeDtypeStruct((64, CHUNK), jnp.bfloat16, layout=_WGMMA),
 )
-def _read_transposed(ctx, tile):
-    """V^T [64 dv, 64 tokens] from the swizzled rows of tokens."""
+def read_transposed(ctx, tile, mask):
+    """V^T [64 dv, 64 tokens] from the swizzled rows of tokens, where the mask's bits are ones."""
     del ctx
-    base = ChannelLane().column_matrices(p.shared_address(tile))
+    base, mask = ChannelLane().column_matrices(p.shared_address(tile)), mask.registers.flat[0]
     layout = _WGMMA.to_mgpu()
     half = ir.BF16Type.get()
     zero = mgpu.utils.c(0.0, half)
@@ -51,55 +55,79 @@ def _read_transposed(ctx, tile):
     registers = array.registers.copy()
     kind = ir.VectorType.get((2,), half)
     words = [w for block in range(4) for w in p.load_matrices(base, 2048 * block, transposed=True)]
-    registers.reshape(-1)[:] = [mgpu.utils.bitcast(w, kind) for w in words]
+    registers.reshape(-1)[:] = [mgpu.utils.bitcast(arith.andi(w, mask), kind) for w in words]
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
+def by_token(vectors, slot, n: int):
+    """A chunk's n-th vector of floats over the rows of [64 dv, 64 tokens]."""
+    e = plgpu.load(vectors.at[slot, n], layout=_WGMMA.reduce(0))
+    return lax.broadcast_in_dim(e, (64, CHUNK), [1])
+
+
+def store_transposed(tile, x) -> None:
+    tile.transpose((1, 0))[...] = plgpu.layout_cast(
+        x.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
+    )
+
+
 def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks: int, group: int,
-               ragged: bool, initial: bool):  # fmt: skip
+               segments: int, want: Want, ragged: bool, initial: bool):  # fmt: skip
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
     start_state = rest.pop(0) if initial else None
-    out, final, q_union, k_union, kt_sm, m_sm, v_union, e_sm, full, empty = rest
-    (q_rows, q_sm), (k_rows, k_sm), (v_rows, v_sm) = q_union, k_union, v_union
-    parts = dk // PART
-    j, head, b = (lax.axis_index(name) for name in ("values", "head", "row"))
+    out = rest.pop(0) if want != "transitions" else None
+    borders = rest.pop(0) if want == "borders" else None
+    final, q_union, k_union, kt_sm, m_sm, v_union, e_sm, full, empty = rest
+    (k_rows, k_sm), (v_rows, v_sm) = k_union, v_union
+    q_rows, q_sm = q_union if want == "out" else (None, None)
+    parts, blocks = dk // PART, dv // VALUE_BLOCK
+    j, b = lax.axis_index("values"), lax.axis_index("row")
+    head, segment = lax.axis_index("head") // segments, lax.axis_index("head") % segments
     wg = lax.axis_index("warpgroup")
-    stop = n_chunks
+    per = -(-n_chunks // segments)
+    first, last = segment * per, jnp.minimum((segment + 1) * per, n_chunks)
+    stop = last
     if ragged:
-        stop = jnp.minimum(n_chunks, (lengths[b] + (CHUNK - 1)) // CHUNK)
+        stop = jnp.minimum(last, (lengths[b] + (CHUNK - 1)) // CHUNK)
+    steps = jnp.maximum(stop - first, 0)
 
-    def load(c):
-        slot = c % STAGES
+    def load(i):
+        c, slot = first + i, i % STAGES
         rows, bar = pl.ds(c * CHUNK, CHUNK), full.at[slot]
-        for x, to in ((k, k_rows), (q, q_rows)):
+        for x, to in ((k, k_rows), (q, q_rows)) if want == "out" else ((k, k_rows),):
             for part in range(parts):
                 at = pl.ds(part * PART, PART)
                 plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], to.at[slot, part], bar)
         for w in range(2):
-            at = pl.ds(j * VALUE_BLOCK + w * 64, 64)
+            at = pl.ds((j % blocks) * VALUE_BLOCK + w * 64, 64)
             plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], v_rows.at[slot, w], bar)
         plgpu.copy_gmem_to_smem(decays.at[b, head, c], e_sm.at[slot], bar)
         plgpu.copy_gmem_to_smem(keys.at[b, head, rows], kt_sm.at[slot], bar)
-        plgpu.copy_gmem_to_smem(weights.at[b, head, rows], m_sm.at[slot], bar)
+        if want == "out":
+            plgpu.copy_gmem_to_smem(weights.at[b, head, rows], m_sm.at[slot], bar)
 
-    for c in range(min(2, n_chunks)):
-        pl.when((wg == 0) & (c < stop))(functools.partial(load, c))
+    @pl.when(wg == 0)
+    def _():
+        lax.fori_loop(0, jnp.minimum(2, steps), lambda i, _: load(i), None)
 
     columns = pl.ds(j * VALUE_BLOCK + wg * 64, 64)
     if initial:
-        state = read_state(dk, dv)(start_state.at[b, head, :, columns])
+        state = read_state(dk, dv)(start_state.at[b, head, segment, :, columns])
     else:
         state = plgpu.layout_cast(jnp.zeros((64, dk), jnp.float32), _WGMMA)
+        if want == "transitions":
+            row, column = (
+                plgpu.broadcasted_iota(jnp.int32, (64, dk), axis, layout=_WGMMA) for axis in (0, 1)
+            )
+            same = row + ((j - blocks) * VALUE_BLOCK + wg * 64) == column
+            state = jnp.where(same, jnp.ones_like(state), state)
+    mask = jnp.full((128,), jnp.where(j < blocks, -1, 0), jnp.int32)
 
-    def body(c, state):
-        slot = c % STAGES
+    def body(i, state):
+        c, slot = first + i, i % STAGES
         rows = pl.ds(c * CHUNK, CHUNK)
         plgpu.barrier_wait(full.at[slot])
-
-        def by_token(n):
-            e = plgpu.load(e_sm.at[slot, n], layout=_WGMMA.reduce(0))
-            return lax.broadcast_in_dim(e, (64, CHUNK), [1])
 
         def inside(x):
             if not ragged:
@@ -109,52 +137,56 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
 
         rounded = state.astype(jnp.bfloat16)
         halves = [rounded[:, PART * part : PART * (part + 1)] for part in range(parts)]
+        square = plgpu.ACC((64, CHUNK), jnp.float32)
 
-        def read(seen, asked):
-            for acc, tokens in ((seen, k_sm), (asked, q_sm)):
+        def read(seen, asked=None):
+            for acc, tokens in ((seen, k_sm), (asked, q_sm)) if asked is not None else ((seen, k_sm),):
                 for part in range(parts):
                     plgpu.wgmma(acc, halves[part], tokens.at[slot, part].transpose((1, 0)))
-            return seen[...], asked[...]
+            return seen[...] if asked is None else (seen[...], asked[...])
 
-        square = plgpu.ACC((64, CHUNK), jnp.float32)
-        seen, asked = pl.run_scoped(read, square, square)
-        values = _read_transposed(v_rows.at[slot, wg]).astype(jnp.float32)
-        rest = inside(values - by_token(0) * seen).astype(jnp.bfloat16)
+        if want == "out":
+            seen, asked = pl.run_scoped(read, square, square)
+        else:
+            seen = pl.run_scoped(read, square)
+        if want == "borders":
+            write_rows(dk, dk)(borders.at[b, head, c, columns], rounded)
+        values = read_transposed(v_rows.at[slot, wg], mask).astype(jnp.float32)
+        rest = inside(values - by_token(e_sm, slot, 0) * seen).astype(jnp.bfloat16)
+        decayed = plgpu.ACC.init(state * e_sm[slot, 0, CHUNK - 1])
 
         def update(accs):
-            state, o = accs
-            plgpu.wgmma(state, rest, kt_sm.at[slot])
-            plgpu.wgmma(o, rest, m_sm.at[slot])
+            plgpu.wgmma(accs[0], rest, kt_sm.at[slot])
+            if want == "out":
+                plgpu.wgmma(accs[1], rest, m_sm.at[slot])
 
-        state, o = pl.run_state(update)(
-            (
-                plgpu.ACC.init(state * e_sm[slot, 0, CHUNK - 1]),
-                plgpu.ACC.init(by_token(1) * asked),
-            )
-        )
-        # The outputs take the values' place.
-        v_sm.at[slot, wg].transpose((1, 0))[...] = plgpu.layout_cast(
-            inside(o).astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
-        )
+        if want == "out":
+            o = plgpu.ACC.init(by_token(e_sm, slot, 1) * asked)
+            state, result = pl.run_state(update)((decayed, o))
+        else:
+            (state,), result = pl.run_state(update)((decayed,)), rest
+        if want != "transitions":  # the result takes the values' place
+            store_transposed(v_sm.at[slot, wg], inside(result))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(v_rows.at[slot, wg], out.at[b, rows, head, columns])
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        if want != "transitions":
+            plgpu.copy_smem_to_gmem(v_rows.at[slot, wg], out.at[b, rows, head, columns])
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
-        @pl.when(c > 0)
+        @pl.when(i > 0)
         def _():
-            plgpu.barrier_arrive(empty.at[(c - 1) % STAGES])
+            plgpu.barrier_arrive(empty.at[(i - 1) % STAGES])
 
-        @pl.when((wg == 0) & (c + 2 < stop))
+        @pl.when((wg == 0) & (i + 2 < steps))
         def _():
-            pl.when(c > 0)(lambda: plgpu.barrier_wait(empty.at[(c - 1) % STAGES]))
-            load(c + 2)
+            pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[(i - 1) % STAGES]))
+            load(i + 2)
 
         return state
 
-    state = lax.fori_loop(0, stop, body, state)
-    write_state(dv)(final.at[b, head, :, columns], state)
+    state = lax.fori_loop(0, steps, body, state)
+    write_state(final.shape[-1])(final.at[b, head, segment, :, columns], state)
     plgpu.wait_smem_to_gmem(0)
-    if ragged:
+    if ragged and want == "out":
         # Rows that end early: the outputs of the chunks beyond are zeros.
         v_sm[0, wg] = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.bfloat16), _WGMMA)
         plgpu.commit_smem()
@@ -163,45 +195,66 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
             rows = pl.ds(c * CHUNK, CHUNK)
             plgpu.copy_smem_to_gmem(v_rows.at[0, wg], out.at[b, rows, head, columns])
 
-        lax.fori_loop(stop, n_chunks, clear, None)
+        lax.fori_loop(jnp.maximum(stop, first), last, clear, None)
         plgpu.wait_smem_to_gmem(0)
 
 
-def scan(q, k, keys, weights, decays, v, *, start=None, lengths=None):
-    """(o [B, T, H, Dv], final state [B, H, Dk, Dv]) for ``kernel_chunks.chunks``'s results; start:
-    float32 [B, H, Dk, Dv] or None (zeros)."""
+def tiles(*shape):
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=BF16_TILE)
+
+
+def tokens(*shape):
+    """One memory: rows of 128 bytes for the copies, tiles for wgmma."""
+    return plgpu.RefUnion(plgpu.SMEM(shape, jnp.bfloat16, transforms=ROWS), tiles(*shape))
+
+
+def scan(
+    q, k, keys, weights, decays, v, *, start=None, lengths=None, segments: int = 1,
+    want: Want = "out",
+):  # fmt: skip
+    """For ``kernel_chunks.chunks``'s results, the last of these being states at the segments' ends,
+    [B, H, segments, Dk, Dv]:
+
+    "out": o [B, T, H, Dv].
+    "borders": R [B, T, H, Dv] and the transposed states at the chunks' starts, bf16
+        [B, H, NC, Dv, Dk].
+    "transitions": nothing; the final states start from zero, and have another Dk columns (at least
+        128), from the identity without values: the matrices by which a segment's first state is
+        multiplied on the left.
+
+    start: float32 [B, H, segments, Dk, Dv] or None (zeros).
+    """
     b, t, h, dv = v.shape
     hk, dk = q.shape[2:]
     nc, parts = -(-t // CHUNK), dk // PART
     body = functools.partial(
-        _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, ragged=lengths is not None,
-        initial=start is not None,
+        _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments, want=want,
+        ragged=lengths is not None, initial=start is not None,
     )  # fmt: skip
-
-    def tiles(*shape):
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=BF16_TILE)
-
-    def tokens(*shape):  # one memory: rows of 128 bytes for the copies, tiles for wgmma
-        return plgpu.RefUnion(plgpu.SMEM(shape, jnp.bfloat16, transforms=ROWS), tiles(*shape))
-
+    width = dv + (VALUE_BLOCK if want == "transitions" else 0)
+    out_type = []
+    if want != "transitions":
+        out_type.append(jax.ShapeDtypeStruct((b, t, h, dv), v.dtype))
+    if want == "borders":
+        out_type.append(jax.ShapeDtypeStruct((b, h, nc, dv, dk), jnp.bfloat16))
+    out_type.append(jax.ShapeDtypeStruct((b, h, segments, dk, width), jnp.float32))
+    unused = plgpu.SMEM((8,), jnp.float32)
+    copies = (2 * parts + 1 if want == "out" else parts) + 2 + 2
     return launch(
         body,
         (q, k, keys, weights, decays, v, lengths, start),
-        (
-            jax.ShapeDtypeStruct((b, t, h, dv), v.dtype),
-            jax.ShapeDtypeStruct((b, h, dk, dv), jnp.float32),
-        ),
+        tuple(out_type),
         name="gated_delta_scan",
-        grid={"values": dv // VALUE_BLOCK, "head": h, "row": b},
+        grid={"values": width // VALUE_BLOCK, "head": h * segments, "row": b},
         warpgroups=2,
         scratch=[
-            tokens(STAGES, parts, CHUNK, PART),
+            tokens(STAGES, parts, CHUNK, PART) if want == "out" else unused,
             tokens(STAGES, parts, CHUNK, PART),
             tiles(STAGES, CHUNK, dk),
-            tiles(STAGES, CHUNK, CHUNK),
+            tiles(STAGES, CHUNK, CHUNK) if want == "out" else unused,
             tokens(STAGES, 2, CHUNK, 64),
             plgpu.SMEM((STAGES, 2, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=2 * parts + 2 + 3, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         ],
     )
