@@ -424,6 +424,11 @@ def barrier() -> None:
     gpu.barrier()
 
 
+def warpgroup_barrier() -> None:
+    """All threads of the warpgroup."""
+    mgpu.utils.warpgroup_barrier()
+
+
 def warp_barrier() -> None:
     """All threads of the warp; shared memory written before is visible after."""
     ptx("bar.warp.sync -1;", convergent=True)

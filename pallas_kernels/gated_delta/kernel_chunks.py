@@ -52,7 +52,7 @@ def _vectors_call(scale: float, pitch: int):
             p.shared_address(scratch), p.address(decays), p.address(betas),
             limit.registers.flat[0], pitch, p.address(out), scale,
         )  # fmt: skip
-        p.barrier()
+        p.warpgroup_barrier()
 
     return call
 
@@ -80,7 +80,7 @@ def _array(parts):
 
 
 def _inverse_call(scale: float):
-    """(k k^T, q k^T) -> X^T; overwrites q by P's high and low parts."""
+    """(k k^T, q k^T) -> ((I + A)^-1)^T; overwrites q by P's high and low parts."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(ROWS), plgpu.RefType(ROWS), _WGMMA, _WGMMA),
@@ -91,10 +91,9 @@ def _inverse_call(scale: float):
         scratch, tiles = p.shared_address(scratch_ref), p.shared_address(tiles_ref)
         rows = inverse.Rows()
         a, weights = inverse.coefficients(rows, scratch, _pairs(kk), _pairs(qk), scale)
-        p.barrier()  # all warps' products have read q
+        p.warpgroup_barrier()  # all warps' products have read q
         inverse.store_split(rows, p.shared_address(q_ref), weights)
-        x = inverse.inverse_transposed(rows, tiles, scratch, a)
-        return _array(inverse.scaled_rows(x, rows.by_row(scratch, inverse.BETA)))
+        return _array(inverse.inverse_transposed(rows, tiles, scratch, a))
 
     return call
 
@@ -105,13 +104,20 @@ def _high_low(x):
 
 
 def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, parts: int,
-                ragged: bool):  # fmt: skip
-    lengths, rest = (rest[0], rest[1:]) if ragged else (None, rest)
-    keys, weights, decays, q_union, k_union, a_union, scratch, ready = rest
+                ragged: bool, save: bool):  # fmt: skip
+    rest = list(rest)
+    lengths = rest.pop(0) if ragged else None
+    keys, weights, decays = rest[:3]
+    inverses = rest.pop(3) if save else None
+    q_union, k_union, a_union, scratch, ready = rest[3:]
     (q_rows, q_sm), (k_rows, k_sm), (a_rows, a_sm) = q_union, k_union, a_union
     head, c, b = (lax.axis_index(name) for name in ("head", "chunk", "row"))
     rows = pl.ds(c * CHUNK, CHUNK)
     limit = (jnp.minimum(lengths[b], length) if ragged else length) - c * CHUNK
+
+    def vector(at, axis):
+        place = scratch.at[pl.ds(at // 4, CHUNK)]
+        return plgpu.load(place, layout=_WGMMA.reduce(axis))
 
     def work():
         for part in range(parts):
@@ -143,6 +149,12 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
         kk, qk = pl.run_scoped(products, square, square)
         x = _inverse_call(scale)(scratch, q_rows, a_rows, kk, qk)
         plgpu.commit_smem()
+        if save:  # every warp has read A by now
+            a_sm[0], a_sm[1] = _high_low(x)
+            plgpu.commit_smem()
+            for n in range(2):
+                plgpu.copy_smem_to_gmem(a_rows.at[n], inverses.at[b, head, n, rows])
+        x = x * lax.broadcast_in_dim(vector(inverse.BETA, 1), (CHUNK, CHUNK), [0])
 
         def scores(acc):
             high, low = _high_low(x)
@@ -158,8 +170,10 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
             plgpu.wgmma(acc, low, k_sm.at[part])
             return acc[...]
 
-        # Every warp has read A by now.
-        a_sm[0] = pl.run_scoped(scores, square).astype(q.dtype)
+        scored = pl.run_scoped(scores, square).astype(q.dtype)
+        if save:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        a_sm[0] = scored
         plgpu.commit_smem()  # and now P
         for part in range(parts):
             q_sm[part] = pl.run_scoped(functools.partial(sums, part=part), square).astype(q.dtype)
@@ -173,18 +187,20 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
     pl.when(limit > 0)(work) if ragged else work()
 
 
-def chunks(q, k, log_decay, beta, lengths, scale: float):
+def chunks(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
     """q, k [B, T, Hk, Dk] bf16, log_decay and beta [B, T, H] f32 -> K' [B, H, NC*64, Dk] and M^T
     [B, H, NC*64, 64], bf16, and [B, H, NC, 2, 64] f32: exp(G) and scale * exp(G).
 
     lengths: int32[B] or None.  Chunks that start at or after a row's length are not written.
+    save: also (I + A)^-1, transposed, as two bf16 parts [B, H, 2, NC*64, 64].
     """
     b, t, hk, dk = q.shape
     h = beta.shape[-1]
     nc, parts = -(-t // CHUNK), dk // PART
     body = functools.partial(
-        _chunk_body, length=t, scale=scale, group=h // hk, parts=parts, ragged=lengths is not None
-    )
+        _chunk_body, length=t, scale=scale, group=h // hk, parts=parts,
+        ragged=lengths is not None, save=save,
+    )  # fmt: skip
 
     def tokens(n):  # one memory: rows of 128 bytes for the copies, tiles for wgmma
         shape = (n, CHUNK, PART)
@@ -200,6 +216,7 @@ def chunks(q, k, log_decay, beta, lengths, scale: float):
             jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), jnp.bfloat16),
             jax.ShapeDtypeStruct((b, h, nc * CHUNK, CHUNK), jnp.bfloat16),
             jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK), jnp.float32),
+            *([jax.ShapeDtypeStruct((b, h, 2, nc * CHUNK, CHUNK), jnp.bfloat16)] if save else []),
         ),
         name="gated_delta_chunks",
         grid={"head": h, "chunk": nc, "row": b},

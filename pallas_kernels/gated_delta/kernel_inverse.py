@@ -1,6 +1,6 @@
 """Register work of ``gated_delta.kernel_chunks``: a chunk's decays, and the inverse of its I + A.
 
-Everything here runs inside ``plgpu.inline_mgpu``, on the four warps of a block of one warpgroup.
+Everything here runs inside ``plgpu.inline_mgpu``, on the four warps of a warpgroup.
 Warp w holds rows 16w..16w+15 of a [64, 64] matrix as ``x[tile][half]``: of row g + 8 half the two
 columns 8 tile + 2c (g and c as in ``gla.channels.Place``), which is wgmma's layout, and mma's.
 
@@ -39,8 +39,8 @@ _X_BLOCKS = _A_BLOCKS + 4 * _DIAGONAL
 
 def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
     """By the first warp, of its chunk's tokens: sums of log_decay, beta, decay to the chunk's end
-    (see ``LOG``, ``BETA``, ``TO_END``); and to ``out`` the decay from the chunk's start, as it is
-    and times ``scale``.
+    (see ``LOG``, ``BETA``, ``TO_END``); and to ``out``, if it is there, the decay from the chunk's
+    start, as it is and times ``scale``.
 
     decays, betas: addresses of the first token's float, the next is ``pitch`` bytes on.
     limit: how many tokens there are; those past them decay nothing and have beta = 0.
@@ -72,6 +72,8 @@ def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
         p.store_shared(at, log, LOG)
         p.store_shared(at, beta, BETA)
         p.store_shared(at, [p.exp2(arith.subf(end, y)) for y in log], TO_END)
+        if out is None:
+            return
         decay = [p.exp2(y) for y in log]
         to = p.offset(out, lane, 8)
         p.store_global(to, decay)
@@ -122,11 +124,6 @@ def store_split(rows: Rows, tiles, x) -> None:
     parts = [[split(pair) for pair in tile] for tile in x]
     for n in range(2):
         rows.store_tile(p.add(tiles, n * TILE), [[word[n] for word in tile] for tile in parts])
-
-
-def scaled_rows(x, factors):
-    """``x[tile][half]`` times a factor a row."""
-    return [[[arith.mulf(y, factors[half]) for y in tile[half]] for half in range(2)] for tile in x]
 
 
 def coefficients(rows: Rows, scratch, kk, qk, scale: float):
@@ -219,7 +216,7 @@ def inverse_transposed(rows: Rows, tiles, scratch, a):
     p.warp_barrier()
     mine = p.add(scratch, p.mul(rows.warp, 2 * _BLOCK), _X_BLOCKS)
     _invert_diagonal(rows, block, mine)
-    p.barrier()
+    p.warpgroup_barrier()
 
     own = _matrices(rows, mine)
     own = [p.load_matrices(own, at=_BLOCK * n) for n in range(2)]

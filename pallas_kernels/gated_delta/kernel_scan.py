@@ -140,7 +140,9 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
         square = plgpu.ACC((64, CHUNK), jnp.float32)
 
         def read(seen, asked=None):
-            for acc, tokens in ((seen, k_sm), (asked, q_sm)) if asked is not None else ((seen, k_sm),):
+            for acc, tokens in (
+                ((seen, k_sm), (asked, q_sm)) if asked is not None else ((seen, k_sm),)
+            ):
                 for part in range(parts):
                     plgpu.wgmma(acc, halves[part], tokens.at[slot, part].transpose((1, 0)))
             return seen[...] if asked is None else (seen[...], asked[...])

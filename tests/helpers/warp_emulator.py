@@ -304,7 +304,7 @@ def _modules(block: Block):
         when=block.when, choose=choose,
         loop=lambda start, stop, step, *rest: block.loop(
             number(start), number(stop), number(step), *rest),
-        barrier=lambda: None, warp_barrier=lambda: None, copies_commit=lambda: None,
+        barrier=lambda: None, warpgroup_barrier=lambda: None, warp_barrier=lambda: None, copies_commit=lambda: None,
         copies_wait=lambda n: None, copy_bulk=copy_bulk, barrier_init=barrier_init,
         barriers_ready=lambda: None, barrier_expect=expect, barrier_arrive=arrive,
         barrier_wait=block.wait, cluster_arrive=lambda order="": None, cluster_wait=lambda: None,
