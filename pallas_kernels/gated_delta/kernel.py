@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.gated_delta.gradients_kernel_chunks import chunk_gradients
+from pallas_kernels.gated_delta.gradients_kernel_scan import reverse_scan
 from pallas_kernels.gated_delta.kernel_chunks import chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
 from pallas_kernels.gla import kernel as gla
@@ -101,3 +103,41 @@ def gated_delta_forward(
         start = start[:, :, None]
     o, states = scan(*operands, start=start, lengths=lengths, segments=n)
     return o[..., :dv], states[:, :, -1, :, :dv]
+
+
+@functools.partial(jax.jit, static_argnames=("scale",))
+def gated_delta_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    d_out: jax.Array,
+    d_state: jax.Array | None,
+    *,
+    scale: float,
+    initial_state: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """Gradients (dq, dk, dv, dlog_decay, dbeta, dinitial_state) from those of o and of the final
+    state, for Dv up to 128.
+
+    Four kernels: what a chunk's tokens do among themselves; the states at the chunks' starts; the
+    same scan backwards for the states' gradients and dv; the chunks' gradients.  Where
+    exp(log_decay) is 0 its gradient is 0.
+    """
+    b, t, hk, dk = q.shape
+    width = v.shape[-1]
+    v, d_out, d_state, initial_state = map(padded, (v, d_out, d_state, initial_state))
+    *prepared, inverses = chunks(q, k, log_decay, beta, None, float(scale), save=True)
+    start = None if initial_state is None else initial_state[:, :, None]
+    rest, states, _ = scan(q, k, *prepared, v, start=start, want="borders")
+    d_v, ends, d_initial = reverse_scan(q, k, *prepared, d_out, d_state)
+    d_q, d_k, d_g, d_beta = chunk_gradients(
+        q, k, log_decay, beta, inverses, rest, d_v, d_out, states, ends, prepared[-1], float(scale)
+    )
+    if hk != v.shape[2]:
+        d_q, d_k = (
+            jnp.sum(x.reshape(b, t, hk, -1, dk), axis=3, dtype=jnp.float32).astype(q.dtype)
+            for x in (d_q, d_k)
+        )
+    return d_q, d_k, d_v[..., :width], d_g, d_beta, d_initial[..., :width]

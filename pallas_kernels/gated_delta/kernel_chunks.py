@@ -44,20 +44,20 @@ PART = 64  # key channels of a tile
 _WGMMA = plgpu.Layout.WGMMA
 
 
-def _vectors_call(scale: float, pitch: int):
+def vectors_call(scale: float, pitch: int, want_out: bool = True):
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT((128,))))
     def call(ctx, scratch, decays, betas, out, limit):
         del ctx
         inverse.chunk_vectors(
             p.shared_address(scratch), p.address(decays), p.address(betas),
-            limit.registers.flat[0], pitch, p.address(out), scale,
+            limit.registers.flat[0], pitch, p.address(out) if want_out else None, scale,
         )  # fmt: skip
         p.warpgroup_barrier()
 
     return call
 
 
-def _pairs(array):
+def pairs(array):
     """A [64, 64] array's registers as ``x[tile][half]``, pairs."""
     flat = list(array.registers.reshape(-1))
     return [
@@ -69,7 +69,7 @@ def _pairs(array):
     ]
 
 
-def _array(parts):
+def array(parts):
     layout = _WGMMA.to_mgpu()
     zero = mgpu.FragmentedArray.splat(p.cf(0.0), (CHUNK, CHUNK), layout, is_signed=None)
     registers = zero.registers.copy()
@@ -90,15 +90,15 @@ def _inverse_call(scale: float):
         del ctx
         scratch, tiles = p.shared_address(scratch_ref), p.shared_address(tiles_ref)
         rows = inverse.Rows()
-        a, weights = inverse.coefficients(rows, scratch, _pairs(kk), _pairs(qk), scale)
+        a, weights = inverse.coefficients(rows, scratch, pairs(kk), pairs(qk), scale)
         p.warpgroup_barrier()  # all warps' products have read q
         inverse.store_split(rows, p.shared_address(q_ref), weights)
-        return _array(inverse.inverse_transposed(rows, tiles, scratch, a))
+        return array(inverse.inverse_transposed(rows, tiles, scratch, a))
 
     return call
 
 
-def _high_low(x):
+def high_low(x):
     high = x.astype(jnp.bfloat16)
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
@@ -124,7 +124,7 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
             at = pl.ds(part * PART, PART)
             plgpu.copy_gmem_to_smem(q.at[b, rows, head // group, at], q_rows.at[part], ready)
             plgpu.copy_gmem_to_smem(k.at[b, rows, head // group, at], k_rows.at[part], ready)
-        _vectors_call(scale, 4 * g.shape[-1])(
+        vectors_call(scale, 4 * g.shape[-1])(
             scratch, g.at[b, rows, head], beta.at[b, rows, head], decays.at[b, head, c],
             jnp.full((128,), limit, jnp.int32),
         )  # fmt: skip
@@ -150,20 +150,20 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
         x = _inverse_call(scale)(scratch, q_rows, a_rows, kk, qk)
         plgpu.commit_smem()
         if save:  # every warp has read A by now
-            a_sm[0], a_sm[1] = _high_low(x)
+            a_sm[0], a_sm[1] = high_low(x)
             plgpu.commit_smem()
             for n in range(2):
                 plgpu.copy_smem_to_gmem(a_rows.at[n], inverses.at[b, head, n, rows])
         x = x * lax.broadcast_in_dim(vector(inverse.BETA, 1), (CHUNK, CHUNK), [0])
 
         def scores(acc):
-            high, low = _high_low(x)
+            high, low = high_low(x)
             for left, n in ((high, 0), (high, 1), (low, 0)):
                 plgpu.wgmma(acc, left, q_sm.at[n].transpose((1, 0)))
             return acc[...]
 
         to_end = plgpu.load(scratch.at[pl.ds(inverse.TO_END // 4, CHUNK)], layout=_WGMMA.reduce(0))
-        high, low = _high_low(x * lax.broadcast_in_dim(to_end, (CHUNK, CHUNK), [1]))
+        high, low = high_low(x * lax.broadcast_in_dim(to_end, (CHUNK, CHUNK), [1]))
 
         def sums(acc, part):
             plgpu.wgmma(acc, high, k_sm.at[part])
