@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.gated_delta.gradients_kernel_chunks import chunk_gradients
+from pallas_kernels.gated_delta.gradients_kernel_chunks import VALUES, chunk_gradients
 from pallas_kernels.gated_delta.gradients_kernel_scan import reverse_scan
 from pallas_kernels.gated_delta.kernel_chunks import chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
@@ -32,10 +32,16 @@ from pallas_kernels.gla.step_kernel import operands_reason
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
+    """segments: parts of a row that are scanned side by side.  backward: whether the gradients
+    have kernels too."""
+
     kernel: ClassVar[str] = "gated_delta_mosaic"
+    segments: int
+    backward: bool
 
     def __str__(self) -> str:
-        return "chunks of 64 tokens, then a scan"
+        backward = "kernels" if self.backward else "XLA"
+        return f"{self.segments} segments a row, gradients by {backward}"
 
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan | Reason:
@@ -46,7 +52,8 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan
         return Reason(f"q has Dk = {q.shape[-1]}, the kernel takes 64 and 128")
     if log_decay.ndim == q.ndim:
         return Reason("log_decay has a number for every key channel, the kernel takes one a head")
-    return Plan()
+    batch, length, heads, dv = v.shape
+    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)), dv <= VALUES)
 
 
 def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
