@@ -177,9 +177,7 @@ def _body(q, k, g, beta, inverses, rest, d_rest, d_out, states, ends, decays, d_
         )
         rounded = d_keys.astype(jnp.bfloat16)
         plgpu.commit_smem()  # all warps have read the states
-        beta_wide = plgpu.load(
-            scratch.at[pl.ds(inverse.BETA // 4, CHUNK)], layout=_WGMMA.reduce(1)
-        )
+        beta_wide = plgpu.load(scratch.at[pl.ds(inverse.BETA // 4, CHUNK)], layout=_WGMMA.reduce(1))
         e_sm[0] = (d_keys * lax.broadcast_in_dim(beta_wide, (CHUNK, dk), [0])).astype(jnp.bfloat16)
         (d_x,) = _products(
             (CHUNK,),

@@ -79,8 +79,9 @@ def array(parts):
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def _inverse_call(scale: float):
-    """(k k^T, q k^T) -> ((I + A)^-1)^T; overwrites q by P's high and low parts."""
+def _inverse_call(scale: float, save: bool):
+    """(k k^T, q k^T) -> X^T; overwrites q by P's high and low parts, and leaves those of X^T before
+    beta in the tiles if they are to be saved."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(ROWS), plgpu.RefType(ROWS), _WGMMA, _WGMMA),
@@ -93,7 +94,11 @@ def _inverse_call(scale: float):
         a, weights = inverse.coefficients(rows, scratch, pairs(kk), pairs(qk), scale)
         p.warpgroup_barrier()  # all warps' products have read q
         inverse.store_split(rows, p.shared_address(q_ref), weights)
-        return array(inverse.inverse_transposed(rows, tiles, scratch, a))
+        x = inverse.inverse_transposed(rows, tiles, scratch, a)
+        if save:
+            p.warpgroup_barrier()  # all warps have read A
+            inverse.store_split(rows, tiles, x)
+        return array(inverse.scaled_rows(x, rows.by_row(scratch, inverse.BETA)))
 
     return call
 
@@ -114,10 +119,6 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
     head, c, b = (lax.axis_index(name) for name in ("head", "chunk", "row"))
     rows = pl.ds(c * CHUNK, CHUNK)
     limit = (jnp.minimum(lengths[b], length) if ragged else length) - c * CHUNK
-
-    def vector(at, axis):
-        place = scratch.at[pl.ds(at // 4, CHUNK)]
-        return plgpu.load(place, layout=_WGMMA.reduce(axis))
 
     def work():
         for part in range(parts):
@@ -147,14 +148,11 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
 
         square = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
         kk, qk = pl.run_scoped(products, square, square)
-        x = _inverse_call(scale)(scratch, q_rows, a_rows, kk, qk)
+        x = _inverse_call(scale, save)(scratch, q_rows, a_rows, kk, qk)
         plgpu.commit_smem()
-        if save:  # every warp has read A by now
-            a_sm[0], a_sm[1] = high_low(x)
-            plgpu.commit_smem()
+        if save:
             for n in range(2):
                 plgpu.copy_smem_to_gmem(a_rows.at[n], inverses.at[b, head, n, rows])
-        x = x * lax.broadcast_in_dim(vector(inverse.BETA, 1), (CHUNK, CHUNK), [0])
 
         def scores(acc):
             high, low = high_low(x)

@@ -126,6 +126,11 @@ def store_split(rows: Rows, tiles, x) -> None:
         rows.store_tile(p.add(tiles, n * TILE), [[word[n] for word in tile] for tile in parts])
 
 
+def scaled_rows(x, factors):
+    """``x[tile][half]`` times a factor a row."""
+    return [[[arith.mulf(y, factors[half]) for y in tile[half]] for half in range(2)] for tile in x]
+
+
 def decays(rows: Rows, scratch, transposed: bool):
     """exp(G_i - G_j) for j <= i, else 0; transposed: exp(G_j - G_i) for i < j, else 0."""
     log_row, log_column = rows.by_row(scratch, LOG), rows.by_column(scratch, LOG)
