@@ -33,17 +33,22 @@ _WGMMA = plgpu.Layout.WGMMA
 
 
 def _reverse_body(q, k, keys, weights, decays, d_out, *rest, dk: int, dv: int, n_chunks: int,
-                  group: int, given: bool):  # fmt: skip
+                  group: int, segments: int, want_out: bool, given: bool):  # fmt: skip
     rest = list(rest)
     d_state = rest.pop(0) if given else None
-    d_v, borders, first, q_union, k_union, kt_sm, m_sm, d_union, e_sm, full, empty = rest
+    d_v, borders = (rest.pop(0), rest.pop(0)) if want_out else (None, None)
+    first, q_union, k_union, kt_sm, m_sm, d_union, e_sm, full, empty = rest
     (q_rows, q_sm), (k_rows, k_sm), (d_rows, d_sm) = q_union, k_union, d_union
     parts = dk // PART
-    j, head, b = (lax.axis_index(name) for name in ("values", "head", "row"))
+    j, b = lax.axis_index("values"), lax.axis_index("row")
+    head, segment = lax.axis_index("head") // segments, lax.axis_index("head") % segments
     wg = lax.axis_index("warpgroup")
+    per = -(-n_chunks // segments)
+    last = jnp.minimum((segment + 1) * per, n_chunks)
+    steps = jnp.maximum(last - segment * per, 0)
 
     def load(i):
-        c, slot = n_chunks - 1 - i, i % STAGES
+        c, slot = last - 1 - i, i % STAGES
         rows, bar = pl.ds(c * CHUNK, CHUNK), full.at[slot]
         for part in range(parts):
             at = pl.ds(part * PART, PART)
@@ -58,19 +63,20 @@ def _reverse_body(q, k, keys, weights, decays, d_out, *rest, dk: int, dv: int, n
 
     @pl.when(wg == 0)
     def _():
-        lax.fori_loop(0, min(2, n_chunks), lambda i, _: load(i), None)
+        lax.fori_loop(0, jnp.minimum(2, steps), lambda i, _: load(i), None)
 
     columns = pl.ds(j * VALUE_BLOCK + wg * 64, 64)
     channels = [pl.ds(part * PART, PART) for part in range(parts)]
     if given:
-        state = tuple(read_state(PART, dv)(d_state.at[b, head, at, columns]) for at in channels)
+        place = d_state.at[b, head, segment]
+        state = tuple(read_state(PART, dv)(place.at[at, columns]) for at in channels)
     else:
         zero = jnp.zeros((64, PART), jnp.float32)
         state = tuple(plgpu.layout_cast(zero, _WGMMA) for _ in channels)
     mask = jnp.full((128,), -1, jnp.int32)
 
     def body(i, state):
-        c, slot = n_chunks - 1 - i, i % STAGES
+        c, slot = last - 1 - i, i % STAGES
         rows = pl.ds(c * CHUNK, CHUNK)
         plgpu.barrier_wait(full.at[slot])
         rounded = [x.astype(jnp.bfloat16) for x in state]
@@ -83,8 +89,9 @@ def _reverse_body(q, k, keys, weights, decays, d_out, *rest, dk: int, dv: int, n
             return acc[...]
 
         d_rest = pl.run_scoped(found, plgpu.ACC((64, CHUNK), jnp.float32))
-        for part, at in enumerate(channels):
-            write_rows(PART, dk)(borders.at[b, head, c, columns, at], rounded[part])
+        if want_out:
+            for part, at in enumerate(channels):
+                write_rows(PART, dk)(borders.at[b, head, c, columns, at], rounded[part])
         asked = (d_o.astype(jnp.float32) * by_token(e_sm, slot, 1)).astype(jnp.bfloat16)
         seen = (d_rest * -by_token(e_sm, slot, 0)).astype(jnp.bfloat16)
 
@@ -95,47 +102,54 @@ def _reverse_body(q, k, keys, weights, decays, d_out, *rest, dk: int, dv: int, n
 
         decay = e_sm[slot, 0, CHUNK - 1]
         state = pl.run_state(update)(tuple(plgpu.ACC.init(x * decay) for x in state))
-        store_transposed(d_sm.at[slot, wg], d_rest)  # in the place of d_out
+        if want_out:
+            store_transposed(d_sm.at[slot, wg], d_rest)  # in the place of d_out
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(d_rows.at[slot, wg], d_v.at[b, rows, head, columns])
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        if want_out:
+            plgpu.copy_smem_to_gmem(d_rows.at[slot, wg], d_v.at[b, rows, head, columns])
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
         @pl.when(i > 0)
         def _():
             plgpu.barrier_arrive(empty.at[(i - 1) % STAGES])
 
-        @pl.when((wg == 0) & (i + 2 < n_chunks))
+        @pl.when((wg == 0) & (i + 2 < steps))
         def _():
             pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[(i - 1) % STAGES]))
             load(i + 2)
 
         return tuple(state)
 
-    state = lax.fori_loop(0, n_chunks, body, state)
+    state = lax.fori_loop(0, steps, body, state)
     for part, at in enumerate(channels):
-        write_state(dv)(first.at[b, head, at, columns], state[part])
+        write_state(dv)(first.at[b, head, segment, at, columns], state[part])
     plgpu.wait_smem_to_gmem(0)
 
 
-def reverse_scan(q, k, keys, weights, decays, d_out, d_state):
-    """(dv [B, T, H, Dv], E^T at the chunks' ends, bf16 [B, H, NC, Dv, Dk], gradient of the first
-    state [B, H, Dk, Dv]) for ``kernel_chunks.chunks``'s results; d_state: float32 or None."""
+def reverse_scan(
+    q, k, keys, weights, decays, d_out, d_state, *, segments: int = 1, want_out: bool = True
+):
+    """(dv [B, T, H, Dv], E^T at the chunks' ends, bf16 [B, H, NC, Dv, Dk], and E at the segments'
+    starts, [B, H, segments, Dk, Dv]; that alone unless ``want_out``) for ``kernel_chunks.chunks``'s
+    results; d_state: E at the segments' ends, or None (zeros).
+    """
     b, t, h, dv = d_out.shape
     hk, dk = q.shape[2:]
     nc, parts = -(-t // CHUNK), dk // PART
     body = functools.partial(
-        _reverse_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, given=d_state is not None
-    )
+        _reverse_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments,
+        want_out=want_out, given=d_state is not None,
+    )  # fmt: skip
+    out_type = [jax.ShapeDtypeStruct((b, h, segments, dk, dv), jnp.float32)]
+    if want_out:
+        borders = jax.ShapeDtypeStruct((b, h, nc, dv, dk), jnp.bfloat16)
+        out_type = [jax.ShapeDtypeStruct((b, t, h, dv), d_out.dtype), borders, *out_type]
     return launch(
         body,
         (q, k, keys, weights, decays, d_out, d_state),
-        (
-            jax.ShapeDtypeStruct((b, t, h, dv), d_out.dtype),
-            jax.ShapeDtypeStruct((b, h, nc, dv, dk), jnp.bfloat16),
-            jax.ShapeDtypeStruct((b, h, dk, dv), jnp.float32),
-        ),
+        tuple(out_type),
         name="gated_delta_reverse",
-        grid={"values": dv // VALUE_BLOCK, "head": h, "row": b},
+        grid={"values": dv // VALUE_BLOCK, "head": h * segments, "row": b},
         warpgroups=2,
         scratch=[
             tokens(STAGES, parts, CHUNK, PART),

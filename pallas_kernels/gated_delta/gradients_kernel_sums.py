@@ -118,8 +118,8 @@ def finish(scratch, table, decays, d_decays, d_betas, limit, pitch: int) -> None
                 decay = p.exp2(arith.mulf(g, p.cf(LOG2E)))
                 alive = arith.cmpf(arith.CmpFPredicate.OGT, decay, p.cf(0.0))
                 value = arith.select(alive, d_decay[e], p.cf(0.0))
-                p.store_global(p.offset(d_decays, token, pitch), value)
-                p.store_global(p.offset(d_betas, token, pitch), d_beta[e])
+                p.store_global(p.offset(d_decays, token, pitch), [value])
+                p.store_global(p.offset(d_betas, token, pitch), [d_beta[e]])
 
             p.when(p.below(token, limit), store)
 

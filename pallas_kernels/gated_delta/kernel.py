@@ -1,7 +1,11 @@
 """The gated delta rule on Hopper: the Mosaic GPU kernels put together.
 
-``kernel_chunks`` does what a chunk's tokens do among themselves, all chunks at once; ``kernel_scan``
-passes the state over the chunks.
+``kernel_chunks`` does what a chunk's tokens do among themselves, all chunks at once, and
+``kernel_scan`` passes the state over the chunks.  Where there are too few heads to fill the GPU a
+row is cut into segments, whose first states follow from a scan of each from zero, and of the
+identity, which finds the matrix that the segment multiplies its first state by.  Backwards
+``gradients_kernel_scan`` passes the state's gradient back over the chunks, and
+``gradients_kernel_chunks`` finds the others.
 
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed; one number a head), beta and states; T
 of any length; Dk 64 or 128; Dv a multiple of 64, padded here with channels of zeros to one of 128
@@ -63,18 +67,31 @@ def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
     return n if n >= 4 else 1
 
 
-def segment_starts(ends: jax.Array, dv: int, start: jax.Array | None) -> jax.Array:
-    """States at the segments' starts, [B, H, segments, Dk, Dv], from ``scan``'s "transitions"."""
-    local, transitions = ends[..., :dv], ends[..., dv : dv + ends.shape[-2]]
+def segment_starts(
+    local: jax.Array, transitions: jax.Array, start: jax.Array | None, reverse: bool = False
+) -> jax.Array:
+    """States at the segments' starts, [B, H, segments, Dk, Dv], from those at their ends that began
+    at zero and the matrices [B, H, segments, Dk, Dk] by which a segment multiplies its first state.
+    reverse: the states' gradients at the segments' ends, from those at their starts."""
+    n = local.shape[2]
     state = jnp.zeros_like(local[:, :, 0]) if start is None else start
-    states = [state]
-    for s in range(ends.shape[2] - 1):
-        moved = jnp.einsum(
-            "bhij,bhjv->bhiv", transitions[:, :, s], state, precision=lax.Precision.HIGHEST
-        )
+    states = [state] * n
+    for s in reversed(range(n)) if reverse else range(n):
+        states[s] = state
+        form = "bhji,bhjv->bhiv" if reverse else "bhij,bhjv->bhiv"
+        moved = jnp.einsum(form, transitions[:, :, s], state, precision=lax.Precision.HIGHEST)
         state = moved + local[:, :, s]
-        states.append(state)
     return jnp.stack(states, axis=2)
+
+
+def _starts(operands, start, lengths, segments):
+    """(``start`` of ``scan``, the segments' transitions)."""
+    if segments == 1:
+        return None if start is None else start[:, :, None], None
+    (ends,) = scan(*operands, lengths=lengths, segments=segments, want="transitions")
+    dk, dv = ends.shape[-2], operands[-1].shape[-1]
+    transitions = ends[..., dv : dv + dk]
+    return segment_starts(ends[..., :dv], transitions, start), transitions
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "segments"))
@@ -101,18 +118,13 @@ def gated_delta_forward(
         lengths = lengths.astype(jnp.int32)
     dv = v.shape[-1]
     operands = q, k, *chunks(q, k, log_decay, beta, lengths, float(scale)), padded(v)
-    start = padded(initial_state)
     n = segments or segments_for(*v.shape[::2], dv, -(-v.shape[1] // CHUNK))
-    if n > 1:
-        (ends,) = scan(*operands, lengths=lengths, segments=n, want="transitions")
-        start = segment_starts(ends, operands[-1].shape[-1], start)
-    elif start is not None:
-        start = start[:, :, None]
+    start, _ = _starts(operands, padded(initial_state), lengths, n)
     o, states = scan(*operands, start=start, lengths=lengths, segments=n)
     return o[..., :dv], states[:, :, -1, :, :dv]
 
 
-@functools.partial(jax.jit, static_argnames=("scale",))
+@functools.partial(jax.jit, static_argnames=("scale", "segments"))
 def gated_delta_backward(
     q: jax.Array,
     k: jax.Array,
@@ -124,21 +136,29 @@ def gated_delta_backward(
     *,
     scale: float,
     initial_state: jax.Array | None = None,
+    segments: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Gradients (dq, dk, dv, dlog_decay, dbeta, dinitial_state) from those of o and of the final
     state, for Dv up to 128.
 
-    Four kernels: what a chunk's tokens do among themselves; the states at the chunks' starts; the
-    same scan backwards for the states' gradients and dv; the chunks' gradients.  Where
-    exp(log_decay) is 0 its gradient is 0.
+    Four kernels, six where a row has segments: what a chunk's tokens do among themselves; the
+    states at the chunks' starts; the same scan backwards for the states' gradients and dv; the
+    chunks' gradients.  Where exp(log_decay) is 0 its gradient is 0.
     """
     b, t, hk, dk = q.shape
     width = v.shape[-1]
     v, d_out, d_state, initial_state = map(padded, (v, d_out, d_state, initial_state))
     *prepared, inverses = chunks(q, k, log_decay, beta, None, float(scale), save=True)
-    start = None if initial_state is None else initial_state[:, :, None]
-    rest, states, _ = scan(q, k, *prepared, v, start=start, want="borders")
-    d_v, ends, d_initial = reverse_scan(q, k, *prepared, d_out, d_state)
+    n = segments or segments_for(*v.shape[::2], width, -(-t // CHUNK))
+    operands = q, k, *prepared
+    start, transitions = _starts((*operands, v), initial_state, None, n)
+    rest, states, _ = scan(*operands, v, start=start, segments=n, want="borders")
+    if n > 1:
+        (local,) = reverse_scan(*operands, d_out, None, segments=n, want_out=False)
+        d_state = segment_starts(local, transitions, d_state, reverse=True)
+    elif d_state is not None:
+        d_state = d_state[:, :, None]
+    d_v, ends, d_initial = reverse_scan(*operands, d_out, d_state, segments=n)
     d_q, d_k, d_g, d_beta = chunk_gradients(
         q, k, log_decay, beta, inverses, rest, d_v, d_out, states, ends, prepared[-1], float(scale)
     )
@@ -147,4 +167,4 @@ def gated_delta_backward(
             jnp.sum(x.reshape(b, t, hk, -1, dk), axis=3, dtype=jnp.float32).astype(q.dtype)
             for x in (d_q, d_k)
         )
-    return d_q, d_k, d_v[..., :width], d_g, d_beta, d_initial[..., :width]
+    return d_q, d_k, d_v[..., :width], d_g, d_beta, d_initial[:, :, 0, :, :width]

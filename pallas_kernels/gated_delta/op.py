@@ -262,8 +262,9 @@ def _gradients(static: _Static, q: jax.Array, k: jax.Array,
     if normalize_qk:
         (q, k), pull = jax.vjp(lambda *x: tuple(map(_normalized, x)), q, k)
     d_q, d_k, *rest = kernel.gated_delta_backward(
-        q, k, v, g, beta, d_o, d_state, scale=scale, initial_state=initial_state
-    )
+        q, k, v, g, beta, d_o, d_state, scale=scale, initial_state=initial_state,
+        segments=plan.segments,
+    )  # fmt: skip
     if pull is not None:
         d_q, d_k = pull((d_q, d_k))
     return d_q, d_k, *rest
