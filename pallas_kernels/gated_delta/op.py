@@ -222,13 +222,13 @@ def _forward(choice: Choice, static: _Static, *operands: Any) -> tuple[_Pair, An
 def _backward(choice: Choice, static: _Static, operands: Any, saved: Any, d_o: jax.Array,
               d_state: jax.Array) -> tuple[jax.Array | None, ...]:  # fmt: skip
     *inputs, initial_state, lengths = operands
-    *inputs, d_o = zero_padding(lengths, *inputs, d_o)
+    q, k, v, g, beta, d_o = zero_padding(lengths, *inputs, d_o)
     if choice.implementation == "mosaic":
         *gradients, d_initial = _kernel_backward(
-            choice, static, *inputs, initial_state, d_o, d_state
+            choice, static, q, k, v, g, beta, initial_state, d_o, d_state
         )
     else:
-        *gradients, d_initial = _chunked_gradients(static, *inputs, saved, d_o, d_state)
+        *gradients, d_initial = _chunked_gradients(static, q, k, v, g, beta, saved, d_o, d_state)
     d_initial = None if initial_state is None else d_initial
     return (*zero_padding(lengths, *gradients), d_initial, None)
 
@@ -245,9 +245,9 @@ def _chunked_gradients(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array
 
 
 def _gradients_from_inputs(static: _Static, *operands: Any) -> tuple[jax.Array, ...]:
-    *inputs, initial_state, d_o, d_state = operands
-    borders = _chunked(static, *inputs, initial_state)[1]
-    return _chunked_gradients(static, *inputs, borders, d_o, d_state)
+    q, k, v, g, beta, initial_state, d_o, d_state = operands
+    borders = _chunked(static, q, k, v, g, beta, initial_state)[1]
+    return _chunked_gradients(static, q, k, v, g, beta, borders, d_o, d_state)
 
 
 def _gradients(static: _Static, q: jax.Array, k: jax.Array,
