@@ -17,7 +17,6 @@ A warpgroup that only copies would leave 168 registers to the others, which spil
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +31,10 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta.kernel_chunks import PART
 from pallas_kernels.gla.channels import CHUNK, ROWS, ChannelLane
 from pallas_kernels.gla.gates import BF16_TILE
-from pallas_kernels.gla.scan import VALUE_BLOCK, read_state, write_rows, write_state
+from pallas_kernels.gla.scan import VALUE_BLOCK, read_state, write_state
 from pallas_kernels.launch import launch
 
 STAGES = 3
-Want = Literal["out", "borders", "transitions"]
 _WGMMA = plgpu.Layout.WGMMA
 
 
@@ -72,15 +70,14 @@ def store_transposed(tile, x) -> None:
 
 
 def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks: int, group: int,
-               segments: int, want: Want, ragged: bool, initial: bool):  # fmt: skip
+               segments: int, want_out: bool, ragged: bool, initial: bool):  # fmt: skip
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
     start_state = rest.pop(0) if initial else None
-    out = rest.pop(0) if want != "transitions" else None
-    borders = rest.pop(0) if want == "borders" else None
+    out = rest.pop(0) if want_out else None
     final, q_union, k_union, kt_sm, m_sm, v_union, e_sm, full, empty = rest
     (k_rows, k_sm), (v_rows, v_sm) = k_union, v_union
-    q_rows, q_sm = q_union if want == "out" else (None, None)
+    q_rows, q_sm = q_union if want_out else (None, None)
     parts, blocks = dk // PART, dv // VALUE_BLOCK
     j, b = lax.axis_index("values"), lax.axis_index("row")
     head, segment = lax.axis_index("head") // segments, lax.axis_index("head") % segments
@@ -95,7 +92,7 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
     def load(i):
         c, slot = first + i, i % STAGES
         rows, bar = pl.ds(c * CHUNK, CHUNK), full.at[slot]
-        for x, to in ((k, k_rows), (q, q_rows)) if want == "out" else ((k, k_rows),):
+        for x, to in ((k, k_rows), (q, q_rows)) if want_out else ((k, k_rows),):
             for part in range(parts):
                 at = pl.ds(part * PART, PART)
                 plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], to.at[slot, part], bar)
@@ -104,7 +101,7 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
             plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], v_rows.at[slot, w], bar)
         plgpu.copy_gmem_to_smem(decays.at[b, head, c], e_sm.at[slot], bar)
         plgpu.copy_gmem_to_smem(keys.at[b, head, rows], kt_sm.at[slot], bar)
-        if want == "out":
+        if want_out:
             plgpu.copy_gmem_to_smem(weights.at[b, head, rows], m_sm.at[slot], bar)
 
     @pl.when(wg == 0)
@@ -116,7 +113,7 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
         state = read_state(dk, dv)(start_state.at[b, head, segment, :, columns])
     else:
         state = plgpu.layout_cast(jnp.zeros((64, dk), jnp.float32), _WGMMA)
-        if want == "transitions":
+        if not want_out:
             row, column = (
                 plgpu.broadcasted_iota(jnp.int32, (64, dk), axis, layout=_WGMMA) for axis in (0, 1)
             )
@@ -137,40 +134,29 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
 
         rounded = state.astype(jnp.bfloat16)
         halves = [rounded[:, PART * part : PART * (part + 1)] for part in range(parts)]
-        square = plgpu.ACC((64, CHUNK), jnp.float32)
+        products = (k_sm, q_sm) if want_out else (k_sm,)
 
-        def read(seen, asked=None):
-            for acc, tokens in (
-                ((seen, k_sm), (asked, q_sm)) if asked is not None else ((seen, k_sm),)
-            ):
+        def read(*accs):
+            for acc, tokens in zip(accs, products, strict=True):
                 for part in range(parts):
                     plgpu.wgmma(acc, halves[part], tokens.at[slot, part].transpose((1, 0)))
-            return seen[...] if asked is None else (seen[...], asked[...])
+            return [acc[...] for acc in accs]
 
-        if want == "out":
-            seen, asked = pl.run_scoped(read, square, square)
-        else:
-            seen = pl.run_scoped(read, square)
-        if want == "borders":
-            write_rows(dk, dk)(borders.at[b, head, c, columns], rounded)
+        square = plgpu.ACC((64, CHUNK), jnp.float32)
+        seen, *asked = pl.run_scoped(read, *[square for _ in products])
         values = read_transposed(v_rows.at[slot, wg], mask).astype(jnp.float32)
         rest = inside(values - by_token(e_sm, slot, 0) * seen).astype(jnp.bfloat16)
-        decayed = plgpu.ACC.init(state * e_sm[slot, 0, CHUNK - 1])
 
         def update(accs):
-            plgpu.wgmma(accs[0], rest, kt_sm.at[slot])
-            if want == "out":
-                plgpu.wgmma(accs[1], rest, m_sm.at[slot])
+            for acc, right in zip(accs, (kt_sm, m_sm), strict=False):
+                plgpu.wgmma(acc, rest, right.at[slot])
 
-        if want == "out":
-            o = plgpu.ACC.init(by_token(e_sm, slot, 1) * asked)
-            state, result = pl.run_state(update)((decayed, o))
-        else:
-            (state,), result = pl.run_state(update)((decayed,)), rest
-        if want != "transitions":  # the result takes the values' place
-            store_transposed(v_sm.at[slot, wg], inside(result))
+        starts = [state * e_sm[slot, 0, CHUNK - 1], *[by_token(e_sm, slot, 1) * x for x in asked]]
+        state, *outputs = pl.run_state(update)([plgpu.ACC.init(x) for x in starts])
+        if want_out:  # in the place of the values
+            store_transposed(v_sm.at[slot, wg], inside(outputs[0]))
         plgpu.commit_smem()
-        if want != "transitions":
+        if want_out:
             plgpu.copy_smem_to_gmem(v_rows.at[slot, wg], out.at[b, rows, head, columns])
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
@@ -188,7 +174,7 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
     state = lax.fori_loop(0, steps, body, state)
     write_state(final.shape[-1])(final.at[b, head, segment, :, columns], state)
     plgpu.wait_smem_to_gmem(0)
-    if ragged and want == "out":
+    if ragged and want_out:
         # Rows that end early: the outputs of the chunks beyond are zeros.
         v_sm[0, wg] = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.bfloat16), _WGMMA)
         plgpu.commit_smem()
@@ -212,36 +198,27 @@ def tokens(*shape):
 
 def scan(
     q, k, keys, weights, decays, v, *, start=None, lengths=None, segments: int = 1,
-    want: Want = "out",
+    want_out: bool = True,
 ):  # fmt: skip
-    """For ``kernel_chunks.chunks``'s results, the last of these being states at the segments' ends,
-    [B, H, segments, Dk, Dv]:
+    """(o [B, T, H, Dv], states at the segments' ends [B, H, segments, Dk, Dv]) for
+    ``kernel_chunks.chunks``'s results; start: float32, like those states, or None (zeros).
 
-    "out": o [B, T, H, Dv].
-    "borders": R [B, T, H, Dv] and the transposed states at the chunks' starts, bf16
-        [B, H, NC, Dv, Dk].
-    "transitions": nothing; the final states start from zero, and have another Dk columns (at least
-        128), from the identity without values: the matrices by which a segment's first state is
-        multiplied on the left.
-
-    start: float32 [B, H, segments, Dk, Dv] or None (zeros).
+    want_out=False: the states alone, from zero, and 128 columns more, from the identity without
+    values: in the first Dk of them the matrix by which a segment multiplies its first state.
     """
     b, t, h, dv = v.shape
     hk, dk = q.shape[2:]
     nc, parts = -(-t // CHUNK), dk // PART
     body = functools.partial(
-        _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments, want=want,
+        _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments, want_out=want_out,
         ragged=lengths is not None, initial=start is not None,
     )  # fmt: skip
-    width = dv + (VALUE_BLOCK if want == "transitions" else 0)
-    out_type = []
-    if want != "transitions":
-        out_type.append(jax.ShapeDtypeStruct((b, t, h, dv), v.dtype))
-    if want == "borders":
-        out_type.append(jax.ShapeDtypeStruct((b, h, nc, dv, dk), jnp.bfloat16))
-    out_type.append(jax.ShapeDtypeStruct((b, h, segments, dk, width), jnp.float32))
+    width = dv if want_out else dv + VALUE_BLOCK
+    out_type = [jax.ShapeDtypeStruct((b, h, segments, dk, width), jnp.float32)]
+    if want_out:
+        out_type.insert(0, jax.ShapeDtypeStruct((b, t, h, dv), v.dtype))
     unused = plgpu.SMEM((8,), jnp.float32)
-    copies = (2 * parts + 1 if want == "out" else parts) + 2 + 2
+    copies = (2 * parts + 1 if want_out else parts) + 2 + 2
     return launch(
         body,
         (q, k, keys, weights, decays, v, lengths, start),
@@ -250,10 +227,10 @@ def scan(
         grid={"values": width // VALUE_BLOCK, "head": h * segments, "row": b},
         warpgroups=2,
         scratch=[
-            tokens(STAGES, parts, CHUNK, PART) if want == "out" else unused,
+            tokens(STAGES, parts, CHUNK, PART) if want_out else unused,
             tokens(STAGES, parts, CHUNK, PART),
             tiles(STAGES, CHUNK, dk),
-            tiles(STAGES, CHUNK, CHUNK) if want == "out" else unused,
+            tiles(STAGES, CHUNK, CHUNK) if want_out else unused,
             tokens(STAGES, 2, CHUNK, 64),
             plgpu.SMEM((STAGES, 2, CHUNK), jnp.float32),
             plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
