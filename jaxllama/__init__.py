@@ -13,11 +13,13 @@ if TYPE_CHECKING:  # "as" is what makes a name public to type checkers
     from jaxllama.config import ModelConfig as ModelConfig
     from jaxllama.config import load_config as load_config
     from jaxllama.errors import JaxLlamaError as JaxLlamaError
+    from jaxllama.generation import commit as commit
     from jaxllama.generation import decode_step as decode_step
     from jaxllama.generation import generate as generate
     from jaxllama.generation import init_params as init_params
     from jaxllama.generation import logits as logits
     from jaxllama.generation import prefill as prefill
+    from jaxllama.generation import verify_step as verify_step
     from jaxllama.language_model import Generation as Generation
     from jaxllama.language_model import LanguageModel as LanguageModel
     from jaxllama.loading import load as load
@@ -45,6 +47,8 @@ _HOME = {
     "insert": "model.cache",
     "prefill": "generation",
     "decode_step": "generation",
+    "verify_step": "generation",
+    "commit": "generation",
     "generate": "generation",
     "logits": "generation",
     "Sampling": "sampling",

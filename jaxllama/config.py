@@ -20,7 +20,7 @@ from jaxllama.errors import JaxLlamaError
 
 _PACKAGE = Path(__file__).resolve().parent
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
-LayerType = Literal["attention", "gla"]
+LayerType = Literal["attention", "gla", "delta"]
 Norm = Literal["rms", "layer"]
 QKNorm = Literal["none", "head", "full"]
 Activation = Literal["silu", "gelu_tanh", "gelu"]
@@ -108,6 +108,41 @@ class GLAConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeltaConfig:
+    """Gated delta rule mixer: Gated DeltaNet (arXiv 2412.06464), Kimi Delta Attention (2510.26692)
+    and DeltaNet (2406.06484) are three settings of it.
+
+    ``n_heads`` heads of values of width ``d_v`` read ``n_k_heads`` of keys of width ``d_k``.
+    conv_size: taps of the short convolution of q, k and v, 0 for none.  decay: one number a "head",
+    one a key "channel" from a product of rank d_v, or "none".  gate: of the output, a "full"
+    product, one of rank d_v ("low_rank", with a bias if ``gate_bias``), or "none".  beta_max: beta
+    is that times a sigmoid (2: negative eigenvalues).
+    """
+
+    n_heads: int
+    n_k_heads: int
+    d_k: int
+    d_v: int
+    norm_eps: float
+    conv_size: int = 4
+    decay: Literal["none", "head", "channel"] = "head"
+    gate: Literal["none", "full", "low_rank"] = "full"
+    gate_bias: bool = False
+    gate_activation: Literal["silu", "sigmoid"] = "silu"
+    beta_max: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_literals(self)
+        for key in ("n_heads", "n_k_heads", "d_k", "d_v"):
+            _require(getattr(self, key) > 0, f"delta.{key}", getattr(self, key), "must be positive")
+        _require(self.conv_size >= 0, "delta.conv_size", self.conv_size, "must not be negative")
+        _require(
+            self.n_heads % self.n_k_heads == 0,
+            "delta.n_k_heads", self.n_k_heads, f"must divide delta.n_heads ({self.n_heads})",
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
 class Stored:
     """How a checkpoint's tensors differ from the parameters: what loading folds into them.
 
@@ -133,11 +168,11 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only language model whose layers are attention or GLA.
+    """A decoder-only language model whose layers are attention, GLA or the gated delta rule.
 
-    Sizes are counts of features, heads or tokens.  ``layer_types`` is "attention" or "gla" per
-    layer; ``sliding_window`` counts the keys a query sees, itself included (None: all of them), in
-    the layers that ``window_layers`` lists by index (empty: in every layer), which turn by
+    Sizes are counts of features, heads or tokens.  ``layer_types`` is "attention", "gla" or "delta"
+    per layer; ``sliding_window`` counts the keys a query sees, itself included (None: all of them),
+    in the layers that ``window_layers`` lists by index (empty: in every layer), which turn by
     ``window_rope`` where that is given; the layers of ``nope_layers`` have no positions (NoPE).
     ``attn_sparsity`` < 1 keeps that share of the attention weights in decode (FlexGen, arXiv
     2303.06865, section 5); ``embedding_scale`` multiplies embeddings by sqrt(d_model).
@@ -146,7 +181,8 @@ class ModelConfig:
     two sublayers, ``post_norms`` behind them, before the stream is added (OLMo 2, Gemma 2).
     ``qk_norm``: RMSNorm of each head of q and k ("head", Qwen3), or of all at once ("full",
     OLMo 2).  ``parallel_block``: both sublayers read the stream before either is added (Cohere).
-    ``attn_softcap`` and ``logit_softcap``: x becomes cap tanh(x / cap).
+    ``attn_softcap`` and ``logit_softcap``: x becomes cap tanh(x / cap).  attn_gate: attention's
+    heads are multiplied by the sigmoid of a product of its input (Qwen3-Next).
     """
 
     name: str
@@ -183,6 +219,8 @@ class ModelConfig:
     activation: Activation = "silu"
     attn_softcap: float | None = None
     logit_softcap: float | None = None
+    attn_gate: bool = False
+    delta: DeltaConfig | None = None
     stored: Stored = dataclasses.field(default_factory=Stored)
 
     def __post_init__(self) -> None:
@@ -219,8 +257,9 @@ class ModelConfig:
         )  # fmt: skip
         for kind in self.layer_types:
             _require(
-                kind in ("attention", "gla"), "layer_types", kind, "must be 'attention' or 'gla'"
-            )
+                kind in typing.get_args(LayerType),
+                "layer_types", kind, "must be 'attention', 'gla' or 'delta'",
+            )  # fmt: skip
         _require(
             set(self.nope_layers) <= set(range(self.n_layers)),
             "nope_layers", self.nope_layers, f"must be below n_layers ({self.n_layers})",
@@ -240,6 +279,8 @@ class ModelConfig:
                 turning <= self.head_dim,
                 f"{key}.rotary_dim", turning, f"must not exceed head_dim ({self.head_dim})",
             )  # fmt: skip
+        if "delta" in self.layer_types:
+            _require(self.delta is not None, "delta", None, "is needed by layers of type 'delta'")
         if "gla" in self.layer_types:
             _require(self.gla is not None, "gla", None, "is needed by layers of type 'gla'")
             assert self.gla is not None
@@ -273,6 +314,11 @@ class ModelConfig:
         """The different ones of the attention layers."""
         layers = (i for i, kind in enumerate(self.layer_types) if kind == "attention")
         return tuple(dict.fromkeys(self.rope_of(i) for i in layers))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a state of fixed size instead of keys and values."""
+        return set(self.layer_types) != {"attention"}
 
     @property
     def group_size(self) -> int:

@@ -2,6 +2,8 @@
 
     logits, cache = prefill(cfg, params, tokens, lengths, cache)      whole prompts, ragged
     logits, cache = decode_step(cfg, params, tokens, cache)           one token per row
+    logits, proposal = verify_step(cfg, params, tokens, lengths, cache)   a draft, all at once
+    cache         = commit(proposal, accepted)                        what of it stays
     output        = generate(cfg, params, tokens, lengths, cache, sampling, key, max_new_tokens)
 
 The cache is donated at every call: use the one that comes back.  ``generate`` is prefill, then one
@@ -27,7 +29,7 @@ from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
-from jaxllama.model.cache import Cache
+from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.lora import ROWS, for_rows
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
@@ -130,6 +132,51 @@ def decode_step(
     """
     (tokens,) = _int32(tokens)
     return _decode(cfg, params, tokens, cache, jnp.ones_like(cache.lengths))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+def verify_step(
+    cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache
+) -> tuple[jax.Array, Proposal]:
+    """``decode_step`` of k + 1 tokens at once, none of which the cache has yet: ``tokens[B, k+1]``
+    -> (float32 logits ``[B, k+1, V]``, proposal).
+
+    tokens: of each row the newest one and a draft of what follows; lengths int32 ``[B]`` counts
+    the valid ones, and logits behind them mean nothing.  ``logits[:, j]`` are ``decode_step``'s
+    after token j, NaN where the row has no room for it.  Products see B * (k+1) rows: their bits
+    are a decode step's of so many.  ``commit`` makes a cache of the proposal; the one given is
+    donated.  Raises JaxLlamaError where k + 1 exceeds the cache's capacity.
+
+    Source: speculative decoding (arXiv 2211.17192); for linear attention the states are kept and
+    the tokens' k, v and decay beside them.
+    """
+    _check_room(cache, tokens.shape[1], "tokens")
+    tokens, lengths = _int32(tokens, lengths)
+    return _verify(cfg, params, tokens, lengths, cache)
+
+
+def _verify(
+    cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache
+) -> tuple[jax.Array, Proposal]:
+    hidden, proposal = decoder.propose(cfg, params, tokens, lengths, cache)
+    scores = decoder.logits(cfg, params, hidden.reshape(-1, hidden.shape[-1]))
+    scores = scores.reshape(*tokens.shape, -1)
+    if cache.capacity is not None:
+        last = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+        scores = jnp.where((last < cache.capacity)[:, :, None], scores, jnp.float32(jnp.nan))
+    return scores, proposal
+
+
+def commit(proposal: Proposal, accepted: jax.Array) -> Cache:
+    """The cache with ``accepted[B] + 1`` of the proposal's tokens: the newest and so many drafts,
+    from 0 to k; -1 leaves a row as it was.  More than there are (``lengths``, or what fits the
+    row) counts as all of them.  The proposal is donated."""
+    return _commit(proposal.cache, proposal.new, proposal.tokens, accepted)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _commit(cache: Cache, new: jax.Array, tokens: Any, accepted: jax.Array) -> Cache:
+    return decoder.commit(Proposal(cache, new, tokens), *_int32(accepted + 1))
 
 
 def _decode(

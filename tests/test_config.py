@@ -64,7 +64,7 @@ def test_the_model_has_the_same_parameters_as_the_table(name: str) -> None:
 
 
 def test_every_preset_of_the_llama_families_has_a_published_count() -> None:
-    attention_only = {name for name in preset_names() if load_config(name).gla is None}
+    attention_only = {name for name in preset_names() if not load_config(name).has_states}
     assert attention_only == set(PUBLISHED)
 
 

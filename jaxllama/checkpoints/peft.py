@@ -32,7 +32,7 @@ Factors = dict[str, tuple[np.ndarray, np.ndarray]]
 
 _MAX_CONFIG = 1 << 22  # bytes; patterns of every layer of the largest models are 100 KB
 _MAX_RANK = 1 << 16
-_PRODUCTS = ("qkv", "o", "gate_up", "down", "q", "k", "v", "g")  # that take adapters
+_PRODUCTS = ("qkv", "qkvz", "o", "gate_up", "down", "q", "k", "v", "g")  # that take adapters
 # The decoder's name inside a multimodal model; there it is "model".
 _TEXT_PARTS = ("model.language_model.", "language_model.model.")
 _NONE: tuple[Any, ...] = (None, False, [], {})

@@ -11,7 +11,8 @@ On a GPU in 16-bit both are cuDNN's kernels (``model.attention_cudnn``), the sec
 cuts the past.
 
 One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
-attention.
+attention.  Tokens to be verified (``At.drafted``) are such rows too, several of one cache row: all
+are written, then each is a query of a decode step, so its heads are that step's bits.
 
 Which tokens read V sparsely (``ModelConfig.attn_sparsity``) the caller says, because it is a matter
 of what a token is, not of how many come at once: generated tokens do, a prompt's do not.
@@ -74,6 +75,8 @@ class At(NamedTuple):
     for the layers' kinds of positions, None where no layer is attention; sparse: which tokens read
     the share ``cfg.attn_sparsity`` of V: none, all, or bool ``[B, T]``; table: the cache's;
     fresh: every row begins here, so its cache need not be read.
+    drafted: None, or T: a row of the cache has T consecutive rows of the batch, one token each,
+    which verify a draft (``decoder.propose``).
     """
 
     positions: jax.Array
@@ -82,6 +85,7 @@ class At(NamedTuple):
     sparse: bool | jax.Array = False
     table: jax.Array | None = None
     fresh: bool = False
+    drafted: int | None = None
 
 
 def inputs(cfg: ModelConfig, p: Params) -> Params:
@@ -92,14 +96,30 @@ def inputs(cfg: ModelConfig, p: Params) -> Params:
 def mix(
     cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache | None, at: At
 ) -> tuple[jax.Array, KVCache | None]:
-    """Multi-head attention with rotary positions: ``qkv [B, T, (N + 2K) H]`` -> (heads
-    ``[B, T, N H]``, cache)."""
+    """Multi-head attention with rotary positions: ``qkv [B, T, (N + 2K) H]``, behind N H columns of
+    a gate where there is one, -> (heads ``[B, T, N H]``, cache)."""
     batch, n_new, _ = qkv.shape
-    if cache is not None and n_new == 1:
+    gate, qkv = without_gate(cfg, qkv)
+    if cache is not None and at.drafted is not None:
+        out, cache = _verify(cfg, p, qkv, cache, at, at.drafted)
+    elif cache is not None and n_new == 1:
         out, cache = _decode(cfg, p, qkv, cache, at)
     else:
         out, cache = _extend(cfg, split_heads(cfg, p, qkv), cache, at)
-    return out.reshape(batch, n_new, -1), cache
+    out = out.reshape(batch, n_new, -1)
+    return out if gate is None else gated(out, gate), cache
+
+
+def without_gate(cfg: ModelConfig, qkv: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    """(the gate or None, q|k|v)."""
+    width = cfg.n_heads * cfg.head_dim
+    return (qkv[..., :width], qkv[..., width:]) if cfg.attn_gate else (None, qkv)
+
+
+def gated(heads: jax.Array, gate: jax.Array) -> jax.Array:
+    """``heads * sigmoid(gate)`` in float32, with one cast."""
+    y = heads.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
+    return y.astype(heads.dtype)
 
 
 def split_heads(cfg: ModelConfig, p: Params, qkv: jax.Array) -> jax.Array:
@@ -119,7 +139,7 @@ def _extend(
 ) -> tuple[jax.Array, KVCache | None]:
     """Any number of tokens: ``qkv [B, T, N + 2K, H]`` -> (heads ``[B, T, N, H]``, cache)."""
     n, n_kv, window = cfg.n_heads, cfg.n_kv_heads, cfg.sliding_window
-    positions, lengths, ropes, _, table, fresh = at
+    positions, lengths, ropes, _, table, fresh, _ = at
     assert ropes is not None
     rope, cap = ropes.of(cfg.rope), cfg.attn_softcap
     q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
@@ -167,22 +187,57 @@ def _decode(
         # A row without a new token sees nothing and gives zeros.
         out, *kv = rope_and_attend(heads[:, 0], *where, norm=norm, window=window, table=table)
         return out, KVCache(*kv)
-    new = split_heads(cfg, p, qkv)[:, 0], *where
-    if cfg.attn_softcap is not None:  # no kernel caps scores
-        q, *kv = rope_and_write(*new, table=table)
-        last = jnp.where(at.lengths > 0, position, -1)[:, None]
-        out = blockwise_attention(
-            q[:, None], *kv, last, window=window, softcap=cfg.attn_softcap, table=table
-        )
-        return from_cache_basis(cache.v, out[:, 0]), KVCache(*kv)
-    q, *kv = rope_and_write(*new, table=table)
+    q, *kv = rope_and_write(split_heads(cfg, p, qkv)[:, 0], *where, table=table)
     cache = KVCache(*kv)
+    return _query(cfg, q, cache, at), cache
+
+
+def _query(cfg: ModelConfig, q: jax.Array, cache: KVCache, at: At) -> jax.Array:
+    """One query a row, ``q [B, N, H]``, over the cache that holds its token already; a row without
+    a new token sees nothing."""
+    window, position, table = cfg.sliding_window, at.positions[:, 0], at.table
+    seen = jnp.where(at.lengths > 0, position + 1, 0)
+    if cfg.attn_softcap is not None:  # no kernel caps scores
+        out = blockwise_attention(
+            q[:, None], cache.k, cache.v, seen[:, None] - 1, window=window,
+            softcap=cfg.attn_softcap, table=table,
+        )  # fmt: skip
+        return from_cache_basis(cache.v, out[:, 0])
 
     def dense() -> jax.Array:
-        seen = jnp.where(at.lengths > 0, position + 1, 0)
-        return decode_attention(q, *kv, seen, table=table, window=window)[:, None]
+        return decode_attention(q, cache.k, cache.v, seen, table=table, window=window)[:, None]
 
-    return _mixed(cfg, dense, q[:, None], cache, at)[:, 0], cache
+    return _mixed(cfg, dense, q[:, None], cache, at)[:, 0]
+
+
+def _verify(
+    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: At, drafted: int
+) -> tuple[jax.Array, KVCache]:
+    """``_decode`` where ``drafted`` consecutive rows are tokens of one row of the cache."""
+    assert at.rope is not None
+    table, n_rows = at.table, qkv.shape[0] // drafted
+    if table is None:  # a row of the cache is a page of its own
+        table = jnp.arange(n_rows, dtype=jnp.int32)[:, None]
+    shared = jnp.repeat(table, drafted, axis=0)
+    slots = jnp.where(at.lengths > 0, at.positions[:, 0], capacity_of(cache.k, shared))
+    turns = (table[:, 0] for table in at.rope.of(cfg.rope))
+    q, *kv = rope_and_write(
+        split_heads(cfg, p, qkv)[:, 0], *turns, cache.k, cache.v, slots, table=shared
+    )
+    cache = KVCache(*kv)
+    plain = cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0)
+    if plain and jax.default_backend() == "gpu":
+        return _query(cfg, q, cache, at._replace(table=shared)), cache
+
+    # Elsewhere a table is a copy of what it names, and the rows' own shapes have a step's bits.
+    def one(token: int) -> jax.Array:
+        own = at._replace(
+            positions=at.positions[token::drafted], lengths=at.lengths[token::drafted]
+        )
+        return _query(cfg, q[token::drafted], cache, own)
+
+    out = jnp.stack([one(token) for token in range(drafted)], axis=1)
+    return out.reshape(q.shape), cache
 
 
 def _mixed(
@@ -191,7 +246,7 @@ def _mixed(
     """``[B, T, N, H]``: sparse attention of q over the cache for the tokens that ``at.sparse``
     names, ``dense()`` for the others; each runs only where some token wants it."""
     share, window = cfg.attn_sparsity, cfg.sliding_window
-    positions, lengths, _, sparse, table, _ = at
+    positions, lengths, _, sparse, table, *_ = at
     if share == 1.0:
         return dense()
 

@@ -53,11 +53,27 @@ class KVCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GLAState:
-    """GLA's recurrent state float32 ``[B, H, Dk, Dv]`` and, with short convolutions, the last
-    ``W - 1`` inputs of the q, k and v streams, each ``[B, W - 1, features]``."""
+    """The recurrent state of GLA or the delta rule, float32 ``[B, H, Dk, Dv]``, and, with short
+    convolutions, the last ``W - 1`` inputs of the q, k and v streams (of the delta rule's, which
+    are one), each ``[B, W - 1, features]``."""
 
     state: jax.Array
     conv: tuple[jax.Array, ...] | None = None
+
+    __repr__ = short_repr
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GLATokens:
+    """T tokens that a state may yet take: k, v and log_decay ``[B, T, H, D]``, what the short
+    convolutions read, each ``[B, T, features]``, and of the delta rule beta ``[B, T, H]``."""
+
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    conv: tuple[jax.Array, ...] = ()
+    beta: jax.Array | None = None
 
     __repr__ = short_repr
 
@@ -90,6 +106,23 @@ class Cache:
     def nbytes(self) -> int:
         """Bytes on an accelerator, where int4 is packed two to a byte."""
         return tree_bytes(self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A cache and tokens behind it, of which ``decoder.commit`` keeps some.
+
+    cache: its attention rows hold the tokens' keys and values past its lengths, where they are
+    dead; its recurrent states have not moved.  new int32 ``[B]``: tokens that there are.  tokens:
+    of each layer with such a state what it would take, None for attention.
+    """
+
+    cache: Cache
+    new: jax.Array
+    tokens: tuple[GLATokens | None, ...]
+
+    __repr__ = short_repr
 
 
 def init_cache(
@@ -151,17 +184,26 @@ def _init_layer(
             words = jax.eval_shape(lambda: quantize_kv(jnp.zeros(shape, jnp.float32), dtype))
             return KVCache(_zeros(words), _zeros(words))
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-    assert cfg.gla is not None
-    d_k, d_v = cfg.gla_head_dims
-    state = jnp.zeros((batch, cfg.gla.n_heads, d_k, d_v), jnp.float32)
-    if not cfg.gla.use_short_conv:
+    heads, d_k, d_v, taps, features = _state_sizes(cfg, kind)
+    state = jnp.zeros((batch, heads, d_k, d_v), jnp.float32)
+    if not taps:
         return GLAState(state)
     # A quantized cache keeps these few rows in float: they are inputs, not history.
     conv_dtype = jnp.float32 if dtype in QUANTIZED_CACHE else dtype
-    kv_heads = cfg.gla.n_kv_heads
-    features = (cfg.gla.n_heads * d_k, kv_heads * d_k, kv_heads * d_v)
-    window = cfg.gla.conv_size - 1
-    return GLAState(state, tuple(jnp.zeros((batch, window, f), conv_dtype) for f in features))
+    return GLAState(state, tuple(jnp.zeros((batch, taps - 1, f), conv_dtype) for f in features))
+
+
+def _state_sizes(cfg: ModelConfig, kind: str) -> tuple[int, int, int, int, tuple[int, ...]]:
+    """(H, Dk, Dv, taps of the convolutions, features of each) of a layer with a state."""
+    if kind == "delta":
+        assert cfg.delta is not None
+        heads, d_k, d_v = cfg.delta.n_heads, cfg.delta.d_k, cfg.delta.d_v
+        return heads, d_k, d_v, cfg.delta.conv_size, (2 * cfg.delta.n_k_heads * d_k + heads * d_v,)
+    assert cfg.gla is not None
+    d_k, d_v = cfg.gla_head_dims
+    heads, kv_heads = cfg.gla.n_heads, cfg.gla.n_kv_heads
+    taps = cfg.gla.conv_size if cfg.gla.use_short_conv else 0
+    return heads, d_k, d_v, taps, (heads * d_k, kv_heads * d_k, kv_heads * d_v)
 
 
 def _zeros(like: QTensor) -> QTensor:
@@ -185,6 +227,17 @@ def cache_specs(cache: Cache, rows: str | None) -> Cache:
     table = None if cache.table is None else row
     specs: Any = row, table  # where a cache has arrays
     return Cache(tuple(map(one, cache.layers)), *specs)
+
+
+def proposal_specs(cache: Cache, rows: str | None) -> Proposal:
+    """``cache_specs`` of what may come of a cache."""
+    tokens: Any = P(rows, None, MODEL_AXIS)
+
+    def one(layer: Any) -> Any:
+        return None if isinstance(layer, KVCache) else tokens  # of all its arrays
+
+    new: Any = P(rows)
+    return Proposal(cache_specs(cache, rows), new, tuple(map(one, cache.layers)))
 
 
 def cache_shardings(cache: Cache, mesh: Mesh | AbstractMesh) -> Cache:

@@ -32,11 +32,19 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
-from jaxllama.model import attention, gla, linear
+from jaxllama.model import attention, delta, gla, linear
 from jaxllama.model.attention import At
-from jaxllama.model.cache import Cache, GLAState, KVCache, cache_specs
+from jaxllama.model.cache import (
+    Cache,
+    GLAState,
+    GLATokens,
+    KVCache,
+    Proposal,
+    cache_specs,
+    proposal_specs,
+)
 from jaxllama.model.linear import Params, Stream
-from jaxllama.model.lora import chosen
+from jaxllama.model.lora import ROWS, chosen, for_rows
 from jaxllama.model.params import check
 from jaxllama.model.rope import Ropes, rope_tables
 from jaxllama.model.sharded import over_mesh
@@ -44,7 +52,8 @@ from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import traced_mesh
 from pallas_kernels.dispatch import is_recording
 
-LayerState = KVCache | GLAState | None
+LayerState = KVCache | GLAState | GLATokens | None
+_MIXERS: dict[str, Any] = {"attention": attention, "gla": gla, "delta": delta}
 
 
 # A layer
@@ -78,7 +87,7 @@ def mix_half(
     ops: Any = linear,
 ) -> tuple[Stream, LayerState]:
     """A layer's first half: norm and mixer."""
-    mixer, own = attention if kind == "attention" else gla, p["mixer"]
+    mixer, own = _MIXERS[kind], p["mixer"]
     y, stream = ops.norm_linear(stream, p.get("mixer_norm"), mixer.inputs(cfg, own), cfg)
     heads, state = mixer.mix(cfg, own, y, state, at)
     return ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm")), state
@@ -136,7 +145,7 @@ def block_once(
     Where the choices of ops are recorded every layer makes its own."""
     if is_recording():
         return block(cfg, kind, p, stream, state, at)
-    static = {name: value for name, value in at._asdict().items() if isinstance(value, bool)}
+    static = {name: value for name, value in at._asdict().items() if isinstance(value, int)}
     rest = at._replace(**dict.fromkeys(static))
     return _block_once(cfg, kind, p, stream, state, rest, tuple(static.items()))
 
@@ -144,9 +153,9 @@ def block_once(
 @functools.partial(jax.jit, static_argnums=(0, 1, 6))
 def _block_once(
     cfg: ModelConfig, kind: str, p: Params, stream: Stream, state: LayerState, at: At,
-    static: tuple[tuple[str, bool], ...],
+    static: tuple[tuple[str, int], ...],
 ) -> tuple[Stream, LayerState]:  # fmt: skip
-    """static: what ``at`` says in plain booleans."""
+    """static: what ``at`` says in plain booleans and numbers."""
     return block(cfg, kind, p, stream, state, at._replace(**dict(static)))
 
 
@@ -245,6 +254,56 @@ def forward(
     stream, states = walk(cfg, params, stream, states, at, block_once)
     x = final_norm(cfg, params, stream)
     return x, None if cache is None else Cache(states, start + lengths, cache.table)
+
+
+def propose(
+    cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache
+) -> tuple[jax.Array, Proposal]:
+    """``forward`` of tokens ``[B, T]`` that may not stay -> (hidden states ``[B, T, D]``, what
+    ``commit`` makes a cache of).
+
+    They are T decode steps in one: each is a row of every product, as a step of B * T rows has
+    them, and sees the tokens before it.  Positions, sparsity and bits are those steps'.
+    """
+    mesh = traced_mesh(params)
+    if mesh is not None:
+        return over_mesh(
+            propose, mesh, cfg, params, tokens, lengths, cache,
+            out=lambda rows: (P(rows), proposal_specs(cache, rows)),
+        )  # fmt: skip
+    check(cfg, params)
+    batch, width = tokens.shape
+    if cache.capacity is not None:
+        lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - cache.lengths, 0))
+    if ROWS in params:
+        params = for_rows(params, jnp.repeat(params[ROWS], width))
+    params = chosen(params)
+    place = jnp.arange(width, dtype=jnp.int32)[None, :]
+    start = (cache.lengths[:, None] + place).reshape(-1)
+    is_new = (place < lengths[:, None]).astype(jnp.int32).reshape(-1)
+    positions, rope = positions_of(cfg, start, start + is_new, 1)
+    at = At(positions, is_new, rope, True, cache.table, drafted=width)
+    stream = Stream(embed_tokens(cfg, params, tokens.reshape(-1, 1), activation_dtype(params)))
+    stream, states = walk(cfg, params, stream, cache.layers, at, block_once)
+    x = final_norm(cfg, params, stream).reshape(batch, width, -1)
+    kept = tuple(state if isinstance(state, GLATokens) else None for state in states)
+    layers: Any = tuple(
+        state if tokens is None else old
+        for state, tokens, old in zip(states, kept, cache.layers, strict=True)
+    )
+    return x, Proposal(Cache(layers, cache.lengths, cache.table), lengths, kept)
+
+
+def commit(proposal: Proposal, count: jax.Array) -> Cache:
+    """The cache with the first ``count[B]`` of the tokens, all of them where there are fewer."""
+    cache, count = proposal.cache, jnp.clip(count, 0, proposal.new)
+    layers: Any = tuple(
+        layer
+        if tokens is None
+        else (gla if tokens.beta is None else delta).commit(layer, tokens, count)
+        for layer, tokens in zip(cache.layers, proposal.tokens, strict=True)
+    )
+    return Cache(layers, cache.lengths + count, cache.table)
 
 
 def logits(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:

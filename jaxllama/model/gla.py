@@ -18,14 +18,14 @@ flash-linear-attention's ``gla`` layers.  Left out: feature maps, biases of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.attention import At
-from jaxllama.model.cache import GLAState
+from jaxllama.model.cache import GLAState, GLATokens
 from jaxllama.model.linear import Params, linear
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.gla.token import fusible, gla_token
@@ -51,9 +51,10 @@ def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
 
 def mix(
     cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: GLAState | None, at: At
-) -> tuple[jax.Array, GLAState | None]:
+) -> tuple[jax.Array, GLAState | GLATokens | None]:
     """The projections of ``inputs``, columns of ``[B, T, n]`` -> (gated heads ``[B, T, H Dv]``,
-    state); a state of None starts from zero and is not returned.
+    state); a state of None starts from zero and is not returned.  Where tokens are verified
+    (``at.drafted``) they are returned instead: ``commit`` adds those that stay.
 
     Tokens beyond ``at.lengths`` are padding: it reaches neither the valid tokens' heads nor the
     state, and its own heads mean nothing.  The recursion itself knows the order: positions are not
@@ -63,16 +64,21 @@ def mix(
     assert gla is not None
     streams = dict(zip(widths(cfg), projected, strict=True))
     batch, n_new, _ = streams["q"].rows.shape
-    conv_state = None
+    conv_state, read = None, []
     if gla.use_short_conv:
         past = (None,) * 3 if state is None or state.conv is None else state.conv
         new = []
         for name, old in zip(("q", "k", "v"), past, strict=True):
-            weight = p[f"{name}_conv"]["weight"]
-            y, last = short_convolution(streams[name].value, weight, old, at.lengths)
-            streams[name] = Columns(y, 0, y.shape[-1])
+            x, weight = by_row(streams[name].value, at), p[f"{name}_conv"]["weight"]
+            y, last = short_convolution(x, weight, old, at.lengths[:: at.drafted or 1])
+            streams[name] = Columns(y.reshape(batch, n_new, -1), 0, y.shape[-1])
             new.append(last)
+            read.append(x)
         conv_state = tuple(new)
+    if at.drafted is not None:
+        assert state is not None
+        o, tokens = _verify(cfg, p, streams, at, state.state)
+        return o.reshape(batch, n_new, -1), GLATokens(*tokens, tuple(read))
     before = None if state is None else state.state
     fused = None
     if n_new == 1 and before is not None:
@@ -111,6 +117,24 @@ def _recur(
     before: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(gated heads ``[B, T, H, Dv]``, state) of any number of tokens."""
+    q, k, v, log_decay = _heads(cfg, p, streams)
+    if q.shape[1] == 1 and before is not None:
+        o, after = _gla_step(*(x[:, 0] for x in (q, k, v, log_decay)), lengths > 0, before)
+        o = o[:, None]
+    else:
+        # Padding comes last and so reaches no valid o; only a state to return must be kept
+        # from it, at the price of masking every operand.
+        o, after = gla(
+            q, k, v, log_decay, initial_state=before,
+            lengths=None if before is None else lengths, return_state=before is not None,
+        )  # fmt: skip
+    return _gated(cfg, p, streams, o), after
+
+
+def _heads(
+    cfg: ModelConfig, p: Params, streams: dict[str, Columns]
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """q, k, v and log_decay ``[B, T, H, D]`` of the streams."""
     settings = cfg.gla
     assert settings is not None
     d_k, _ = cfg.gla_head_dims
@@ -129,32 +153,91 @@ def _recur(
         k, v, log_decay = (
             jnp.repeat(stream, heads // kv_heads, axis=2) for stream in (k, v, log_decay)
         )
-
-    if n_new == 1 and before is not None:
-        # A row that stands still: no decay and nothing added, so that the state can be updated
-        # in place without a second copy of it to choose from.
-        moves = (lengths > 0)[:, None, None]
-        k, v, log_decay = (
-            jnp.where(moves, x[:, 0], jnp.zeros((), x.dtype)) for x in (k, v, log_decay)
-        )
-        o, after = gla_step(q[:, 0], k, v, log_decay, before)
-        o = o[:, None]
-    else:
-        # Padding comes last and so reaches no valid o; only a state to return must be kept
-        # from it, at the price of masking every operand.
-        o, after = gla(
-            q, k, v, log_decay, initial_state=before,
-            lengths=None if before is None else lengths, return_state=before is not None,
-        )  # fmt: skip
-    gate = streams["g"].value.reshape(o.shape) if settings.use_output_gate else None
-    return gated_norm(o, p["g_norm"]["weight"], settings.norm_eps, gate), after
+    return q, k, v, log_decay
 
 
-def gated_norm(o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None) -> jax.Array:
-    """``rms_norm(o) * silu(gate)`` over the last axis, in float32 with one cast to o's dtype."""
+def _gla_step(
+    q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, moves: jax.Array,
+    state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """``gla_step`` of the rows that move, bool ``[B]``.  One that stands still has no decay and
+    nothing added, so that the state can be updated in place without a second copy of it to choose
+    from."""
+    k, v, log_decay = (
+        jnp.where(moves[:, None, None], x, jnp.zeros((), x.dtype)) for x in (k, v, log_decay)
+    )
+    return gla_step(q, k, v, log_decay, state)
+
+
+def _gated(cfg: ModelConfig, p: Params, streams: dict[str, Columns], o: jax.Array) -> jax.Array:
+    assert cfg.gla is not None
+    gate = streams["g"].value.reshape(o.shape) if cfg.gla.use_output_gate else None
+    return gated_norm(o, p["g_norm"]["weight"], cfg.gla.norm_eps, gate)
+
+
+def by_row(x: jax.Array, at: At) -> jax.Array:
+    """``[B, 1, ...]`` with the tokens of a row of the cache side by side, where they are rows."""
+    return x if at.drafted is None else x.reshape(-1, at.drafted, *x.shape[2:])
+
+
+def _verify(
+    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: At, before: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """``_recur`` of the tokens of a draft, from a state that stays as it is: (gated heads,
+    (k, v, log_decay) by rows of the cache)."""
+    q, *kept = (by_row(x, at) for x in _heads(cfg, p, streams))
+    o, _ = steps(_gla_step, (q, *kept), before, jnp.sum(by_row(at.lengths[:, None], at), axis=1))
+    return _gated(cfg, p, streams, o.reshape(-1, 1, *o.shape[2:])), tuple(kept)
+
+
+def commit(state: GLAState, tokens: GLATokens, count: jax.Array) -> GLAState:
+    """The state after the first ``count[B]`` of the tokens."""
+    operands = tokens.k, tokens.k, tokens.v, tokens.log_decay
+    _, after = steps(_gla_step, operands, state.state, count)
+    return GLAState(after, last_convolved(state, tokens, count))
+
+
+def last_convolved(
+    state: GLAState, tokens: GLATokens, count: jax.Array
+) -> tuple[jax.Array, ...] | None:
+    """What the convolutions read after the first ``count[B]`` of the tokens."""
+    if state.conv is None:
+        return None
+    read = zip(state.conv, tokens.conv, strict=True)
+    return tuple(_last_inputs(past, x, count) for past, x in read)
+
+
+def steps(
+    one: Callable[..., tuple[jax.Array, jax.Array]],
+    operands: Sequence[jax.Array],
+    state: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """A decoder's steps, of operands ``[B, T, ...]`` the first ``count[B]``: (``o [B, T, H, Dv]``,
+    state).  one: ``one(*operands at t, moves[B], state=)`` -> (o, state).
+
+    A CPU takes them in a loop, since of a chain its compiler rounds other products; a GPU fuses
+    the chain, and passes over the state once.
+    """
+
+    def step(state: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        o, state = one(*now, state=state)
+        return state, o
+
+    moves = jnp.arange(operands[0].shape[1], dtype=count.dtype)[:, None] < count[None, :]
+    tokens = *(jnp.moveaxis(x, 1, 0) for x in operands), moves
+    state, o = jax.lax.scan(step, state, tokens, unroll=jax.default_backend() != "cpu")
+    return jnp.moveaxis(o, 0, 1), state
+
+
+def gated_norm(
+    o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None, activation: str = "silu"
+) -> jax.Array:
+    """``rms_norm(o) * activation(gate)`` over the last axis, in float32 with one cast to o's dtype;
+    activation: "silu" or "sigmoid"."""
     y = rms_norm(o, weight, eps, out_dtype=jnp.float32)
     if gate is not None:
-        y = y * jax.nn.silu(gate.astype(jnp.float32))
+        y = y * getattr(jax.nn, activation)(gate.astype(jnp.float32))
     return y.astype(o.dtype)
 
 
@@ -168,14 +251,19 @@ def short_convolution(
     (y, the last W - 1 inputs after each row's ``lengths[B]`` valid ones).
     """
     (features, width), (batch, n_new, _) = weight.shape, x.shape
-    keep = width - 1
     if past is None:
-        past = jnp.zeros((batch, keep, features), x.dtype)
+        past = jnp.zeros((batch, width - 1, features), x.dtype)
     inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
     taps = weight.astype(jnp.float32)
     y = jnp.zeros(x.shape, jnp.float32)
     for tap in range(width):
         y = y + inputs[:, tap : tap + n_new].astype(jnp.float32) * taps[:, tap]
-    last = lengths[:, None] + jnp.arange(keep, dtype=lengths.dtype)[None, :]
-    new = jnp.take_along_axis(inputs, last[:, :, None], axis=1)
-    return jax.nn.silu(y).astype(x.dtype), new.astype(past.dtype)
+    return jax.nn.silu(y).astype(x.dtype), _last_inputs(past, x, lengths)
+
+
+def _last_inputs(past: jax.Array, x: jax.Array, lengths: jax.Array) -> jax.Array:
+    """What a convolution's next token reads: as many inputs as ``past [B, W - 1, features]`` has,
+    up to the first ``lengths[B]`` of ``x [B, T, features]``."""
+    inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
+    last = lengths[:, None] + jnp.arange(past.shape[1], dtype=lengths.dtype)[None, :]
+    return jnp.take_along_axis(inputs, last[:, :, None], axis=1).astype(past.dtype)

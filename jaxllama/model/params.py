@@ -35,31 +35,61 @@ class Turned:
     rows each, of which ``rotary_dim`` turn, two that are neighbours or half of them apart.
 
     Ours are a head's two halves, row i turning with row i + head_dim / 2; rows that do not turn
-    stand behind those that do in each half.
+    stand behind those that do in each half.  gated: behind each head are as many rows of its gate,
+    which in ours stand before all heads.
     """
 
     heads: int
     head_dim: int
     rotary_dim: int
     interleaved: bool
+    gated: bool = False
 
-    def order(self) -> np.ndarray:
-        """For each row of a head the checkpoint's."""
+    @property
+    def block(self) -> int:
+        """Rows that change places only among themselves."""
+        return 2 * self.heads * self.head_dim if self.gated else self.head_dim
+
+    def rows(self) -> np.ndarray:
+        """For each of our rows the checkpoint's."""
         turning, rest = np.arange(self.rotary_dim), np.arange(self.rotary_dim, self.head_dim)
         halves = (turning[0::2], turning[1::2]) if self.interleaved else np.split(turning, 2)
-        return np.concatenate([halves[0], *np.split(rest, 2)[:1], halves[1], np.split(rest, 2)[1]])
+        head = np.concatenate([halves[0], *np.split(rest, 2)[:1], halves[1], np.split(rest, 2)[1]])
+        starts = np.arange(self.heads)[:, None] * self.head_dim
+        if not self.gated:
+            return (starts + head).reshape(-1)
+        gates = 2 * starts + self.head_dim + np.arange(self.head_dim)
+        return np.concatenate([gates.reshape(-1), (2 * starts + head).reshape(-1)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """Rows of several ``parts`` (rows a group), of which a checkpoint has all of one group together
+    and we have all groups of one part."""
+
+    groups: int
+    parts: tuple[int, ...]
+
+    @property
+    def block(self) -> int:
+        return self.groups * sum(self.parts)
+
+    def rows(self) -> np.ndarray:
+        theirs = np.arange(self.block).reshape(self.groups, -1)
+        ends = np.cumsum(self.parts)[:-1]
+        return np.concatenate([part.reshape(-1) for part in np.split(theirs, ends, axis=1)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
     """A tensor as the checkpoint has it; the parameter's rows are ``scale * tensor + offset``, in
-    our order of what RoPE turns."""
+    our order of what RoPE turns, or of what is fused in groups."""
 
     name: str
     shape: Shape
     scale: float = 1.0
     offset: float = 0.0
-    turned: Turned | None = None
+    turned: Turned | Grouped | None = None
 
     @property
     def size(self) -> int:
@@ -74,13 +104,9 @@ class Source:
         the same."""
         if self.turned is None:
             return None
-        head = self.turned.order()
-        head = np.argsort(head) if inverse else head
-        heads = np.arange(self.turned.heads)[:, None] * self.turned.head_dim
-        rows = np.arange(self.shape[0])
-        turned = (heads + head).reshape(-1)
+        rows, turned = np.arange(self.shape[0]), self.turned.rows()
         rows[: turned.size] = turned
-        return rows
+        return np.argsort(rows) if inverse else rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +141,25 @@ def rows(parts: Sequence[Source], **facts: Any) -> Param:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeltaNames:
+    """Of a gated delta layer; ``mixer`` goes before them.
+
+    inputs, gates, conv: the tensors of q|k|v|output gate, of beta|decay and of the convolutions,
+    each with how many of those parts it is.  grouped: the first two have the parts of each key head
+    together.  low_rank: of decay and output gate, each two tensors.
+    """
+
+    mixer: str = "linear_attn."
+    inputs: tuple[tuple[str, int], ...] = (("in_proj_qkv", 3), ("in_proj_z", 1))
+    gates: tuple[tuple[str, int], ...] = (("in_proj_b", 1), ("in_proj_a", 1))
+    conv: tuple[tuple[str, int], ...] = (("conv1d", 3),)
+    grouped: bool = False
+    low_rank: tuple[tuple[str, str], ...] = ()
+    norm: str = "norm"
+    o: str = "out_proj"
+
+
+@dataclasses.dataclass(frozen=True)
 class Names:
     """What a checkpoint family calls the parts of a decoder; ``layer`` takes the index.  ``mixer``
     and ``mlp`` go before their tensors' names.  One name for ``qkv`` or ``gate_up``: the file has
@@ -134,6 +179,7 @@ class Names:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     o: str = "o_proj"
     down: str = "down_proj"
+    delta: DeltaNames | None = None
 
 
 LLAMA = Names()
@@ -141,9 +187,24 @@ FLA = Names(embed="model.embeddings", mixer_norm="attn_norm", mixer="attn.", mlp
 _BEHIND = {"mixer_out_norm": "post_attention_layernorm",
            "mlp_out_norm": "post_feedforward_layernorm"}  # fmt: skip
 _GEMMA = Names(mlp_norm="pre_feedforward_layernorm", **_BEHIND)
+_QWEN_NEXT = DeltaNames(inputs=(("in_proj_qkvz", 4),), gates=(("in_proj_ba", 2),), grouped=True)
+_FLA_DELTA = DeltaNames(
+    mixer="attn.",
+    inputs=tuple((f"{name}_proj", 1) for name in "qkvg"),
+    gates=(("b_proj", 1), ("a_proj", 1)),
+    conv=tuple((f"{name}_conv1d", 1) for name in "qkv"),
+    low_rank=(("f_proj.0", "f_proj.1"), ("g_proj.0", "g_proj.1")),
+    norm="o_norm",
+    o="o_proj",
+)
 # By ``cfg.stored.family``; LLAMA for those that are not here.
 FAMILIES = {
     "gla": FLA,
+    **dict.fromkeys(
+        ("gated_deltanet", "kda", "delta_net"), dataclasses.replace(FLA, delta=_FLA_DELTA)
+    ),
+    "qwen3_next": Names(delta=_QWEN_NEXT),
+    "qwen3_5_text": Names(delta=DeltaNames()),
     "phi3": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
     "glm": Names(gate_up=("gate_up_proj",)),
     "glm4": Names(gate_up=("gate_up_proj",)),
@@ -175,6 +236,8 @@ def param_table(
         prefix, layer = names.layer.format(index), f"layer_{index}"
         if kind == "attention":
             mixer = _attention(cfg, f"{prefix}.{names.mixer}", names)
+        elif kind == "delta":
+            mixer = _delta(cfg, f"{prefix}.", names.delta or _FLA_DELTA)
         else:
             mixer = _gla(cfg, f"{prefix}.{names.mixer}", present)
         mlp = _mlp(cfg, f"{prefix}.{names.mlp}", names, present)
@@ -209,9 +272,10 @@ def _norm(cfg: ModelConfig, path: Path, name: str, scale: float = 1.0) -> dict[P
 
 
 def _attention(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]:
-    """q, k and v fused by rows, the norms of q and k, and o."""
+    """q, k and v fused by rows, before them q's gate, the norms of q and k, and o."""
     h, stored = cfg.head_dim, cfg.stored
-    n_rows = q, kv, _ = cfg.n_heads * h, cfg.n_kv_heads * h, cfg.n_kv_heads * h
+    q, kv = cfg.n_heads * h, cfg.n_kv_heads * h
+    n_rows = (2 * q if cfg.attn_gate else q), kv, kv
     partial = next((r.rotary_dim for r in cfg.ropes if r.rotary_dim), h)
     turned = functools.partial(
         Turned, head_dim=h, rotary_dim=partial, interleaved=stored.interleaved
@@ -226,6 +290,11 @@ def _attention(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]
         {"scale": scale, "turned": turned(count) if moves and count else None}
         for scale, count in zip(scales, heads, strict=False)
     ]
+    if cfg.attn_gate:
+        assert scales[0] == 1.0 and len(names.qkv) == 3, (
+            "a gate that is multiplied, or with k and v"
+        )
+        folds[0] = {"turned": turned(cfg.n_heads, gated=True)}
     sources = [f"{prefix}{name}" for name in names.qkv]
     parts = list(zip(sources, n_rows, folds, strict=False))
     table = _fused("qkv", parts, cfg.d_model, cfg.qkv_bias)
@@ -307,6 +376,50 @@ def _gla(cfg: ModelConfig, prefix: str, present: Collection[str]) -> dict[Path, 
             norm = f"{prefix}g_norm_swish_gate"
     table["g_norm", "weight"] = one(f"{norm}.weight", d_v, mean=1.0, std=0.0)
     return table | _back("o", f"{prefix}o_proj", d, out, False)
+
+
+def _delta(cfg: ModelConfig, layer: str, names: DeltaNames) -> dict[Path, Param]:
+    """The parameters of one gated delta mixer."""
+    delta = cfg.delta
+    assert delta is not None
+    prefix, d, rank = f"{layer}{names.mixer}", cfg.d_model, delta.d_v
+    k, v, heads = delta.n_k_heads * delta.d_k, delta.n_heads * delta.d_v, delta.n_heads
+
+    def fused(tensors: Sequence[tuple[str, int]], sizes: Sequence[int], *rest: int) -> Param:
+        parts, at = [], 0
+        for name, count in tensors:
+            one, at = tuple(sizes[at : at + count]), at + count
+            if one:
+                groups = delta.n_k_heads
+                turned = Grouped(groups, tuple(n // groups for n in one)) if names.grouped else None
+                turned = turned if rest == (d,) else None
+                parts.append(Source(f"{prefix}{name}.weight", (sum(one), *rest), turned=turned))
+        return rows(parts)
+
+    full = delta.gate == "full"
+    table = {("qkvz", "weight"): fused(names.inputs, (k, k, v, v) if full else (k, k, v), d)}
+    table["ba", "weight"] = fused(names.gates, (heads,) * (1 + (delta.decay == "head")), d)
+    if delta.conv_size:
+        conv = fused(names.conv, (k, k, v), 1, delta.conv_size)
+        # The checkpoint's [features, 1, W] is the same memory.
+        table["conv", "weight"] = dataclasses.replace(
+            conv, shape=(2 * k + v, delta.conv_size), std=delta.conv_size**-0.5
+        )
+    low_rank = (("f", delta.decay == "channel", heads * delta.d_k),
+                ("g", delta.gate == "low_rank", v))  # fmt: skip
+    for index, (name, there, width) in enumerate(low_rank):
+        if there:
+            first, second = (f"{prefix}{tensor}" for tensor in names.low_rank[index])
+            table[f"{name}_0", "weight"] = one(f"{first}.weight", rank, d)
+            table[f"{name}_1", "weight"] = one(f"{second}.weight", width, rank)
+            if name == "g" and delta.gate_bias:
+                table["g_1", "bias"] = one(f"{second}.bias", width, std=0.0)
+    if delta.decay != "none":
+        n_rates = heads * delta.d_k if delta.decay == "channel" else heads
+        table["decay", "a_log"] = one(f"{prefix}A_log", heads, mean=2.0, std=0.5)
+        table["decay", "dt_bias"] = one(f"{prefix}dt_bias", n_rates, mean=-4.6, std=1.0)
+    table["o_norm", "weight"] = one(f"{prefix}{names.norm}.weight", delta.d_v, mean=1.0, std=0.0)
+    return table | _back("o", f"{prefix}{names.o}", d, v, False)
 
 
 def nested(table: Mapping[Path, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.attention import sparse_decode, split_heads
+from jaxllama.model.attention import gated, sparse_decode, split_heads, without_gate
 from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Stream, linear_add, norm_linear
 from jaxllama.model.rope import Ropes
@@ -81,7 +81,7 @@ def decode_layer(
     rope: Rope,
 ) -> tuple[Stream, Parts]:
     """The mixer's half of an attention layer for one token a row."""
-    qkv, stream = project(cfg, weights, stream)
+    qkv, gate, stream = project(cfg, weights, stream)
     inputs = qkv, positions[:, 0], lengths, rope
     outs, new = [], []
     first = 0
@@ -97,15 +97,18 @@ def decode_layer(
         out, new[-1] = _attend(cfg, *mine, part)
         outs.append(out if device is None else jax.device_put(out, stream.x.sharding))
     heads = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
-    return output(cfg, weights, heads, stream), (new[0], new[1])
+    return output(cfg, weights, heads, gate, stream), (new[0], new[1])
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def project(cfg: ModelConfig, weights: Any, stream: Stream) -> tuple[jax.Array, Stream]:
-    """One token a row: (qkv ``[B, N + 2K, H]``, the residual stream)."""
+def project(
+    cfg: ModelConfig, weights: Any, stream: Stream
+) -> tuple[jax.Array, jax.Array | None, Stream]:
+    """One token a row: (qkv ``[B, N + 2K, H]``, the heads' gate or None, the residual stream)."""
     mixer = weights["mixer"]
     qkv, stream = norm_linear(stream, weights.get("mixer_norm"), mixer["qkv"], cfg)
-    return split_heads(cfg, mixer, qkv[:, 0]), stream
+    gate, qkv = without_gate(cfg, qkv)
+    return split_heads(cfg, mixer, qkv[:, 0]), gate, stream
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=5)
@@ -135,7 +138,10 @@ def _attend(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def output(cfg: ModelConfig, weights: Any, heads: jax.Array, stream: Stream) -> Stream:
+def output(
+    cfg: ModelConfig, weights: Any, heads: jax.Array, gate: jax.Array | None, stream: Stream
+) -> Stream:
     """The stream behind the layer's first half, with heads ``[B, N, H]``."""
     heads, o = heads.reshape(heads.shape[0], 1, -1), weights["mixer"]["o"]
+    heads = heads if gate is None else gated(heads, gate)
     return linear_add(heads, o, stream, cfg, weights.get("mixer_out_norm"))

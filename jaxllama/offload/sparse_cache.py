@@ -100,7 +100,7 @@ def decode_layer(
     rope: Rope,
 ) -> tuple[Stream, SparseState]:
     """The mixer's half of an attention layer for one token a row."""
-    qkv, stream = project(cfg, weights, stream)
+    qkv, gate, stream = project(cfg, weights, stream)
     tail, slots, kept, places = _choose(
         cfg, state.capacity, qkv, state.keys, state.tail, state.slots, jnp.int32(state.held),
         positions, lengths, rope,
@@ -112,7 +112,7 @@ def decode_layer(
         cfg, kept, places, resident, moved, jax.device_put(rows, store.on_device), tail.v, qkv.dtype
     )
     state = dataclasses.replace(state, tail=tail, slots=slots, held=state.held + 1)
-    return output(cfg, weights, heads, stream), state
+    return output(cfg, weights, heads, gate, stream), state
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))

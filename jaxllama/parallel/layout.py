@@ -2,8 +2,8 @@
 
 Tensor parallelism as in Megatron-LM (arXiv 1909.08053): the matmuls that read the residual stream
 are split by output rows, those that write it by input columns, so that a layer needs two sums over
-the shards.  Heads, the feed-forward's width and the vocabulary are split; norms and GLA's low-rank
-gate input are whole everywhere.
+the shards.  Heads, the feed-forward's width and the vocabulary are split; norms and low-rank gate
+inputs are whole everywhere.
 
 ``split_axis(path)`` says along which axis a parameter is split.  Where rows of several kinds are
 fused (q|k|v, gate|up), a plain split would hand one shard all of q: ``row_order`` is the
@@ -30,7 +30,26 @@ from jaxllama.errors import JaxLlamaError
 Path = tuple[str, ...]
 
 _BY_ROWS = frozenset(
-    ("qkv", "gate_up", "embed", "head", "q", "k", "v", "g", "gk_1", "q_conv", "k_conv", "v_conv")
+    (
+        "qkv",
+        "gate_up",
+        "embed",
+        "head",
+        "q",
+        "k",
+        "v",
+        "g",
+        "gk_1",
+        "q_conv",
+        "k_conv",
+        "v_conv",
+        "qkvz",
+        "ba",
+        "conv",
+        "decay",
+        "f_1",
+        "g_1",
+    )  # fmt: skip
 )
 _BY_COLUMNS = frozenset(("o", "down"))
 
@@ -67,6 +86,9 @@ def _most_shards(cfg: ModelConfig) -> int:
     if "gla" in cfg.layer_types:
         assert cfg.gla is not None
         sizes.append(cfg.gla.n_heads)
+    if "delta" in cfg.layer_types:
+        assert cfg.delta is not None
+        sizes.append(cfg.delta.n_k_heads)
     return min(sizes)
 
 
@@ -77,6 +99,10 @@ def _obstacle(cfg: ModelConfig, n: int) -> str | None:
     if "gla" in cfg.layer_types:
         assert cfg.gla is not None
         kinds.append(("GLA ", cfg.gla.n_heads, cfg.gla.n_kv_heads))
+    if "delta" in cfg.layer_types:
+        assert cfg.delta is not None
+        if cfg.delta.n_k_heads % n:
+            return f"the {cfg.delta.n_k_heads} key heads of the delta rule"
     for kind, heads, kv_heads in kinds:
         if heads % n:
             return f"the {heads} {kind}heads"
@@ -115,6 +141,10 @@ def local_config(cfg: ModelConfig, n: int) -> ModelConfig:
             expand_k=_ratio(heads * d_k, cfg.d_model),
             expand_v=_ratio(heads * d_v, cfg.d_model),
         )
+    if "delta" in cfg.layer_types:
+        assert cfg.delta is not None
+        heads, k_heads = cfg.delta.n_heads // n, cfg.delta.n_k_heads // n
+        changes["delta"] = dataclasses.replace(cfg.delta, n_heads=heads, n_k_heads=k_heads)
     return cfg.replace(**changes)
 
 
@@ -141,10 +171,19 @@ def row_order(cfg: ModelConfig, path: Path, n: int) -> np.ndarray | None:
         pad = padded_vocab(cfg, n) - cfg.vocab_size
         return np.pad(np.arange(cfg.vocab_size), (0, pad), constant_values=-1) if pad else None
     if parent == "qkv":
-        heads = (cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads)
+        heads = (cfg.n_heads,) * (1 + cfg.attn_gate) + (cfg.n_kv_heads,) * 2
         return _interleave([(h, cfg.head_dim) for h in heads], n)
     if parent == "gate_up":
         return _interleave([(cfg.d_ff, 1)] * 2, n)
+    if parent in ("qkvz", "conv", "ba"):
+        assert cfg.delta is not None
+        k, v = (cfg.delta.n_k_heads, cfg.delta.d_k), (cfg.delta.n_heads, cfg.delta.d_v)
+        parts = [k, k, v] + [v] * (parent == "qkvz" and cfg.delta.gate == "full")
+        if parent == "ba":
+            parts = [(cfg.delta.n_heads, 1)] * (1 + (cfg.delta.decay == "head"))
+        return _interleave(parts, n)
+    if parent in ("decay", "f_1", "g_1"):
+        return None
     gla = cfg.gla
     assert gla is not None
     if parent in ("q", "g", "q_conv") or gla.n_kv_heads >= n:

@@ -47,7 +47,7 @@ from pallas_kernels.qtensor import QTensor, RowBlocks
 
 SCHEMES = ("w8a16", "w4a16", "w8a8", "fp8", "fp8-static")
 # Parents of a "weight" that is a matmul.
-MATMULS = frozenset(("qkv", "q", "k", "v", "g", "o", "gate_up", "down", "head"))
+MATMULS = frozenset(("qkv", "qkvz", "q", "k", "v", "g", "o", "gate_up", "down", "head"))
 _NAMES = MATMULS | {"embed", "mixer", "mlp"}
 _GROUPS = (128, 64, 32)
 

@@ -6,9 +6,10 @@
 AWQ and SmoothQuant multiply input channel j of a weight by s_j and divide the activation by it.
 The division costs nothing where whatever makes the activation can take it:
 
-    mixer_norm -> qkv, or GLA's q, k, v, g and gk_0      the norm's weight / s
+    mixer_norm -> qkv, or GLA's q, k, v, g and gk_0,     the norm's weight / s
+                  or the delta rule's qkvz, ba, f_0, g_0
     v          -> o                                      v's rows of qkv / s
-    g_norm     -> o (GLA)                                g_norm's weight / s
+    g_norm     -> o (GLA; the delta rule's o_norm)       its weight / s
     mlp_norm   -> gate_up                                the norm's weight / s
     up         -> down                                   up's rows of gate_up / s
     norm       -> head                                   the last norm's weight / s
@@ -63,7 +64,7 @@ class Site:
 
 
 def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
-    """The sites of a block of ``kind`` ("attention", "gla"), or of the "head"."""
+    """The sites of a block of ``kind`` ("attention", "gla", "delta"), or of the "head"."""
     model = np.arange(cfg.d_model)
     if kind == "head":
         return (Site("head", ("head",), "norm", None, model),)
@@ -83,10 +84,21 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
         n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
         shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
         heads = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)
-        rows = ((n + n_kv) * h, (n + 2 * n_kv) * h)
+        before_k = n * (1 + cfg.attn_gate)
+        rows = ((before_k + n_kv) * h, (before_k + 2 * n_kv) * h)
         return (
             Site("mixer/qkv", first, before, None, model),
             Site("mixer/o", ("mixer/o",), "mixer/qkv", rows, heads),
+            *mlp,
+        )
+    if kind == "delta":
+        assert cfg.delta is not None
+        names = "qkvz", "ba", *("f_0",) * (cfg.delta.decay == "channel")
+        names += ("g_0",) * (cfg.delta.gate == "low_rank")
+        value = np.tile(np.arange(cfg.delta.d_v), cfg.delta.n_heads)
+        return (
+            Site("mixer/qkvz", tuple(f"mixer/{name}" for name in names), before, None, model),
+            Site("mixer/o", ("mixer/o",), "mixer/o_norm", None, value),
             *mlp,
         )
     assert cfg.gla is not None

@@ -42,7 +42,7 @@ GATE_BIAS = (-2.0, 4.0)
 def student_config(teacher: ModelConfig, attention_layers: tuple[int, ...] = ()) -> ModelConfig:
     """Raises JaxLlamaError for a layer that the teacher has not, or a teacher that has GLA, or of
     whose family GLA's files have no form."""
-    if "gla" in teacher.layer_types:
+    if teacher.has_states:
         raise JaxLlamaError(f"distill.teacher: {teacher.name} has GLA layers: give it as init_from")
     for layer in attention_layers:
         if not 0 <= layer < teacher.n_layers:

@@ -3,6 +3,7 @@
     forward = 2 * (weights of matmuls, the head's included)  +  mixers, a token
       attention   2 * T * N * H        scores and values: each 2 * N * H a key, T / 2 keys a query
       GLA         4 * H * Dk * Dv      the recursion's own products: k v^T and q S
+      delta rule  6 * H * Dk * Dv      k S as well
     training = 3 * forward             (the backward pass is two products for each)
 
 as in PaLM (arXiv 2204.02311, appendix B), with the causal half of the square.  It counts the
@@ -29,7 +30,10 @@ def flops_per_token(cfg: ModelConfig, sequence_length: int) -> float:
 def forward_flops_per_token(cfg: ModelConfig, sequence_length: int) -> float:
     total = 2.0 * matmul_weights(cfg)
     for index, kind in enumerate(cfg.layer_types):
-        if kind == "gla":
+        if kind == "delta":
+            assert cfg.delta is not None
+            total += 6.0 * cfg.delta.n_heads * cfg.delta.d_k * cfg.delta.d_v
+        elif kind == "gla":
             d_k, d_v = cfg.gla_head_dims
             assert cfg.gla is not None
             total += 4.0 * cfg.gla.n_heads * d_k * d_v
@@ -50,7 +54,7 @@ def matmul_weights(cfg: ModelConfig) -> int:
     """Weights that a token is multiplied by: matrices, a tied embedding once, as the head."""
     total = 0
     for path, spec in param_table(cfg).items():
-        if len(spec.shape) == 2 and not path[-2].endswith("_conv"):
+        if len(spec.shape) == 2 and not path[-2].endswith("conv"):
             total += spec.size
     return total if cfg.tie_embeddings else total - cfg.vocab_size * cfg.d_model
 

@@ -100,7 +100,7 @@ def _check(setup: Setup, data: TokenFile) -> None:
     distill = config.distill
     if distill is not None and distill.objective == "mixers":
         shapes = [(cfg.n_layers, cfg.d_model) for cfg in (teacher, model)]
-        if shapes[0] != shapes[1] or "gla" in teacher.layer_types:
+        if shapes[0] != shapes[1] or teacher.has_states:
             raise JaxLlamaError(
                 f"distill.objective = 'mixers': needs a teacher of attention with the student's "
                 f"layers and width; {teacher.name} and {model.name} differ"

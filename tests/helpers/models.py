@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllama.config import GLAConfig, ModelConfig, RopeConfig
+from jaxllama.config import DeltaConfig, GLAConfig, ModelConfig, RopeConfig
 from jaxllama.generation import init_params
 
 LLAMA = ModelConfig(
@@ -14,6 +16,7 @@ LLAMA = ModelConfig(
     d_ff=48, norm_eps=1e-5, max_position=4096, rope=RopeConfig(theta=10000.0),
     tie_embeddings=False, eos_token_ids=(2,),
 )  # fmt: skip
+DELTA = DeltaConfig(n_heads=4, n_k_heads=2, d_k=8, d_v=12, norm_eps=1e-5)
 GLA = GLAConfig(n_heads=2, n_kv_heads=2, expand_k=0.5, expand_v=1.0)
 FAMILIES = {
     "gqa": LLAMA,
@@ -32,6 +35,15 @@ FAMILIES = {
         gla=GLAConfig(n_heads=4, n_kv_heads=2, expand_k=0.5, expand_v=1.0, use_short_conv=True),
     ),
     "hybrid": LLAMA.replace(layer_types=("gla", "attention"), gla=GLA),
+    "delta": LLAMA.replace(
+        layer_types=("delta", "attention"), delta=DELTA, attn_gate=True, qk_norm="head"
+    ),
+    "kda": LLAMA.replace(
+        layer_types=("delta", "delta"),
+        delta=dataclasses.replace(
+            DELTA, n_k_heads=4, decay="channel", gate="low_rank", gate_bias=True
+        ),
+    ),
 }
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from jaxllama import compiler_options, generation
 from jaxllama.bench.evaluate import perplexity
 from jaxllama.bench.hlo import computations
-from jaxllama.config import GLAConfig
+from jaxllama.config import DeltaConfig, GLAConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.loading import load
 from jaxllama.model.cache import init_cache
@@ -56,6 +56,27 @@ FAMILIES = {
         rope=dataclasses.replace(WIDE.rope, scaling="llama3", factor=8.0, original_max_position=16),
     ),
     "gla": WIDE.replace(layer_types=("gla",), gla=GLA),
+    "delta": WIDE.replace(
+        n_layers=2,
+        layer_types=("delta", "attention"),
+        attn_gate=True,
+        qk_norm="head",
+        delta=DeltaConfig(n_heads=16, n_k_heads=8, d_k=8, d_v=8, norm_eps=1e-5),
+    ),
+    "kda": WIDE.replace(
+        layer_types=("delta",),
+        delta=DeltaConfig(
+            8,
+            8,
+            8,
+            8,
+            1e-5,
+            decay="channel",
+            gate="low_rank",
+            gate_bias=True,
+            gate_activation="sigmoid",
+        ),
+    ),
     "hybrid": WIDE.replace(n_layers=2, layer_types=("gla", "attention"), gla=GLA),
 }
 MESHES = ("1x2", "2x2", "1x4", "1x8", "2x4")

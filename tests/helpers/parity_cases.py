@@ -54,6 +54,9 @@ _LONGROPE = {
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
            "original_max_position_embeddings": 32, "rope_theta": 10000.0}  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_DELTA = {"num_hidden_layers": 3, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+          "linear_key_head_dim": 8, "linear_value_head_dim": 12, "head_dim": 16,
+          "layer_types": ["linear_attention", "full_attention", "linear_attention"]}  # fmt: skip
 # (model type, case, what its config.json says besides the sizes): every option of each family
 FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("qwen3", "", {}),
@@ -113,6 +116,13 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "sliding_window": 9, "num_hidden_layers": 4, "tie_word_embeddings": True,
         "logit_scale": 0.25}),
     ("cohere2", "pattern", {"sliding_window": 9, "sliding_window_pattern": 2}),
+    ("qwen3_next", "", {**_DELTA, "num_experts": 0}),
+    ("qwen3_next", "bias", {
+        **_DELTA, "num_experts": 8, "mlp_only_layers": [0, 1, 2], "attention_bias": True,
+        "linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"]}),
+    ("qwen3_5_text", "", {**_DELTA, "num_hidden_layers": 4, "layer_types": None}),
+    ("qwen3_5_text", "bias", {**_DELTA, "attention_bias": True, "tie_word_embeddings": True}),
 )  # fmt: skip
 
 

@@ -18,7 +18,17 @@ from tests.helpers.parity_cases import CASES, params_of, tokens_of
 
 # Two RoPEs and windows, four norms, norms of q and k, GeGLU; then what that one lacks.
 FIRST = "gemma3_text"
-REST = ("qwen3", "granite", "olmo2", "gemma2", "cohere2", "stablelm-parallel-bias", "phi3", "glm4")
+REST = (
+    "qwen3",
+    "qwen3_next",
+    "granite",
+    "olmo2",
+    "gemma2",
+    "cohere2",
+    "stablelm-parallel-bias",
+    "phi3",
+    "glm4",
+)
 EACH = [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)]
 
 

@@ -90,7 +90,8 @@ def test_transformers(name: str) -> None:
     ["llama-mha", "llama-attention-bias", "mistral-window", "ministral", "qwen2-late-window",
      "qwen2-alternating", "rope-llama3", "rope-dynamic", "rope-yarn-options", "qwen3",
      "phi3-partial-longrope", "smollm3-window-bias", "granite", "olmo3-yarn", "gemma2",
-     "gemma3_text", "glm4", "stablelm-parallel-bias", "cohere2", "ernie4_5-bias"],
+     "gemma3_text", "glm4", "stablelm-parallel-bias", "cohere2", "ernie4_5-bias", "qwen3_next",
+     "qwen3_5_text-bias"],
 )  # fmt: skip
 def test_a_directory_that_transformers_writes(name: str, tmp_path) -> None:
     """There and back through transformers' own config classes and names."""
@@ -113,7 +114,7 @@ def test_a_directory_that_transformers_writes(name: str, tmp_path) -> None:
 
 
 # One of each mechanism; the others have no other.
-RAGGED = ("qwen3", "smollm3", "olmo2", "gemma2", "gemma3_text", "stablelm", "cohere2")
+RAGGED = ("qwen3", "qwen3_next", "smollm3", "olmo2", "gemma2", "gemma3_text", "stablelm", "cohere2")
 
 
 @pytest.mark.parametrize(

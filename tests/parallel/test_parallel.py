@@ -44,12 +44,15 @@ QUICK = (
     "hybrid:bfloat16:1x8:greedy",
     "mha-tied-bias:w8a8:2x2:greedy:int8",
     "mqa-window:w4a16:1x4:greedy",
+    "delta:float32:1x4:greedy",
 )
 FULL = [
     *(f"{family}:float32:all:sampled" for family in
-      ("gqa", "mha-tied-bias", "mqa-window", "llama3-rope-even", "gla", "hybrid")),
+      ("gqa", "mha-tied-bias", "mqa-window", "llama3-rope-even", "gla", "hybrid", "delta",
+       "kda")),
     *(f"{family}:{scheme}:all:greedy" for family in ("gqa", "hybrid", "mha-tied-bias", "gla")
       for scheme in ("bfloat16", "w8a16", "w4a16", "w8a8", "fp8")),
+    *(f"delta:{scheme}:all:greedy" for scheme in ("w8a16", "w4a16", "w8a8", "fp8")),
     *(f"gqa:float32:2x4+1x8:greedy:{kv}" for kv in ("int8", "int4", "float8_e4m3fn")),
 ]  # fmt: skip
 
@@ -69,11 +72,12 @@ def check_tokens(case: str, result: dict) -> None:
     assert result["distinct"] >= 3, f"{case}: the tokens say nothing"
     scheme, mesh = case.rsplit("-", 2)[1:]
     assert result["logprob"] < LOGPROB_BOUND.get(scheme, 1e-3), case
-    # A device has 1/n of every matrix; norms, a low-rank gate, and of o and down biases and scales
-    # of rows, are whole.
+    # A device has 1/n of every matrix; norms, first factors of gates, and of o and down biases and
+    # scales of rows, are whole.
     share, whole = result["share"]
     assert share * int(mesh.split("x")[1]) == pytest.approx(1), case
-    assert set(whole) <= {"norm", "mixer_norm", "mlp_norm", "g_norm", "gk_0", "o", "down"}, case
+    norms = {"norm", "mixer_norm", "mlp_norm", "g_norm", "o_norm", "q_norm", "k_norm"}
+    assert set(whole) <= norms | {"gk_0", "f_0", "g_0", "o", "down"}, case
     if result["collectives"] is not None:
         check_collectives(case, result["collectives"], result["layers"])
 

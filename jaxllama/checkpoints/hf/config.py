@@ -1,10 +1,10 @@
 """``config.json`` <-> ModelConfig, for every family of ``hf.families``.
 
 RoPE in both spellings (``rope_theta`` + ``rope_scaling``; ``rope_parameters`` of transformers 5).
-"gla" goes to ``checkpoints.hf.fla``.  What a file leaves out means what transformers takes it to
-mean; a value that would change the computation and is not supported is a JaxLlamaError naming the
-key; keys that the family's class in transformers ignores are one warning.  ``check_preset``
-compares a preset with what a checkpoint says of itself.
+flash-linear-attention's go to ``checkpoints.hf.fla``.  What a file leaves out means what
+transformers takes it to mean; a value that would change the computation and is not supported is a
+JaxLlamaError naming the key; keys that the family's class in transformers ignores are one warning.
+``check_preset`` compares a preset with what a checkpoint says of itself.
 
 Left out: mixtures of experts, encoders, sequence classifiers.
 """
@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxllama.checkpoints.hf.families import ACTIVATIONS, ALIKE, FAMILIES, Family, stored_of
+from jaxllama.checkpoints.hf.fla import MODELS, config_from_fla, config_to_fla, model_of
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _ARCHITECTURES = {
     name: kind for kind, family in FAMILIES.items() for name in family.architectures
-} | {"GLAForCausalLM": "gla"}
+} | {model.architecture: kind for kind, model in MODELS.items()}
 # What transformers takes a missing key to mean, where the family says nothing else.
 COMMON: dict[str, Any] = {
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
@@ -64,10 +65,8 @@ def config_from_hf(
     kind = _model_type(config)
     ids = {key: (generation or {}).get(key) for key in ("bos_token_id", "eos_token_id")}
     config = {**config, **{key: value for key, value in ids.items() if value is not None}}
-    if kind == "gla":
-        from jaxllama.checkpoints.hf.fla import config_from_fla
-
-        return config_from_fla(config, name)
+    if kind in MODELS:
+        return config_from_fla(config, name, kind)
     family = FAMILIES[kind]
     windowed = () if family.window == "none" else ("sliding_window", "layer_types")
     windowed += ("use_sliding_window", "max_window_layers") if family.window == "use" else ()
@@ -143,9 +142,7 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
     dtype: name of the weights' dtype, for ``torch_dtype``.
     Raises JaxLlamaError naming the option that no supported architecture has.
     """
-    if "gla" in cfg.layer_types:
-        from jaxllama.checkpoints.hf.fla import config_to_fla
-
+    if model_of(cfg) is not None:
         return config_to_fla(cfg)
     kind = _hf_model_type(cfg)
     family = FAMILIES[kind]

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import ModelConfig, Stored
+from jaxllama.config import DeltaConfig, ModelConfig, Stored
+from jaxllama.errors import JaxLlamaError
 
 Fields = dict[str, Any]
 # Keys of activations, and ours.
@@ -104,6 +105,77 @@ def _smollm3_nope(index: int, read: JsonReader, slides: bool = False) -> bool:
     return not layers[index]
 
 
+_LINEAR = ("full_attention", "linear_attention")
+
+
+def _linear_layers(read: JsonReader) -> tuple[str, ...]:
+    """ModelConfig's layer_types; without the key every fourth layer is attention."""
+    n, types = read.size("num_hidden_layers"), read.config.get("layer_types")
+    if types is None:
+        every = read.size("full_attention_interval", 4)
+        types = [_LINEAR[bool((i + 1) % every)] for i in range(n)]
+    if not isinstance(types, list) or len(types) != n or not all(x in _LINEAR for x in types):
+        raise read.error("layer_types", f"must be {n} entries of {_LINEAR}")
+    return tuple("attention" if kind == _LINEAR[0] else "delta" for kind in types)
+
+
+def _qwen_delta(read: JsonReader) -> Fields:
+    return {
+        "layer_types": _linear_layers(read),
+        "delta": DeltaConfig(
+            n_heads=read.size("linear_num_value_heads", 32),
+            n_k_heads=read.size("linear_num_key_heads", 16),
+            d_k=read.size("linear_key_head_dim", 128),
+            d_v=read.size("linear_value_head_dim", 128),
+            norm_eps=read.number("rms_norm_eps"),
+            conv_size=read.size("linear_conv_kernel_dim", 4),
+        ),
+    }
+
+
+def _qwen_next(read: JsonReader) -> Fields:
+    experts, step = read.natural("num_experts", 512), read.size("decoder_sparse_step", 1)
+    dense = read.config.get("mlp_only_layers") or []
+    for index in range(read.size("num_hidden_layers")):
+        if experts and index not in dense and (index + 1) % step == 0:
+            raise read.error("num_experts", "a mixture of experts, which is not supported")
+    return _qwen_delta(read)
+
+
+def _qwen_delta_to_hf(cfg: ModelConfig) -> Fields:
+    delta = cfg.delta
+    if delta is None:
+        raise JaxLlamaError("delta = None: this family's layers have it")
+    return {
+        "layer_types": [_LINEAR[kind == "delta"] for kind in cfg.layer_types],
+        "linear_num_value_heads": delta.n_heads,
+        "linear_num_key_heads": delta.n_k_heads,
+        "linear_key_head_dim": delta.d_k,
+        "linear_value_head_dim": delta.d_v,
+        "linear_conv_kernel_dim": delta.conv_size,
+    }
+
+
+# Of experts, of which a dense model has none.
+_EXPERTS = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok",
+            "norm_topk_prob", "output_router_logits", "router_aux_loss_coef")  # fmt: skip
+_QWEN_DELTA = Family(
+    architectures=("Qwen3_5ForCausalLM",),
+    defaults={
+        "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25, "bos_token_id": None, "eos_token_id": None,
+    },
+    keys=(
+        "layer_types", "full_attention_interval", "linear_num_value_heads", "linear_num_key_heads",
+        "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+    ),
+    same=_BIAS,
+    fields=_qwen_delta,
+    to_hf=_qwen_delta_to_hf,
+    fixed={"attn_output_gate": (True, None)},
+    facts={"qk_norm": "head", "attn_gate": True},
+    stored={"norm_offset": 1.0},
+)  # fmt: skip
 _COHERE = {"norm": "layer", "parallel_block": True}
 _GEMMA = {"embedding_scale": True, "post_norms": True}
 _SOFTCAPS = (("attn_logit_softcapping", "attn_softcap", None),
@@ -156,6 +228,18 @@ FAMILIES: dict[str, Family] = {
         same=_BIAS,
         window="use",
         facts={"qk_norm": "head"},
+    ),
+    "qwen3_5_text": _QWEN_DELTA,
+    "qwen3_next": dataclasses.replace(
+        _QWEN_DELTA,
+        architectures=("Qwen3NextForCausalLM",),
+        defaults={**_QWEN_DELTA.defaults, "num_key_value_heads": 2},
+        keys=(
+            *_QWEN_DELTA.keys, "num_experts", "decoder_sparse_step", "mlp_only_layers",
+            *_EXPERTS,
+        ),
+        fields=_qwen_next,
+        to_hf=lambda cfg: {**_qwen_delta_to_hf(cfg), "num_experts": 0},
     ),
     "phi3": Family(
         ("Phi3ForCausalLM",),

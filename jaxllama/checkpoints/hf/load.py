@@ -298,7 +298,7 @@ def _read_folded(files: Tensors, source: Source, start: int, out: np.ndarray,
     """``_read_slice`` of the rows that ``source`` makes of the tensor, some whole heads at once;
     added: an adapter's factors."""
     n_rows, width = source.shape[0], source.size // source.shape[0]
-    step = source.turned.head_dim if source.turned else max(1, _FOLDED // width)
+    step = source.turned.block if source.turned else max(1, _FOLDED // width)
     order, stop, finite = source.row_order(), start + out.size, True
     for row in range(start // width // step * step, -(-stop // width), step):
         n = min(step, n_rows - row)

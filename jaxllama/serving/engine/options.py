@@ -104,9 +104,9 @@ class EngineOptions:
         share = tokens // self.max_slots if self.deterministic else tokens
         max_len = self.max_len or max(min(cfg.max_position, share), 2)
         chunk = self.prefill_chunk or min(64 if on_cpu else 2048, max_len)
-        has_gla, is_dynamic = "gla" in cfg.layer_types, cfg.rope.scaling == "dynamic"
+        has_states, is_dynamic = cfg.has_states, cfg.rope.scaling == "dynamic"
         page = self.page_size or min(16 if on_cpu else 64, chunk)
-        if self.page_size is None and (has_gla or self.deterministic):
+        if self.page_size is None and (has_states or self.deterministic):
             page = math.gcd(page, chunk)
         row_pages = -(-max_len // page)
         if self.cache_tokens is None:
@@ -134,7 +134,7 @@ class EngineOptions:
             max_queue=self.max_queue,
             steps_per_call=self.steps_per_call or min(4, max_len - 1),
             deterministic=self.deterministic,
-            snapshots=self.max_slots if has_gla and prefix_cache else 0,
+            snapshots=self.max_slots if has_states and prefix_cache else 0,
         )
         resolved.check()
         return resolved

@@ -1,0 +1,150 @@
+"""The gated delta rule: the mixer of Gated DeltaNet, Kimi Delta Attention and DeltaNet layers.
+
+    q, k, v    = SiLU of short causal convolutions of products of x; q and k of length one a head
+    beta       = beta_max * sigmoid(product)
+    log_decay  = -exp(a_log) * softplus(product + dt_bias)      a head, or a key channel
+    o          = gated_delta(q, k, v, log_decay, beta)          in decode one step
+    y          = out(norm(o) * activation(gate(x)))             norm per head
+
+A channel's decay and Kimi's output gate are products of two factors.  q, k and v go through one
+convolution, whose last ``conv_size - 1`` inputs are part of the row's state.  No positions.
+
+Sources: arXiv 2406.06484, 2412.06464, 2510.26692; transformers' ``qwen3_next``,
+flash-linear-attention's layers of these names.  Left out: other feature maps than SiLU, biases of
+the convolutions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.config import DeltaConfig, ModelConfig
+from jaxllama.model.attention import At
+from jaxllama.model.cache import GLAState, GLATokens
+from jaxllama.model.gla import by_row, gated_norm, last_convolved, short_convolution, steps
+from jaxllama.model.linear import Params, linear
+from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
+from pallas_kernels.matmul.blocks import Columns
+
+_INPUTS = ("qkvz", "ba", "f_0", "g_0")
+
+
+def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
+    """What reads the layer's input."""
+    return [p[name] for name in _INPUTS if name in p]
+
+
+def mix(
+    cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: GLAState | None, at: At
+) -> tuple[jax.Array, GLAState | GLATokens | None]:
+    """The projections of ``inputs``, columns of ``[B, T, n]`` -> (gated heads ``[B, T, H Dv]``,
+    state); None, padding and tokens that are verified as in ``gla.mix``."""
+    delta = cfg.delta
+    assert delta is not None
+    names = (name for name in _INPUTS if name in p)
+    streams = {name: x.value for name, x in zip(names, projected, strict=True)}
+    qkv, z = jnp.split(streams["qkvz"], (_qkv_width(delta),), axis=-1)
+    batch, n_new, _ = qkv.shape
+    read, conv = by_row(qkv, at), None
+    if delta.conv_size:
+        past = None if state is None or state.conv is None else state.conv[0]
+        lengths = at.lengths[:: at.drafted or 1]
+        y, last = short_convolution(read, p["conv"]["weight"], past, lengths)
+        qkv, conv = y.reshape(qkv.shape), (last,)
+    else:
+        qkv = jax.nn.silu(qkv)
+    width = delta.n_k_heads * delta.d_k
+    q, k, v = jnp.split(qkv, (width, 2 * width), axis=-1)
+    q, k = (x.reshape(batch, n_new, delta.n_k_heads, delta.d_k) for x in (q, k))
+    v = v.reshape(batch, n_new, delta.n_heads, delta.d_v)
+    log_decay, beta = _gates(delta, p, streams)
+    new: GLAState | GLATokens | None = None
+    if at.drafted is not None:
+        assert state is not None
+        q, k, v, log_decay, beta = (by_row(x, at) for x in (q, k, v, log_decay, beta))
+        count = jnp.sum(by_row(at.lengths[:, None], at), axis=1)
+        o, _ = steps(_step, (q, k, v, log_decay, beta), state.state, count)
+        o = o.reshape(batch, 1, *o.shape[2:])
+        new = GLATokens(k, v, log_decay, (read,) if delta.conv_size else (), beta)
+    else:
+        o, after = _recur(q, k, v, log_decay, beta, at.lengths, state)
+        new = None if after is None else GLAState(after, conv)
+    gate = z if delta.gate == "full" else None
+    if delta.gate == "low_rank":
+        gate = linear(streams["g_0"], p["g_1"])
+    gate = None if gate is None else gate.reshape(o.shape)
+    o = gated_norm(o, p["o_norm"]["weight"], delta.norm_eps, gate, delta.gate_activation)
+    return o.reshape(batch, n_new, -1), new
+
+
+def commit(state: GLAState, tokens: GLATokens, count: jax.Array) -> GLAState:
+    """The state after the first ``count[B]`` of the tokens."""
+    assert tokens.beta is not None
+    operands = tokens.k, tokens.k, tokens.v, tokens.log_decay, tokens.beta
+    _, after = steps(_step, operands, state.state, count)
+    return GLAState(after, last_convolved(state, tokens, count))
+
+
+def _qkv_width(delta: DeltaConfig) -> int:
+    return 2 * delta.n_k_heads * delta.d_k + delta.n_heads * delta.d_v
+
+
+def _gates(
+    delta: DeltaConfig, p: Params, streams: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """(log_decay ``[B, T, H]`` or ``[B, T, H, Dk]``, beta ``[B, T, H]``), float32."""
+    ba = streams["ba"].astype(jnp.float32)
+    b = ba[..., : delta.n_heads]
+    beta = delta.beta_max * jax.nn.sigmoid(b)
+    if delta.decay == "none":
+        return jnp.zeros_like(b), beta
+    rate = jnp.exp(p["decay"]["a_log"].astype(jnp.float32))
+    dt = p["decay"]["dt_bias"].astype(jnp.float32)
+    if delta.decay == "head":
+        return -rate * jax.nn.softplus(ba[..., delta.n_heads :] + dt), beta
+    dt = dt + linear(streams["f_0"], p["f_1"]).astype(jnp.float32)
+    dt = dt.reshape(*b.shape, delta.d_k)
+    return -rate[:, None] * jax.nn.softplus(dt), beta
+
+
+def _recur(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    lengths: jax.Array,
+    state: GLAState | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(heads ``[B, T, H, Dv]``, state) of any number of tokens ``[B, T, H, D]``."""
+    operands = q, k, v, log_decay, beta
+    if q.shape[1] == 1 and state is not None:
+        o, after = _step(*(x[:, 0] for x in operands), lengths > 0, state=state.state)
+        return o[:, None], after
+    o, after = gated_delta(
+        *operands, normalize_qk=True,
+        initial_state=None if state is None else state.state,
+        lengths=None if state is None else lengths,
+    )  # fmt: skip
+    return o, None if state is None else after
+
+
+def _step(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    moves: jax.Array,
+    state: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """``gated_delta_step`` of the rows that move, bool ``[B]``.  One that stands still has no decay
+    and writes nothing, as in ``gla``."""
+    rest = (
+        jnp.where(moves.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+        for x in (k, v, log_decay, beta)
+    )
+    return gated_delta_step(q, *rest, state, normalize_qk=True)
