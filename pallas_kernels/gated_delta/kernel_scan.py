@@ -12,6 +12,9 @@ the values.
     wait c | S -> bf16 | wgmma S^T K^T, S^T Q^T | R | wgmma S, o | o -> TMA | slot of c-1 <- TMA c+2
 
 A warpgroup that only copies would leave 168 registers to the others, which spilled.
+
+Floor: 11 bytes per element of q at Dk = Dv = 128 and as many key as value heads, 0.172 ms at
+(8, 4096, 16, 16, 128, 128).  Result: 0.183 on one H200, memory-bound; 0.139 with 4 key heads.
 """
 
 from __future__ import annotations

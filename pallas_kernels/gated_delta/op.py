@@ -11,8 +11,9 @@ eigenvalues), keys of length at most one however alike, at any length: finite, a
 recursion, values and gradients; no exponential of a positive number is taken anywhere.  State and
 gates are float32.  With longer keys than ``sqrt(2 / beta)`` the recursion itself may grow.
 
-Forms: ``gated_delta`` is chunkwise (``gated_delta.chunked``), ``gated_delta_step`` is one step
-(``gated_delta.step``), and ``gated_delta.reference`` holds the recursion itself and the fully
+Forms: ``gated_delta`` is chunkwise (``gated_delta.chunked`` in XLA, ``gated_delta.kernel`` on
+Hopper), ``gated_delta_step`` is one step (``gated_delta.step``, ``gated_delta.step_kernel``), and
+``gated_delta.reference`` holds the recursion itself and the fully
 parallel form.
 
 Gradients reach q, k, v, log_decay, beta and initial_state, from o and from the final state.  The

@@ -9,7 +9,8 @@ needs all of it: k^T S and q^T S meet in shared memory once, and o is q^T (a S) 
     warps: S in flight | a, k, q -> smem | barrier | k^T a S, q^T a S, q k -> smem | barrier
            | d | a S + k d -> memory                                    warp 0: o -> memory
 
-Floor: 8 bytes per state element, 62 us at 64 rows x 32 heads x 128 x 128.
+Floor: 8 bytes per state element at 4.3 TB/s, 62 us at 64 rows x 32 heads x 128 x 128.  Result:
+69 us on one H200.
 """
 
 from __future__ import annotations
