@@ -291,6 +291,18 @@ def shuffle_xor(x: Value, lanes: int) -> Value:
     return ptx(code, x, results=x.type, convergent=True)
 
 
+def shuffle_up(x: Value, lanes: int) -> Value:
+    """The value of the lane this many below; of the first ones their own."""
+    code = f"shfl.sync.up.b32 $0, $1, {lanes}, 0, -1;"
+    return ptx(code, x, results=x.type, convergent=True)
+
+
+def shuffle_from(x: Value, lane: int) -> Value:
+    """One lane's value."""
+    code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, -1;"
+    return ptx(code, x, results=x.type, convergent=True)
+
+
 def transpose_8x8(word: Value) -> Value:
     """The warp's 8x8 matrix of 16-bit words, two per lane, transposed."""
     code = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
@@ -410,6 +422,11 @@ def loop(
 def barrier() -> None:
     """All threads of the block."""
     gpu.barrier()
+
+
+def warpgroup_barrier() -> None:
+    """All threads of the warpgroup."""
+    mgpu.utils.warpgroup_barrier()
 
 
 def warp_barrier() -> None:

@@ -11,8 +11,9 @@ eigenvalues), keys of length at most one however alike, at any length: finite, a
 recursion, values and gradients; no exponential of a positive number is taken anywhere.  State and
 gates are float32.  With longer keys than ``sqrt(2 / beta)`` the recursion itself may grow.
 
-Forms: ``gated_delta`` is chunkwise (``gated_delta.chunked``), ``gated_delta_step`` is one step
-(``gated_delta.step``), and ``gated_delta.reference`` holds the recursion itself and the fully
+Forms: ``gated_delta`` is chunkwise (``gated_delta.chunked`` in XLA, ``gated_delta.kernel`` on
+Hopper), ``gated_delta_step`` is one step (``gated_delta.step``, ``gated_delta.step_kernel``), and
+``gated_delta.reference`` holds the recursion itself and the fully
 parallel form.
 
 Gradients reach q, k, v, log_decay, beta and initial_state, from o and from the final state.  The
@@ -31,6 +32,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
 from pallas_kernels.gated_delta.chunked import chunked_backward, chunked_forward
+from pallas_kernels.gated_delta.reference import normalized
 from pallas_kernels.gated_delta.step import step
 from pallas_kernels.gla.sequences import check_decay, restarted, zero_padding
 from pallas_kernels.operands import check
@@ -158,12 +160,32 @@ def _check(op: str, lines: dict[str, str], **operands: Any) -> None:
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array) -> Plan | Reason:
     """How a kernel computes ``gated_delta``."""
-    return Reason("the gated delta rule has none")
+    from pallas_kernels.gated_delta import kernel
+
+    return kernel.plan(q, k, v, g)
 
 
 def _step_plan(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array,
                state: jax.Array) -> Plan | Reason:  # fmt: skip
-    return Reason("the gated delta rule has none")
+    from pallas_kernels.gated_delta import step_kernel
+
+    return step_kernel.plan(q, k, v)
+
+
+def _kernel(static: _Static, q: jax.Array, k: jax.Array, *operands: Any) -> _Pair:
+    from pallas_kernels.gated_delta import kernel
+
+    scale, normalize_qk, plan = static
+    q, k = (_normalized(x) if normalize_qk else x for x in (q, k))
+    v, g, beta, initial_state, lengths = operands
+    return kernel.gated_delta_forward(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, lengths=lengths,
+        segments=plan.segments,
+    )  # fmt: skip
+
+
+def _normalized(x: jax.Array) -> jax.Array:
+    return normalized(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def _xla(static: _Static, *operands: Any) -> _Pair:
@@ -192,6 +214,8 @@ def _columns(q: jax.Array, g: jax.Array, beta: jax.Array) -> _Pair:
 
 
 def _forward(choice: Choice, static: _Static, *operands: Any) -> tuple[_Pair, Any]:
+    if choice.implementation == "mosaic":  # which keeps no states
+        return _gated_delta(choice, static, *operands), ()
     *inputs, initial_state, lengths = operands
     return _chunked(static, *zero_padding(lengths, *inputs), initial_state=initial_state)
 
@@ -201,6 +225,8 @@ def _backward(choice: Choice, static: _Static, operands: Any, saved: Any, d_o: j
     *inputs, initial_state, lengths = operands
     q, k, v, g, beta, d_o = zero_padding(lengths, *inputs, d_o)
     scale, normalize_qk, _ = static
+    if choice.implementation == "mosaic":
+        saved = _chunked(static, q, k, v, g, beta, initial_state)[1]
     d_q, d_k, d_v, d_g, d_beta, d_initial = chunked_backward(
         q, k, v, *_columns(q, g, beta), saved, d_o, d_state, scale=scale, normalize_qk=normalize_qk
     )
@@ -214,5 +240,13 @@ def _step_xla(static: _Static, *operands: jax.Array) -> _Pair:
     return step(*operands, scale=scale, normalize_qk=normalize_qk)
 
 
-_gated_delta = Op("gated_delta", _xla, forward=_forward, backward=_backward)
-_gated_delta_step = Op("gated_delta_step", _step_xla)
+def _step_kernel(static: _Static, q: jax.Array, k: jax.Array, *operands: jax.Array) -> _Pair:
+    from pallas_kernels.gated_delta import step_kernel
+
+    scale, normalize_qk, plan = static
+    q, k = (_normalized(x) if normalize_qk else x for x in (q, k))
+    return step_kernel.gated_delta_step(q, k, *operands, scale=scale, plan=plan)
+
+
+_gated_delta = Op("gated_delta", _xla, _kernel, forward=_forward, backward=_backward)
+_gated_delta_step = Op("gated_delta_step", _step_xla, _step_kernel)

@@ -60,7 +60,7 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
     return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)))
 
 
-def _padded(x: jax.Array | None) -> jax.Array | None:
+def padded(x: jax.Array | None) -> jax.Array | None:
     """Zero channels up to whole blocks: they are a state of zeros that nothing else reads."""
     if x is None or x.shape[-1] % VALUE_BLOCK == 0:
         return x
@@ -142,7 +142,7 @@ def gla_forward(
     dv = v.shape[-1]
     gated = gates(q, k, log_decay, lengths, float(scale))
     o, borders, state = _scan_in_segments(
-        gated, _padded(v), _padded(initial_state), lengths, segments=segments,
+        gated, padded(v), padded(initial_state), lengths, segments=segments,
         want_borders=save != "nothing",
     )  # fmt: skip
     o, state = o[..., :dv], state[..., :dv]
@@ -172,7 +172,7 @@ def gla_backward(
     gradients.  Where exp(log_decay) is 0 its gradient is 0.
     """
     width = v.shape[-1]
-    v, d_out, d_state, initial_state = map(_padded, (v, d_out, d_state, initial_state))
+    v, d_out, d_state, initial_state = map(padded, (v, d_out, d_state, initial_state))
     gated, before = saved if saved is not None else (None, None)
     if gated is None:
         gated = gates(q, k, log_decay, None, float(scale))

@@ -52,7 +52,7 @@ def _state_pointer(ref, column: int, rows_stride: int):
     return arith.addi(p.address(ref), arith.extui(i64, p.shift_left(offset, 2)))
 
 
-def _read_state(dk: int, dv: int):
+def read_state(dk: int, dv: int):
     """S^T [64, Dk] in WGMMA registers from a device slice [Dk, 64] of a [.., Dk, Dv] array."""
 
     @plgpu.inline_mgpu(
@@ -86,7 +86,7 @@ def _read_state(dk: int, dv: int):
     return read
 
 
-def _write_state(dv: int):
+def write_state(dv: int):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
     def write(ctx, ref, state):
         del ctx
@@ -209,7 +209,7 @@ def _scan_body(
         channels = [pl.ds(part * width, width) for part in range(parts)]
         if initial:
             state = tuple(
-                _read_state(width, dv)(start_state.at[b, head, segment, at, columns])
+                read_state(width, dv)(start_state.at[b, head, segment, at, columns])
                 for at in channels
             )
         else:
@@ -278,7 +278,7 @@ def _scan_body(
 
         state = lax.fori_loop(0, steps, body, state)
         for part, at in enumerate(channels):
-            _write_state(dv)(final.at[b, head, segment, at, columns], state[part])
+            write_state(dv)(final.at[b, head, segment, at, columns], state[part])
         if want_out and ragged:
             # Rows that end early: the outputs of the chunks beyond are zeros.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

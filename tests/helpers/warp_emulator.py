@@ -148,6 +148,16 @@ class Block:
     def shuffle(self, x, lanes):
         return x[np.arange(self.n) ^ lanes]
 
+    def shuffle_up(self, x, lanes):
+        index = np.arange(self.n)
+        return x[np.where(index % 32 < lanes, index, index - lanes)]
+
+    def load_matrices(self, base, at=0, transposed=False):
+        rows = self.memory[self.at(np.asarray(base, np.int64) + at, 16)].view(np.uint16)
+        tiles = rows.reshape(-1, 4, 8, 8)
+        tiles = tiles.transpose(1, 0, 3, 2) if transposed else tiles.transpose(1, 0, 2, 3)
+        return [np.ascontiguousarray(tile).reshape(-1).view(U32) for tile in tiles]
+
 
 def _halves(word, kind):
     return np.ascontiguousarray(word).view(np.uint16).view(_HALF[kind])
@@ -260,6 +270,7 @@ def _modules(block: Block):
         offset=wide, offset_rows=wide, shift_right=lambda x, k: x >> U32(k),
         shift_left=lambda x, k: x << U32(k), masked=lambda x, m: x & U32(m & 0xFFFFFFFF),
         less=lambda x, y: x < number(y), equal=lambda x, y: x == number(y), no=np.logical_not,
+        bit=lambda x, k: (x >> U32(k) & U32(1)) == 1,
         below=lambda x, y: signed(x) < signed(y), at_most=lambda x, y: signed(x) <= signed(y),
         smaller=lambda x, y: np.minimum(signed(x), signed(y)).view(U32),
         larger=lambda x, y: np.maximum(signed(x), signed(y)).view(U32),
@@ -275,7 +286,9 @@ def _modules(block: Block):
         widen=lambda w, kind="bf16": _half(w, 0, kind),
         widen_high=lambda w, kind="bf16": _half(w, 1, kind),
         narrow=lambda x, kind: x.astype(_HALF[kind]).view(np.uint16).astype(U32),
-        mma=block.mma, shuffle_xor=block.shuffle, transpose_8x8=block.transpose,
+        mma=block.mma, shuffle_xor=block.shuffle, shuffle_up=block.shuffle_up,
+        shuffle_from=lambda x, lane: x[np.arange(block.n) & -32 | lane],
+        load_matrices=block.load_matrices, transpose_8x8=block.transpose,
         load_global=lambda base, n, at=0, kind="b32", cache=".nc": block.load(
             base, n, at, kind_of(kind)),
         store_global=lambda base, values, at=0: block.store(base, values, at),
@@ -292,7 +305,8 @@ def _modules(block: Block):
         when=block.when, choose=choose,
         loop=lambda start, stop, step, *rest: block.loop(
             number(start), number(stop), number(step), *rest),
-        barrier=lambda: None, warp_barrier=lambda: None, copies_commit=lambda: None,
+        barrier=lambda: None, warpgroup_barrier=lambda: None, warp_barrier=lambda: None,
+        copies_commit=lambda: None,
         copies_wait=lambda n: None, copy_bulk=copy_bulk, barrier_init=barrier_init,
         barriers_ready=lambda: None, barrier_expect=expect, barrier_arrive=arrive,
         barrier_wait=block.wait, cluster_arrive=lambda order="": None, cluster_wait=lambda: None,

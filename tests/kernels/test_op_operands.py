@@ -464,7 +464,7 @@ CASES = {
     "gla_step": gla_step,
     "gla_token": one_token,
 }
-WITHOUT_KERNEL = {"quantize", "dequantize", "gated_delta", "gated_delta_step"}
+WITHOUT_KERNEL = {"quantize", "dequantize"}
 # The XLA form of these is that of the case beside them.
 WITHOUT_XLA = {"gla_token", "quantized_matmul w8", "rms_norm", "decode_attention int8",
                "rope_and_write int8"}  # fmt: skip

@@ -518,8 +518,8 @@ def test_export_refuses_a_named_kernel() -> None:
 
 # --- the kernels themselves ----------------------------------------------------------------------
 
-# XLA's fusion is all there is to swiglu; the delta rule has no kernel.
-KERNELS = [n for n in CASES if n not in ("swiglu", "gated_delta", "gated_delta_step")]
+# XLA's fusion is all there is to swiglu.
+KERNELS = [n for n in CASES if n != "swiglu"]
 
 
 def _mosaic(name: str) -> tuple[Callable, tuple]:

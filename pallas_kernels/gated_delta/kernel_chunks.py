@@ -1,0 +1,217 @@
+"""The gated delta rule's work inside a chunk on Hopper: what ``kernel_scan`` needs of every chunk,
+all chunks at once.
+
+With G the sums of log_decay from a chunk's start, D_ij = exp(G_i - G_j) for j <= i,
+
+    A  = beta_i (k_i . k_j) D_ij below the diagonal         X = (I + A)^-1 diag(beta)
+    M  = (scale q_i . k_j D_ij, j <= i) X                   [64, 64]
+    K' = X^T diag(exp(G_64 - G)) K                          [64, Dk]
+
+so that, from a chunk's first state S and R = V - diag(exp(G)) K S,
+
+    o = scale diag(exp(G)) Q S + M R                        S <- exp(G_64) S + K'^T R.
+
+That is the WY form with its inverse taken to the left: fla multiplies X into V and K, which leaves
+two products with the tokens between a state and the next, and rounds u = X R, whose errors add up
+where keys are parallel; M and K' are formed here once, from operands of 16 bits and more, and where
+keys are parallel their entries are small.
+
+One block of one warpgroup a chunk and value head, several to an SM, one after the other:
+
+    TMA q k | sums of log_decay | k k^T, q k^T | A, P | X (``kernel_inverse``) | M, K' | TMA out
+
+Floor: 7 bytes per element of q at Dk = 128 and as many key as value heads (4 in, 3 out), 0.109 ms
+at (8, 4096, 16, 16, 128, 128).  Result: 0.162 on one H200.  What was tried: NOTES.md.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import llvm, vector
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ptx as p
+from pallas_kernels.gated_delta import kernel_inverse as inverse
+from pallas_kernels.gla.channels import CHUNK, ROWS
+from pallas_kernels.gla.gates import BF16_TILE
+from pallas_kernels.launch import launch
+
+PART = 64  # key channels of a tile
+_WGMMA = plgpu.Layout.WGMMA
+
+
+def _vectors_call(scale: float, pitch: int):
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT((128,))))
+    def call(ctx, scratch, decays, betas, out, limit):
+        del ctx
+        inverse.chunk_vectors(
+            p.shared_address(scratch), p.address(decays), p.address(betas),
+            limit.registers.flat[0], pitch, p.address(out), scale,
+        )  # fmt: skip
+        p.warpgroup_barrier()
+
+    return call
+
+
+def _pairs(array):
+    """A [64, 64] array's registers as ``x[tile][half]``, pairs."""
+    flat = list(array.registers.reshape(-1))
+    return [
+        [
+            [llvm.extractelement(flat[2 * tile + half], p.ci(e)) for e in range(2)]
+            for half in range(2)
+        ]
+        for tile in range(8)
+    ]
+
+
+def _array(parts):
+    layout = _WGMMA.to_mgpu()
+    zero = mgpu.FragmentedArray.splat(p.cf(0.0), (CHUNK, CHUNK), layout, is_signed=None)
+    registers = zero.registers.copy()
+    kind = ir.VectorType.get((2,), p.f32())
+    pairs = [pair for tile in parts for pair in tile]
+    registers.reshape(-1)[:] = [vector.from_elements(kind, pair) for pair in pairs]
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def _inverse_call(scale: float):
+    """(k k^T, q k^T) -> X^T; overwrites q by P's high and low parts."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(ROWS), plgpu.RefType(ROWS), _WGMMA, _WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=_WGMMA),
+    )
+    def call(ctx, scratch_ref, q_ref, tiles_ref, kk, qk):
+        del ctx
+        scratch, tiles = p.shared_address(scratch_ref), p.shared_address(tiles_ref)
+        rows = inverse.Rows()
+        a, weights = inverse.coefficients(rows, scratch, _pairs(kk), _pairs(qk), scale)
+        p.warpgroup_barrier()  # all warps' products have read q
+        inverse.store_split(rows, p.shared_address(q_ref), weights)
+        x = inverse.inverse_transposed(rows, tiles, scratch, a)
+        return _array(inverse.scaled_rows(x, rows.by_row(scratch, inverse.BETA)))
+
+    return call
+
+
+def _high_low(x):
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, parts: int,
+                ragged: bool):  # fmt: skip
+    rest = list(rest)
+    lengths = rest.pop(0) if ragged else None
+    keys, weights, decays, q_union, k_union, a_union, scratch, ready = rest
+    (q_rows, q_sm), (k_rows, k_sm), (a_rows, a_sm) = q_union, k_union, a_union
+    head, c, b = (lax.axis_index(name) for name in ("head", "chunk", "row"))
+    rows = pl.ds(c * CHUNK, CHUNK)
+    limit = (jnp.minimum(lengths[b], length) if ragged else length) - c * CHUNK
+
+    def work():
+        for part in range(parts):
+            at = pl.ds(part * PART, PART)
+            plgpu.copy_gmem_to_smem(q.at[b, rows, head // group, at], q_rows.at[part], ready)
+            plgpu.copy_gmem_to_smem(k.at[b, rows, head // group, at], k_rows.at[part], ready)
+        _vectors_call(scale, 4 * g.shape[-1])(
+            scratch, g.at[b, rows, head], beta.at[b, rows, head], decays.at[b, head, c],
+            jnp.full((128,), limit, jnp.int32),
+        )  # fmt: skip
+        plgpu.barrier_wait(ready)
+        if ragged:
+
+            @pl.when(limit < CHUNK)
+            def _():
+                for part in range(parts):
+                    tile = plgpu.load(k_sm.at[part], layout=_WGMMA)
+                    token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, PART), 0, layout=_WGMMA)
+                    k_sm[part] = jnp.where(token < limit, tile, jnp.zeros_like(tile))
+                plgpu.commit_smem()
+
+        def products(kk, qk):
+            for acc, left in ((kk, k_sm), (qk, q_sm)):
+                for part in range(parts):
+                    plgpu.wgmma(acc, left.at[part], k_sm.at[part].transpose((1, 0)))
+            return kk[...], qk[...]
+
+        square = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
+        kk, qk = pl.run_scoped(products, square, square)
+        x = _inverse_call(scale)(scratch, q_rows, a_rows, kk, qk)
+        plgpu.commit_smem()
+
+        def scores(acc):
+            high, low = _high_low(x)
+            for left, n in ((high, 0), (high, 1), (low, 0)):
+                plgpu.wgmma(acc, left, q_sm.at[n].transpose((1, 0)))
+            return acc[...]
+
+        to_end = plgpu.load(scratch.at[pl.ds(inverse.TO_END // 4, CHUNK)], layout=_WGMMA.reduce(0))
+        high, low = _high_low(x * lax.broadcast_in_dim(to_end, (CHUNK, CHUNK), [1]))
+
+        def sums(acc, part):
+            plgpu.wgmma(acc, high, k_sm.at[part])
+            plgpu.wgmma(acc, low, k_sm.at[part])
+            return acc[...]
+
+        a_sm[0] = pl.run_scoped(scores, square).astype(q.dtype)
+        plgpu.commit_smem()  # all warps' products have read P
+        for part in range(parts):
+            q_sm[part] = pl.run_scoped(functools.partial(sums, part=part), square).astype(q.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(a_rows.at[0], weights.at[b, head, rows])
+        for part in range(parts):
+            at = pl.ds(part * PART, PART)
+            plgpu.copy_smem_to_gmem(q_rows.at[part], keys.at[b, head, rows, at])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    pl.when(limit > 0)(work) if ragged else work()
+
+
+def chunks(q, k, log_decay, beta, lengths, scale: float):
+    """q, k [B, T, Hk, Dk] bf16, log_decay and beta [B, T, H] f32 -> K' [B, H, NC*64, Dk] and M^T
+    [B, H, NC*64, 64], bf16, and [B, H, NC, 2, 64] f32: exp(G) and scale * exp(G).
+
+    lengths: int32[B] or None.  Chunks that start at or after a row's length are not written.
+    """
+    b, t, hk, dk = q.shape
+    h = beta.shape[-1]
+    nc, parts = -(-t // CHUNK), dk // PART
+    body = functools.partial(
+        _chunk_body, length=t, scale=scale, group=h // hk, parts=parts,
+        ragged=lengths is not None,
+    )  # fmt: skip
+
+    def tokens(n):  # one memory: rows of 128 bytes for the copies, tiles for wgmma
+        shape = (n, CHUNK, PART)
+        return plgpu.RefUnion(
+            plgpu.SMEM(shape, jnp.bfloat16, transforms=ROWS),
+            plgpu.SMEM(shape, jnp.bfloat16, transforms=BF16_TILE),
+        )
+
+    return launch(
+        body,
+        (q, k, log_decay, beta, lengths),
+        (
+            jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), jnp.bfloat16),
+            jax.ShapeDtypeStruct((b, h, nc * CHUNK, CHUNK), jnp.bfloat16),
+            jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK), jnp.float32),
+        ),
+        name="gated_delta_chunks",
+        grid={"head": h, "chunk": nc, "row": b},
+        scratch=[
+            tokens(max(parts, 2)),
+            tokens(parts),
+            tokens(2),
+            inverse.WORDS,
+            plgpu.Barrier(num_arrivals=2 * parts),
+        ],
+    )

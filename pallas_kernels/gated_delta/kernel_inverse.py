@@ -1,0 +1,253 @@
+"""Register work of ``gated_delta.kernel_chunks``: a chunk's decays, and the inverse of its I + A.
+
+Everything here runs inside ``plgpu.inline_mgpu``, on the four warps of a warpgroup.
+Warp w holds rows 16w..16w+15 of a [64, 64] matrix as ``x[tile][half]``: of row g + 8 half the two
+columns 8 tile + 2c (g and c as in ``gla.channels.Place``), which is wgmma's layout, and mma's.
+
+The inverse of a unit lower triangular matrix is taken by blocks of 16: those on the diagonal by
+substitution in float32, a column a lane; with X = (I + A)^-1 those below,
+
+    X_IJ = -X_II (A_IJ X_JJ + ... + A_I,I-1 X_I-1,J),
+
+by mma on bf16 pairs (high, low), three products each, so 16 bits of every factor count: where keys
+are almost parallel and beta is 1, X is a difference of large terms, and bf16 alone would leave one
+percent.  Warp J computes X_IJ^T, whose factor X_MJ^T is then its own earlier result: the layout
+that mma leaves is the one that it reads on the left.
+"""
+
+from __future__ import annotations
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import ptx as p
+from pallas_kernels.gla.channels import TILE, Place
+from pallas_kernels.ptx import LOG2E
+
+LOWEST = -128.0  # exp2 of it is 0 in float32
+_PITCH = 48  # bytes of a row of 16 bf16, so that eight rows lie in all banks
+_BLOCK = 16 * _PITCH
+_ROW = 80  # bytes of a row of 16 f32 in a diagonal block
+_DIAGONAL = 16 * _ROW
+WORDS = 3 * 64 + (4 * 2 * _BLOCK + 4 * _DIAGONAL) // 4  # of scratch: vectors, blocks
+
+# Scratch, in bytes: the chunk's three vectors of 64 floats, the diagonal blocks of A in float32,
+# the inverses' transposes as bf16, high and low.
+LOG, BETA, TO_END = 0, 256, 512
+_A_BLOCKS = 768
+_X_BLOCKS = _A_BLOCKS + 4 * _DIAGONAL
+
+
+def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
+    """By the first warp, of its chunk's tokens: sums of log_decay, beta, decay to the chunk's end
+    (see ``LOG``, ``BETA``, ``TO_END``); and to ``out`` the decay from the chunk's start, as it is
+    and times ``scale``.
+
+    decays, betas: addresses of the first token's float, the next is ``pitch`` bytes on.
+    limit: how many tokens there are; those past them decay nothing and have beta = 0.
+    """
+    thread = p.masked(p.register("tid.x"), 127)
+
+    def work():
+        lane = p.masked(thread, 31)
+        x, beta = [], []
+        for e in range(2):
+            token = p.add(p.shift_left(lane, 1), e)
+            inside = p.below(token, limit)
+            safe = arith.select(inside, token, p.ci(0))
+            (g,) = p.load_global(p.offset(decays, safe, pitch), 1, 0, "f32")
+            (b,) = p.load_global(p.offset(betas, safe, pitch), 1, 0, "f32")
+            g = p.maximum(arith.mulf(g, p.cf(LOG2E)), p.cf(LOWEST))
+            x.append(arith.select(inside, g, p.cf(0.0)))
+            beta.append(arith.select(inside, b, p.cf(0.0)))
+        total = arith.addf(*x)
+        for distance in (1, 2, 4, 8, 16):
+            other = p.shuffle_up(total, distance)
+            there = p.no(p.less(lane, distance))
+            total = arith.select(there, arith.addf(total, other), total)
+        before = arith.select(p.less(lane, 1), p.cf(0.0), p.shuffle_up(total, 1))
+        first = arith.addf(before, x[0])
+        log = [first, arith.addf(first, x[1])]
+        end = p.shuffle_from(log[1], 31)
+        at = p.add(scratch, p.shift_left(lane, 3))
+        p.store_shared(at, log, LOG)
+        p.store_shared(at, beta, BETA)
+        p.store_shared(at, [p.exp2(arith.subf(end, y)) for y in log], TO_END)
+        decay = [p.exp2(y) for y in log]
+        to = p.offset(out, lane, 8)
+        p.store_global(to, decay)
+        p.store_global(to, [arith.mulf(y, p.cf(scale)) for y in decay], 256)
+
+    p.when(p.less(thread, 32), work)
+
+
+class Rows(Place):
+    """Of a warp w that owns rows 16w..16w+15."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = p.add(p.shift_left(self.warp, 4), self.g)
+
+    def by_row(self, base, at: int):
+        """The thread's two rows' entries of a vector of floats."""
+        start = p.add(base, p.shift_left(self.first, 2))
+        return [p.load_float(start, at + 32 * half) for half in range(2)]
+
+    def by_column(self, base, at: int):
+        """The thread's column pairs' entries of a vector, by tile."""
+        start = p.add(base, p.shift_left(self.c, 3))
+        return [p.load_shared(start, 2, at + 32 * tile, "f32") for tile in range(8)]
+
+    def store_tile(self, base, x) -> None:
+        """bf16 pairs ``x[tile][half]`` to a swizzled [64, 64] tile."""
+        for tile in range(8):
+            chunk = arith.xori(p.ci(tile), self.g)
+            at = self.pair(base, self.first, chunk)
+            for half in range(2):
+                p.store_shared(at, [x[tile][half]], 1024 * half)
+
+
+def split(pair):
+    """Two floats as two words of bf16 pairs: high, and what is left of them, low."""
+    high = p.pack(*pair)
+    rest = [arith.subf(x, f(high)) for x, f in zip(pair, (p.widen, p.widen_high), strict=True)]
+    return high, p.pack(*rest)
+
+
+def joined(high, low):
+    return [arith.addf(f(high), f(low)) for f in (p.widen, p.widen_high)]
+
+
+def store_split(rows: Rows, tiles, x) -> None:
+    """Pairs of floats ``x[tile][half]`` as two bf16 tiles, high and low."""
+    parts = [[split(pair) for pair in tile] for tile in x]
+    for n in range(2):
+        rows.store_tile(p.add(tiles, n * TILE), [[word[n] for word in tile] for tile in parts])
+
+
+def scaled_rows(x, factors):
+    """``x[tile][half]`` times a factor a row."""
+    return [[[arith.mulf(y, factors[half]) for y in tile[half]] for half in range(2)] for tile in x]
+
+
+def coefficients(rows: Rows, scratch, kk, qk, scale: float):
+    """From k k^T and q k^T: A = beta_i k_i k_j decay below the diagonal, and
+    P = scale q_i k_j decay with the diagonal."""
+    log_row, beta = rows.by_row(scratch, LOG), rows.by_row(scratch, BETA)
+    log_column = rows.by_column(scratch, LOG)
+    a, weights = [], []
+    for tile in range(8):
+        a.append([])
+        weights.append([])
+        for half in range(2):
+            row = p.add(rows.first, 8 * half)
+            pairs = [], []
+            for e in range(2):
+                column = p.add(p.shift_left(rows.c, 1), 8 * tile + e)
+                between = arith.subf(log_row[half], log_column[tile][e])
+                decay = p.exp2(p.minimum(between, p.cf(0.0)))
+                below, upto = p.less(column, row), p.no(p.less(row, column))
+                x = arith.mulf(arith.mulf(kk[tile][half][e], beta[half]), decay)
+                pairs[0].append(arith.select(below, x, p.cf(0.0)))
+                x = arith.mulf(arith.mulf(qk[tile][half][e], p.cf(scale)), decay)
+                pairs[1].append(arith.select(upto, x, p.cf(0.0)))
+            a[tile].append(pairs[0])
+            weights[tile].append(pairs[1])
+    return a, weights
+
+
+def _of_warp(rows: Rows, values):
+    """``values[w]`` of the thread's warp w."""
+    low, high = p.bit(rows.warp, 0), p.bit(rows.warp, 1)
+    first = arith.select(low, values[1], values[0])
+    return arith.select(high, arith.select(low, values[3], values[2]), first)
+
+
+def _invert_diagonal(rows: Rows, block, to) -> None:
+    """The inverse of the warp's 16x16 block of I + A, transposed: a column of X a lane; lanes 0-15
+    store its high parts, 16-31 the low ones."""
+    column = p.masked(rows.lane, 15)
+    x = []
+    for i in range(16):
+        value = arith.select(p.equal(column, i), p.cf(1.0), p.cf(0.0))
+        for m in range(0, i, 4):
+            a = p.load_shared(block, 4, _ROW * i + 4 * m, "f32")
+            for n in range(m, min(m + 4, i)):
+                value = p.fma(arith.negf(a[n - m]), x[n], value)
+        x.append(value)
+    upper = p.less(rows.lane, 16)
+    words = [arith.select(upper, *split(x[i : i + 2])) for i in range(0, 16, 2)]
+    at = p.add(to, arith.muli(column, p.ci(_PITCH)))
+    at = p.add(at, arith.select(upper, p.ci(0), p.ci(_BLOCK)))
+    for i in range(2):
+        p.store_shared(at, words[4 * i : 4 * i + 4], 16 * i)
+
+
+def _matrices(rows: Rows, base):
+    """ldmatrix address of a stored 16x16 block."""
+    row, side = p.masked(rows.lane, 15), p.shift_right(rows.lane, 4)
+    return p.add(base, arith.muli(row, p.ci(_PITCH)), p.shift_left(side, 4))
+
+
+def _product(acc, left, right):
+    """acc[2][4] += left right of 16x16 blocks given as (high, low): mma's left fragments, and right
+    ones by 8 columns."""
+    for x, y in ((0, 0), (0, 1), (1, 0)):
+        acc = [p.mma(part, left[x], columns) for part, columns in zip(acc, right[y], strict=True)]
+    return acc
+
+
+def _left(acc):
+    """mma's result as (high, low) left fragments."""
+    words = [split(acc[tile][2 * half : 2 * half + 2]) for tile in range(2) for half in range(2)]
+    return [x for x, _ in words], [x for _, x in words]
+
+
+def inverse_transposed(rows: Rows, tiles, scratch, a):
+    """((I + A)^-1)^T as ``x[tile][half]``, for A below the diagonal, of which the diagonal and what
+    is above are zeros.
+
+    tiles: two swizzled [64, 64] bf16 tiles of shared memory, which end up as A's two parts.
+    """
+    zero = [p.cf(0.0)] * 4
+    store_split(rows, tiles, a)
+    block = p.add(scratch, p.mul(rows.warp, _DIAGONAL), _A_BLOCKS)
+    at = p.add(block, arith.muli(rows.g, p.ci(_ROW)), p.shift_left(rows.c, 3))
+    for tile in range(2):
+        for half in range(2):
+            pair = [_of_warp(rows, [a[2 * w + tile][half][e] for w in range(4)]) for e in range(2)]
+            p.store_shared(at, pair, 32 * tile + 8 * _ROW * half)
+    p.warp_barrier()
+    mine = p.add(scratch, p.mul(rows.warp, 2 * _BLOCK), _X_BLOCKS)
+    _invert_diagonal(rows, block, mine)
+    p.warpgroup_barrier()
+
+    own = _matrices(rows, mine)
+    own = [p.load_matrices(own, at=_BLOCK * n) for n in range(2)]
+    everywhere = _matrices(rows, p.add(scratch, _X_BLOCKS))
+    addresses = rows.row_matrices(tiles)
+    left, out = [], []
+    for i in range(4):
+        here = p.equal(rows.warp, i)
+        acc = [zero, zero]
+        for m in range(i):
+            right = []
+            for n in range(2):
+                w = p.load_matrices(addresses[m], at=2048 * i + TILE * n)
+                right.append([[w[0], w[2]], [w[1], w[3]]])
+            acc = _product(acc, left[m], right)
+        if i:
+            right = []
+            for n in range(2):
+                w = p.load_matrices(everywhere, at=(2 * i + n) * _BLOCK, transposed=True)
+                right.append([w[:2], w[2:]])
+            acc = [[arith.negf(x) for x in part] for part in acc]
+            acc = _product([zero, zero], _left(acc), right)
+        words = [
+            [arith.select(here, x, y) for x, y in zip(*both, strict=True)]
+            for both in zip(own, _left(acc), strict=True)
+        ]
+        left.append(words)
+        for tile in range(2):
+            out.append([joined(words[0][2 * tile + half], words[1][2 * tile + half])
+                        for half in range(2)])  # fmt: skip
+    return out

@@ -1,0 +1,242 @@
+"""The gated delta rule's pass over the chunks on Hopper: the recurrent state and the outputs.
+
+    R = V - diag(e) K S        o = scale diag(e) Q S + M R        S <- e_64 S + K'^T R
+
+for ``kernel_chunks``'s M, K' and e = exp(G).  One block per (128 value channels, value head, batch
+row, segment of chunks): two warpgroups of 64 value channels each, the first of which starts the
+copies.  S^T [64 dv, Dk] stays in registers for the whole loop; bf16 of it is the register operand
+of S^T K^T and S^T Q^T, R^T, which never leaves the registers, that of R^T K' and R^T M^T.  Three
+slots: one that is computed, one that is there, one on its way; the outputs leave from the place of
+the values.
+
+    wait c | S -> bf16 | wgmma S^T K^T, S^T Q^T | R | wgmma S, o | o -> TMA | slot of c-1 <- TMA c+2
+
+A warpgroup that only copies would leave 168 registers to the others, which spilled.
+
+Floor: 11 bytes per element of q at Dk = Dv = 128 and as many key as value heads, 0.172 ms at
+(8, 4096, 16, 16, 128, 128).  Result: 0.183 on one H200, memory-bound; 0.139 with 4 key heads.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ptx as p
+from pallas_kernels.gated_delta.kernel_chunks import PART
+from pallas_kernels.gla.channels import CHUNK, ROWS, ChannelLane
+from pallas_kernels.gla.gates import BF16_TILE
+from pallas_kernels.gla.scan import VALUE_BLOCK, read_state, write_state
+from pallas_kernels.launch import launch
+
+STAGES = 3
+_WGMMA = plgpu.Layout.WGMMA
+
+
+@plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(ROWS), plgpu.Layout.WG_SPLAT((128,))),
+    return_type=plgpu.ShapeDtypeStruct((64, CHUNK), jnp.bfloat16, layout=_WGMMA),
+)
+def read_transposed(ctx, tile, mask):
+    """V^T [64 dv, 64 tokens] from the swizzled rows of tokens, where the mask's bits are ones."""
+    del ctx
+    base, mask = ChannelLane().column_matrices(p.shared_address(tile)), mask.registers.flat[0]
+    layout = _WGMMA.to_mgpu()
+    half = ir.BF16Type.get()
+    zero = mgpu.utils.c(0.0, half)
+    array = mgpu.FragmentedArray.splat(zero, (64, CHUNK), layout, is_signed=None)
+    registers = array.registers.copy()
+    kind = ir.VectorType.get((2,), half)
+    words = [w for block in range(4) for w in p.load_matrices(base, 2048 * block, transposed=True)]
+    registers.reshape(-1)[:] = [mgpu.utils.bitcast(arith.andi(w, mask), kind) for w in words]
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def by_token(vectors, slot, n: int):
+    """A chunk's n-th vector of floats over the rows of [64 dv, 64 tokens]."""
+    e = plgpu.load(vectors.at[slot, n], layout=_WGMMA.reduce(0))
+    return lax.broadcast_in_dim(e, (64, CHUNK), [1])
+
+
+def store_transposed(tile, x) -> None:
+    tile.transpose((1, 0))[...] = plgpu.layout_cast(
+        x.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
+    )
+
+
+def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks: int, group: int,
+               segments: int, want_out: bool, ragged: bool, initial: bool):  # fmt: skip
+    rest = list(rest)
+    lengths = rest.pop(0) if ragged else None
+    start_state = rest.pop(0) if initial else None
+    out = rest.pop(0) if want_out else None
+    final, q_union, k_union, kt_sm, m_sm, v_union, e_sm, full, empty = rest
+    (k_rows, k_sm), (v_rows, v_sm) = k_union, v_union
+    q_rows, q_sm = q_union if want_out else (None, None)
+    parts, blocks = dk // PART, dv // VALUE_BLOCK
+    j, b = lax.axis_index("values"), lax.axis_index("row")
+    head, segment = lax.axis_index("head") // segments, lax.axis_index("head") % segments
+    wg = lax.axis_index("warpgroup")
+    per = -(-n_chunks // segments)
+    first, last = segment * per, jnp.minimum((segment + 1) * per, n_chunks)
+    stop = last
+    if ragged:
+        stop = jnp.minimum(last, (lengths[b] + (CHUNK - 1)) // CHUNK)
+    steps = jnp.maximum(stop - first, 0)
+
+    def load(i):
+        c, slot = first + i, i % STAGES
+        rows, bar = pl.ds(c * CHUNK, CHUNK), full.at[slot]
+        for x, to in ((k, k_rows), (q, q_rows)) if want_out else ((k, k_rows),):
+            for part in range(parts):
+                at = pl.ds(part * PART, PART)
+                plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], to.at[slot, part], bar)
+        for w in range(2):
+            at = pl.ds((j % blocks) * VALUE_BLOCK + w * 64, 64)
+            plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], v_rows.at[slot, w], bar)
+        plgpu.copy_gmem_to_smem(decays.at[b, head, c], e_sm.at[slot], bar)
+        plgpu.copy_gmem_to_smem(keys.at[b, head, rows], kt_sm.at[slot], bar)
+        if want_out:
+            plgpu.copy_gmem_to_smem(weights.at[b, head, rows], m_sm.at[slot], bar)
+
+    @pl.when(wg == 0)
+    def _():
+        lax.fori_loop(0, jnp.minimum(2, steps), lambda i, _: load(i), None)
+
+    columns = pl.ds(j * VALUE_BLOCK + wg * 64, 64)
+    if initial:
+        state = read_state(dk, dv)(start_state.at[b, head, segment, :, columns])
+    else:
+        state = plgpu.layout_cast(jnp.zeros((64, dk), jnp.float32), _WGMMA)
+        if not want_out:
+            row, column = (
+                plgpu.broadcasted_iota(jnp.int32, (64, dk), axis, layout=_WGMMA) for axis in (0, 1)
+            )
+            same = row + ((j - blocks) * VALUE_BLOCK + wg * 64) == column
+            state = jnp.where(same, jnp.ones_like(state), state)
+    mask = jnp.full((128,), jnp.where(j < blocks, -1, 0), jnp.int32)
+
+    def body(i, state):
+        c, slot = first + i, i % STAGES
+        rows = pl.ds(c * CHUNK, CHUNK)
+        plgpu.barrier_wait(full.at[slot])
+
+        def inside(x):
+            if not ragged:
+                return x
+            token = plgpu.broadcasted_iota(jnp.int32, (64, CHUNK), 1, layout=_WGMMA)
+            return jnp.where(token < lengths[b] - c * CHUNK, x, jnp.zeros_like(x))
+
+        rounded = state.astype(jnp.bfloat16)
+        halves = [rounded[:, PART * part : PART * (part + 1)] for part in range(parts)]
+        products = (k_sm, q_sm) if want_out else (k_sm,)
+
+        def read(*accs):
+            for acc, tokens in zip(accs, products, strict=True):
+                for part in range(parts):
+                    plgpu.wgmma(acc, halves[part], tokens.at[slot, part].transpose((1, 0)))
+            return [acc[...] for acc in accs]
+
+        square = plgpu.ACC((64, CHUNK), jnp.float32)
+        seen, *asked = pl.run_scoped(read, *[square for _ in products])
+        values = read_transposed(v_rows.at[slot, wg], mask).astype(jnp.float32)
+        rest = inside(values - by_token(e_sm, slot, 0) * seen).astype(jnp.bfloat16)
+
+        def update(accs):
+            for acc, right in zip(accs, (kt_sm, m_sm), strict=False):
+                plgpu.wgmma(acc, rest, right.at[slot])
+
+        starts = [state * e_sm[slot, 0, CHUNK - 1], *[by_token(e_sm, slot, 1) * x for x in asked]]
+        state, *outputs = pl.run_state(update)([plgpu.ACC.init(x) for x in starts])
+        if want_out:  # in the place of the values
+            store_transposed(v_sm.at[slot, wg], inside(outputs[0]))
+        plgpu.commit_smem()
+        if want_out:
+            plgpu.copy_smem_to_gmem(v_rows.at[slot, wg], out.at[b, rows, head, columns])
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+        @pl.when(i > 0)
+        def _():
+            plgpu.barrier_arrive(empty.at[(i - 1) % STAGES])
+
+        @pl.when((wg == 0) & (i + 2 < steps))
+        def _():
+            pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[(i - 1) % STAGES]))
+            load(i + 2)
+
+        return state
+
+    state = lax.fori_loop(0, steps, body, state)
+    write_state(final.shape[-1])(final.at[b, head, segment, :, columns], state)
+    plgpu.wait_smem_to_gmem(0)
+    if ragged and want_out:
+        # Rows that end early: the outputs of the chunks beyond are zeros.
+        v_sm[0, wg] = plgpu.layout_cast(jnp.zeros((CHUNK, 64), jnp.bfloat16), _WGMMA)
+        plgpu.commit_smem()
+
+        def clear(c, _):
+            rows = pl.ds(c * CHUNK, CHUNK)
+            plgpu.copy_smem_to_gmem(v_rows.at[0, wg], out.at[b, rows, head, columns])
+
+        lax.fori_loop(jnp.maximum(stop, first), last, clear, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def tiles(*shape):
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=BF16_TILE)
+
+
+def tokens(*shape):
+    """One memory: rows of 128 bytes for the copies, tiles for wgmma."""
+    return plgpu.RefUnion(plgpu.SMEM(shape, jnp.bfloat16, transforms=ROWS), tiles(*shape))
+
+
+def scan(
+    q, k, keys, weights, decays, v, *, start=None, lengths=None, segments: int = 1,
+    want_out: bool = True,
+):  # fmt: skip
+    """(o [B, T, H, Dv], states at the segments' ends [B, H, segments, Dk, Dv]) for
+    ``kernel_chunks.chunks``'s results; start: float32, like those states, or None (zeros).
+
+    want_out=False: the states alone, from zero, and 128 columns more, from the identity without
+    values: in the first Dk of them the matrix by which a segment multiplies its first state.
+    """
+    b, t, h, dv = v.shape
+    hk, dk = q.shape[2:]
+    nc, parts = -(-t // CHUNK), dk // PART
+    body = functools.partial(
+        _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments, want_out=want_out,
+        ragged=lengths is not None, initial=start is not None,
+    )  # fmt: skip
+    width = dv if want_out else dv + VALUE_BLOCK
+    out_type = [jax.ShapeDtypeStruct((b, h, segments, dk, width), jnp.float32)]
+    if want_out:
+        out_type.insert(0, jax.ShapeDtypeStruct((b, t, h, dv), v.dtype))
+    unused = plgpu.SMEM((8,), jnp.float32)
+    copies = (2 * parts + 1 if want_out else parts) + 2 + 2
+    return launch(
+        body,
+        (q, k, keys, weights, decays, v, lengths, start),
+        tuple(out_type),
+        name="gated_delta_scan",
+        grid={"values": width // VALUE_BLOCK, "head": h * segments, "row": b},
+        warpgroups=2,
+        scratch=[
+            tokens(STAGES, parts, CHUNK, PART) if want_out else unused,
+            tokens(STAGES, parts, CHUNK, PART),
+            tiles(STAGES, CHUNK, dk),
+            tiles(STAGES, CHUNK, CHUNK) if want_out else unused,
+            tokens(STAGES, 2, CHUNK, 64),
+            plgpu.SMEM((STAGES, 2, CHUNK), jnp.float32),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        ],
+    )

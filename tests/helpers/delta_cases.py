@@ -1,0 +1,51 @@
+"""Calls of the gated delta rule, and its values in float64 by the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def case(shape: tuple[int, ...], kind: str, seed: int = 0) -> tuple[Any, ...]:
+    """q, k, v, log_decay, beta and a first state.  kind: of the decay ("weak", "mixed", which has
+    -inf) or of the keys ("near" or "equal", with beta = 1 and no decay)."""
+    b, t, hk, h, dk, dv = shape
+    rng = np.random.default_rng(seed)
+    q, k = (unit(rng.normal(size=(b, t, hk, dk))) for _ in range(2))
+    v, state = rng.normal(size=(b, t, h, dv)), rng.normal(size=(b, h, dk, dv))
+    g = -np.abs(rng.normal(size=(b, t, h))) * 0.05
+    beta = rng.uniform(size=(b, t, h))
+    if kind == "mixed":
+        g = np.array([0.0, -1e-3, -1.0, -20.0, -1e4, -np.inf])[rng.integers(0, 6, size=(b, t, h))]
+        beta = np.array([0.0, 0.3, 1.0])[rng.integers(0, 3, size=(b, t, h))]
+    if kind in ("near", "equal"):
+        spread = 0.0 if kind == "equal" else 0.3
+        k = unit(k[:, :1] + spread * k)
+        g, beta = np.zeros_like(g), np.ones_like(beta)
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
+    return q, k, v, *(jnp.asarray(x, jnp.float32) for x in (g, beta, state))
+
+
+def recurrence(q, k, v, g, beta, state, scale):
+    """float64 o and state."""
+    q, k, v, g, beta, state = (np.asarray(x, np.float64) for x in (q, k, v, g, beta, state))
+    q, k = (np.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    out = []
+    for t in range(q.shape[1]):
+        state = np.exp(g[:, t])[..., None, None] * state
+        seen = np.einsum("bhk,bhkv->bhv", k[:, t], state)
+        change = beta[:, t][..., None] * (v[:, t] - seen)
+        state = state + k[:, t][..., None] * change[..., None, :]
+        out.append(scale * np.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return np.stack(out, axis=1), state
+
+
+def relative_rms(x: Any, want: np.ndarray) -> float:
+    x = np.asarray(x, np.float64)
+    return float(np.sqrt(np.mean((x - want) ** 2) / np.mean(want**2)))

@@ -1,0 +1,116 @@
+"""The registers' work inside a chunk, every thread of it on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from tests.helpers import warp_emulator
+
+VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
+pytestmark = pytest.mark.skipif(
+    VERSION < (0, 11, 2), reason=f"jax {jax.__version__}: the kernels need 0.11.2"
+)
+
+if VERSION >= (0, 11, 2):
+    from pallas_kernels.gated_delta import kernel_inverse
+    from pallas_kernels.gla import channels
+
+TILES, SCRATCH, VECTORS, OUT = 1024, 18432, 32768, 40960
+
+
+def fragments(x):
+    """[64, 64] as ``x[tile][half][e]``, an entry a thread."""
+    thread = np.arange(128)
+    row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+    return [
+        [[x[row + 8 * half, 8 * tile + column + e].astype(np.float32) for e in range(2)]
+         for half in range(2)] for tile in range(8)
+    ]  # fmt: skip
+
+
+def matrix(parts):
+    out = np.zeros((64, 64))
+    thread = np.arange(128)
+    row, column = thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
+    for tile in range(8):
+        for half in range(2):
+            for e in range(2):
+                out[row + 8 * half, 8 * tile + column + e] = parts[tile][half][e]
+    return out
+
+
+def run(work):
+    block = warp_emulator.Block(128, 1 << 16)
+    names = warp_emulator._modules(block)
+    with contextlib.ExitStack() as patches:
+        for module in (kernel_inverse, channels):
+            patches.enter_context(mock.patch.multiple(module, **names))
+        return work(block)
+
+
+def keys(kind, rng):
+    k = rng.normal(size=(64, 128))
+    if kind != "random":
+        k = k[:1] + (0.0 if kind == "equal" else 0.05) * rng.normal(size=(64, 128))
+    return k / np.linalg.norm(k, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("kind, tolerance", [("random", 2e-5), ("near", 1e-4), ("equal", 2e-5)])
+def test_inverse(kind, tolerance):
+    k = keys(kind, np.random.default_rng(0))
+    a = np.tril(k @ k.T, -1)
+
+    def work(block):
+        rows = kernel_inverse.Rows()
+        return matrix(
+            kernel_inverse.inverse_transposed(rows, block.c(TILES), block.c(SCRATCH), fragments(a))
+        )
+
+    want = np.linalg.inv(np.eye(64) + a).T
+    assert np.max(np.abs(run(work) - want)) < tolerance
+
+
+@pytest.mark.parametrize("limit", [64, 37])
+def test_vectors_and_coefficients(limit):
+    rng = np.random.default_rng(1)
+    heads, head = 3, 1
+    g = rng.choice([0.0, -0.01, -1.0, -30.0, -np.inf], size=(64, heads)).astype(np.float32)
+    beta = rng.uniform(size=(64, heads)).astype(np.float32)
+    g[limit:], beta[limit:] = np.nan, np.nan
+    kk, qk = rng.normal(size=(2, 64, 64))
+
+    def work(block):
+        for at, x in ((VECTORS, g), (VECTORS + 1024, beta)):
+            raw = x.reshape(-1).view(np.uint8)
+            block.memory[at : at + len(raw)] = raw
+        scratch = block.c(SCRATCH)
+        kernel_inverse.chunk_vectors(
+            scratch, block.c(VECTORS + 4 * head, np.int64),
+            block.c(VECTORS + 1024 + 4 * head, np.int64),
+            block.c(limit), 4 * heads, block.c(OUT, np.int64), 0.5,
+        )  # fmt: skip
+        floats = block.memory.view(np.float32)
+        vectors = [floats[(SCRATCH + at) // 4 :][:64].copy() for at in (0, 256, 512)]
+        out = floats[OUT // 4 :][:128].copy()
+        rows = kernel_inverse.Rows()
+        found = kernel_inverse.coefficients(rows, scratch, fragments(kk), fragments(qk), 0.5)
+        return (*vectors, out, *map(matrix, found))
+
+    _, beta_got, to_end, out, a, weights = run(work)
+    log = np.where(np.arange(64) < limit, g[:, head], 0).astype(np.float64)
+    decay = np.zeros((64, 64))
+    for i in range(64):
+        for j in range(i + 1):
+            decay[i, j] = np.exp(log[j + 1 : i + 1].sum())
+    b = np.where(np.arange(64) < limit, beta[:, head], 0)
+    np.testing.assert_array_equal(beta_got, b)
+    np.testing.assert_allclose(to_end, decay[-1], rtol=1e-3, atol=1e-30)
+    start = np.exp(np.cumsum(log))
+    np.testing.assert_allclose(out, np.concatenate([start, start / 2]), rtol=1e-3, atol=1e-30)
+    np.testing.assert_allclose(a, np.tril(kk * decay, -1) * b[:, None], rtol=1e-3, atol=1e-30)
+    np.testing.assert_allclose(weights, np.tril(qk * decay) * 0.5, rtol=1e-3, atol=1e-30)
