@@ -202,7 +202,8 @@ class Decoding:
     def prefill_text(self, prompt: int) -> str:
         """What XLA compiles of ``prefilled(prompt, 1)``."""
         arguments, fixed = self._start(prompt, 1, 0)
-        lowered = generation.start.lower(self.lm.config, *arguments, **fixed)
+        start: Any = generation.start
+        lowered = start.lower(self.lm.config, *arguments, **fixed)
         return lowered.compile().as_text() or ""
 
     def _start(self, prompt: int, room: int, held: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -140,7 +140,9 @@ def account(
         row["launches"] += 1 / steps
         row["us"] += 1e6 * event.seconds / steps
         row["floor_us"] += _floor_us(launch, rates) / steps
-    table = [{"kernel": name, "bytes": nbytes, **row} for (name, nbytes), row in rows.items()]
+    table: list[dict[str, Any]] = [
+        {"kernel": name, "bytes": nbytes, **row} for (name, nbytes), row in rows.items()
+    ]
     return {
         "steps": steps,
         "kernels": sorted(table, key=lambda row: -row["us"]),
