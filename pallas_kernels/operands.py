@@ -60,7 +60,7 @@ def check(op: str, lines: Mapping[str, str], **operands: Any) -> dict[str, Any]:
 def check_parts(op: str, name: str, x: Any) -> None:
     """ValueError where a QTensor's parts do not fit together."""
     _check_dtype(op, f"{name}.q", x.q, tuple(CODES))
-    _check_dtype(op, f"{name}.scale", x.scale, FLOATS)
+    _check_dtype(op, f"{name}.scale", x.scale, FLOATS if x.unit is None else ("int8",))
     *lead, k = x.shape if x.ndim else (0,)
     groups = x.scale.shape[-1] if x.scale.ndim else 0
     if x.ndim < 1 or x.scale.shape[:-1] != tuple(lead) or groups < 1 or k % groups:
@@ -70,6 +70,11 @@ def check_parts(op: str, name: str, x: Any) -> None:
         is_int = jnp.issubdtype(x.zero.dtype, jnp.integer)
         dtypes = (x.zero.dtype.name,) if is_int else FLOATS
         _check_array(op, f"{name}.zero", x.zero, dtypes, x.scale.shape)
+    if x.unit is not None:
+        _check_array(op, f"{name}.unit", x.unit, ("float32",), (*lead, 1))
+        _check_dtype(op, f"{name}.q", x.q, ("int4",))
+        if x.zero is not None:
+            _check_dtype(op, f"{name}.zero", x.zero, ("int8",))
     if x.columns is not None:
         _check_array(op, f"{name}.columns", x.columns, ("int32",), (k,))
     if x.input_scale is not None:

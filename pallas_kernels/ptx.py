@@ -355,6 +355,12 @@ def load_half(base: Value, at: int = 0) -> Value:
     return ptx(code, base, results=i32())
 
 
+def load_signed_byte(base: Value, at: int = 0) -> Value:
+    """8 bits of device memory that no thread writes, as an i32."""
+    code = f"{{ .reg .b16 h; ld.global.nc.s8 h, [$1+{at}]; cvt.s32.s16 $0, h; }}"
+    return ptx(code, base, results=i32())
+
+
 def store_global_half(base: Value, half: Value) -> None:
     """The low 16 bits of a word."""
     ptx("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.b16 [$0], h; }", base, half)

@@ -5,14 +5,16 @@ Invariants, for the logical array ``w[..., K]`` (weights are ``[out, in]``: K is
 * ``q[..., K]`` holds the codes: int8, int4 (signed, -8..7) or float8_e4m3fn.
 * ``scale[..., n_groups]`` is floating; group ``g`` covers ``K // n_groups`` consecutive columns.
   ``n_groups == 1`` is one scale for a whole row: per output channel of a weight, per token of an
-  activation.
+  activation.  Or it is int8, and multiplies ``unit[..., 1]`` (float32): scales in two levels, so
+  that (q - zero) * scale of int4 codes is int8, and a product with int8 codes exact.
 * ``zero`` has the shape of ``scale`` or is None.  Its dtype says which of the two affine forms the
   format uses, so that either imports without rounding:
   integer  ``w = (q - zero) * scale``   (AWQ, GPTQ: unsigned codes are stored as ``code - 8``),
   floating ``w = q * scale + zero``     (GGUF Q4_1, Q5_1: a minimum beside the scale).
 * ``activations`` is static, and a note to whoever multiplies by this weight: the dtype that the
-  other operand is quantized to (W8A8, FP8), or None for a weight-only scheme.  Each token has a
-  scale of its own, unless ``input_scale`` (float32 scalar) is there: then that is every token's.
+  other operand is quantized to (W8A8, FP8, W4A8), or None for a weight-only scheme.  Each token
+  has a scale of its own, unless ``input_scale`` (float32 scalar) is there: then that is every
+  token's.
 * ``columns`` (int32 ``[K]``, or None for the identity) says which column of w each column of ``q``
   is: GPTQ's act-order, whose groups are not consecutive in w, is stored sorted by group.  A matmul
   takes its other operand's features in that order; ``dequantize`` undoes it.
@@ -20,7 +22,7 @@ Invariants, for the logical array ``w[..., K]`` (weights are ``[out, in]``: K is
 A row of zeros has scale 0 and codes 0, and dequantizes to zeros.
 
 Sources: LLM.int8 (arXiv 2208.07339) for absmax rows, AWQ (2306.00978) and GPTQ (2210.17323) for
-grouped codes with zero points, GGUF for minima.
+grouped codes with zero points, GGUF for minima, QServe (2405.04532) for scales in two levels.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.brief import short_repr
 from pallas_kernels.operands import FLOATS, check, check_parts
-from pallas_kernels.rounding import CODES, codes, grid
+from pallas_kernels.rounding import CODES, codes, grid, multiples
 
 
 @jax.tree_util.register_dataclass
@@ -49,8 +51,19 @@ class QTensor:
     activations: str | None = dataclasses.field(default=None, metadata={"static": True})
     columns: jax.Array | None = None
     input_scale: jax.Array | None = None
+    unit: jax.Array | None = None
 
     __repr__ = short_repr
+
+    @classmethod
+    def on_grid(
+        cls, q: jax.Array, scale: jax.Array, zero: jax.Array | None, scale_dtype: DTypeLike
+    ) -> QTensor:
+        """Of what ``rounding.grid`` and ``codes`` gave: int8 scales become multiples of a unit."""
+        if jnp.dtype(scale_dtype) != jnp.int8:
+            return cls(q, scale, zero)
+        multiple, unit = multiples(scale, zero)
+        return cls(q, multiple, zero, unit=unit)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,8 +90,17 @@ class QTensor:
 
     def rows(self, index: Any) -> QTensor:
         """The same with its leading axes indexed: rows of a weight, or a slice of them."""
-        zero = None if self.zero is None else self.zero[index]
-        return dataclasses.replace(self, q=self.q[index], scale=self.scale[index], zero=zero)
+        zero, unit = (None if v is None else v[index] for v in (self.zero, self.unit))
+        parts = {"q": self.q[index], "scale": self.scale[index], "zero": zero, "unit": unit}
+        return dataclasses.replace(self, **parts)
+
+    @property
+    def in_one_level(self) -> QTensor:
+        """The same with floating scales."""
+        if self.unit is None:
+            return self
+        scale = self.scale.astype(self.unit.dtype) * self.unit
+        return dataclasses.replace(self, scale=scale, unit=None)
 
 
 @jax.tree_util.register_dataclass
@@ -132,7 +154,7 @@ def quantize(
     group_size: columns per scale; None is the whole row.
     symmetric: False adds an integer zero point per group (int8, int4 only).
     scale_dtype: defaults to w's dtype; codes are computed against the rounded scale, so the
-        error stays within half a step of the stored scale.
+        error stays within half a step of the stored scale.  int8, of int4 codes: in two levels.
     Plain jax.numpy: every transformation.  Gradients reach w through the scales alone (and through
     8-bit floats, whose rounding passes them on).
     Raises ValueError for another dtype than int8, int4, float8_e4m3fn, a group that does not
@@ -149,10 +171,10 @@ def quantize(
     if not symmetric and name == "float8_e4m3fn":
         raise ValueError("quantize: float8_e4m3fn has no zero points; use symmetric=True")
     scale_dtype = jnp.dtype(w.dtype if scale_dtype is None else scale_dtype)
-    if scale_dtype.name not in FLOATS:
+    if scale_dtype.name not in FLOATS and (scale_dtype.name, name) != ("int8", "int4"):
         raise ValueError(f"quantize: scale_dtype {scale_dtype} is not a float")
     scale, zero = grid(w, name, group_size, not symmetric, scale_dtype=scale_dtype)
-    return QTensor(codes(w, scale, zero, name), scale, zero)
+    return QTensor.on_grid(codes(w, scale, zero, name), scale, zero, scale_dtype)
 
 
 def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -171,6 +193,8 @@ def dequantize(w: QTensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
         x = (x - w.zero.astype(jnp.float32)[..., None]) * scale
     else:
         x = x * scale + w.zero.astype(jnp.float32)[..., None]
+    if w.unit is not None:
+        x = x * w.unit.astype(jnp.float32)[..., None]
     x = x.reshape(w.shape).astype(dtype)
     return x if w.columns is None else jnp.take(x, jnp.argsort(w.columns), axis=-1, mode="clip")
 

@@ -30,17 +30,44 @@ def grid(
     shrink: Shrink = 1.0,
     scale_dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(scale, zero or None), each ``[..., K / group_size]``, of ``w[..., K]``."""
+    """(scale, zero or None), each ``[..., K / group_size]``, of ``w[..., K]``.  scale_dtype: see
+    ``kept``."""
     x = w.astype(jnp.float32).reshape(*w.shape[:-1], w.shape[-1] // group_size, group_size)
     low_code, high_code = CODES[dtype]
     below, above = shrink if isinstance(shrink, tuple) else (shrink, shrink)
     if not zeros:
-        return (jnp.max(jnp.abs(x), axis=-1) * below / high_code).astype(scale_dtype), None
+        return kept(jnp.max(jnp.abs(x), axis=-1) * below / high_code, None, scale_dtype), None
     low = jnp.minimum(jnp.min(x, axis=-1), 0.0) * below
     high = jnp.maximum(jnp.max(x, axis=-1), 0.0) * above
-    scale = ((high - low) / (high_code - low_code)).astype(scale_dtype)
+    scale = (high - low) / (high_code - low_code)
+    if jnp.dtype(scale_dtype) != jnp.int8:
+        scale = scale.astype(scale_dtype)
     zero = jnp.round(-low * reciprocal(scale)) + low_code
-    return scale, jnp.clip(zero, low_code, high_code).astype(jnp.int8)
+    zero = jnp.clip(zero, low_code, high_code).astype(jnp.int8)
+    return kept(scale, zero, scale_dtype), zero
+
+
+def kept(scale: jax.Array, zero: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+    """Scales as they will be stored: cast to ``dtype``, or, where that is int8, float32 multiples
+    of one unit a row."""
+    if jnp.dtype(dtype) != jnp.int8:
+        return scale.astype(dtype)
+    multiple, unit = multiples(scale, zero)
+    return multiple.astype(jnp.float32) * unit
+
+
+def multiples(scale: jax.Array, zero: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """(multiples int8 ``[..., groups]``, unit float32 ``[..., 1]``) nearest to int4 codes' scales.
+
+    (code - zero) * multiple is int8 for every code, and the group that comes closest to that bound
+    keeps its scale (QServe's second level, arXiv 2405.04532).  Of ``kept`` scales it gives those.
+    """
+    scale = scale.astype(jnp.float32)
+    below = 8.0 if zero is None else zero.astype(jnp.float32) + 8.0  # codes under the zero
+    most = jnp.floor(jnp.minimum(128.0 / below, 127.0 / (15.0 - below)))
+    unit = jnp.max(scale / most, axis=-1, keepdims=True)
+    nearest = jnp.round(scale * reciprocal(unit))
+    return jnp.clip(nearest, jnp.where(scale > 0, 1.0, 0.0), most).astype(jnp.int8), unit
 
 
 def codes(w: jax.Array, scale: jax.Array, zero: jax.Array | None, dtype: str) -> jax.Array:

@@ -37,6 +37,7 @@ from jaxllama.bench.harness import (
     median,
     memory_bandwidth,
 )
+from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import init_cache
@@ -68,13 +69,7 @@ def run(
     sign: is told what is compiled, and every figure as soon as it is known.
     Raises JaxLlamaError if the model's context is too short for it, or ``context`` below 5.
     """
-    longest = max(prompt_tokens + 1, context + new_tokens)
-    if longest > lm.config.max_position:
-        raise JaxLlamaError(
-            f"bench needs {longest} positions, and the context is {lm.config.max_position}"
-        )
-    if context < SHORT:
-        raise JaxLlamaError(f"context = {context}: must be at least {SHORT}")
+    check_room(lm.config, prompt_tokens + 1, context, new_tokens)
     sign = Working() if sign is None else sign
     data = 1 if lm.mesh is None else lm.mesh.shape[DATA_AXIS]
     devices = 1 if lm.mesh is None else lm.mesh.size
@@ -141,6 +136,17 @@ def run(
         "peak_rss_bytes": peak_rss(),
         "peak_device_bytes": stats.get("peak_bytes_in_use"),
     }
+
+
+def check_room(cfg: ModelConfig, prefilled: int, context: int, new_tokens: int) -> None:
+    """Raises JaxLlamaError where the model has too few positions, or the context is none."""
+    longest = max(prefilled, context + new_tokens)
+    if longest > cfg.max_position:
+        raise JaxLlamaError(
+            f"bench needs {longest} positions, and the context is {cfg.max_position}"
+        )
+    if context < SHORT:
+        raise JaxLlamaError(f"context = {context}: must be at least {SHORT}")
 
 
 def _since_process_start() -> float:

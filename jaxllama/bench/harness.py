@@ -195,18 +195,27 @@ class Decoding:
     ) -> tuple[generation.GenerateState, float]:
         """The state behind ``held`` tokens and a random prompt, its first new token among the
         ``room``, and the seconds from the prompt on the device to there."""
-        cfg, params = self.lm.config, self.lm.params
+        arguments, fixed = self._start(prompt, room, held)
+        jax.block_until_ready(arguments)
+        return timed(functools.partial(generation.start, self.lm.config, **fixed), *arguments)
+
+    def prefill_text(self, prompt: int) -> str:
+        """What XLA compiles of ``prefilled(prompt, 1)``."""
+        arguments, fixed = self._start(prompt, 1, 0)
+        start: Any = generation.start
+        lowered = start.lower(self.lm.config, *arguments, **fixed)
+        return lowered.compile().as_text() or ""
+
+    def _start(self, prompt: int, room: int, held: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What ``generation.start`` is called with behind the config."""
+        cfg = self.lm.config
         ids = np.random.default_rng(0).integers(0, cfg.vocab_size, (self.batch, prompt))
         tokens = jnp.asarray(ids, jnp.int32)
         lengths = jnp.full((self.batch,), prompt, jnp.int32)
         cache = held_cache(cfg, self.batch, held + prompt + room, self.kv_dtype, held, self.lm.mesh)
-        jax.block_until_ready((tokens, lengths, cache))
-        start = functools.partial(
-            generation.start,
-            max_new_tokens=room,
-            chunk=self.chunk or generation.prefill_chunk(self.batch, prompt),
-        )
-        return timed(start, cfg, params, tokens, lengths, cache, self.sampling, self.stop_ids)
+        chunk = self.chunk or generation.prefill_chunk(self.batch, prompt)
+        arguments = self.lm.params, tokens, lengths, cache, self.sampling, self.stop_ids
+        return arguments, {"max_new_tokens": room, "chunk": chunk}
 
     def begun(self, room: int) -> generation.GenerateState:
         """One token a row and an empty cache: a prompt's program would cost a compilation."""

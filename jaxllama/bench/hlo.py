@@ -2,6 +2,7 @@
 
     computations(text) -> {name: [Instruction, ...]}, the entry's name
     count_loop_kernels(text)      kernels a turn of the program's loop launches
+    launches(text, loop)          what each kernel is called, moves and computes
     stored_results(text)          every array that it stores
 
 A kernel is an instruction that launches work: each fusion, library or Pallas call, copy and bare
@@ -13,6 +14,7 @@ tuple, bitcast) is no result.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -28,15 +30,25 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
 _CALLED = re.compile(r"\b(?:to_apply|calls|body|called_computations)=\{?%?([\w.\-]+)")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]\S*")
+_NAME = re.compile(r"%([\w.\-]+)")
+_SOURCE = re.compile(r'op_name="([^"]*)"')
+_ALIASED = re.compile(r"\{(\d*)\}: \((\d+), ")
+_SLICES = frozenset(("dynamic-slice", "slice", "gather"))
+_SAME = frozenset(("bitcast", "convert", "reshape", "copy"))  # the same elements, in a fusion
+_CONTROL = frozenset(("while", "call", "conditional", "async-start"))
 
 
 class Instruction(NamedTuple):
-    """type: as it is written, with layout; called: names of the computations it calls."""
+    """type: as it is written, with layout; called: names of the computations it calls; operands:
+    names (of a parameter, its number); source: jax's name of it; aliases: (result, operand)."""
 
     name: str
     type: str
     opcode: str
     called: list[str]
+    operands: list[str] = []
+    source: str = ""
+    aliases: list[tuple[int, int]] = []
 
 
 Computations = dict[str, list[Instruction]]
@@ -51,17 +63,134 @@ def computations(text: str) -> tuple[Computations, str]:
             current = found.setdefault(match[2], [])
             entry = match[2] if match[1] else entry
         elif current is not None and (match := _INSTRUCTION.match(line)):
-            current.append(Instruction(match[1], match[2], match[3], _CALLED.findall(line)))
+            current.append(_instruction(line, match))
     return found, entry
+
+
+def _instruction(line: str, match: re.Match[str]) -> Instruction:
+    depth, end = 1, match.end()
+    while depth and end < len(line):
+        depth += {"(": 1, ")": -1}.get(line[end], 0)
+        end += 1
+    inside = line[match.end() : end - 1]
+    operands = [inside] if match[3] == "parameter" else _NAME.findall(inside)
+    source = found[1] if (found := _SOURCE.search(line)) else ""
+    _, _, aliasing = line.partition("output_to_operand_aliasing=")
+    aliases = [(int(out or 0), int(of)) for out, of in _ALIASED.findall(aliasing.split("}}")[0])]
+    called = _CALLED.findall(line)
+    return Instruction(match[1], match[2], match[3], called, operands, source, aliases)
 
 
 def count_loop_kernels(text: str) -> int:
     """Kernels in the body of the first ``while`` that the entry reaches; 0 without one."""
     program, entry = computations(text)
-    for step in _walk(entry, program):
-        if step.opcode == "while":
-            return sum(_kernels(inner, program) for inner in step.called)
-    return 0
+    return sum(_kernels(inner, program) for inner in _loop(program, entry))
+
+
+def _loop(program: Computations, entry: str) -> list[str]:
+    """The computations of the first ``while`` that the entry reaches."""
+    return next((step.called for step in _walk(entry, program) if step.opcode == "while"), [])
+
+
+class Launch(NamedTuple):
+    """A kernel of a program.  op: the instruction's name.  kernel: the name that a trace has for
+    it.  nbytes: what it has to read and write.  operations: of a product, else 0.  bits: of what it
+    multiplies."""
+
+    op: str
+    kernel: str
+    nbytes: int
+    operations: int
+    bits: int
+
+
+def launches(text: str, loop: bool) -> list[Launch]:
+    """The kernels of the program in its order; loop: only those of its first loop.
+
+    Bytes are those of operands and results.  Of an operand that a fusion only slices, and a result
+    that it updates in place, the part counts; what a library or Pallas call has in place (a cache)
+    counts once.
+    """
+    program, entry = computations(text)
+    names = _loop(program, entry) if loop else [entry]
+    return [launch for name in names for launch in _launches(name, program)]
+
+
+def _launches(name: str, program: Computations) -> list[Launch]:
+    steps, found = _walk(name, program), []
+    types = {step.name: step.type for body in program.values() for step in body}
+    for step in steps:
+        if step.opcode in _CONTROL:
+            found += [one for inner in step.called for one in _launches(inner, program)]
+        elif step.opcode not in _NO_WORK:
+            kernel = step.name.replace(".", "_").replace("-", "_")
+            if step.opcode == "custom-call" and step.source.count("/"):
+                kernel = step.source.split("/")[-2]
+            found.append(Launch(step.name, kernel, _moved(step, types, program),
+                                *_product(step, types)))  # fmt: skip
+    return found
+
+
+def _moved(step: Instruction, types: dict[str, str], program: Computations) -> int:
+    read = [_type_bytes(types.get(name, "")) for name in step.operands]
+    written = _type_bytes(step.type)
+    if step.opcode in _SLICES:
+        return 2 * written
+    if step.opcode == "dynamic-update-slice":
+        return 2 * read[1]
+    body = program.get(step.called[0]) if step.opcode == "fusion" and step.called else None
+    if body is None:
+        return sum(read) + written - sum(read[operand] for _, operand in step.aliases)
+    users: dict[str, list[Instruction]] = {}
+    for inner in body:
+        for name in inner.operands:
+            users.setdefault(name, []).append(inner)
+    own = {inner.name: inner for inner in body}
+    for inner in body:
+        if inner.opcode == "parameter":
+            part = _touched(inner.name, users)
+            at = int(inner.operands[0])
+            read[at] = read[at] if part is None else min(part, read[at])
+    root = body[-1]
+    while root.opcode in _SAME and root.operands[0] in own:
+        root = own[root.operands[0]]
+    if root.opcode == "dynamic-update-slice":
+        written = _type_bytes(own[root.operands[1]].type)
+    return sum(read) + written
+
+
+def _touched(name: str, users: dict[str, list[Instruction]]) -> int | None:
+    """Bytes of a value that its users read where all of them take parts of it, else None."""
+    total = 0
+    for user in users.get(name, []):
+        if user.opcode in _SLICES and user.operands[0] == name:
+            total += _type_bytes(user.type)
+        elif user.opcode in _SAME:
+            part = _touched(user.name, users)
+            if part is None:
+                return None
+            total += part
+        elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
+            return None
+    return total if users.get(name) else None
+
+
+def _product(step: Instruction, types: dict[str, str]) -> tuple[int, int]:
+    """(operations, bits of the first operand) of ``[M, K]`` times ``[N, K]``, in a call or bare."""
+    found = [_ARRAY.match(types.get(name, "")) for name in step.operands[:2]]
+    arrays = [(one[1], [int(size) for size in one[2].split(",") if size]) for one in found if one]
+    if step.opcode not in ("custom-call", "dot") or [len(shape) for _, shape in arrays] != [2, 2]:
+        return 0, 0
+    (kind, (m, k)), (_, (n, other)) = arrays
+    return (2 * m * n * k, _BITS.get(kind, 0)) if k == other else (0, 0)
+
+
+def _type_bytes(text: str) -> int:
+    """Of an array's type, or all of a tuple's."""
+    total = 0
+    for kind, sizes in re.findall(r"(\w+)\[([\d,]*)\]", text):
+        total += math.prod(int(size) for size in sizes.split(",") if size) * _BITS.get(kind, 0)
+    return total // 8
 
 
 def _walk(name: str, program: Computations) -> list[Instruction]:

@@ -20,12 +20,22 @@ import os
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _COLLECTIVE = re.compile(r"nccl|allreducekernel|^psum", re.IGNORECASE)
 _HOST_GAP = 1e-3
 _LONGEST = 8
 _GRAPHS = "--xla_enable_command_buffers_during_profiling=true"
+
+
+class Event(NamedTuple):
+    """Of a kernel, or on a CPU of an instruction: seconds; module and op as XLA calls them."""
+
+    begin: float
+    seconds: float
+    name: str
+    module: str
+    op: str
 
 
 def profiled_graphs() -> None:
@@ -35,15 +45,15 @@ def profiled_graphs() -> None:
 
 def step_parts(folder: Path, steps: int) -> dict[str, Any] | None:
     """See the module docstring; None where the trace has no kernel on a device."""
-    devices = _kernels_by_device(folder)
+    devices = events_by_device(folder)
     if not devices:
         return None
     parts = {"collectives": 0.0, "kernels": 0.0, "gaps": 0.0}
     sums = 0
     by_name: dict[str, list[float]] = defaultdict(list)
     for kernels in devices.values():
-        reached = min(begin for begin, _, _ in kernels)
-        for begin, seconds, name in sorted(kernels):
+        reached = min(kernel.begin for kernel in kernels)
+        for begin, seconds, name, *_ in sorted(kernels):
             is_sum = _COLLECTIVE.search(name) is not None
             parts["collectives" if is_sum else "kernels"] += seconds
             sums += is_sum
@@ -63,12 +73,12 @@ def step_parts(folder: Path, steps: int) -> dict[str, Any] | None:
     }
 
 
-def _kernels_by_device(folder: Path) -> dict[Any, list[tuple[float, float, str]]]:
-    """(begin, seconds, name) of what the streams of each device ran.  The host has rows of the same
-    names, and so have a device's summaries."""
-    found: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
+def events_by_device(folder: Path) -> dict[Any, list[Event]]:
+    """What the streams of each device ran.  The host has rows of the same names, and so have a
+    device's summaries."""
+    found: dict[Any, list[Event]] = defaultdict(list)
     for path in folder.rglob("*.trace.json.gz"):
-        events = json.loads(gzip.decompress(path.read_bytes())).get("traceEvents", [])
+        events = _read(path)
         labels = {
             (event["name"], event["pid"], event.get("tid")): event["args"]["name"]
             for event in events
@@ -80,6 +90,26 @@ def _kernels_by_device(folder: Path) -> dict[Any, list[tuple[float, float, str]]
                    if kind == "thread_name" and pid in devices and "Stream" in label}  # fmt: skip
         for event in events:
             if event.get("ph") == "X" and (event["pid"], event.get("tid")) in streams:
-                times = event["ts"] / 1e6, event["dur"] / 1e6
-                found[path, event["pid"]].append((*times, event["name"]))
+                found[path, event["pid"]].append(_event(event))
     return found
+
+
+def events_on_host(folder: Path) -> list[Event]:
+    """The instructions that XLA's CPU client ran, on whichever threads."""
+    return [
+        _event(event)
+        for path in folder.rglob("*.trace.json.gz")
+        for event in _read(path)
+        if event.get("ph") == "X" and "hlo_op" in event.get("args", {})
+        and not event["name"].startswith("end: ")
+    ]  # fmt: skip
+
+
+def _event(event: dict[str, Any]) -> Event:
+    about = event.get("args", {})
+    ids = about.get("hlo_module", ""), about.get("hlo_op", "")
+    return Event(event["ts"] / 1e6, event["dur"] / 1e6, event["name"], *ids)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return json.loads(gzip.decompress(path.read_bytes())).get("traceEvents", [])

@@ -42,6 +42,8 @@ def _moved(value: Any, order: np.ndarray | None, scale: float, offset: float) ->
 
 
 def _times(w: QTensor, factor: np.float32) -> QTensor:
+    if w.unit is not None:
+        return dataclasses.replace(w, unit=w.unit * factor)
     changes: dict[str, Any] = {"scale": np.asarray(w.scale, np.float32) * factor}
     if w.zero is not None and not np.issubdtype(np.dtype(w.zero.dtype), np.integer):
         changes["zero"] = np.asarray(w.zero, np.float32) * factor

@@ -38,6 +38,9 @@ def options(sub: Parser) -> None:
                      help="tokens that each row holds when decoding begins")  # fmt: skip
     sub.add_argument("--trace", type=out_folder, metavar="DIR",
                      help="profile one step and write its trace there")  # fmt: skip
+    sub.add_argument("--where", choices=("decode", "prefill"), metavar="PHASE",
+                     help="instead: the kernels of a step of decode or prefill, each with its "
+                     "launches, time, bytes and floor, and what is between them")  # fmt: skip
     common.hosts_options(sub)
     common.json_option(sub)
     common.model_options(sub)
@@ -55,6 +58,8 @@ def run(args: argparse.Namespace) -> None:
         return run_serve(args)
     if args.draft is not None or args.draft_tokens is not None:
         return run_draft(args)
+    if args.where is not None:
+        return run_where(args)
     from jaxllama.bench import decode as bench
 
     lm = common.load(args)
@@ -85,6 +90,20 @@ def run_draft(args: argparse.Namespace) -> None:
         )  # fmt: skip
     report["model"] = args.model
     common.show(args, report, drafts.table)
+
+
+def run_where(args: argparse.Namespace) -> None:
+    from jaxllama.bench import trace, where
+
+    trace.profiled_graphs()
+    lm = common.load(args)
+    with working("measuring") as sign:
+        report = where.run(
+            lm, args.where, batch=args.batch, prompt_tokens=args.prompt_tokens, runs=args.runs,
+            kv_dtype=common.kv_dtype(args), chunk=args.chunk, context=args.context, sign=sign,
+        )  # fmt: skip
+    report["model"] = args.model
+    common.show(args, report, where.table)
 
 
 # Of a server

@@ -71,9 +71,14 @@ def _quantized_sum(x: jax.Array | QTensor, weight: QTensor, dtype: jnp.dtype) ->
         # Sums of codes come first, scales after: integers below 2^24 add up exactly.
         one = jnp.ones((), jnp.float32)
         integers = dataclasses.replace(x, scale=jnp.broadcast_to(one, x.scale.shape))
-        rows = dataclasses.replace(weight, scale=jnp.broadcast_to(one, weight.scale.shape))
-        sums = lax.psum(quantized_matmul(integers, rows, out_dtype=jnp.float32), MODEL_AXIS)
-        return sums * (x.scale * weight.scale.astype(jnp.float32)[:, 0])
+        name = "scale" if weight.unit is None else "unit"
+        of_rows = getattr(weight, name)
+        if name == "scale" and weight.dtype == jnp.int4:  # a shard's groups have their own
+            of_rows = one.reshape(1, 1)
+        else:
+            weight = dataclasses.replace(weight, **{name: jnp.ones_like(of_rows)})
+        sums = lax.psum(quantized_matmul(integers, weight, out_dtype=jnp.float32), MODEL_AXIS)
+        return sums * (x.scale * of_rows.astype(jnp.float32)[:, 0])
     out = jnp.dtype(jnp.float32)
     if wants_kernel(None, x, weight):
         whole, rounded = (named_plan(product_plan(x, weight, out_dtype=d)) for d in (out, dtype))

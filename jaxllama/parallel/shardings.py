@@ -54,7 +54,7 @@ def _spec(path: Path, field: str, array: Any) -> P:
     axis = split_axis(path)
     if field == "columns" and axis == 1:
         return P(MODEL_AXIS)
-    one_scale_a_row = axis == 1 and field in ("scale", "zero") and array.shape[-1] == 1
+    one_scale_a_row = axis == 1 and field in ("scale", "zero", "unit") and array.shape[-1] == 1
     if axis is None or one_scale_a_row or field in ("columns", "input_scale"):
         return P()
     return P(*(None,) * axis, MODEL_AXIS)

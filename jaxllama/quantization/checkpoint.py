@@ -151,6 +151,7 @@ def _stand_in(cfg: ModelConfig, request: Request, dtype: DTypeLike) -> dict[str,
             filled(0, groups, "int8") if scheme.zeros else None,
             scheme.activations,
             input_scale=filled(1, (), "float32") if scheme.static else None,
+            unit=filled(1, (rows, 1), "float32") if scheme.two_levels else None,
         )
 
     return jax.tree_util.tree_map_with_path(one, shapes)

@@ -120,7 +120,8 @@ def _gptq(
     start = (w[:, order].T, jnp.zeros((k, n), jnp.float32))
     _, chosen = lax.fori_loop(0, k // block, one_block, start)
     q = jnp.zeros((n, k), jnp.float32).at[:, order].set(chosen.T)
-    return QTensor(q.astype(dtype), scale, zero), jnp.all(jnp.isfinite(upper))
+    out = QTensor.on_grid(q.astype(dtype), scale, zero, scale_dtype)
+    return out, jnp.all(jnp.isfinite(upper))
 
 
 def inverse_factor(hessian: jax.Array, order: jax.Array, damping: jax.Array | float) -> jax.Array:

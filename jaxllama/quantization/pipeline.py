@@ -9,7 +9,7 @@ GPTQ's); the error of each weight; on to the next.  Then the head, where it is n
     rtn          each weight by itself; w4a16's grids weigh columns by their inputs' size
     awq          weight-only schemes: scales, and clipping of int4 groups
     gptq         any scheme: its rounding, on grids clipped as AWQ clips them (int4)
-    smoothquant  w8a8, fp8, fp8-static: scales
+    smoothquant  quantized activations (w8a8, fp8, fp8-static, w4a8, w4a8-fp8): scales
 
 AWQ and GPTQ then fit the codes' scales to the output (``scale_fit``).
 
@@ -57,13 +57,15 @@ def check_method(recipe: Recipe, method: str) -> None:
     uses = [_searches(scheme, method) for scheme in recipe.schemes]
     if method in ("awq", "smoothquant") and not any(uses):
         what = "w4a16 or w8a16" if method == "awq" else "w8a8, fp8 or fp8-static"
-        raise JaxLlamaError(f"method {method!r} is for {what}, and the scheme is {recipe.text!r}")
+        raise JaxLlamaError(
+            f"method {method!r} is for {what}, or w4a8, and the scheme is {recipe.text!r}"
+        )
 
 
 def _searches(scheme: Scheme, method: str) -> bool:
     """Whether the method searches scales for a weight of this scheme."""
     if method == "awq":
-        return scheme.activations is None
+        return scheme.activations is None or scheme.weights == "int4"
     return method == "smoothquant" and scheme.activations is not None
 
 
@@ -224,8 +226,8 @@ class _Run:
             return None
         weights = tuple(weight for weight, _, _ in chosen)
         channel = jnp.asarray(site.channel)
+        grids = tuple(_grid(weight, scheme, name) for weight, scheme, name in chosen)
         if self.method == "awq":
-            grids = tuple(_grid(weight, scheme, name) for weight, scheme, name in chosen)
             s, _ = awq.search_scales(
                 weights, seen.hessian, seen.total / n_tokens, channel,
                 grids=grids, n_channels=site.n_channels,
@@ -234,13 +236,14 @@ class _Run:
         scheme = chosen[0][1]
         s, _ = smoothquant.search_scales(
             weights, seen.sample, seen.weight, seen.felt, seen.peak, channel,
-            dtype=scheme.activations, static=scheme.static, n_channels=site.n_channels,
+            dtype=scheme.activations, grids=grids, static=scheme.static,
+            n_channels=site.n_channels,
         )  # fmt: skip
         return s
 
     def _round(self, weight: jax.Array, scheme: Scheme, seen: Stats, name: str) -> QTensor:
         """The folded weight as a QTensor; ``seen`` is of the folded inputs."""
-        searched = self.method == "gptq" or (self.method == "awq" and scheme.activations is None)
+        searched = self.method == "gptq" or (self.method == "awq" and _searches(scheme, "awq"))
         if searched:
             grid, shrink = _grid(weight, scheme, name), 1.0
             if scheme.weights == "int4":
@@ -250,7 +253,8 @@ class _Run:
                 out = gptq(weight, seen.hessian, shrink, grid=grid, scale_dtype=dtype)
             else:
                 out = nearest(weight, shrink, grid=grid, scale_dtype=dtype)
-            out = fit_scales(weight, out, seen.hessian)
+            if out.unit is None:
+                out = fit_scales(weight, out, seen.hessian)
             out = dataclasses.replace(out, activations=scheme.activations)
         else:
             importance = jnp.mean(jnp.square(seen.sample), axis=0)

@@ -37,6 +37,7 @@ from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
 # Standard deviations of random codes.
+_MULTIPLE = 12  # of scales in two levels
 _DEVIATIONS = {"int8": 73.9, "int4": 4.61, "float8_e4m3fn": 100.0}
 
 
@@ -111,10 +112,11 @@ def _draw(
             return _floats(key, like.shape, like.dtype, mean, std)
         scale = std / _DEVIATIONS[like.q.dtype.name]
         fields = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)  # zero points
-        return dataclasses.replace(
-            fields, q=_words(key, like.q.shape, like.q.dtype),
-            scale=jnp.full(like.scale.shape, scale, like.scale.dtype),
-        )  # fmt: skip
+        scales = {"scale": jnp.full(like.scale.shape, scale, like.scale.dtype)}
+        if like.unit is not None:
+            scales["scale"] = jnp.full(like.scale.shape, _MULTIPLE, like.scale.dtype)
+            scales["unit"] = jnp.full(like.unit.shape, scale / _MULTIPLE, like.unit.dtype)
+        return dataclasses.replace(fields, q=_words(key, like.q.shape, like.q.dtype), **scales)
 
     if mesh is None:
         return make(seed, index)

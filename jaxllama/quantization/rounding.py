@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.qtensor import QTensor, dequantize
-from pallas_kernels.rounding import CODES, Shrink, codes, reciprocal
+from pallas_kernels.rounding import CODES, Shrink, codes, kept, reciprocal
 from pallas_kernels.rounding import grid as make_grid
 
 # (dtype of the codes, columns per scale, zero points) of a weight.
@@ -44,7 +44,7 @@ def nearest(weight: jax.Array, shrink: Shrink, *, grid: Grid, scale_dtype: str) 
     """``weight[N, K]`` rounded to nearest on its grid, which covers ``shrink`` of each range."""
     dtype, group, zeros = grid
     scale, zero = make_grid(weight, dtype, group, zeros, shrink, scale_dtype)
-    return QTensor(codes(weight, scale, zero, dtype), scale, zero)
+    return QTensor.on_grid(codes(weight, scale, zero, dtype), scale, zero, scale_dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("grid", "scale_dtype"))
@@ -53,8 +53,8 @@ def fitted(
 ) -> QTensor:
     """``weight[N, K]`` rounded to nearest on the best grid with zero points; importance ``[K]``."""
     scale, zero = search_grid(weight, importance, grid=grid)
-    scale = scale.astype(scale_dtype)
-    return QTensor(codes(weight, scale, zero, grid[0]), scale, zero)
+    scale = kept(scale, zero, scale_dtype)
+    return QTensor.on_grid(codes(weight, scale, zero, grid[0]), scale, zero, scale_dtype)
 
 
 def search_grid(

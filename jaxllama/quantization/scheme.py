@@ -11,11 +11,14 @@ float; the others also quantize them, inside the matmul's input.
     w8a8        w8a16's weights, activations int8 with one scale per token
     fp8         float8_e4m3fn both, scales as in w8a8
     fp8-static  fp8 with one scale for all activations of a weight, which needs calibration
+    w4a8        w4a16's weights, their groups' scales int8 multiples of one a row (two levels, as in
+                QServe, arXiv 2405.04532), activations int8 with one scale per token: exact sums
+    w4a8-fp8    w4a16's weights, activations float8_e4m3fn with one scale per token
     none        floats
 
-``-gN`` after a weight-only scheme fixes its group (``w4a16-g32``, ``w8a16-g128``); ``-zero`` gives
-its groups zero points, as w4a16's have anyway, and ``-sym`` none (``w4a16-sym``: the grid reaches
-the group's largest magnitude).
+``-gN`` after w8a16 or a scheme of 4 bits fixes its group (``w4a16-g32``, ``w8a16-g128``); ``-zero``
+gives its groups zero points, as those of 4 bits have anyway, and ``-sym`` none (``w4a16-sym``: the
+grid reaches the group's largest magnitude).
 
 A recipe is a scheme and, after commas, exceptions ``PATTERN=SCHEME``, of which the last that
 matches counts.  A pattern is a name on the weight's path (``down``, ``mlp``, ``layer_3``) or, with
@@ -45,7 +48,7 @@ from jaxllama.quantization.rounding import fitted, nearest
 from pallas_kernels.cpu import CpuWeight
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
-SCHEMES = ("w8a16", "w4a16", "w8a8", "fp8", "fp8-static")
+SCHEMES = ("w8a16", "w4a16", "w8a8", "fp8", "fp8-static", "w4a8", "w4a8-fp8")
 # Parents of a "weight" that is a matmul.
 MATMULS = frozenset(("qkv", "qkvz", "q", "k", "v", "g", "o", "gate_up", "down", "head"))
 _NAMES = MATMULS | {"embed", "mixer", "mlp"}
@@ -88,9 +91,16 @@ class Scheme:
         """Whether its grids are searched for (``rounding.search_grid``)."""
         return self.weights == "int4" and self.zeros
 
+    @property
+    def two_levels(self) -> bool:
+        """Whether groups' scales are int8 multiples of one a row (``QTensor.unit``)."""
+        return (self.weights, self.activations) == ("int4", "int8")
+
     def scale_dtype(self, weight: jax.Array, chosen: DTypeLike | None = None) -> str:
         """Of the scales of ``weight``: float32 for whole rows, the weight's for groups, unless
-        another is ``chosen``."""
+        another is ``chosen``; int8 in two levels."""
+        if self.two_levels:
+            return "int8"
         default = jnp.float32 if self.group_size is None else weight.dtype
         return jnp.dtype(default if chosen is None else chosen).name
 
@@ -101,6 +111,8 @@ _BASES = {
     "w8a8": Scheme("int8", activations="int8"),
     "fp8": Scheme("float8_e4m3fn", activations="float8_e4m3fn"),
     "fp8-static": Scheme("float8_e4m3fn", activations="float8_e4m3fn", static=True),
+    "w4a8": Scheme("int4", group_size=0, zeros=True, activations="int8"),
+    "w4a8-fp8": Scheme("int4", group_size=0, zeros=True, activations="float8_e4m3fn"),
 }
 
 
@@ -195,10 +207,10 @@ def _scheme(text: str) -> Scheme | None:
             scheme = dataclasses.replace(scheme, zeros=option == "zero")
         else:
             raise JaxLlamaError(f"scheme {text!r}: {option!r} is not one of gN, zero, sym")
-    if scheme.activations and (scheme.zeros or scheme.group_size is not None):
+    grouped = scheme.zeros or scheme.group_size is not None
+    if scheme.activations and scheme.weights != "int4" and grouped:
         raise JaxLlamaError(
-            f"scheme {text!r}: groups and zero points are for w8a16 and w4a16, whose activations "
-            "stay in float"
+            f"scheme {text!r}: groups and zero points are for weights of 4 bits and w8a16"
         )
     return scheme
 

@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxllama.quantization.rounding import rounded
+from jaxllama.quantization.rounding import Grid, rounded
 from pallas_kernels.qtensor import dequantize, quantize
 from pallas_kernels.rounding import CODES
 
 ALPHAS = tuple(round(0.1 * step, 1) for step in range(11))
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "static", "n_channels"))
+@functools.partial(jax.jit, static_argnames=("dtype", "grids", "static", "n_channels"))
 def search_scales(
     weights: tuple[jax.Array, ...],
     sample: jax.Array,
@@ -35,6 +35,7 @@ def search_scales(
     channel: jax.Array,
     *,
     dtype: str,
+    grids: tuple[Grid, ...],
     static: bool,
     n_channels: int,
 ) -> tuple[jax.Array, jax.Array]:
@@ -42,8 +43,8 @@ def search_scales(
 
     sample ``[S, K]``: inputs, and weight ``[S, 1]`` of each token's squared error; felt, peak
     ``[K]``: largest weighted and plain |x| over the whole calibration; channel ``[K]``: which scale
-    an input channel shares; dtype: of weights' and activations' codes; static: one scale for all
-    tokens.
+    an input channel shares; dtype: of activations' codes; grids: of the weights; static: one
+    scale for all tokens.
     """
     ws = tuple(weight.astype(jnp.float32) for weight in weights)
     heights = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(w), axis=0) for w in ws))
@@ -61,8 +62,8 @@ def search_scales(
         x = sample / s
         x = fixed(x, jnp.max(peak / s) / CODES[dtype][1], dtype) if static else per_token(x, dtype)
         total = jnp.float32(0.0)
-        for w, want in zip(ws, products, strict=True):
-            total += jnp.sum(weight * (_dot(x, rounded(w * s, dtype, w.shape[1])) - want) ** 2)
+        for w, grid, want in zip(ws, grids, products, strict=True):
+            total += jnp.sum(weight * (_dot(x, rounded(w * s, *grid)) - want) ** 2)
         return total
 
     alphas = jnp.asarray(ALPHAS, jnp.float32)

@@ -33,17 +33,18 @@ SCHEMES = {  # words, group, symmetric, quantized activations
     "w4a16-g128": ("int4", 128, False, False),
     "w8a16": ("int8", None, True, False),
     "w8a8": ("int8", None, True, True),
+    "w4a8": ("int4", 128, False, True),
     "fp8": ("float8_e4m3fn", None, True, True),
 }
 
 
 def _weights(scheme: str, n: int, k: int, copies: int) -> list[QTensor]:
-    words, group, symmetric, _ = SCHEMES[scheme]
+    words, group, symmetric, quantized = SCHEMES[scheme]
 
     @jax.jit
     def one(key):
         w = jax.random.normal(key, (n, k), jnp.float32)
-        scale_dtype = jnp.float32 if group is None else jnp.bfloat16
+        scale_dtype = jnp.float32 if group is None else jnp.int8 if quantized else jnp.bfloat16
         return quantize(w, words, group_size=group, symmetric=symmetric, scale_dtype=scale_dtype)
 
     return [one(jax.random.key(i)) for i in range(copies)]
@@ -62,6 +63,7 @@ def quantized_matmul_rows(schemes, shapes, tokens, copies=None):
     """Yields (scheme, shape name, M, kernel us or reason, XLA us, bf16 us, floor us)."""
     for scheme in schemes:
         words, _, _, quantized = SCHEMES[scheme]
+        codes = "int8" if words == "int4" else words
         for name, n, k in shapes:
             size = n * k // (2 if words == "int4" else 1)
             count = copies or max(2, min(8, -(-int(ROTATED_BYTES) // size)))
@@ -69,7 +71,7 @@ def quantized_matmul_rows(schemes, shapes, tokens, copies=None):
             for m in tokens:
                 x = jax.random.normal(jax.random.key(99), (m, k), jnp.bfloat16)
                 if quantized:
-                    x = quantize(x, words, scale_dtype=jnp.float32)
+                    x = quantize(x, codes, scale_dtype=jnp.float32)
 
                 def times(implementation, x=x, ws=ws):
                     def run(x, ws):
@@ -84,7 +86,7 @@ def quantized_matmul_rows(schemes, shapes, tokens, copies=None):
 
                 found = product_plan(x, ws[0], out_dtype=jnp.bfloat16)
                 has_kernel = named_plan(found) is not None
-                rate = gpu().product_rates[words if quantized else "bfloat16"]
+                rate = gpu().product_rates[codes if quantized else "bfloat16"]
                 moved = ws[0].nbytes + x.nbytes + 2 * m * n
                 floor = 1e6 * max(moved / gpu().copy_rate, 2 * m * n * k / rate)
                 ours = times("mosaic") if has_kernel else found.text

@@ -9,7 +9,8 @@ each of the 16 lanes of a vector then sums its own row, and no sum runs across l
 bits stand as code + 8, columns ``8 j .. 8 j + 3`` in the low and the next four in the high halves
 of 64 bytes.  Scales and zero points lie by tile, group, row, in float16 where that is exact.  Rows
 are padded to whole tiles and, of a weight with one group, columns to whole blocks, with codes 0 and
-scales 0.  One layout serves all targets.
+scales 0.  Scales in two levels are multiplied; ``unit`` tells them again.  One layout serves all
+targets.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Form:
 class CpuWeight:
     """A quantized weight ``[..., n, k]`` in the layout of the module's docstring.
 
-    q ``[..., tiles, bytes]`` uint8; scale, zero ``[..., tiles, groups, 16]``; columns and
-    input_scale as a QTensor has them.
+    q ``[..., tiles, bytes]`` uint8; scale, zero ``[..., tiles, groups, 16]``; columns, input_scale
+    and unit as a QTensor has them.
     """
 
     q: jax.Array
@@ -64,6 +65,7 @@ class CpuWeight:
     zero: jax.Array | None
     columns: jax.Array | None
     input_scale: jax.Array | None
+    unit: jax.Array | None
     form: Form = dataclasses.field(metadata={"static": True})
 
     __repr__ = short_repr
@@ -110,7 +112,8 @@ class CpuWeight:
 
         form = self.form
         zero = None if form.zero is None else like(self.groups, form.zero)
-        return QTensor(like(form.k, self.dtype), like(self.groups, form.scale), zero)
+        unit = None if self.unit is None else like(1, self.unit.dtype)
+        return QTensor(like(form.k, self.dtype), like(self.groups, form.scale), zero, unit=unit)
 
     def rows(self, index: Any) -> QTensor:
         """Rows of a table ``[n, k]``, in int8 codes: ``dequantize`` gives their floats."""
@@ -125,15 +128,17 @@ def prepare(w: QTensor) -> CpuWeight | Reason:
     arrays out; anything else comes as jax's arrays.  Needs the values, so nothing traced."""
     if reason := _reason(w):
         return Reason(reason)
-    arrays = (w.q, w.scale, w.zero)
+    arrays = (w.q, w.in_one_level.scale, w.zero)
     q, scale, zero = (None if v is None else np.asarray(v) for v in arrays)
     assert q is not None and scale is not None
     form, kept_scale, kept_zero = _numbers(w, scale, zero)
     parts: list[Any] = [_packed(q, form, scale.shape[-1])]
     parts += [None if v is None else _by_tile(v) for v in (kept_scale, kept_zero)]
+    parts.append(None if w.unit is None else _aligned_copy(np.asarray(w.unit)))
     if not isinstance(w.q, np.ndarray):
         parts = [None if v is None else jnp.asarray(v) for v in parts]
-    return CpuWeight(*parts, w.columns, w.input_scale, form)
+    q, scale, zero, unit = parts
+    return CpuWeight(q, scale, zero, w.columns, w.input_scale, unit, form)
 
 
 def restore(w: CpuWeight) -> QTensor:
@@ -155,8 +160,11 @@ def restore(w: CpuWeight) -> QTensor:
         elif form.bits == 4 and jnp.issubdtype(zero.dtype, jnp.integer):
             zero = zero - np.int8(8)
         zero = zero.astype(form.zero)
+    if w.unit is not None:
+        scale = scale.astype(np.float32) / w.unit.clip(np.finfo(np.float32).tiny)
+        scale = (scale + np.float32(0.5)).astype(np.int8)
     scale = scale.astype(form.scale)
-    return QTensor(q, scale, zero, form.activations, w.columns, w.input_scale)
+    return QTensor(q, scale, zero, form.activations, w.columns, w.input_scale, w.unit)
 
 
 def prepare_tree(params: Any) -> Any:
@@ -225,7 +233,7 @@ def _numbers(
             if minimum := np.array_equal(_bits(back), _bits(zero)):
                 kept = below
         kept = _narrow(kept)
-    names = scale.dtype.name, None if zero is None else zero.dtype.name
+    names = w.scale.dtype.name, None if zero is None else zero.dtype.name
     dtype = "int4" if w.q.dtype == _INT4 else "int8"
     form = Form(*w.shape, dtype, *names, minimum, w.activations)
     return form, _narrow(scale), kept
@@ -249,6 +257,12 @@ def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     room = np.empty(size + 64, np.uint8)
     start = -room.ctypes.data % 64
     return room[start : start + size].view(dtype).reshape(shape)
+
+
+def _aligned_copy(v: np.ndarray) -> np.ndarray:
+    out = _aligned(v.shape, v.dtype)
+    out[...] = v
+    return out
 
 
 def _by_tile(v: np.ndarray) -> np.ndarray:

@@ -6,9 +6,12 @@ The scheme is read off the operands:
     x float  x  w float                         plain
     x int8   x  w int8                          W8A8: int32 accumulation, exact
     x fp8    x  w fp8                           FP8: float32 accumulation
+    x int8   x  w int4, scales in two levels    W4A8: int32 accumulation, exact
+    x int8 or fp8  x  w int4                    W4A8: codes of x as floats, float32 accumulation
 
-In the last two ``x`` is a QTensor with one scale per token and ``w`` has one per output channel,
-neither with zeros; both scales and the bias are applied to the accumulator, then one cast.
+In these ``x`` is a QTensor with one scale per token, without zeros; in the first two ``w`` has one
+per output channel and no zeros either, an int4 ``w`` groups and integer zeros as it likes.  Scales
+of tokens and rows and the bias are applied to the accumulator, then one cast.
 A ``w`` with ``columns`` (act-order) takes x's features in that order: one gather before anything
 else, so that no kernel knows of it.
 
@@ -27,8 +30,8 @@ to what is fused; for QTensor x, with respect to both scales and bias.  Codes ge
 is one product with the dequantized weight (in blocks of 512 MiB where that is larger) on an
 accelerator, of operands in x's dtype summed in float32; on a CPU it goes by tiles, in float32.
 
-Leaves out: mixed pairs (int8 x int4, int8 x fp8), scales that vary along K for quantized x, a
-residual behind SwiGLU in one kernel.
+Leaves out: mixed pairs but with int4, scales that vary along K for quantized x, a residual behind
+SwiGLU in one kernel.
 Sources: LLM.int8 (arXiv 2208.07339), AWQ (2306.00978), GPTQ (2210.17323), SmoothQuant (2211.10438).
 """
 
@@ -63,6 +66,7 @@ from pallas_kernels.matmul.xla import (
     outer_sums,
     pair_sums,
     weight_only_sums,
+    widened,
 )
 from pallas_kernels.operands import FLOATS, check
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, take_columns
@@ -186,7 +190,13 @@ def product_plan(
     x: jax.Array | QTensor, w: QTensor, *, out_dtype: DTypeLike, bias: jax.Array | None = None
 ) -> Plan | Reason:
     """The kernel of ``quantized_matmul`` of these with nothing else, on a GPU that has it."""
-    return choice.plan(Call.of(x, QTensor(w.q, w.scale, w.zero), out_dtype, bias=bias))
+    return choice.plan(Call.of(x, _weights_for(x, w), out_dtype, bias=bias))
+
+
+def _weights_for(x: jax.Array | QTensor, w: QTensor) -> QTensor:
+    """w without notes, and for floats of x in one level of scales."""
+    w = w if isinstance(x, QTensor) else w.in_one_level
+    return QTensor(w.q, w.scale, w.zero, unit=w.unit)
 
 
 def _product(x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dtype: jnp.dtype,
@@ -195,7 +205,7 @@ def _product(x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dty
     """The product of a QTensor alone, or with a low-rank term."""
     if w.columns is not None and not is_empty(x, w):
         x, w = take_columns(x, w.columns), dataclasses.replace(w, columns=None)
-    rows, w = _flatten(x), QTensor(w.q, w.scale, w.zero)
+    rows, w = _flatten(x), _weights_for(x, w)
     call = Call.of(rows, w, out_dtype, bias=bias, low_rank=low_rank)
     find = functools.partial(choice.plan, call)
     on_cpu = _cpu_plan(call, implementation)
@@ -206,7 +216,10 @@ def _product(x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dty
     if is_empty(x, w):
         return _finish(jnp.zeros((*x.shape[:-1], w.shape[0]), jnp.float32), bias, out_dtype)
     made = chosen(plan, implementation)
-    if isinstance(rows, QTensor):
+    if isinstance(rows, QTensor) and w.dtype == jnp.int4:
+        scales = rows.scale, w.scale, w.unit
+        out = _int4_pair(made, (call, plan), *scales, bias, rows.q, w.q, w.zero)
+    elif isinstance(rows, QTensor):
         low_rank = low_rank and (_flatten(low_rank[0]), low_rank[1])
         scales = rows.scale, w.scale
         out = _quantized_pair(made, (call, plan), *scales, bias, rows.q, w.q, low_rank)
@@ -334,14 +347,17 @@ def _check_pair(x: QTensor, w: jax.Array | QTensor | CpuWeight) -> None:
     if not isinstance(w, QTensor):
         raise ValueError("quantized_matmul: a quantized x goes with a quantized w")
     pair = (jnp.dtype(x.dtype).name, jnp.dtype(w.dtype).name)
-    if pair not in (("int8", "int8"), ("float8_e4m3fn", "float8_e4m3fn")):
+    if pair[0] not in ("int8", "float8_e4m3fn") or pair[1] not in (pair[0], "int4"):
         raise ValueError(
             f"quantized_matmul: no scheme multiplies {pair[0]} by {pair[1]} codes, x by w"
         )
     if x.columns is not None:
         raise ValueError("quantized_matmul: a quantized x has its columns in order")
     for name, t in (("x", x), ("w", w)):
-        if t.scale.shape[-1] != 1 or t.zero is not None:
+        if t.dtype == jnp.int4:
+            if t.zero is not None and not jnp.issubdtype(t.zero.dtype, jnp.integer):
+                raise ValueError("quantized_matmul: with a quantized x, w needs integer zeros")
+        elif t.scale.shape[-1] != 1 or t.zero is not None:
             raise ValueError(
                 f"quantized_matmul: with a quantized x, {name} needs one scale per row and no "
                 f"zeros, not {t.scale.shape[-1]} groups"
@@ -426,6 +442,27 @@ def _pair_xla(static: _Static, x_scale: jax.Array, w_scale: jax.Array, bias: jax
 
 
 _quantized_pair = Op("quantized_matmul", _pair_xla, _pair_kernel)
+
+
+def _int4_kernel(static: _Static, x_scale: jax.Array, w_scale: jax.Array, unit: jax.Array | None,
+                 bias: jax.Array | None, xq: jax.Array, wq: jax.Array,
+                 zero: jax.Array | None) -> jax.Array:  # fmt: skip
+    x, w = QTensor(xq, x_scale), QTensor(wq, w_scale, zero, unit=unit)
+    return choice.run(static, x, w, bias)
+
+
+def _int4_xla(static: _Static, x_scale: jax.Array, w_scale: jax.Array, unit: jax.Array | None,
+              bias: jax.Array | None, xq: jax.Array, wq: jax.Array,
+              zero: jax.Array | None) -> jax.Array:  # fmt: skip
+    if unit is not None and xq.dtype == jnp.int8:
+        sums = pair_sums(xq, widened(wq, w_scale, zero)) * unit[:, 0]
+    else:
+        w = QTensor(wq, w_scale, zero, unit=unit).in_one_level
+        sums = weight_only_sums(xq.astype(jnp.bfloat16), w.scale, w.zero, w.q)
+    return _finish(sums * x_scale.astype(jnp.float32), bias, static[0].out)
+
+
+_int4_pair = Op("quantized_matmul", _int4_xla, _int4_kernel)
 
 
 # --- fused products ------------------------------------------------------------------------------

@@ -44,6 +44,14 @@ def pair_sums(xq: jax.Array, wq: jax.Array) -> jax.Array:
     return lax.platform_dependent(xq, wq, default=whole, cpu=tiled).astype(jnp.float32)
 
 
+def widened(q: jax.Array, multiple: jax.Array, zero: jax.Array | None) -> jax.Array:
+    """int4 codes times their groups' int8 scales, which is int8 (``rounding.multiples``)."""
+    steps = q.astype(jnp.int8).reshape(*multiple.shape, -1)
+    if zero is not None:
+        steps = steps - zero[..., None]
+    return (steps * multiple[..., None]).reshape(q.shape)
+
+
 def _weight_only_whole(
     x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array
 ) -> jax.Array:

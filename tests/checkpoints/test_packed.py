@@ -237,6 +237,20 @@ def test_export_and_back_is_identical(tmp_path: Path, format: str, case: str) ->
     _same(again, params)
 
 
+@pytest.mark.parametrize("format", ["native", "compressed-tensors"])
+def test_scales_in_two_levels_come_back(tmp_path: Path, format: str) -> None:
+    """compressed-tensors holds their products, which are told from other scales."""
+
+    def pick(path, w):
+        zeros = format == "native" and path[-2] == "down"
+        t = quantize(w, "int4", group_size=16, symmetric=not zeros, scale_dtype="int8")
+        return dataclasses.replace(jax.tree.map(np.asarray, t), activations="int8")
+
+    params = quantized(CFG, pick)
+    out = packed.save(tmp_path / "out", CFG, params, format=format)
+    _same(hf.load(out)[1], params)
+
+
 def test_native_holds_anything(tmp_path: Path) -> None:
     """A hybrid of GLA and attention, every kind of leaf, odd widths, shards, tokenizer files."""
     cfg = LLAMA.replace(layer_types=("gla", "attention"), gla=GLA, d_ff=45, eos_token_ids=())
@@ -323,6 +337,8 @@ def _refused() -> dict[str, tuple[str, Any, str]]:
         "gptq-activations": ("gptq", dataclasses.replace(int8, activations="int8"), "activations"),
         "gptq-float-zeros": ("gptq", QTensor(int4.q, int4.scale, int4.scale), "zeros of float16"),
         "gptq-negative": ("gptq", QTensor(int4.q, -int4.scale), "negative scales"),
+        "compressed-zeros": ("compressed-tensors", dataclasses.replace(
+            words_of((32, 48), group=16, zeros=True), activations="int8"), "no zeros beside"),
         "compressed-columns": ("compressed-tensors", columns, "act-order"),
         "compressed-nan": ("compressed-tensors", nan, "NaN"),
         "native-nan": ("native", nan, "NaN"),

@@ -30,6 +30,7 @@ SCHEMES = {
     "int8 groups": ("int8", 128, "float32", "int8"),
     "int8 rows": ("int8", 0, "float32", None),
     "int4 rows": ("int4", 0, "float32", "int8"),
+    "w4a8": ("int4", 128, "int8", "int8"),
 }
 
 
@@ -51,7 +52,11 @@ def weight(scheme: str, n: int, k: int, seed: int = 0) -> QTensor:
     elif zero_dtype is not None:
         zero = (rng.integers(-64, 1, (n, groups)) * 2.0**-7).astype(np.float32)
         zero = (zero + 8 * scale.astype(np.float32)).astype(zero_dtype)
-    return QTensor(q, scale, zero)
+    unit = None
+    if scale_dtype == "int8":  # in two levels
+        zero, unit = zero // 4, (rng.integers(1, 64, (n, 1)) * 2.0**-9).astype(np.float32)
+        scale = rng.integers(1, 12, (n, groups)).astype(np.int8)
+    return QTensor(q, scale, zero, unit=unit)
 
 
 def floats(*shape: int, seed: int = 1) -> np.ndarray:
@@ -77,6 +82,7 @@ def oracle(x: np.ndarray, w: QTensor) -> np.ndarray:
     """The product of the rounded x with the same codes, in float64."""
     block = block_size(w.shape[1], w.scale.shape[-1])
     q, scale = np.asarray(w.q).astype(np.float64), np.asarray(w.scale).astype(np.float64)
+    scale = scale if w.unit is None else scale * np.asarray(w.unit).astype(np.float64)
     groups = scale.shape[-1]
     q = q.reshape(w.shape[0], groups, -1)
     if w.zero is None:

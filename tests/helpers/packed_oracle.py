@@ -124,21 +124,30 @@ def packed(
 def plain(
     rng: Rng, out: int, width: int, *, floating: bool, scale: str = "row",
     block: tuple[int, int] = (16, 16), name: str = "weight_scale", static: str | None = None,
-    dtype: Any = np.float32,
+    dtype: Any = np.float32, bits: int = 8, group: int | None = None,
 ) -> Linear:  # fmt: skip
-    """Words of 8 bits as they are, int8 or FP8."""
+    """Words as they are, a byte each, int8 or FP8."""
     if floating:
         words = rng.normal(0, 60, (out, width)).astype(ml_dtypes.float8_e4m3fn)
     else:
-        words = rng.integers(-128, 128, (out, width)).astype(np.int8)
+        words = rng.integers(-(1 << bits - 1), 1 << bits - 1, (out, width)).astype(np.int8)
+    scale = scale if group is None else "group"
     blocks = -(-out // block[0]), -(-width // block[1])
-    shapes = {"scalar": (), "tensor": (1,), "row": (out, 1), "column": (out,), "block": blocks}
+    shapes = {
+        "scalar": (),
+        "tensor": (1,),
+        "row": (out, 1),
+        "column": (out,),
+        "block": blocks,
+        "group": (out, 1 if group is None else width // group),
+    }
     scales = np.asarray(_scales(rng, *shapes[scale], dtype=dtype))
     expanded = np.empty((out, width), np.float32)
     for row in range(out):
         for column in range(width):
             at = {"scalar": (), "tensor": (0,), "row": (row, 0), "column": (row,),
-                  "block": (row // block[0], column // block[1])}[scale]  # fmt: skip
+                  "block": (row // block[0], column // block[1]),
+                  "group": (row, column // (group or width))}[scale]  # fmt: skip
             expanded[row, column] = scales[at]
     tensors = {"weight": words, name: scales}
     if static is not None:
@@ -192,6 +201,8 @@ def floats_of(leaf: Any) -> np.ndarray:
     if not hasattr(leaf, "q"):
         return np.asarray(leaf, np.float32)
     q, scale = np.asarray(leaf.q).astype(np.float32), np.asarray(leaf.scale).astype(np.float32)
+    if leaf.unit is not None:
+        scale = scale * np.asarray(leaf.unit)
     wide = lambda a: np.repeat(a, q.shape[1] // scale.shape[1], axis=1)  # noqa: E731
     if leaf.zero is None:
         values = q * wide(scale)

@@ -296,6 +296,7 @@ def _modules(block: Block):
         store_byte=lambda base, word: block.store(base, [word.astype(np.uint8)]),
         ptx=_convert, i32=lambda: None,
         load_half=lambda base, at=0: block.load(base, 1, at, U32)[0] & U32(0xFFFF),
+        load_signed_byte=lambda base, at=0: block.narrow(base, "s8", at),
         load_shared=lambda base, n, at=0, kind="b32": block.load(base, n, at, kind_of(kind)),
         load_float=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
         load_peer=lambda base, at=0: block.load(base, 1, at, np.float32)[0],

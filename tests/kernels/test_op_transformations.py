@@ -69,6 +69,11 @@ def _pair(dtype):
     return ops.quantize(x), ops.quantize(w)
 
 
+def _int4_pair(dtype):
+    x, w = _arrays(jnp.float32, (4, 256), (16, 256))
+    return ops.quantize(x), ops.quantize(w, "int4", group_size=128, scale_dtype="int8")
+
+
 def _cache(dtype, words: str | None):
     k, v = _arrays(dtype, (2, 128, 1, 64), (2, 128, 1, 64))
     if words is not None:
@@ -186,6 +191,12 @@ CASES = {
     "matmul-w8a8": Case(
         functools.partial(ops.quantized_matmul, out_dtype=jnp.float32),
         _pair,
+        (True, False),
+        quantized_matmul_reference,
+    ),
+    "matmul-w4a8": Case(
+        functools.partial(ops.quantized_matmul, out_dtype=jnp.float32),
+        _int4_pair,
         (True, False),
         quantized_matmul_reference,
     ),

@@ -38,7 +38,7 @@ from tests.helpers.seeded import seeded_params
 
 ROOT = Path(__file__).parents[2]
 CHILD = (sys.executable, "-m", "tests.helpers.parallel_child")
-LOGPROB_BOUND = {"bfloat16": 0.1, "w8a8": 1e-4}
+LOGPROB_BOUND = {"bfloat16": 0.1, "w8a8": 1e-4, "w4a8": 1e-4}
 QUICK = (
     "gqa:float32:2x4:sampled",
     "hybrid:bfloat16:1x8:greedy",
@@ -51,7 +51,7 @@ FULL = [
       ("gqa", "mha-tied-bias", "mqa-window", "llama3-rope-even", "gla", "hybrid", "delta",
        "kda")),
     *(f"{family}:{scheme}:all:greedy" for family in ("gqa", "hybrid", "mha-tied-bias", "gla")
-      for scheme in ("bfloat16", "w8a16", "w4a16", "w8a8", "fp8")),
+      for scheme in ("bfloat16", "w8a16", "w4a16", "w8a8", "fp8", "w4a8")),
     *(f"delta:{scheme}:all:greedy" for scheme in ("w8a16", "w4a16", "w8a8", "fp8")),
     *(f"gqa:float32:2x4+1x8:greedy:{kv}" for kv in ("int8", "int4", "float8_e4m3fn")),
 ]  # fmt: skip

@@ -6,6 +6,8 @@ GPTQ, the unfolded block for folding, brute force over one scale for AWQ's error
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ from jaxllama.quantization.pipeline import check_method
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.rounding import fitted, nearest, rounded
 from jaxllama.quantization.scale_fit import fit_scales
-from jaxllama.quantization.scheme import Scheme, parse
+from jaxllama.quantization.scheme import Scheme, parse, round_weight
 from jaxllama.quantization.sites import fold, get, sites
 from pallas_kernels.qtensor import QTensor, dequantize, quantize
 from pallas_kernels.rounding import codes, grid
@@ -52,12 +54,12 @@ def test_a_plan_is_a_scheme_and_exceptions_of_which_the_last_counts():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("w1a1", "'w1a1' is not one of w8a16, w4a16, w8a8, fp8, fp8-static, none"),
+        ("w1a1", "'w1a1' is not one of w8a16, w4a16, w8a8, fp8, fp8-static, w4a8, w4a8-fp8, none"),
         ("w4a16,downn=w8a16", "'downn' is not one of"),
         ("w4a16,down", "'down' is not PATTERN=SCHEME"),
         ("down=w8a16", "begins with a scheme"),
         ("w4a16-g0", "'g0' is not one of gN, zero, sym"),
-        ("w8a8-g64", "groups and zero points are for w8a16 and w4a16"),
+        ("w8a8-g64", "groups and zero points are for weights of 4 bits"),
         ("", "'' is not one of"),
     ],
 )
@@ -181,6 +183,24 @@ def test_a_tied_head_is_a_copy_in_eight_bits_unless_the_plan_says_otherwise():
     want = jl.logits(cfg.replace(tie_embeddings=False), want, tokens, lengths)
     for config in (cfg, cfg.replace(tie_embeddings=False)):
         assert relative_error(jl.logits(config, got, tokens, lengths), want) < 1e-5
+
+
+def test_w4a8_is_w4a16_in_two_levels_of_scales():
+    """Of the same grids, fitted or GPTQ's; weights of 4 bits in groups, inputs of 8."""
+    w = jnp.asarray(RNG.normal(size=(24, 256)), jnp.float32)
+    scheme, base = parse("w4a8").default, parse("w4a16").default
+    assert scheme == dataclasses.replace(base, activations="int8") and scheme.two_levels
+    assert parse("w4a8-fp8-sym-g64").default == Scheme("int4", 64, False, "float8_e4m3fn")
+    got, plain = (round_weight(w, one, "w") for one in (scheme, base))
+    assert got.unit.shape == (24, 1) and got.scale.dtype == jnp.int8 and got.activations == "int8"
+    np.testing.assert_array_equal(got.zero, plain.zero)
+    rms = [float(jnp.linalg.norm(dequantize(one) - w)) for one in (got, plain)]
+    assert rms[0] < 1.03 * rms[1]
+    cell = "int4", 128, True
+    found = gptq(w, jnp.eye(256), grid=cell, scale_dtype="int8")
+    np.testing.assert_array_equal(found.q, nearest(w, 1.0, grid=cell, scale_dtype="int8").q)
+    fp8 = round_weight(w, parse("w4a8-fp8").default, "w")
+    assert fp8.unit is None and fp8.activations == "float8_e4m3fn"
 
 
 # Folding
@@ -398,7 +418,7 @@ def test_smoothquant_recovers_what_outlying_activations_cost(static):
     peak = jnp.max(jnp.abs(x), axis=0)
     s, errors = smoothquant.search_scales(
         (w,), x, jnp.ones((256, 1)), peak, peak, jnp.arange(96),
-        dtype="int8", static=static, n_channels=96,
+        dtype="int8", grids=(("int8", 96, False),), static=static, n_channels=96,
     )  # fmt: skip
     assert jnp.min(s[channels]) > jnp.median(s)
     assert float(jnp.min(errors)) < 0.2 * float(errors[0])

@@ -13,6 +13,7 @@ column is of) becomes codes sorted by group with ``columns`` beside them; a last
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
@@ -114,17 +115,17 @@ def repeat_groups(w: QTensor, group_size: int) -> QTensor:
     times = w.group_size // group_size
     if times == 1:
         return w
-    from pallas_kernels.qtensor import QTensor
-
     scale = np.repeat(w.scale, times, axis=1)
     zero = None if w.zero is None else np.repeat(w.zero, times, axis=1)
-    return QTensor(w.q, scale, zero, w.activations, w.columns, w.input_scale)
+    return dataclasses.replace(w, scale=scale, zero=zero)
 
 
 def check_scale(w: QTensor, name: str) -> None:
     """Raises JaxLlamaError for scales that are NaN, infinite or negative, or 0 where codes are not:
     those of a damaged file.  (A group of zeros has scale 0.)"""
     scale = w.scale.astype(np.float32)
+    if w.unit is not None:
+        scale = scale * w.unit
     if not np.isfinite(scale).all():
         raise JaxLlamaError(f"{name}: scales that are NaN or infinite")
     if (scale < 0).any():

@@ -3,7 +3,7 @@
     pack-quantized    weight_packed int32 [out, in * bits / 32], weight_shape, weight_scale,
                       weight_zero_point int32 [out * bits / 32, groups] (old files: int8),
                       weight_g_idx int32 [in] (old files: act-order; -1: none)
-    int-quantized     weight int8 [out, in], weight_scale (and weight_zero_point int8)
+    int-quantized     weight int8 [out, in], weight_scale (and weight_zero_point int8); 4 bits too
     float-quantized   weight float8_e4m3fn [out, in], weight_scale
                       with input_scale where activations have one static scale
 
@@ -13,7 +13,9 @@ Activations become codes too where the config says so: each token with its own s
 
 The way back is ``packed_compressed_save``.  Source: the compressed-tensors library.  Left out, by
 name: other widths than 4 and 8 bits, sparsity, transforms, quantized caches and outputs, asymmetric
-activations, and quantized ones where a row of weights has several scales (but for blocks).
+activations, and quantized ones where a row of 8-bit weights has several scales (but for blocks).
+4-bit weights beside quantized activations (W4A8, W4AFP8) keep their groups; scales that are exactly
+multiples of one number a row become those (``QTensor.unit``).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import numpy as np
 
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.packed.codes import (
+    INT4,
     by_group,
     check_scale,
     consecutive,
@@ -144,7 +147,7 @@ def _scheme(read: JsonReader, default_format: Any) -> _Scheme:
     packed = kind == "pack-quantized"
     if floating and packed:
         raise weights.error("type", "pack-quantized codes are integers")
-    if not packed and bits != 8:
+    if not packed and bits != 8 and kind == "float-quantized":
         raise weights.error("num_bits", f"{kind} codes have 8 bits")
     if block is not None and packed:
         raise weights.error("strategy", "not supported with pack-quantized")
@@ -186,15 +189,21 @@ def _with_activations(scheme: _Scheme, read: JsonReader) -> _Scheme:
     dynamic, strategy = inputs.get("dynamic", False), _strategy(inputs)
     if scheme.block is not None and strategy == "group" and dynamic is True:
         return scheme  # blocks of both: the activations stay in floats
-    if bits != 8 or scheme.bits != 8 or floating != scheme.floating:
-        raise inputs.error("num_bits", "only 8-bit activations with weights of the same type")
+    if bits != 8 or (scheme.bits == 8 and floating != scheme.floating):
+        raise inputs.error(
+            "num_bits", "only 8-bit activations with weights of the same type, or 4 bits"
+        )
     if not inputs.flag("symmetric", True):
         raise inputs.error("symmetric", "asymmetric activations are not supported")
     if (dynamic, strategy) not in ((True, "token"), (False, "tensor")):
         raise inputs.error(
             "strategy", f"with dynamic = {dynamic!r}; supported: token (dynamic), tensor (static)"
         )
-    if scheme.group_size is not None or scheme.block is not None or not scheme.symmetric:
+    if (
+        scheme.block is not None
+        or not scheme.symmetric
+        or (scheme.group_size is not None and scheme.bits == 8)
+    ):
         raise inputs.error("strategy", "quantized activations need weights of one scale a row")
     words = "float8_e4m3fn" if floating else "int8"
     return dataclasses.replace(scheme, activations=words, static=not dynamic)
@@ -250,12 +259,23 @@ def _read(module: Module, scheme: _Scheme) -> QTensor:
     if scheme.activations is not None:
         if w.zero is not None:
             raise module.error("weight_zero_point", "zero points with quantized activations")
-        w = dataclasses.replace(w, activations=scheme.activations)
+        w = dataclasses.replace(_in_two_levels(w, scheme), activations=scheme.activations)
     if not scheme.static:
         return w
     if module.has("input_zero_point") and module.read("input_zero_point").astype(np.int8).any():
         raise module.error("input_zero_point", "asymmetric activations are not supported")
     return with_input_scale(w, module, "input_scale")
+
+
+def _in_two_levels(w: QTensor, scheme: _Scheme) -> QTensor:
+    """4-bit weights beside int8, where nothing is lost."""
+    if (scheme.bits, scheme.activations) != (4, "int8") or w.scale.shape[1] == 1:
+        return w
+    from pallas_kernels.rounding import multiples
+
+    multiple, unit = (np.asarray(v) for v in multiples(w.scale.astype(np.float32), w.zero))
+    found = dataclasses.replace(w, scale=multiple, unit=unit)
+    return found if np.array_equal(found.in_one_level.scale, w.scale.astype(np.float32)) else w
 
 
 def _unpack(module: Module, scheme: _Scheme) -> QTensor:
@@ -272,13 +292,18 @@ def _unpack(module: Module, scheme: _Scheme) -> QTensor:
 
 def _plain(module: Module, scheme: _Scheme) -> QTensor:
     zero = _zeros(module, scheme)
-    if scheme.group_size is None and zero is None:
+    if scheme.group_size is None and zero is None and scheme.bits == 8:
         return read_weight(module, "weight_scale", scheme.block)
     if scheme.block is not None:
         raise module.error("weight_zero_point", "zero points of blocks are not supported")
     scale = _per_row(module.read("weight_scale"), module.shape[0], scheme)
     groups = consecutive(module.shape[1], scheme.group_size)
-    w = by_group(module.read("weight"), scale, zero, groups)
+    stored = module.read("weight")
+    if scheme.bits == 4:
+        if stored.min() < -8 or stored.max() > 7:
+            raise module.error("weight", "codes beyond 4 bits")
+        stored = stored.astype(INT4)
+    w = by_group(stored, scale, zero, groups)
     check_scale(w, module.name)
     return w
 

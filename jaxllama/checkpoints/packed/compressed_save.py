@@ -1,7 +1,8 @@
 """QTensors as compressed-tensors checkpoints; what the tensors mean is in ``compressed``.
 
-int4 and int8 codes with float activations are "pack-quantized", int8 codes with int8 activations
-"int-quantized", FP8 codes "float-quantized".  Weights of one kind make one config group; where all
+int4 and int8 codes with float activations, and int4 with FP8, are "pack-quantized", both with int8
+activations "int-quantized" (int4 a byte each), FP8 codes "float-quantized".  Scales in two levels
+are written as their products.  Weights of one kind make one config group; where all
 that is quantized is of one kind its target is the class Linear, otherwise modules are named.
 """
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def _packed(w: QTensor) -> bool:
-    return np.dtype(w.q.dtype) != FP8 and w.activations is None
+    words = np.dtype(w.q.dtype)
+    return words != FP8 and (w.activations is None or (words == INT4 and w.activations != "int8"))
 
 
 def _bits(w: QTensor) -> int:
@@ -28,12 +30,12 @@ def _bits(w: QTensor) -> int:
 
 def to_tensors(w: QTensor) -> dict[str, np.ndarray]:
     """The tensors of one Linear."""
-    tensors: dict[str, np.ndarray] = {}
+    w, tensors = w.in_one_level, {}
     if _packed(w):
         tensors["weight_packed"] = pack(unsigned(w.q, _bits(w)), _bits(w))
         tensors["weight_shape"] = np.array(w.shape, np.int64)
     else:
-        tensors["weight"] = np.ascontiguousarray(w.q)
+        tensors["weight"] = np.ascontiguousarray(w.q if _bits(w) == 8 else w.q.astype(np.int8))
     tensors["weight_scale"] = np.ascontiguousarray(w.scale)
     if w.zero is not None and _packed(w):
         fields = np.ascontiguousarray(unsigned(w.zero, _bits(w)).T)
@@ -51,8 +53,8 @@ def layout(w: QTensor) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         tensors["weight_packed"] = (out, packed_size(width, _bits(w))), np.int32
         tensors["weight_shape"] = (2,), np.int64
     else:
-        tensors["weight"] = (out, width), w.q.dtype
-    tensors["weight_scale"] = tuple(w.scale.shape), w.scale.dtype
+        tensors["weight"] = (out, width), w.q.dtype if _bits(w) == 8 else np.int8
+    tensors["weight_scale"] = tuple(w.scale.shape), (w.scale if w.unit is None else w.unit).dtype
     if w.zero is not None and _packed(w):
         zeros = (packed_size(out, _bits(w)), w.scale.shape[1])
         tensors["weight_zero_point"] = zeros, np.int32
@@ -99,7 +101,7 @@ def _group(w: QTensor) -> dict[str, Any]:
     if w.activations is not None:
         inputs = {
             "num_bits": 8,
-            "type": kind,
+            "type": "int" if w.activations == "int8" else "float",
             "symmetric": True,
             "strategy": "token" if w.input_scale is None else "tensor",
             "dynamic": w.input_scale is None,

@@ -124,6 +124,7 @@ def fuse(parts: list[QTensor | np.ndarray]) -> QTensor | RowBlocks | np.ndarray:
                 first,
                 q=np.concatenate([w.q for w in like]),
                 scale=np.concatenate([w.scale for w in like]),
+                unit=None if first.unit is None else np.concatenate([w.unit for w in like]),
                 zero=zero if zero.any() else None,
             )
         )

@@ -1,7 +1,7 @@
 """Our own packed checkpoints: every parameter under its path in the tree, QTensors by their leaves.
 
     layer_0.mixer.qkv.weight.q            int8, float8_e4m3fn, or uint8: two int4 codes + 8 a byte
-                            .scale  .zero  .columns  .input_scale        as the QTensor has them
+                            .scale  .zero  .columns  .input_scale  .unit as the QTensor has them
     layer_0.mixer.qkv.weight.0.q ...      RowBlocks, by index (a block in floats has no ".q")
     norm.weight                           anything that is not quantized
 
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 _VERSION = 1
 _STORED = {"int4": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}
-_BESIDE = ("scale", "zero", "columns", "input_scale")
+_BESIDE = ("scale", "zero", "columns", "input_scale", "unit")
+_ACTIVATIONS = {"int4": ("int8", "float8_e4m3fn"), "int8": ("int8",),
+                "float8_e4m3fn": ("float8_e4m3fn",)}  # fmt: skip
 
 
 def plan(config: dict[str, Any], table: Mapping[Path, Param], files: Tensors) -> dict[Path, Leaf]:
@@ -103,16 +105,20 @@ def _quantized(name: str, entry: Any, shape: tuple[int, int], files: Tensors) ->
     words, activations = entry.get("words"), entry.get("activations")
     if not isinstance(words, str) or words not in _STORED:
         raise _wrong(name, f"words {str(words)[:80]!r}; supported: {', '.join(_STORED)}")
-    if activations is not None and (activations != words or words == "int4"):
+    if activations is not None and activations not in _ACTIVATIONS[words]:
         raise _wrong(name, f"activations {str(activations)[:80]!r} with words {words!r}")
     module = Module(name, shape, files)
     (out, width), beside = shape, [leaf for leaf in _BESIDE if module.has(leaf)]
     module.expect("q", (_STORED[words],), (out, -(-width // 2)) if words == "int4" else shape)
     groups = module.shape_of("scale")[-1:] if module.has("scale") else (1,)
-    module.expect("scale", FLOATS, (out, *groups))
+    module.expect("scale", ("I8",) if "unit" in beside else FLOATS, (out, *groups))
     if not groups[0] or width % groups[0]:
         raise module.error("scale", f"{groups[0]} groups do not divide {width} columns")
-    if activations is not None and (groups != (1,) or module.has("zero")):
+    if "unit" in beside:
+        module.expect("unit", ("F32",), (out, 1))
+        if words != "int4":
+            raise module.error("unit", f"beside {words} codes")
+    if activations is not None and words != "int4" and (groups != (1,) or module.has("zero")):
         raise _wrong(name, "quantized activations need one scale a row and no zeros")
     if "zero" in beside:
         module.expect("zero", ("I8", *FLOATS), (out, *groups))
@@ -129,9 +135,9 @@ def _read(module: Module, words: str, activations: str | None) -> QTensor:
     q, width = module.read("q"), module.shape[1]
     if words == "int4":
         q = signed(nibbles(q)[:, :width], 4)
-    leaves = [module.read(name) if module.has(name) else None for name in _BESIDE]
-    scale, zero, columns, input_scale = leaves
-    w = QTensor(q, scale, zero, activations, columns, input_scale)
+    leaves = {name: module.read(name) if module.has(name) else None for name in _BESIDE}
+    w = QTensor(q, activations=activations, **leaves)
+    columns, input_scale = w.columns, w.input_scale
     if columns is not None and not np.array_equal(np.sort(columns), np.arange(width)):
         raise module.error("columns", f"no order of {width} columns")
     if input_scale is not None and (not np.isfinite(input_scale) or input_scale <= 0):
@@ -150,7 +156,7 @@ def _check(w: QTensor, name: str) -> None:
         if not np.isfinite(w.scale.astype(np.float32)).all():
             raise JaxLlamaError(f"{name}: scales that are NaN or infinite")
         return
-    check_scale(QTensor(w.q, abs(w.scale), w.zero), name)
+    check_scale(QTensor(w.q, abs(w.scale), w.zero, unit=w.unit), name)
 
 
 def to_tensors(

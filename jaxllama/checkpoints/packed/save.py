@@ -218,7 +218,7 @@ def _obstacle(format: str, path: Key, w: QTensor) -> str | None:
     if format == "compressed-tensors":
         if w.columns is not None:
             return "its programs no longer read act-order (columns)"
-        if w.activations is not None and w.activations != words.name:
+        if w.activations is not None and w.activations != words.name and words != INT4:
             return f"it has no {words} codes with {w.activations} activations"
         return None
     if w.activations is not None:

@@ -95,10 +95,10 @@ def row_plan(call: Call) -> RowPlan | Reason:
     if call.plain:
         if w.dtype != jnp.bfloat16:
             return Reason(f"plain weights {w.dtype.name}")
-    elif w.zero is not None or (w.dtype, w.group_size) not in ((jnp.int8, k), (jnp.int4, 128)):
-        return Reason(
-            "codes other than int8 with one scale a row and int4 in groups of 128, without zeros"
-        )
+    elif (w.dtype, w.group_size) not in ((jnp.int8, k), (jnp.int4, 128)):
+        return Reason("codes other than int8 with one scale a row and int4 in groups of 128")
+    elif w.zero is not None and (w.dtype, w.zero.dtype) != (jnp.int4, jnp.int8):
+        return Reason(f"{w.dtype.name} codes with zeros of {w.zero.dtype.name}")
     divided = divide_row(w, call.swiglu)
     wanted = 32 * divided.per_load
     if k % wanted or k > MAX_K:

@@ -131,16 +131,16 @@ class Rows:
 
     def load(self, unit: Value, group: Sequence[int]) -> list[Value]:
         """What a lane needs of these chunks of the unit's rows: 4 words of each, and with groups of
-        columns the scale of its own."""
+        columns the scale of its own, and its zero."""
         out = []
         rows = self.of(unit)
         row_bytes = self.plan.k * self.plan.bits // 8
         places = [p.offset(self.w, row, row_bytes) for row in rows]
-        scales = [self.loop.scales_of(row) for row in rows] if self.loop.in_groups else []
+        vectors = [self.loop.vectors_of(row) for row in rows] if self.loop.in_groups else []
         for chunk in group:
             for place in places:
                 out += p.load_global(place, 4, 512 * chunk, cache=_STREAMED)
-            out += [self.loop.scale(at, chunk) for at in scales]
+            out += [v for at in vectors for v in self.loop.vectors(at, chunk)]
         return out
 
     def ask(self, unit: Value) -> dict[str, list[Value]]:

@@ -87,8 +87,8 @@ class Nibbles:
     scheme: Scheme
     xs: Value
     lane: Value
-    scales: Value
-    group_at: Value  # the lane's group's scale, in bytes from that of the chunk's first
+    scales: Value  # the lane's group's, of the first row and chunk
+    zeros: Value | None
     on_diagonal: Value  # of the lane's accumulators of a row, columns 2 c and 2 c + 1, is one?
     is_second: Value
     in_groups = True
@@ -101,18 +101,28 @@ class Nibbles:
         quad = arith.andi(lane, p.ci(3))
         on_diagonal = p.equal(quad, p.shift_right(lane, 3))
         is_second = p.equal(arith.andi(group, p.ci(1)), p.ci(1))
-        group_at = p.mul(group, scheme.scale_bytes)
-        return cls(plan, scheme, xs, lane, operands.scale, group_at, on_diagonal, is_second)
+        scales = p.offset(operands.scale, group, scheme.scale_bytes)
+        zeros = None if scheme.zero is None else p.offset(operands.zero, group)
+        return cls(plan, scheme, xs, lane, scales, zeros, on_diagonal, is_second)
 
-    def scales_of(self, row):
-        at = p.offset(self.scales, row, self.scheme.scale_bytes * (self.plan.k // 128))
-        return p.offset(at, self.group_at)
+    def vectors_of(self, row):
+        """Where the lane's scale, and zero, of the row's first chunk are."""
+        groups = self.plan.k // 128
+        scale = p.offset(self.scales, row, self.scheme.scale_bytes * groups)
+        return [scale] if self.zeros is None else [scale, p.offset(self.zeros, row, groups)]
 
-    def scale(self, at, chunk: int):
-        start = 8 * self.scheme.scale_bytes * chunk
+    def vectors(self, places, chunk: int):
+        """The scale of the lane's group, and what is taken off its pairs of codes."""
+        at, start = places[0], 8 * self.scheme.scale_bytes * chunk
         if self.scheme.scale_kind == "f32":
-            return p.load_global(at, 1, start, "f32", "")[0]
-        return p.load_half(at, start)
+            scale = p.load_global(at, 1, start, "f32", "")[0]
+        else:
+            scale = p.load_half(at, start)
+        offset = p.ci(self.scheme.bias)
+        if self.zeros is not None:
+            zero = p.load_signed_byte(places[1], 8 * chunk)
+            offset = arith.addi(offset, p.mul(zero, 0x00010001))
+        return [scale, offset]
 
     def store_x(self, piece, values) -> None:
         """Columns 8 * piece and on, as pairs i and i + 4, to where their words' lane reads them."""
@@ -128,13 +138,16 @@ class Nibbles:
     def group(self, chunks, words, sums):
         """sums[row] and the scaled products of these chunks' words."""
         at, words, sums = p.add(self.xs, p.mul(self.lane, 16)), iter(words), list(sums)
-        offset, kind = p.ci(self.scheme.bias), self.scheme.scale_kind
+        kind = self.scheme.scale_kind
         for chunk in chunks:
             rows = [[next(words) for _ in range(4)] for _ in range(2)]
-            scales = [next(words) for _ in range(2)]
+            scales, offsets = zip(*[[next(words) for _ in range(2)] for _ in range(2)], strict=True)
             acc = [p.cf(0.0)] * 4
             for i in range(4):
-                low, high = (widen.word_pairs(self.scheme, row[i], offset) for row in rows)
+                low, high = (
+                    widen.word_pairs(self.scheme, row[i], offset)
+                    for row, offset in zip(rows, offsets, strict=True)
+                )
                 xs = p.load_shared(at, 4, 2048 * chunk + 512 * i)
                 for s in (0, 2):
                     left = [low[s], high[s], low[s + 1], high[s + 1]]

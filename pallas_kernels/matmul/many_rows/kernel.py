@@ -6,7 +6,8 @@ Accuracy.  int8: the int32 sum is exact.  FP8: the tensor cores add with about 1
 256 columns the sum moves to a float32 register (``promote``): relative RMS error 2.2e-4 on normal
 values, K = 4096, against 1.3e-3 for one long sum (which is what XLA's fp8 dot does).  Weight-only:
 a weight is (q - zero) * scale rounded once to x's dtype where there are groups; with one scale per
-row the scale multiplies the float32 accumulator instead.  f16 with groups is divided by the row's
+row the scale multiplies the float32 accumulator instead.  Codes of x beside int4 in groups of one
+level of scales are multiplied as bf16, which holds them.  f16 with groups is divided by the row's
 largest scale, which the epilogue multiplies back, so that no scale over- or underflows f16.
 """
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.matmul.many_rows.pair import pair_matmul
-from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
+from pallas_kernels.matmul.many_rows.plan import CODES_K, PairTile, WeightTile
 from pallas_kernels.matmul.many_rows.weight import weight_matmul
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rows.swiglu import gate
@@ -53,13 +54,21 @@ def matmul(
 
 
 def _weight_only(
-    x: jax.Array, w: QTensor, bias: jax.Array | None, out_dtype, plan: WeightTile
+    x: jax.Array | QTensor, w: QTensor, bias: jax.Array | None, out_dtype, plan: WeightTile
 ) -> jax.Array:
+    token = None
+    if isinstance(x, QTensor):
+        token = x.scale.reshape(-1)
+        if plan.block == CODES_K:
+            vectors = w.scale, w.zero, w.unit.reshape(-1), bias
+            of_groups = {"group": w.group_size, "tile": plan}
+            return weight_matmul(x.q, w.q, *vectors, out_dtype, token, **of_groups)
+        x, w = x.q.astype(jnp.bfloat16), w.in_one_level
     scale, zero, row = (w.scale, w.zero, None) if plan.stored else _weight_vectors(w, x.dtype)
     float_zero = zero is not None and not jnp.issubdtype(w.zero.dtype, jnp.integer)
     vectors = scale, zero, row, bias
     of_groups = {"group": w.group_size, "float_zero": float_zero}
-    return weight_matmul(x, w.q, *vectors, out_dtype, **of_groups, tile=plan)
+    return weight_matmul(x, w.q, *vectors, out_dtype, token, **of_groups, tile=plan)
 
 
 def _weight_vectors(w: QTensor, dtype):

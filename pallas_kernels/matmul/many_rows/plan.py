@@ -1,7 +1,7 @@
 """Which kernel of many rows takes a product, and its tile: arithmetic only.
 
     pair     int8 x int8 and e4m3 x e4m3, any M; bf16 x bf16 and f16 x f16, 17 to 64 rows
-    weight   bf16 or f16 x int4 or int8
+    weight   bf16 or f16 x int4 or int8; int8 x int4, scales in two levels; codes as bf16 x int4
 
 The tile comes from a small table of measured costs: the blocks are persistent, so a product takes
 (rounds of tiles) x (time of a tile).
@@ -20,7 +20,8 @@ from pallas_kernels.matmul.few_rows.plan import TOKENS
 from pallas_kernels.qtensor import QTensor
 
 BLOCK_BYTES = 128  # of a row in a slot of the pair kernel: one swizzle
-BLOCK_K = 64  # columns in a slot of the weight kernel: one swizzle of 16-bit activations
+BLOCK_K = 64  # columns in a slot of the weight kernel: one swizzle of 16-bit activations, ...
+CODES_K = 128  # ... and of 8-bit ones
 _SHARED_BYTES = 224 * 1024  # of a block, without its barriers
 
 
@@ -28,7 +29,7 @@ def plan(call: Call) -> PairTile | WeightTile | Reason:
     if not call.alone or (call.plain and call.m <= TOKENS):
         return Reason("")
     if call.quantized_x:
-        return quantized_plan(call)
+        return int4_plan(call) if call.w.dtype == jnp.int4 else quantized_plan(call)
     return plain_plan(call) if call.plain else weight_plan(call)
 
 
@@ -77,6 +78,7 @@ class WeightTile:
     split: 2 gives each block of a cluster half of K.  Each sends the sums of half of its rows to
         the other's shared memory and finishes the other half.
     stored: the groups' scales and zeros come as they are stored, [N, K / group], once a tile.
+    block: columns of a slot.
     """
 
     kernel: ClassVar[str] = "quantized_matmul_prefill_weight"
@@ -90,29 +92,33 @@ class WeightTile:
     parts: int = 1
     split: int = 1
     stored: bool = False
+    block: int = BLOCK_K
     sms: int = N_SM
 
     def unrolled(self, k: int) -> int:
         """Slots that are dequantized together: all of a block's, in steps of as many."""
-        return self.unroll if k // BLOCK_K // self.split % self.unroll == 0 else 1
+        return self.unroll if k // self.block // self.split % self.unroll == 0 else 1
 
     def divides(self, k: int) -> bool:
         """Whether a block has whole slots, and always the same set of warpgroups comes to a slot of
         the ring: who skips a barrier's phase loses count."""
         turn = self.parts * self.unrolled(k)
-        steps, rest = divmod(k // BLOCK_K, self.split)
+        steps, rest = divmod(k // self.block, self.split)
         return rest == 0 and (self.parts == 1 or steps % turn == self.stages % turn == 0)
 
     def fitted(self, m: int, n: int, bits: int, row_bytes: int) -> WeightTile:
-        """With as many stages as fit.  row_bytes: of a row's scales and zeros if they come as they
-        are stored, else 0."""
+        """With as many stages as fit.  row_bytes: that a block has of a row's scales and zeros if
+        they come as they are stored, else 0."""
         across, sum_bytes = self.rows // 64, 256 * self.tokens
         used = across * (self.parts - 1) * sum_bytes
         used += -(-across // 2) * (self.split - 1) * sum_bytes
         used += across * 256 * min(self.store, self.tokens)
-        used += self.vector_slots(m, n) * self.rows * (row_bytes // self.split + 8)
-        # Scales and zeros of up to two groups of a slot where they are not stored.
-        slot = BLOCK_K * (2 * self.tokens + self.rows * bits // 8) + 8 * self.rows * (not row_bytes)
+        used += self.vector_slots(m, n) * self.rows * (row_bytes + 8)
+        used += self.vector_slots(m, n) * self.tokens * 4 * (self.block == CODES_K)
+        # Of x two swizzles' bytes or one, and scales and zeros of up to two groups where they are
+        # not stored.
+        slot = BLOCK_K * 2 * self.tokens + self.block * self.rows * bits // 8
+        slot += 8 * self.rows * (not row_bytes)
         stages = min(self.stages, (_SHARED_BYTES - used) // slot)
         turn = self.parts * self.unroll if self.parts > 1 else 1
         return dataclasses.replace(self, stages=stages // turn * turn, stored=row_bytes > 0)
@@ -202,8 +208,9 @@ def stream_tile(
     return min((tile(n, s) for s in splits for n in widths), key=nanoseconds)
 
 
-def weight_tile(m: int, n: int, k: int) -> WeightTile:
-    """The tile for float activations x [m, K] and a quantized w [n, K]."""
+def weight_tile(m: int, n: int, k: int, block: int = BLOCK_K) -> WeightTile:
+    """The tile for activations x [m, K] and a quantized w [n, K]; block: columns of a slot."""
+    k = k * BLOCK_K // block  # in the time of so many columns of floats
     if m <= 64:
         return _few_tokens_tile(m, n, k)
 
@@ -271,6 +278,24 @@ def plain_plan(call: Call) -> PairTile | Reason:
     return tile
 
 
+def int4_plan(call: Call, tile: WeightTile | None = None) -> WeightTile | Reason:
+    """Of x in codes with a scale a row and w in int4 codes.  tile: another than the table's."""
+    w, n, k = call.w, call.n, call.k
+    if call.low_rank is not None:
+        return Reason("a low-rank term beside int4 codes")
+    if w.unit is None or call.x != jnp.int8 or k % CODES_K or w.group_size % CODES_K:
+        return weight_plan(dataclasses.replace(call, x=jnp.dtype(jnp.bfloat16)), tile)
+    if n % 8:
+        return Reason(f"w has N = {n}, not a multiple of 8")
+    if call.out not in (jnp.bfloat16, jnp.float16):
+        return Reason(f"the output would be {call.out}, the kernel writes 16-bit floats")
+    tile = dataclasses.replace(tile or weight_tile(call.m, n, k, CODES_K), block=CODES_K)
+    row_bytes = _stored_bytes(w, tile.split)
+    if not row_bytes:
+        return Reason(f"w has {w.scale.shape[1]} groups, not a multiple of 16 up to 256")
+    return tile.fitted(call.m, n, 4, row_bytes)
+
+
 def weight_plan(call: Call, tile: WeightTile | None = None) -> WeightTile | Reason:
     """Of x in 16-bit floats and w in int4 or int8 codes.  tile: another than the table's."""
     w, n, k = call.w, call.n, call.k
@@ -287,22 +312,32 @@ def weight_plan(call: Call, tile: WeightTile | None = None) -> WeightTile | Reas
     if w.group_size != 32 and w.group_size % BLOCK_K:
         return Reason(f"w has group size {w.group_size}, neither 32 nor a multiple of {BLOCK_K}")
     tile, bits = tile or weight_tile(call.m, n, k), 4 if w.dtype == jnp.int4 else 8
-    if call.m <= 64 and (row_bytes := _stored_bytes(w, call.x, tile.split)):
+    if call.m <= 64 and _as_stored(call) and (row_bytes := _stored_bytes(w, tile.split)):
         stored = tile.fitted(call.m, n, bits, row_bytes)
         if stored.stages >= 4:
             return stored
     return tile.fitted(call.m, n, bits, 0)
 
 
-def _stored_bytes(w: QTensor, dtype, split: int) -> int:
-    """Bytes of a row's scales and zeros if the kernel can take them in the weight's own layout, or
-    0: of bfloat16 (f16 needs its rows divided by their largest), and a row is a TMA box's."""
+def _stored_bytes(w: QTensor, split: int) -> int:
+    """Bytes that a block has of a row's scales and zeros in the weight's own layout; 0 if a row is
+    no TMA box."""
+    held = [v for v in (w.scale, w.zero) if v is not None]
     groups = w.scale.shape[1]
-    kinds = [v.dtype for v in (w.scale, w.zero) if v is not None]
-    fits = (
-        dtype == w.scale.dtype == jnp.bfloat16
-        and 1 < groups <= 256
-        and all(kind in (jnp.bfloat16, jnp.int8) for kind in kinds)
-        and all(groups * kind.itemsize % (16 * split) == 0 for kind in kinds)
-    )
-    return groups * sum(kind.itemsize for kind in kinds) if fits else 0
+    if not 1 < groups <= 256 or any(groups * v.dtype.itemsize % 16 for v in held):
+        return 0
+    return sum(part_groups(v, split) * v.dtype.itemsize for v in held)
+
+
+def part_groups(v, split: int) -> int:
+    """Groups of v [N, groups] that each of ``split`` parts of K copies: its own, or all where they
+    are no multiple of 16 bytes."""
+    groups, rest = divmod(v.shape[1] * v.dtype.itemsize, 16 * split)
+    return v.shape[1] if rest else groups * 16 // v.dtype.itemsize
+
+
+def _as_stored(call: Call) -> bool:
+    """Whether the kernel multiplies by scales and zeros as they are: bfloat16 (f16 needs its rows
+    divided by their largest)."""
+    kinds = [v.dtype for v in (call.w.scale, call.w.zero) if v is not None]
+    return call.x == kinds[0] == jnp.bfloat16 and kinds[-1] in (jnp.bfloat16, jnp.int8)

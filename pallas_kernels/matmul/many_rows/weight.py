@@ -1,11 +1,12 @@
-"""W4A16 and W8A16 products on Hopper for many rows: weights become floats in registers.
+"""W4A16, W8A16 and W4A8 products on Hopper for many rows: codes widen in registers.
 
-    out[m, n] = row[n] * sum_k x[m, k] * a[n, k] + bias[n]
+    out[m, n] = token[m] * row[n] * sum_k x[m, k] * a[n, k] + bias[n]
     a         = (q - zero) * scale    or    q * scale + zero
 
 Contract: x [M, K] bf16 or f16, any M; w [N, K] int4 (packed) or int8 in the plain layout;
 N % 8 == 0, K % 64 == 0; groups of 32 or a multiple of 64 columns.  a is rounded to x's dtype; sums
-are float32.
+are float32.  Or x int8, w int4, K % 128 == 0, groups of multiples of 128 whose scales are int8
+(``QTensor.unit``, which is row): a is int8, and sums are int32, both exact (``unpack``).
 
 Operands are swapped: 64 rows of w are wgmma's register operand and the tokens its N, so a weight is
 dequantized once per 256 tokens and never written back.  The output tile is transposed on its way
@@ -41,7 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul.many_rows import pipeline
+from pallas_kernels.matmul.many_rows import pipeline, unpack
 from pallas_kernels.matmul.many_rows.pipeline import (
     REGISTERS,
     drain,
@@ -55,28 +56,31 @@ from pallas_kernels.matmul.many_rows.pipeline import (
     tile_of,
     tiled,
 )
-from pallas_kernels.matmul.many_rows.plan import BLOCK_K, WeightTile
+from pallas_kernels.matmul.many_rows.plan import WeightTile, part_groups
 
 _LAYOUT = plgpu.Layout.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """Which vectors there are, and how many columns a group has."""
+    """Which vectors there are, and how many columns a group and a slot have."""
 
     group: int
+    block: int
     scale: bool  # per group, in the loop
     zero: str | None  # per group, in the loop: "int" before the scale, "float" after it
     row: bool  # per row, in the epilogue
     bias: bool
+    token: bool  # per row of x, in the epilogue
+    codes: bool  # x is int8, and so are the weights that it is multiplied by
 
     @property
     def groups_per_slot(self) -> int:
-        return max(1, BLOCK_K // self.group)
+        return max(1, self.block // self.group)
 
     @property
     def slots_per_group(self) -> int:
-        return max(1, self.group // BLOCK_K)
+        return max(1, self.group // self.block)
 
 
 def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
@@ -86,15 +90,18 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
     zero = refs.pop(0) if scheme.zero else None
     row = refs.pop(0) if scheme.row else None
     bias = refs.pop(0) if scheme.bias else None
-    out, x_buffer, w_sm, s_sm, z_sm, o_buffer, r_sm, b_sm, sum_sm, *barriers = refs
+    token = refs.pop(0) if scheme.token else None
+    out, x_buffer, w_buffer, s_sm, z_sm, o_buffer, r_sm, b_sm, t_sm, sum_sm, *barriers = refs
     (x_rows, x_sm), (o_rows, o_sm) = map(pipeline.views, (x_buffer, o_buffer))
+    w_sm, w_bytes = pipeline.views(w_buffer) if scheme.codes else (w_buffer, None)
+    block_k, acc_dtype = scheme.block, jnp.int32 if scheme.codes else jnp.float32
     full, empty, r_full, r_empty, sum_full, sum_empty, *peer = barriers
     wg, pair, k_part = (lax.axis_index(axis) for axis in ("wg", "pair", "part"))
     n_clusters = tile.sms // (tile.cluster * tile.split)
     tokens, stages = tile.tokens, tile.stages
     grid = pl.cdiv(m, tokens), pl.cdiv(n, tile.rows * tile.cluster)
     box = pipeline.rows_of_box(m, tokens)
-    steps = k // BLOCK_K // tile.split
+    steps = k // block_k // tile.split
     first_step = k_part * steps
     tiles = my_tiles(grid[0] * grid[1], n_clusters)
     slots = tile.vector_slots(m, n)
@@ -107,6 +114,8 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
     vectors = [(v, v_sm) for v, v_sm in ((row, r_sm), (bias, b_sm)) if v is not None]
     if tile.stored:
         grouped, vectors = [], grouped + vectors
+    if scheme.token:
+        vectors.append((token, t_sm))
 
     def origin(t):
         mi, ni = tile_of(t, grid, n_clusters, 1, tile.width)
@@ -125,14 +134,15 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
             if vectors:
                 pl.when(t >= slots)(lambda: plgpu.barrier_wait(r_empty.at[slot]))
                 for vector, vector_sm in vectors:
-                    source = vector.at[rows]
-                    if vector_sm.ndim == 3:  # the groups of this block's columns
+                    source = vector.at[pl.ds(m0, tokens) if vector is token else rows]
+                    if vector_sm.ndim == 3:
                         groups = vector_sm.shape[2]
-                        source = vector.at[rows, pl.ds(k_part * groups, groups)]
+                        first = k_part * groups if groups < vector.shape[1] else 0
+                        source = vector.at[rows, pl.ds(first, groups)]
                     plgpu.copy_gmem_to_smem(source, vector_sm.at[slot], r_full.at[slot])
 
             def load(j, at):
-                ks = pl.ds((first_step + j) * BLOCK_K, BLOCK_K)
+                ks = pl.ds((first_step + j) * block_k, block_k)
                 pl.when(t * steps + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
                 plgpu.copy_gmem_to_smem(
                     x.at[pl.ds(m0, box), ks],
@@ -160,26 +170,33 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
         half, part = wg % across, wg // across
         mine = pl.ds(half * 64, 64)
 
+        def stored_at(ref, t, j, g=0):
+            """Of a tile's stored vectors, those of slot j's g-th group: shared memory has this
+            block's groups, or all."""
+            j = j if ref.shape[2] < k // scheme.group else first_step + j
+            return ref.at[lax.rem(t, slots), mine, group_of(j) + g]
+
         def per_column(ref, t, j, at):
-            """[64, BLOCK_K]: what the groups' vectors say of each weight."""
+            """[64, block_k]: what the groups' vectors say of each weight."""
 
             def of_group(g):
                 if tile.stored:
-                    v = pipeline.load_column(
-                        ref.at[lax.rem(t, slots), mine, group_of(j) + g], x.dtype
-                    )
+                    v = pipeline.load_column(stored_at(ref, t, j, g), x.dtype)
                 else:
                     v = plgpu.load(ref.at[at, g, mine], layout=_LAYOUT.reduce(1))
-                return lax.broadcast_in_dim(v, (64, BLOCK_K), [0])
+                return lax.broadcast_in_dim(v, (64, block_k), [0])
 
             parts = [of_group(g) for g in range(scheme.groups_per_slot)]
             if len(parts) == 1:
                 return parts[0]
-            column = plgpu.broadcasted_iota(jnp.int32, (64, BLOCK_K), 1, layout=_LAYOUT)
+            column = plgpu.broadcasted_iota(jnp.int32, (64, block_k), 1, layout=_LAYOUT)
             return jnp.where(column < scheme.group, *parts)
 
         def dequantized(t, j, at):
             """The slot's weights as wgmma's register operand, in x's dtype."""
+            if scheme.codes:
+                zeros = None if zero is None else stored_at(z_sm, t, j)
+                return unpack.to_int8(w_bytes.at[at, mine], stored_at(s_sm, t, j), zeros)
             wide = plgpu.Layout.WGMMA_UPCAST_2X
             if w.dtype == jnp.int4:
                 wide = plgpu.Layout.WGMMA_UPCAST_4X
@@ -216,7 +233,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
             m0, n0 = origin(t)
             if tile.stored:
                 plgpu.barrier_wait(r_full.at[lax.rem(t, slots)])
-            ref = plgpu.ACC((64, tokens), jnp.float32)
+            ref = plgpu.ACC((64, tokens), acc_dtype)
             acc = pl.run_scoped(functools.partial(accumulate, t), ref)
             if tile.parts == 1:
                 return whole(t, m0, n0, acc)
@@ -269,10 +286,13 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
 
             row_scale = vector(r_sm) if scheme.row else None
             row_bias = vector(b_sm) if scheme.bias else None
-            if vectors:
+            if vectors and not scheme.token:
                 plgpu.barrier_arrive(r_empty.at[slot])
             for piece, c in enumerate(range(0, tokens, chunk)):
                 y = acc[:, c : c + chunk]
+                if scheme.token:
+                    v = plgpu.load(t_sm.at[slot, pl.ds(c, chunk)], layout=_LAYOUT.reduce(0))
+                    y = y.astype(jnp.float32) * lax.broadcast_in_dim(v, (64, chunk), [1])
                 if row_scale is not None:
                     y = y * row_scale
                 if row_bias is not None:
@@ -286,6 +306,8 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
                     o_rows.at[half, piece % 2],
                     out.at[pl.ds(m0 + c, chunk), pl.ds(n0 + 64 * half, 64)],
                 )
+            if scheme.token:
+                plgpu.barrier_arrive(r_empty.at[slot])
 
         lax.fori_loop(0, tiles, one_tile, None)
         if tile.split > 1:  # a block must not leave while the other may signal it
@@ -303,19 +325,22 @@ def weight_matmul(
     row: jax.Array | None,
     bias: jax.Array | None,
     out_dtype,
+    token: jax.Array | None = None,
     *,
     group: int,
     float_zero: bool = False,
     tile: WeightTile,
 ) -> jax.Array:
     """x [M, K] bf16 or f16; w [N, K] int4 or int8; scale, zero [K / group, N] in x's dtype, or
-    ``tile.stored`` [N, K / group]; row (a scale), bias [N] floats.  Returns [M, N] in out_dtype, 16
-    bits wide."""
+    ``tile.stored`` [N, K / group]; row (a scale), bias [N], token (a scale) [M] floats.  Or x int8,
+    w int4, scale and zero int8 and stored.  Returns [M, N] in out_dtype, 16 bits wide."""
     (m, k), n = x.shape, w.shape[0]
     if not tile.divides(k):
         raise ValueError(f"quantized_matmul: {tile} does not divide K = {k}")
     kind = None if zero is None else "float" if float_zero else "int"
-    scheme = Scheme(group, scale is not None, kind, row is not None, bias is not None)
+    ends = row is not None, bias is not None, token is not None
+    codes = x.dtype == jnp.int8
+    scheme = Scheme(group, tile.block, scale is not None, kind, *ends, codes)
     bits = 4 if w.dtype == jnp.int4 else 8
     unused = plgpu.SMEM((32,), jnp.float32)
     across = tile.rows // 64
@@ -324,21 +349,22 @@ def weight_matmul(
         if v is None:
             return unused
         if tile.stored:
-            groups = v.shape[1] // tile.split
+            groups = part_groups(v, tile.split)
             return plgpu.SMEM((tile.vector_slots(m, n), tile.rows, groups), v.dtype)
         return plgpu.SMEM((tile.stages, scheme.groups_per_slot, tile.rows), v.dtype)
 
     def partial_sums(count):
         width = min(tile.tokens, 32) * 4
         shape = (count, 64, tile.tokens)
-        return plgpu.SMEM(shape, jnp.float32, transforms=tiled(jnp.float32, width))
+        dtype = jnp.int32 if codes else jnp.float32
+        return plgpu.SMEM(shape, dtype, transforms=tiled(dtype, width))
 
-    def vector(v):
-        return unused if v is None else plgpu.SMEM((tile.vector_slots(m, n), tile.rows), v.dtype)
+    def vector(v, size=tile.rows):
+        return unused if v is None else plgpu.SMEM((tile.vector_slots(m, n), size), v.dtype)
 
     n_grouped = (scale is not None) + (zero is not None)
     copies = 2 + n_grouped * (not tile.stored)
-    n_vectors = (row is not None) + (bias is not None) + n_grouped * tile.stored
+    n_vectors = sum(ends) + n_grouped * tile.stored
     # Who tells the feeder that a tile's vectors have been read.
     readers = across * tile.parts if tile.stored else across
     peer = []
@@ -349,18 +375,22 @@ def weight_matmul(
             plgpu.Barrier(num_arrivals=-(-across // 2)),
             plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=1, num_barriers=across),
         ]
+    slot_bytes = tile.block * bits // 8  # of a row
+    w_slots = plgpu.SMEM(
+        (tile.stages, tile.rows, tile.block), w.dtype, transforms=tiled(w.dtype, slot_bytes)
+    )
+    if codes:
+        plain_bytes = plgpu.SMEM((tile.stages, tile.rows, slot_bytes), jnp.int8)
+        w_slots = plgpu.RefUnion(w_slots, plain_bytes)
     scratch = [
-        pipeline.rows_and_tiles((tile.stages, tile.tokens, BLOCK_K), x.dtype),
-        plgpu.SMEM(
-            (tile.stages, tile.rows, BLOCK_K),
-            w.dtype,
-            transforms=tiled(w.dtype, BLOCK_K * bits // 8),
-        ),
+        pipeline.rows_and_tiles((tile.stages, tile.tokens, tile.block), x.dtype),
+        w_slots,
         of_groups(scale),
         of_groups(zero),
         pipeline.rows_and_tiles((across, 2, min(tile.store, tile.tokens), 64), out_dtype),
         vector(row),
         vector(bias),
+        vector(token, tile.tokens),
         partial_sums(across * (tile.parts - 1)) if tile.parts > 1 else unused,
         *ring_barriers(tile.stages, copies, across),
         plgpu.Barrier(num_arrivals=max(1, n_vectors), num_barriers=2),
@@ -370,7 +400,7 @@ def weight_matmul(
         *peer,
     ]
     body = functools.partial(_body, tile=tile, scheme=scheme, m=m, n=n, k=k)
-    args = [a for a in (x, w, scale, zero, row, bias) if a is not None]
+    args = [a for a in (x, w, scale, zero, row, bias, token) if a is not None]
     out_type = jax.ShapeDtypeStruct((m, n), out_dtype)
-    name = f"quantized_matmul_w{bits}a16"
+    name = f"quantized_matmul_w{bits}a{8 * x.dtype.itemsize}"
     return launch(name, body, args, out_type, scratch, tile, computing=across * tile.parts)

@@ -27,6 +27,8 @@ CASES = [  # weights, N, K, fused, changes to the plan
     ("w4-g128", 96, 1024, "nsb", {}),
     ("w4-g128", 80, 3072, "nr", {"loads": 4}),
     ("w4-g128", 128, 2048, "", {}),
+    ("w4-g128-zero", 96, 2048, "nsb", {}),
+    ("w4-g128-zero", 80, 3072, "nr", {"loads": 4}),
 ]
 
 
@@ -57,7 +59,7 @@ SIZES = [(4096, 4096), (6144, 4096), (4096, 14336), (2144, 2048), (34, 1024), (1
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n,k", SIZES, ids=str)
-@pytest.mark.parametrize("name", ["plain", "w8-row", "w4-g128"])
+@pytest.mark.parametrize("name", ["plain", "w8-row", "w4-g128", "w4-g128-zero"])
 @pytest.mark.parametrize("kinds", ["", "nr", "nsb", "ng"])
 def test_values_on_the_gpu(name, n, k, kinds):
     x, w, given, ref = case(name, n, k, kinds)
@@ -84,13 +86,15 @@ def test_what_it_takes():
     def slower(*args):
         return "as fast" in no(*args) and named_plan(found(*args)) is not None
 
-    for name, k in (("plain", 256), ("w8-row", 512), ("w4-g128", 1024)):
+    sizes = ("plain", 256), ("w8-row", 512), ("w4-g128", 1024), ("w4-g128-zero", 1024)
+    for name, k in sizes:
         assert slower(64, k, name)
         assert isinstance(found(1 << 17, k, name), planning.RowPlan)
         assert f"multiple of {k}" in no(64, k + 128, name)
     assert "2 rows" in no(64, 1024, "plain", rows=2)
     assert "float16" in no(64, 1024, "plain", dtype=jnp.float16)
-    assert "zeros" in no(64, 1024, "w4-g128-zero") and "int4" in no(64, 1024, "w8-g128")
+    assert "zeros of bfloat16" in no(64, 1024, "w4-g128-minimum")
+    assert "int4" in no(64, 1024, "w8-g128")
     assert "odd" in no(33, 1024, "w4-g128") and slower(33, 1024, "plain")
     assert "behind SwiGLU" in no(64, 1024, "plain", residual=jnp.bfloat16, swiglu=True)
     assert "float32" in no(64, 1024, "plain", residual=jnp.float32)

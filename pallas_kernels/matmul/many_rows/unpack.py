@@ -1,0 +1,100 @@
+"""int4 codes to the int8 operand that wgmma takes from registers, on their way multiplied exactly.
+
+    a = (q - zero) * multiple        with  -128 <= a <= 127  for every code (``rounding.multiples``)
+
+Four bytes at a time in 32-bit arithmetic: u = q + 8 is 0..15, so ``u * multiple + (128 - (zero + 8)
+* multiple)`` is a + 128, 0..255, in each byte without a carry into the next, whatever wraps on the
+way; flipping each byte's top bit makes it a.  For 8 weights 12 instructions, 4 of them the loads'.
+
+A thread's four columns of wgmma's 8-bit operand are 2 bytes of codes, the quad's 8 bytes in a row
+of 64; a swizzle of 64 bytes spreads the warp's eight rows over all banks, so nothing is exchanged
+between lanes.  Sources: QServe (arXiv 2405.04532) for scales in two levels, LiquidGEMM (2509.01229)
+for the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, memref, vector
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ptx as p
+from pallas_kernels.ptx import Value
+
+_LOW, _EIGHTS, _SIGNS = 0x0F0F0F0F, 0x08080808, 0x80808080
+_PITCH = 64  # bytes of a row of codes
+
+
+def offset_of(multiple: Value, zero: Value | None) -> Value:
+    """128 - (zero + 8) * multiple in every byte."""
+    above = p.ci(8) if zero is None else p.add(zero, 8)
+    return p.mul(arith.subi(p.ci(128), arith.muli(above, multiple)), 0x01010101)
+
+
+def eight(first: Value, second: Value, multiple: Value, offset: Value) -> list[Value]:
+    """The weights of two half words of codes: a word of four int8 each."""
+    codes = p.permute(first, second, 0x5410)
+    even = p.and_xor(codes, _LOW, _EIGHTS)
+    odd = p.and_xor(p.shift_right(codes, 4), _LOW, _EIGHTS)
+    even, odd = (
+        arith.xori(arith.addi(arith.muli(u, multiple), offset), p.ci(_SIGNS)) for u in (even, odd)
+    )
+    return [p.permute(even, odd, 0x5140), p.permute(even, odd, 0x7362)]
+
+
+def row_words(load: Callable[[int, int], Value], multiple: Value, offset: Value) -> list[Value]:
+    """A thread's eight words of one row of 128 columns.  load: (chunk of 16 bytes, half of it) ->
+    the thread's 2 bytes there."""
+    words = []
+    for chunk in range(_PITCH // 16):
+        words += eight(load(chunk, 0), load(chunk, 1), multiple, offset)
+    return words
+
+
+def to_int8(codes, multiples, zeros=None) -> jax.Array:
+    """``[64, 128]`` int8 in wgmma's layout, of a warpgroup's rows in shared memory.
+
+    codes: bytes ``[64, 64]``, swizzled by 64.  multiples, zeros: ``[64]`` int8, strided.
+    """
+    layout = plgpu.Layout.WGMMA_8BIT
+    refs = (codes, multiples) if zeros is None else (codes, multiples, zeros)
+    out_type = plgpu.ShapeDtypeStruct((64, 128), jnp.int8, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
+    def widen(ctx, codes, *vectors):
+        del ctx
+        thread = arith.andi(p.register("tid.x"), p.ci(127))
+        in_eight = arith.andi(p.shift_right(thread, 2), p.ci(7))
+        row = p.add(p.mul(p.shift_right(thread, 5), 16), in_eight)
+        quad = p.mul(arith.andi(thread, p.ci(3)), 2)
+        base = p.add(p.shared_address(codes), p.mul(row, _PITCH), quad)
+        swizzle = arith.andi(p.shift_right(in_eight, 1), p.ci(3))
+        places = [p.add(base, p.mul(arith.xori(swizzle, p.ci(c)), 16)) for c in range(4)]
+        rows = []
+        for half in range(2):
+            at = arith.index_cast(ir.IndexType.get(), p.add(row, 8 * half))
+            multiple, *zero = (arith.extsi(p.i32(), memref.load(v, [at])) for v in vectors)
+            offset = offset_of(multiple, *zero or (None,))
+
+            def load(chunk, part, half=half):
+                return p.load_shared_narrow(places[chunk], "u16", 8 * _PITCH * half + 8 * part)
+
+            rows.append(row_words(load, multiple, offset))
+        kind = ir.IntegerType.get_signless(8)
+        out = mgpu.FragmentedArray.splat(
+            mgpu.utils.c(0, kind), (64, 128), layout.to_mgpu(), is_signed=True
+        )
+        registers, of_one = out.registers.copy(), ir.VectorType.get((1,), p.i32())
+        for i in range(registers.size):  # columns of 16, then the rows' halves
+            word = vector.broadcast(of_one, rows[i % 2][i // 2])
+            place = np.unravel_index(i, registers.shape)
+            registers[place] = vector.bitcast(registers[place].type, word)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+
+    return widen(*refs)

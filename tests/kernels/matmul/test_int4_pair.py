@@ -1,0 +1,206 @@
+"""W4A8: int4 weights times activations in 8 bits: the grid in two levels, the XLA form and the
+unpacking anywhere, the kernel lowered at real shapes, and on a GPU its values."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dequantize, quantize
+from pallas_kernels.dispatch import Reason
+from pallas_kernels.matmul.call import Call
+from pallas_kernels.matmul.many_rows import kernel, unpack
+from pallas_kernels.matmul.many_rows import plan as planning
+from pallas_kernels.matmul.op import quantized_matmul
+from pallas_kernels.qtensor import QTensor
+from pallas_kernels.rounding import multiples
+from tests.kernels.matmul.test_quantized_matmul_prefill import (
+    BF16,
+    F32,
+    I4,
+    I8,
+    LLAMA,
+    error,
+    floats,
+    lowered,
+    needs_mosaic,
+    shaped,
+)
+
+F8 = jnp.float8_e4m3fn
+
+
+def operands(m, n, k, *, zeros=True, levels=2, codes="int8", group=128, seed=0):
+    rng = np.random.default_rng(seed)
+    w = rng.normal(size=(n, k)) * np.repeat(np.exp(rng.normal(0, 0.3, (n, k // group))), group, 1)
+    scale_dtype = "int8" if levels == 2 else "bfloat16"
+    w = quantize(jnp.asarray(w, F32), "int4", group_size=group, symmetric=not zeros,
+                 scale_dtype=scale_dtype)  # fmt: skip
+    x = quantize(jnp.asarray(rng.normal(size=(m, k)), F32), codes, scale_dtype="float32")
+    return x, w, jnp.asarray(rng.normal(size=n), BF16)
+
+
+def expected(x, w, bias=None):
+    one = w.in_one_level if w.unit is None else dataclasses.replace(w, scale=w.scale, unit=None)
+    steps = floats(one.q).reshape(*one.scale.shape, -1)
+    steps = steps - (0 if w.zero is None else floats(w.zero)[..., None])
+    wide = (steps * floats(one.scale)[..., None]).reshape(w.shape)
+    wide = wide * (1 if w.unit is None else floats(w.unit))
+    out = floats(x.q) * floats(x.scale) @ wide.T
+    return out if bias is None else out + floats(bias)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_scales_in_two_levels(zeros):
+    """Weights are int8 whatever the code; kept scales stay; the error hardly grows."""
+    rng = np.random.default_rng(1)
+    w = rng.normal(size=(64, 512)) * np.exp(rng.normal(0, 0.7, (64, 1)))
+    w[5], w[6, :128] = 0, 0
+    w = jnp.asarray(w, F32)
+    t = quantize(w, "int4", group_size=128, symmetric=not zeros, scale_dtype="int8")
+    assert t.scale.dtype == jnp.int8 and t.unit.shape == (64, 1) and t.unit.dtype == F32
+    below = 8 if t.zero is None else floats(t.zero) + 8
+    assert (below * floats(t.scale) <= 128).all() and ((15 - below) * floats(t.scale) <= 127).all()
+    assert not floats(dequantize(t))[5].any() and not floats(dequantize(t))[6, :128].any()
+    assert (t.scale[6, 1:] > 0).all() and (t.scale[5] == 0).all()
+    again = multiples(t.in_one_level.scale, t.zero)
+    assert (again[0] == t.scale).all()
+    np.testing.assert_allclose(again[1], t.unit, rtol=1e-6)
+    one = quantize(w, "int4", group_size=128, symmetric=not zeros)
+    errors = [np.mean((floats(dequantize(v)) - floats(w)) ** 2) for v in (t, one)]
+    assert errors[0] < 1.05 * errors[1]
+    rows = t.rows(jnp.asarray([3, 1]))
+    np.testing.assert_array_equal(dequantize(rows), dequantize(t)[jnp.asarray([3, 1])])
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("codes,levels", [("int8", 2), ("int8", 1), ("float8_e4m3fn", 1)])
+@pytest.mark.parametrize("m,n,k,group", [(3, 24, 512, 128), (1, 17, 192, 64)])
+def test_the_xla_form(m, n, k, group, codes, levels, zeros):
+    """int8 sums are exact; what is left is float32's rounding of scales."""
+    x, w, bias = operands(m, n, k, zeros=zeros, levels=levels, codes=codes, group=group)
+    out = quantized_matmul(x, w, bias=bias, out_dtype=F32, implementation="xla")
+    assert error(out, expected(x, w, bias)) < (2e-7 if levels == 2 else 1e-6)
+    rows = jnp.stack([x.q, x.q[::-1]]), jnp.stack([x.scale, x.scale[::-1]])
+    both = jax.vmap(lambda q, s: quantized_matmul(QTensor(q, s), w, out_dtype=F32))(*rows)
+    np.testing.assert_allclose(both[1], both[0][::-1], rtol=1e-6)
+    floating = quantized_matmul(dequantize(x), w, implementation="xla")
+    np.testing.assert_allclose(floating, expected(x, w), rtol=1e-3, atol=1e-3)
+
+
+def test_gradients_reach_the_scales():
+    x, w, _ = operands(2, 16, 256)
+
+    def total(scale, unit):
+        parts = dataclasses.replace(x, scale=scale), dataclasses.replace(w, unit=unit)
+        return quantized_matmul(*parts, out_dtype=F32).sum()
+
+    dscale, dunit = jax.grad(total, argnums=(0, 1))(x.scale, w.unit)
+    out = expected(x, w)
+    np.testing.assert_allclose(dscale[:, 0], out.sum(1) / floats(x.scale)[:, 0], rtol=1e-4)
+    np.testing.assert_allclose(dunit[:, 0], out.sum(0) / floats(w.unit)[:, 0], rtol=1e-4)
+
+
+def test_parts_that_do_not_fit_are_named():
+    x, w, _ = operands(2, 16, 256)
+    with pytest.raises(ValueError, match="w.unit is missing|not float32"):
+        quantized_matmul(x, dataclasses.replace(w, unit=None))
+    with pytest.raises(ValueError, match="w.unit"):
+        quantized_matmul(x, dataclasses.replace(w, unit=w.unit[:3]))
+    with pytest.raises(ValueError, match="integer zeros"):
+        quantized_matmul(x, QTensor(w.q, w.in_one_level.scale, w.in_one_level.scale))
+    with pytest.raises(ValueError, match="float8_e4m3fn by int8"):
+        quantized_matmul(quantize(dequantize(x), "float8_e4m3fn"), quantize(dequantize(w)))
+
+
+def test_every_code_unpacks_to_its_byte(monkeypatch):
+    """All codes with all multiples and zeros that a grid has, in 32-bit words on numpy."""
+
+    def permute(a, b, selector):
+        raw = np.stack([a.view(np.uint8).reshape(-1, 4), b.view(np.uint8).reshape(-1, 4)], 1)
+        raw = raw.reshape(-1, 8)
+        picked = [raw[:, (selector >> 4 * i) & 7] for i in range(4)]
+        return np.ascontiguousarray(np.stack(picked, 1)).view(np.uint32)[:, 0]
+
+    words = SimpleNamespace(
+        ci=lambda v: np.uint32(v & 0xFFFFFFFF), add=lambda a, b: a + np.uint32(b), permute=permute,
+        mul=lambda a, b: a * np.uint32(b), shift_right=lambda a, b: a >> np.uint32(b),
+        and_xor=lambda w, mask, flip: (w & np.uint32(mask)) ^ np.uint32(flip),
+    )  # fmt: skip
+    signs = SimpleNamespace(
+        muli=lambda a, b: a * b, addi=lambda a, b: a + b, subi=lambda a, b: a - b,
+        xori=lambda a, b: a ^ b,
+    )  # fmt: skip
+    monkeypatch.setattr(unpack, "p", words)
+    monkeypatch.setattr(unpack, "arith", signs)
+    rng = np.random.default_rng(0)
+    halves = rng.integers(0, 1 << 16, (2, 4096)).astype(np.uint32)
+    codes = np.stack([halves >> np.uint32(4 * i) & np.uint32(15) for i in range(4)], -1)
+    codes = np.concatenate(list(codes.astype(np.int64)), 1)  # [4096, 8], of both words
+    codes = np.where(codes > 7, codes - 16, codes)
+    for zero in (None, *range(-8, 8)):
+        shift = 0 if zero is None else zero
+        scale, held = jnp.ones((1, 1)), None if zero is None else jnp.full((1, 1), zero, jnp.int8)
+        most = int(multiples(scale, held)[0][0, 0])
+        for multiple in range(most + 1):
+            factor = np.full(4096, multiple, np.uint32)
+            held = None if zero is None else np.full(4096, zero & 0xFFFFFFFF, np.uint32)
+            with np.errstate(over="ignore"):
+                made = unpack.eight(*halves, factor, unpack.offset_of(factor, held))
+            got = np.concatenate([word.view(np.int8).reshape(-1, 4) for word in made], 1)
+            np.testing.assert_array_equal(got, (codes - shift) * multiple)
+
+
+def call_of(m, n, k, *, levels=2, codes=I8, group=128, zeros=True, out=BF16):
+    groups = n, k // group
+    unit = shaped((n, 1), F32) if levels == 2 else None
+    scale = shaped(groups, I8 if levels == 2 else BF16)
+    w = QTensor(shaped((n, k), I4), scale, shaped(groups, I8) if zeros else None, unit=unit)
+    x = QTensor(shaped((m, k), codes), shaped((m, 1), F32))
+    return x, w, Call.of(x, w, out)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("n,k", LLAMA)
+@pytest.mark.parametrize("m", [1, 64, 256, 8191])
+def test_lowers_at_real_shapes(n, k, m):
+    for levels, codes in ((2, I8), (1, F8)):
+        x, w, call = call_of(m, n, k, levels=levels, codes=codes, zeros=m != 64)
+        plan = planning.int4_plan(call)
+        assert plan.block == (planning.CODES_K if levels == 2 else planning.BLOCK_K)
+        text = lowered(lambda x, w, plan=plan: kernel.matmul(x, w, None, BF16, plan), x, w)
+        assert "mosaic_gpu" in text
+
+
+def test_calls_without_the_exact_kernel():
+    def found(*args, **more):
+        return planning.int4_plan(call_of(*args, **more)[2])
+
+    assert found(64, 64, 2048).block == planning.CODES_K
+    # In bfloat16 what is not in two levels, or in groups that no slot holds.
+    for more in ({"levels": 1}, {"codes": F8}, {"group": 64}):
+        assert found(64, 64, 2048, **more).block == planning.BLOCK_K
+    for args, more, fact in (
+        ((64, 60, 2048), {}, "N = 60"),
+        ((64, 64, 1024), {}, "8 groups, not"),
+        ((64, 64, 2048), {"out": F32}, "float32"),
+    ):
+        reason = found(*args, **more)
+        assert isinstance(reason, Reason) and fact in reason.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 17, 64, 100, 300, 2048])
+@pytest.mark.parametrize("n,k", [(4096, 4096), (1000, 2048), (4096, 14336)], ids=str)
+@pytest.mark.parametrize("levels,codes", [(2, "int8"), (1, "int8"), (1, "float8_e4m3fn")])
+def test_values_on_the_gpu(m, n, k, levels, codes):
+    for zeros in (False, True):
+        x, w, bias = operands(m, n, k, zeros=zeros, levels=levels, codes=codes, seed=m)
+        call = jax.jit(lambda x, w, b: quantized_matmul(
+            x, w, bias=b, out_dtype=BF16, implementation="mosaic"))  # fmt: skip
+        first = call(x, w, bias)
+        assert error(first, expected(x, w, bias)) < (2.5e-3 if levels == 2 else 4e-3)
+        assert (first == call(x, w, bias)).all()
