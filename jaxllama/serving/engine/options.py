@@ -19,9 +19,10 @@ CACHE_DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED_CACHE)
 # Tokens that prompts are prefilled with at once: enough to fill a GPU, and a short stall for those
 # who decode.
 PREFILL_TOKENS = 2048
-# Tokens of context up to which rows are decoded by a program of its own: kernels are planned for
-# what a row may hold, so one for a context of 131,072 would serve short rows badly.
-SHORT_CONTEXT = 8192
+# Tokens of context up to which rows are decoded by programs of their own: kernels are planned for
+# what a row may hold, so one for a context of 131,072 would serve short rows badly, and up to 2,048
+# tokens of an int8 cache no row is cut into chunks.
+SHORT_CONTEXTS = (2048, 8192)
 # Of the host's memory for the cache, where nothing is asked for.
 CPU_CACHE_BYTES = 2**30
 
@@ -47,8 +48,8 @@ class EngineOptions:
         by default those of one prefill call.
     max_queue: waiting requests.
     steps_per_call: most tokens a row writes between two looks of the host (streams then move by so
-        many); 4 by default.  A look costs an H200 about 2 ms: where throughput is all, take 16
-        steps, and an eighth of the slots as prefill_rows.
+        many); 4 by default, and 2 halve the time between them where a step is long enough for the
+        host's work on it (10 to 20 ms for hundreds of rows).
     deterministic: a request's tokens and logprobs are the same bits whatever runs beside it and in
         whichever slot; the model's own flag by default.  As ``LanguageModel`` does it, shapes are
         fixed: prompts are prefilled one by one, rows decoded in one program of max_slots rows, a
@@ -207,6 +208,11 @@ class ResolvedOptions:
         """Prompts that a prefill call of ``width`` tokens a row takes."""
         return _rows(self.prefill_rows, width)
 
+    def row_counts(self, width: int) -> list[int]:
+        """Rows of the prefill calls of that width: one, a quarter, half and all of ``rows``."""
+        most = self.rows(width)
+        return sorted({1, -(-most // 4), -(-most // 2), most})
+
     @property
     def pages(self) -> int:
         return self.cache_tokens // self.page_size
@@ -228,25 +234,29 @@ class ResolvedOptions:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that are decoded at once: 1, 4, 16, ..., max_slots."""
-        return (self.max_slots,) if self.deterministic else _powers_of_four(1, self.max_slots)
+        """Numbers of rows that are decoded at once: 1, 4, 16, 64, 128, 256, 384, ..., max_slots."""
+        if self.deterministic:
+            return (self.max_slots,)
+        sizes = (1, 4, 16, 64, *range(128, self.max_slots, 128))
+        return (*(size for size in sizes if size < self.max_slots), self.max_slots)
 
     @property
     def contexts(self) -> tuple[int, ...]:
         """Pages of a row that decode programs look at."""
-        short = -(-SHORT_CONTEXT // self.page_size)
-        is_one = self.deterministic or jax.default_backend() == "cpu" or short >= self.row_pages
-        return (self.row_pages,) if is_one else (short, self.row_pages)
+        if self.deterministic or jax.default_backend() == "cpu":
+            return (self.row_pages,)
+        short = (-(-tokens // self.page_size) for tokens in SHORT_CONTEXTS)
+        return (*(pages for pages in short if pages < self.row_pages), self.row_pages)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Tokens of a prefill call: 32, 128, ..., prefill_chunk."""
+        """Tokens of a prefill call: 32, 128, 512, 1024, ..., prefill_chunk."""
         return _widths(self.prefill_chunk)
 
     @property
     def history_widths(self) -> tuple[int, ...]:
         """Tokens of a newcomer that its sampling depends on: none, 128, 512, ..., max_len."""
-        return (0, *_powers_of_four(128, self.max_len))
+        return (0, *_powers_of(4, 128, self.max_len))
 
 
 def _rows(most: int, width: int) -> int:
@@ -254,14 +264,15 @@ def _rows(most: int, width: int) -> int:
 
 
 def _widths(chunk: int) -> tuple[int, ...]:
-    return _powers_of_four(32, chunk)
+    """Finer where padding costs most."""
+    return tuple(width for width in (32, 128, 512) if width < chunk) + _powers_of(2, 1024, chunk)
 
 
-def _powers_of_four(first: int, last: int) -> tuple[int, ...]:
+def _powers_of(base: int, first: int, last: int) -> tuple[int, ...]:
     sizes = []
     while first < last:
         sizes.append(first)
-        first *= 4
+        first *= base
     return (*sizes, last)
 
 

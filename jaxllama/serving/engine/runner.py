@@ -6,6 +6,7 @@ requests.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import threading
@@ -25,8 +26,6 @@ from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.engine.pages import Pages
 from jaxllama.serving.engine.scheduler import Fill, Plan, Scheduler, Sequence
 from jaxllama.serving.engine.slots import NOBODY
-
-_PROGRAMS = (device.admit, device.fill)
 
 
 class Written(NamedTuple):
@@ -81,12 +80,15 @@ class Runner:
             options.pages, options.page_size, states=options.snapshots, unit=options.unit,
             share=options.prefix_cache,
         )  # fmt: skip
-        self._decode_program = device.decode
-        if self.mesh is None:
-            self._decode_program = compiler_options.compiled_for(
-                device.decode, None, static_argnums=0, static_argnames=("n", "context", "width"),
-                donate_argnums=2,
-            )  # fmt: skip
+        self._fill_program, self._decode_program = device.fill, device.decode
+        if self.mesh is None:  # loops and branches of which the host knows nothing
+            compiled = functools.partial(
+                compiler_options.compiled_for, mesh=None, static_argnums=0, donate_argnums=2
+            )
+            self._fill_program = compiled(device.fill, static_argnames="fresh")
+            self._decode_program = compiled(
+                device.decode, static_argnames=("n", "context", "width")
+            )
         self.slots = self._empty()
         self._told: dict[Sequence, int] = {}  # pages that the device knows of
         self._thread = ThreadPoolExecutor(1, "jaxllama-decode")
@@ -136,7 +138,7 @@ class Runner:
         self, plan: Plan, masks: Mapping[Sequence, np.ndarray], scheduler: Scheduler
     ) -> Running:
         """A plan, its rows' ``masks`` with it, in the runner's thread behind those before.  The
-        thread waits where jax does: a call of a loop on a GPU does not return before the loop has
+        thread waits where jax does: on a mesh a call of a loop does not return before the loop has
         ended."""
         for sequence in plan.preempted:
             self.drop(sequence)
@@ -228,7 +230,7 @@ class Runner:
     def _fill(
         self, fills: list[Fill], width: int, fresh: bool, scheduler: Scheduler
     ) -> Callable[[], device.Slots]:
-        rows = 1 if len(fills) == 1 else self.options.rows(width)
+        rows = next(rows for rows in self.options.row_counts(width) if rows >= len(fills))
         tokens, facts = _blank(rows, width)
         for row, fill in enumerate(fills):
             sequence = fill.sequence
@@ -237,7 +239,7 @@ class Runner:
             snapshot = NOBODY if snapshot is None else snapshot
             facts[row] = sequence.own_slot, fill.size, len(sequence.request.prompt), snapshot
         params = self._with(rows, {row: fill.sequence for row, fill in enumerate(fills)})
-        return lambda: device.fill(self.cfg, params, self.slots, tokens, facts, fresh=fresh)
+        return lambda: self._fill_program(self.cfg, params, self.slots, tokens, facts, fresh=fresh)
 
     # Answers
 
@@ -266,9 +268,7 @@ class Runner:
         if options.deterministic:  # branches round on their own
             level = device.HIGHEST_LEVEL
         wants_top = any(request.logprobs for request in requests)
-        # Rows that end one by one are not replaced one by one: a prefill call costs about the same.
-        wanted = min(plan.wanted, options.rows(options.widths[0]))
-        orders = device.make_orders(rows, level=level, wants_top=wants_top, wanted=wanted)
+        orders = device.make_orders(rows, level=level, wants_top=wants_top)
         params = self._with(n, {row: sequence for sequence, row in row_of.items()})
         longest = max(len(sequence.held.pages) for sequence in sequences)
         context = next(pages for pages in options.contexts if pages >= longest)
@@ -300,7 +300,7 @@ class Runner:
 
     def compiled_programs(self) -> int:
         """Programs of the engine that this process has compiled."""
-        programs: tuple[Any, ...] = (*_PROGRAMS, self._decode_program)
+        programs: tuple[Any, ...] = (device.admit, self._fill_program, self._decode_program)
         return sum(program._cache_size() for program in programs)
 
     def warm_up(self) -> None:
@@ -313,7 +313,7 @@ class Runner:
             self.slots = device.admit(self.slots, self._pack([], width))
         for rows, width, fresh in self._shapes():
             params, blank = self._with(rows, {}), _blank(rows, width)
-            self.slots = device.fill(self.cfg, params, self.slots, *blank, fresh=fresh)
+            self.slots = self._fill_program(self.cfg, params, self.slots, *blank, fresh=fresh)
         for n, context in itertools.product(self.options.sizes, self.options.contexts):
             params, orders = self._with(n, {}), self._idle(n)
             idle = Decode(params, orders, self._no_masks[n], {}, n, context, False)
@@ -325,7 +325,7 @@ class Runner:
         return [
             (rows, width, fresh)
             for width in options.widths
-            for rows in sorted({1, options.rows(width)})
+            for rows in options.row_counts(width)
             for fresh in (True, False)
         ]
 
@@ -334,7 +334,8 @@ class Runner:
         slots = jax.eval_shape(lambda slots: slots, self.slots)
         for rows, width, fresh in self._shapes():
             blank = _blank(rows, width)
-            yield device.fill.lower(self.cfg, self._with(rows, {}), slots, *blank, fresh=fresh)
+            params = self._with(rows, {})
+            yield self._fill_program.lower(self.cfg, params, slots, *blank, fresh=fresh)
         for n, context in itertools.product(self.options.sizes, self.options.contexts):
             yield self._decode_program.lower(
                 self.cfg, self._with(n, {}), slots, self._idle(n), self._no_masks[n],
@@ -345,7 +346,7 @@ class Runner:
         """The orders of a decode that does nothing."""
         rows = np.full((n, 3 + self.options.more_pages), NOBODY, np.int32)
         rows[:, 1] = 0
-        return device.make_orders(rows, level=0, wants_top=False, wanted=0)
+        return device.make_orders(rows, level=0, wants_top=False)
 
 
 def _groups(items: list[Any], kind: Any) -> Iterator[tuple[Any, list[Any]]]:

@@ -3,6 +3,7 @@
     waiting     by priority, then by arrival; a preempted sequence keeps its place of arrival
     prefilling  admitted, with a slot and pages, their prompts partly in the cache
     running     one new token each per decode step
+    ending      the device has been told to write the last that they may; their slots are others'
 
 ``plan`` makes one step: admit, hand out chunks of prompts, make room.  It need not know what the
 step before has written: a row is taken to go on for as long as it may.  Contract:
@@ -120,15 +121,13 @@ class Fill:
 class Plan:
     """One step: the slots of ``admitted`` are theirs, run ``fills`` in order, then decode for each
     row up to so many tokens as ``budgets`` says.  preempted: wait again.  started: have become
-    running.  wanted: so many wait for a slot, and when as many rows have ended, or as many as are
-    prefilled at once, it stops."""
+    running."""
 
     preempted: list[Sequence]
     admitted: list[Sequence]
     fills: list[Fill]
     started: list[Sequence]
     budgets: dict[Sequence, int]
-    wanted: int
 
     @property
     def steps(self) -> int:
@@ -158,13 +157,14 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
+        self.ending: list[Sequence] = []
         self._newest = -1
 
     # What is there
 
     @property
     def in_flight(self) -> list[Sequence]:
-        return [*self.waiting, *self.admitted]
+        return [*self.waiting, *self.admitted, *self.ending]
 
     @property
     def admitted(self) -> list[Sequence]:
@@ -201,10 +201,13 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is; its slot and pages are free."""
-        if sequence.slot is None:
+        if sequence in self.ending:
+            self.ending.remove(sequence)
+            sequence.filled = sequence.to_fill
+        elif sequence.slot is None:
             self.waiting.remove(sequence)
             return
-        if sequence in self.prefilling:
+        elif sequence in self.prefilling:
             self.prefilling.remove(sequence)
         else:
             del self.running[sequence.slot]
@@ -239,6 +242,10 @@ class Scheduler:
     def plan(self) -> Plan:
         self._preempted: list[Sequence] = []
         self._newcomers: list[Sequence] = []
+        for sequence in [some for some in self.running.values() if some.room(1) <= 0]:
+            del self.running[sequence.own_slot]
+            sequence.slot = None
+            self.ending.append(sequence)
         # Pages that are missing for one more token each; kept up to date below.
         self._next = _total(self._short(1))
         while self._next > self.pages.available:
@@ -250,7 +257,7 @@ class Scheduler:
         for sequence, steps in budgets.items():
             self.pages.grow(sequence.held, self._growth(sequence, steps))
             sequence.ahead += steps
-        return Plan(self._preempted, self._newcomers, fills, started, budgets, len(self.waiting))
+        return Plan(self._preempted, self._newcomers, fills, started, budgets)
 
     def _budgets(self, steps: int) -> dict[Sequence, int]:
         """What each running row may write.  A constrained row's mask comes from the host, after

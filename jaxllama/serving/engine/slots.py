@@ -225,10 +225,10 @@ def fill(
     return _constrained(dataclasses.replace(slots, cache=cache, snapshots=snapshots), slots)
 
 
-def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, wanted: int) -> np.ndarray:
+def make_orders(rows: np.ndarray, *, level: int, wants_top: bool) -> np.ndarray:
     """What ``decode`` is told, int32.  rows ``[n, 3 + k]``: slot, most tokens, how many pages it
     had, new ones."""
-    return np.concatenate([[level, wants_top, wanted], rows.reshape(-1)]).astype(np.int32)
+    return np.concatenate([[level, wants_top], rows.reshape(-1)]).astype(np.int32)
 
 
 @functools.partial(
@@ -251,13 +251,12 @@ def decode(
 
     orders: of ``make_orders``.  A slot past the last is nobody's; with as many rows as there are
     slots, row i is slot i's or nobody's.  A page past the last is none.  level: the sampler's
-    branch.  wanted: come back as soon as so many rows have ended; 0 is never.  masks uint32
-    ``[n, ceil(V / 32)]``: bit i of a row allows token i; not read at level 0.
+    branch.  masks uint32 ``[n, ceil(V / 32)]``: bit i of a row allows token i; not read at level 0.
 
     Returns (slots, rows int32 ``[n, 1 + 2 width]``: how many tokens, the tokens, the bits of their
     logprobs; the likeliest tokens and their logprobs ``[n, width, top]``, if asked for).
     """
-    told, every = orders[3:].reshape(n, -1), slots
+    told, every = orders[2:].reshape(n, -1), slots
     rows, budgets = told[:, 0], told[:, 1]
     if n < every.size:
         slots = _of_rows(every, rows)
@@ -267,7 +266,7 @@ def decode(
     assert table is not None
     cache = dataclasses.replace(cache, table=table[:, :context])
     slots = dataclasses.replace(slots, cache=cache, active=slots.active & is_live)
-    slots, drawn, top = _decode(cfg, params, slots, budgets, orders[:3], masks, stop_ids, width)
+    slots, drawn, top = _decode(cfg, params, slots, budgets, orders[:2], masks, stop_ids, width)
     active = jnp.where(is_live, slots.active, every.active[:n])
     cache = dataclasses.replace(slots.cache, table=table)
     slots = dataclasses.replace(slots, cache=cache, active=active)
@@ -303,9 +302,8 @@ def _decode(
     masks: jax.Array, stop_ids: jax.Array, width: int,
 ) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
     batch, n_top = slots.size, min(MAX_LOGPROBS, cfg.vocab_size)
-    level, wants_top, wanted = orders
+    level, wants_top = orders
     wants_top = wants_top != 0
-    before = jnp.sum(slots.active, dtype=jnp.int32)
 
     def may_write(step: jax.Array, slots: Slots) -> jax.Array:
         return slots.active & (step < budgets)
@@ -322,9 +320,7 @@ def _decode(
 
     def unfinished(carry: tuple[jax.Array, Slots, Drawn]) -> jax.Array:
         step, slots, _ = carry
-        ended = before - jnp.sum(slots.active, dtype=jnp.int32)
-        is_any = jnp.any(may_write(step, slots)) & (step < width)
-        return is_any & ((wanted == 0) | (ended < wanted))
+        return jnp.any(may_write(step, slots)) & (step < width)
 
     def one_token(carry: tuple[jax.Array, Slots, Drawn]) -> tuple[jax.Array, Slots, Drawn]:
         step, slots, drawn = carry
@@ -374,7 +370,19 @@ def _decode(
 
 
 def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    values, tokens = lax.top_k(scores, min(MAX_LOGPROBS, scores.shape[1]))
+    # One after the other, of equals the first: neither XLA's sort, which ``top_k`` is, nor what
+    # ``scan`` stacks can be part of a CUDA graph, and a loop that is none keeps the host waiting.
+    index = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    value = jnp.full((len(scores), 1), jnp.inf, scores.dtype)
+    token = jnp.full((len(scores), 1), -1, jnp.int32)
+    found = []
+    for _ in range(min(MAX_LOGPROBS, scores.shape[1])):
+        is_behind = (scores < value) | ((scores == value) & (index > token))
+        left = jnp.where(is_behind, scores, -jnp.inf)
+        token = jnp.argmax(left, axis=1, keepdims=True).astype(jnp.int32)
+        value = jnp.take_along_axis(scores, token, axis=1)
+        found.append((token, value))
+    tokens, values = (jnp.concatenate(column, axis=1) for column in zip(*found, strict=True))
     return tokens, values - jax.nn.logsumexp(scores, axis=1, keepdims=True)
 
 

@@ -313,24 +313,6 @@ def test_grammar_holds_the_output():
         eng.submit(Request("bad", (1,), grammar=Grammar("regex", "a(")), print)
 
 
-@pytest.mark.parametrize(("wanted", "counts"), [(0, [1, 2, 3, 3]), (1, [1] * 4), (2, [1, 2, 2, 2])])
-def test_a_decode_stops_when_as_many_rows_have_ended_as_are_wanted(wanted, counts, monkeypatch):
-    eng = engine("llama")
-    decode, written = eng.runner._decode, []
-
-    def forced(call):
-        call.orders[2] = wanted
-        drawn = decode(call)
-        written.append(eng.runner.read(drawn))
-        return drawn
-
-    monkeypatch.setattr(eng.runner, "_decode", forced)
-    requests = [Request(f"w{n}", PROMPTS[0], n, ignore_eos=True) for n in (1, 2, 3, 9)]
-    events = eng.generate(requests)
-    assert [len(row.tokens) for row in written[0].values()] == counts
-    assert [events[request.id][-1].completion_tokens for request in requests] == [1, 2, 3, 9]
-
-
 def test_a_step_is_told_while_the_device_does_the_next_one(monkeypatch):
     """The next call is handed over before anybody hears of the one before."""
     eng, order = engine("llama"), []

@@ -93,12 +93,19 @@ def test_several_steps_when_nobody_waits_for_prefill():
     assert sch.plan().steps == 1  # r1 is in the middle of its prompt
 
 
-def test_a_plan_says_how_many_wait_for_a_slot():
-    sch = scheduler(steps_per_call=4)
-    for order in range(3):
-        sch.add(make(3, 10, order=order))
-    plan = sch.plan()
-    assert (plan.steps, plan.wanted, len(plan.started)) == (4, 1, 2)
+def test_a_slot_is_given_on_before_its_last_tokens_have_been_read():
+    sch = scheduler(max_slots=1, steps_per_call=4)
+    first, second = make(3, 4), make(3, 4, order=1)
+    sch.add(first)
+    sch.add(second)
+    last = sch.plan()
+    assert last.budgets == {first: 4}
+    # The device writes all four, or ends earlier: either way the slot is free behind that call.
+    following = sch.plan()
+    assert (following.admitted, following.budgets) == ([second], {second: 4})
+    assert sch.in_flight == [second, first] and len(first.held.pages) == 7
+    write(last, sch)
+    assert sch.in_flight == [second] and not first.held.pages
 
 
 def test_constrained_rows_go_token_by_token_and_only_they_wait():
