@@ -7,8 +7,12 @@ default stride, ``window - 1``, scores every token with one pass over the text; 
 slower and gives each prediction more context.  perplexity = exp(mean negative natural
 log-probability).
 
-Against a reference, over the same predictions: ``kl``, the mean of KL(reference || model) in nats,
-and ``top1``, the share of positions at which both find the same token most likely.
+Against a reference, over the same predictions: ``rise``, by what share the perplexity is above
+the reference's; ``kl``, the mean of KL(reference || model) in nats; and ``top1``, the share of
+positions at which both find the same token most likely.  A figure's ``_se`` is its standard error,
+from the means of ``BATCH`` consecutive predictions, since neighbours are not independent (batch
+means); that of ``rise`` is of the pairs, where the text's own difficulty cancels.
+``bench.damage`` says where the damage is.
 
 A quantized cache is scored in the same single pass: keys and values are written as they would be
 stored, and every query reads them, its own included, from the cache, which is what decoding token
@@ -41,6 +45,9 @@ from jaxllama.offload.model import OffloadedModel, kv_dtype_of
 from jaxllama.progress import working
 
 BLOCK = 128
+BATCH = 64  # predictions whose mean is one observation of a standard error
+# Of one prediction: negative log-probabilities, KL, and what is found most likely.
+COLUMNS = ("nll", "reference_nll", "kl", "token", "reference_token")
 
 
 def perplexity(
@@ -55,7 +62,7 @@ def perplexity(
     progress: bool = False,
 ) -> dict[str, Any]:
     """{"perplexity", "tokens" (predicted), "nll" (mean, natural log), "window", "stride"} and, with
-    a reference, {"kl", "top1"}.
+    a reference, {"rise", "kl", "top1"}; of all but the counts the standard error too, as "_se".
 
     window: 512 by default, or the context if that is shorter; stride: at most window - 1.
     kv_dtype: score through a cache of this dtype (the reference has none); by default what the
@@ -63,8 +70,21 @@ def perplexity(
     Raises JaxLlamaError for a model without a tokenizer, a window beyond a context, a stride that
     would skip tokens, a reference of another vocabulary, or a text of fewer than two tokens.
     """
-    if lm.tokenizer is None:
-        raise JaxLlamaError(f"{lm.config.name} has no tokenizer, so it cannot read text")
+    window, stride = window_and_stride(lm, window, stride, reference)
+    ids = tokens_of(lm, text)[:max_tokens]
+    rows = predictions(
+        lm, ids, window, stride, reference=reference, kv_dtype=kv_dtype, progress=progress
+    )
+    return {**summary(rows, reference is not None), "window": window, "stride": stride}
+
+
+def window_and_stride(
+    lm: LanguageModel,
+    window: int | None,
+    stride: int | None,
+    reference: LanguageModel | None = None,
+) -> tuple[int, int]:
+    """Both as ``perplexity`` takes them, its defaults filled in; it says what is raised."""
     models = [lm] if reference is None else [lm, reference]
     longest = min(model.config.max_position for model in models)
     window = min(512, longest) if window is None else window
@@ -78,15 +98,36 @@ def perplexity(
             f"the reference has a vocabulary of {reference.config.vocab_size}, the model one of "
             f"{lm.config.vocab_size}"
         )
-    ids = np.asarray(lm.tokenizer.encode(text), np.int32)[:max_tokens]
+    return window, stride
+
+
+def tokens_of(lm: LanguageModel, text: str) -> np.ndarray:
+    """int32.  Raises JaxLlamaError for a model without a tokenizer."""
+    if lm.tokenizer is None:
+        raise JaxLlamaError(f"{lm.config.name} has no tokenizer, so it cannot read text")
+    return np.asarray(lm.tokenizer.encode(text), np.int32)
+
+
+def predictions(
+    lm: LanguageModel,
+    ids: np.ndarray,
+    window: int,
+    stride: int,
+    *,
+    reference: LanguageModel | None = None,
+    kv_dtype: DTypeLike | None = None,
+    progress: bool = False,
+) -> np.ndarray:
+    """``[len(ids) - 1, len(COLUMNS)]`` float32, a row for every token but the first; without a
+    reference the model is its own."""
     if len(ids) < 2:
         raise JaxLlamaError(f"the text has {len(ids)} tokens: at least 2 are needed")
+    models = [lm] if reference is None else [lm, reference]
     if isinstance(lm, OffloadedModel):
         kv_dtype = kv_dtype_of(lm.policy, kv_dtype, None)
     if kv_dtype is None and lm.config.attn_sparsity < 1:
         kv_dtype = lm.dtype
-    sums = np.zeros(3)
-    parts = list(_windows(ids, window, stride))
+    rows, parts = [], list(_windows(ids, window, stride))
     with working("scoring", len(parts), progress, unit="windows") as bar:
         for tokens, scored, length, own, params in _read(lm, iter(parts), kv_dtype):
             hidden = [own]
@@ -94,20 +135,46 @@ def perplexity(
                 row = jnp.asarray(tokens[None])
                 hidden.append(_hidden(reference.config, reference.params, row, length, None))
                 params = (*params, reference.params)
-            sums += jax.device_get(
-                _score(
-                    tuple(model.config for model in models), params, tuple(hidden),
-                    jnp.asarray(np.append(tokens[1:], 0)), jnp.asarray(scored > 0),
-                )
+            found = _score(
+                tuple(model.config for model in models), params, tuple(hidden),
+                jnp.asarray(np.append(tokens[1:], 0)),
             )  # fmt: skip
+            rows.append(np.asarray(found)[scored > 0])
             bar()
-    count = len(ids) - 1
-    nll, kl, same = (float(total) / count for total in sums)
-    value = math.exp(nll) if nll < 700 else math.inf
+    return np.concatenate(rows)
+
+
+def summary(rows: np.ndarray, has_reference: bool) -> dict[str, Any]:
+    """The report of ``perplexity`` from ``predictions``, without its window and stride."""
+    nll, reference_nll, kl, token, other = np.asarray(rows, np.float64).T
+    mean = nll.mean()
+    value = math.exp(mean) if mean < 700 else math.inf
     report = {
-        "perplexity": value, "tokens": count, "nll": nll, "window": window, "stride": stride
+        "perplexity": value, "perplexity_se": value * _standard_error(nll), "tokens": len(rows),
+        "nll": float(mean), "nll_se": _standard_error(nll),
     }  # fmt: skip
-    return report if reference is None else {**report, "kl": kl, "top1": same}
+    if not has_reference:
+        return report
+    ratio = math.exp(min((nll - reference_nll).mean(), 700.0))
+    same = (token == other).astype(np.float64)
+    return {
+        **report,
+        "rise": ratio - 1.0,
+        "rise_se": ratio * _standard_error(nll - reference_nll),
+        "kl": float(kl.mean()),
+        "kl_se": _standard_error(kl),
+        "top1": float(same.mean()),
+        "top1_se": _standard_error(same),
+    }
+
+
+def _standard_error(x: np.ndarray) -> float:
+    """Of the mean of ``x``, whose neighbours are not independent; NaN of fewer than two batches."""
+    whole = len(x) // BATCH
+    if whole < 2:
+        return math.nan
+    means = x[: whole * BATCH].reshape(whole, BATCH).mean(axis=1)
+    return float(means.std(ddof=1) / math.sqrt(whole))
 
 
 def _read(
@@ -160,9 +227,8 @@ def _score(
     params: tuple[Params, ...],
     hidden: tuple[jax.Array, ...],
     targets: jax.Array,
-    scored: jax.Array,
 ) -> jax.Array:
-    """Sums over the scored positions: [nll, KL from the second model, same most likely token]."""
+    """``COLUMNS`` at every position, ``[T, 5]``; the second model is the reference."""
     length = targets.shape[0]
     blocks = -(-length // BLOCK)
 
@@ -170,21 +236,17 @@ def _score(
         pad = ((0, blocks * BLOCK - length),) + ((0, 0),) * (x.ndim - 1)
         return jnp.pad(x, pad).reshape(blocks, BLOCK, *x.shape[1:])
 
-    def one(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
-        hidden, targets, scored = block
+    def one(block: Any) -> jax.Array:
+        hidden, targets = block
         logs = [
             jax.nn.log_softmax(logits(cfg, p, x))
             for cfg, p, x in zip(cfgs, params, hidden, strict=True)
         ]
-        nll = -jnp.take_along_axis(logs[0], targets[:, None], axis=1)[:, 0]
         own, other = logs[0], logs[-1]
+        nll = [-jnp.take_along_axis(x, targets[:, None], axis=1)[:, 0] for x in (own, other)]
         # A token the reference rules out adds nothing, whatever the model thinks of it.
         kl = jnp.sum(jnp.where(other > -jnp.inf, jnp.exp(other) * (other - own), 0.0), axis=1)
-        same = (jnp.argmax(own, axis=1) == jnp.argmax(other, axis=1)).astype(jnp.float32)
-        rows = jnp.stack([nll, kl, same])
-        return total + jnp.sum(jnp.where(scored, rows, 0.0), axis=1), None
+        top = [jnp.argmax(x, axis=1).astype(jnp.float32) for x in (own, other)]
+        return jnp.stack([*nll, kl, *top], axis=1)
 
-    total, _ = lax.scan(
-        one, jnp.zeros(3, jnp.float32), jax.tree.map(cut, (hidden, targets, scored))
-    )
-    return total
+    return lax.map(one, jax.tree.map(cut, (hidden, targets))).reshape(-1, 5)[:length]

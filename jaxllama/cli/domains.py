@@ -131,6 +131,16 @@ def text_input(text: str) -> Path:
     return Path(text) if text == "-" else text_file(text)
 
 
+def texts_folder(text: str) -> Path:
+    """A folder with .txt files."""
+    path = Path(text)
+    if not path.is_dir():
+        raise Bad(f"= {text}: not a folder")
+    if not any(path.glob("*.txt")):
+        raise Bad(f"= {text}: no .txt file in it")
+    return path
+
+
 def out_folder(text: str) -> Path:
     """A folder that is there or can be made."""
     path = Path(text)

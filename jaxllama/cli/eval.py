@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import COUNT, Number, Parser, filled, text_input
+from jaxllama.cli.domains import COUNT, Number, OutFile, Parser, filled, text_input, texts_folder
 from jaxllama.errors import JaxLlamaError
 
 HELP = "Perplexity of a text, and the distance to a reference."
 
 
 def options(sub: Parser) -> None:
-    sub.add_argument("--text", type=text_input, required=True, metavar="FILE", help="UTF-8 text")
+    source = sub.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", type=text_input, metavar="FILE", help="UTF-8 text")
+    source.add_argument("--texts", type=texts_folder, metavar="DIR",
+                        help="kinds of text: a line for each of its .txt files")  # fmt: skip
+    sub.add_argument("--report", type=OutFile((".json", ".png")), action="append", default=[],
+                     metavar="FILE", help="with --texts and --reference: where the damage is, "
+                     ".json or .png; may be given again")  # fmt: skip
     sub.add_argument("--window", type=Number(least=2), metavar="N",
                      help="tokens scored together (default 512, or the context)")  # fmt: skip
     sub.add_argument("--stride", type=COUNT, metavar="N",
@@ -31,23 +37,30 @@ def options(sub: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     if None not in (args.window, args.stride) and args.stride >= args.window:
         raise JaxLlamaError(f"--stride = {args.stride}: must be below --window, {args.window}")
+    if args.report and (args.texts is None or args.reference is None):
+        raise JaxLlamaError("--report needs --texts and --reference")
+    from jaxllama.bench import damage
     from jaxllama.bench.evaluate import perplexity
 
-    text = common.read_text(args.text)
+    files = [args.text] if args.texts is None else sorted(args.texts.glob("*.txt"))
+    texts = {path.stem: common.read_text(path) for path in files}
     lm, reference = common.load(args), None
     if args.reference is not None:
         from jaxllama.loading import load
 
         mesh = common.mesh(args)
         reference = load(args.reference, args.dtype, mesh=mesh, exact=True, progress=True)
-    report = perplexity(
-        lm, text, args.window, args.stride, reference=reference, kv_dtype=common.kv_dtype(args),
-        progress=True,
-    )  # fmt: skip
+    how = {"reference": reference, "kv_dtype": common.kv_dtype(args), "progress": True}
+    if args.texts is not None:
+        report = {"model": args.model, **damage.damage(lm, texts, args.window, args.stride, **how)}
+        for path in args.report:
+            damage.write(report, path)
+        return common.show(args, report, damage.table)
+    (text,) = texts.values()
+    report = perplexity(lm, text, args.window, args.stride, **how)
     if args.json:
-        common.print_json({"model": args.model, **report})
-    else:
-        print(f"perplexity {report['perplexity']:.4f} over {report['tokens']} tokens")
-        if reference is not None:
-            print(f"against {args.reference}: KL {report['kl']:.4f} nats, "
-                  f"top-1 {100 * report['top1']:.1f}%")  # fmt: skip
+        return common.print_json({"model": args.model, **report})
+    print(f"perplexity {report['perplexity']:.4f} over {report['tokens']} tokens")
+    if reference is not None:
+        print(f"against {args.reference}: KL {report['kl']:.4f} nats, "
+              f"top-1 {100 * report['top1']:.1f}%")  # fmt: skip

@@ -360,6 +360,11 @@ def test_eval_is_the_mean_of_the_models_own_logprobs(run, model, tmp_path):
         want += [logprobs[i, token] for i, token in enumerate(row[1:])]
     assert status == 0 and got["tokens"] == len(want) == len(ids) - 1
     assert got["perplexity"] == pytest.approx(math.exp(-np.mean(want)), rel=1e-4)
+    report = tmp_path / "report.json"
+    words = ("--texts", str(tmp_path), "--reference", model, "--window", "16")
+    status, out, _ = run("eval", *words, "--report", str(report))
+    assert status == 0 and "text" in out and "KL 0.0000" in out
+    assert json.loads(report.read_text())["kinds"]["text"]["perplexity"] == got["perplexity"]
 
 
 def test_doctor_says_what_runs_where_and_why(run):
@@ -466,6 +471,8 @@ def test_generate_refuses(run, words, says):
         (["eval", "--text", "/nowhere"], "/nowhere: No such file"),
         (["eval", "--text", "EMPTY"], "0 tokens"),
         (["eval", "--text", "BINARY"], "not UTF-8"),
+        (["eval", "--texts", "/nowhere"], "--texts = /nowhere: not a folder"),
+        (["eval", "--text", "EMPTY", "--report", "r.json"], "--report needs --texts"),
         (["eval", "--text", "EMPTY", "--window", "1"], "--window = 1"),
         (["eval", "--text", "EMPTY", "--window", "500"], "from 2 to 200"),
         (["chat", "--max-new-tokens", "-1"], "--max-new-tokens = -1"),
