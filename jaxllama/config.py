@@ -143,6 +143,25 @@ class DeltaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Attention whose keys and values are made of one normed latent of ``kv_rank`` features a token
+    (DeepSeek-V2, arXiv 2405.04434), without positions: ``d_nope`` features of a head's key from the
+    latent, ``d_rope`` that all heads share, values of ``d_v``."""
+
+    kv_rank: int
+    d_nope: int
+    d_rope: int
+    d_v: int
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for key in ("kv_rank", "d_nope", "d_rope", "d_v"):
+            _require(
+                getattr(self, key) > 0, f"latent.{key}", getattr(self, key), "must be positive"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class Stored:
     """How a checkpoint's tensors differ from the parameters: what loading folds into them.
 
@@ -182,7 +201,8 @@ class ModelConfig:
     ``qk_norm``: RMSNorm of each head of q and k ("head", Qwen3), or of all at once ("full",
     OLMo 2).  ``parallel_block``: both sublayers read the stream before either is added (Cohere).
     ``attn_softcap`` and ``logit_softcap``: x becomes cap tanh(x / cap).  attn_gate: attention's
-    heads are multiplied by the sigmoid of a product of its input (Qwen3-Next).
+    heads are multiplied by the sigmoid of a product of its input (Qwen3-Next).  latent: attention's
+    keys and values are made of latents (Kimi-Linear); the cache keeps them whole.
     """
 
     name: str
@@ -221,6 +241,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     attn_gate: bool = False
     delta: DeltaConfig | None = None
+    latent: LatentConfig | None = None
     stored: Stored = dataclasses.field(default_factory=Stored)
 
     def __post_init__(self) -> None:
@@ -278,6 +299,22 @@ class ModelConfig:
             _require(
                 turning <= self.head_dim,
                 f"{key}.rotary_dim", turning, f"must not exceed head_dim ({self.head_dim})",
+            )  # fmt: skip
+        if self.latent is not None:
+            width = self.latent.d_nope + self.latent.d_rope
+            for key, want in (
+                ("head_dim", width), ("n_kv_heads", self.n_heads), ("qkv_bias", False),
+                ("qk_norm", "none"), ("attn_gate", False),
+            ):  # fmt: skip
+                found = getattr(self, key)
+                _require(found == want, key, found, f"must be {want!r} where keys are latent")
+            _require(
+                self.rope.rotary_dim == 0 or len(self.nope_layers) == self.n_layers,
+                "nope_layers", self.nope_layers, "must be all layers where keys are latent",
+            )  # fmt: skip
+            _require(
+                self.latent.d_v <= width, "latent.d_v", self.latent.d_v,
+                f"must not exceed head_dim ({width})",
             )  # fmt: skip
         if "delta" in self.layer_types:
             _require(self.delta is not None, "delta", None, "is needed by layers of type 'delta'")
@@ -339,6 +376,15 @@ class ModelConfig:
         if "n_layers" in changes and len(set(self.layer_types)) == 1:
             changes = {"layer_types": self.layer_types[:1] * changes["n_layers"], **changes}
         return dataclasses.replace(self, **changes)
+
+    def first_layers(self, count: int) -> ModelConfig:
+        """Of the first ``count`` layers alone."""
+        windows = tuple(i for i in range(count) if self.window_of(i) is not None)
+        return dataclasses.replace(
+            self, n_layers=count, layer_types=self.layer_types[:count],
+            sliding_window=self.sliding_window if windows else None, window_layers=windows,
+            nope_layers=tuple(i for i in self.nope_layers if i < count),
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

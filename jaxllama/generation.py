@@ -143,8 +143,8 @@ def verify_step(
 
     tokens: of each row the newest one and a draft of what follows; lengths int32 ``[B]`` counts
     the valid ones, and logits behind them mean nothing.  ``logits[:, j]`` are ``decode_step``'s
-    after token j, NaN where the row has no room for it.  Products see B * (k+1) rows: their bits
-    are a decode step's of so many.  ``commit`` makes a cache of the proposal; the one given is
+    after token j, bit for bit those of a step of B * (k+1) rows; NaN where the row has no room for
+    it.  ``commit`` makes a cache of the proposal; the one given is
     donated.  Raises JaxLlamaError where k + 1 exceeds the cache's capacity.
 
     Source: speculative decoding (arXiv 2211.17192); for linear attention the states are kept and
@@ -152,13 +152,19 @@ def verify_step(
     """
     _check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = _int32(tokens, lengths)
-    return _verify(cfg, params, tokens, lengths, cache)
+    return verify(cfg, params, tokens, lengths, cache, exact=True)
 
 
-def _verify(
-    cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache
+def verify(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    exact: bool = False,
 ) -> tuple[jax.Array, Proposal]:
-    hidden, proposal = decoder.propose(cfg, params, tokens, lengths, cache)
+    """``verify_step`` inside of a program; exact: as of ``decoder.propose``."""
+    hidden, proposal = decoder.propose(cfg, params, tokens, lengths, cache, exact)
     scores = decoder.logits(cfg, params, hidden.reshape(-1, hidden.shape[-1]))
     scores = scores.reshape(*tokens.shape, -1)
     if cache.capacity is not None:
@@ -176,7 +182,7 @@ def commit(proposal: Proposal, accepted: jax.Array) -> Cache:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _commit(cache: Cache, new: jax.Array, tokens: Any, accepted: jax.Array) -> Cache:
-    return decoder.commit(Proposal(cache, new, tokens), *_int32(accepted + 1))
+    return decoder.commit(Proposal(cache, new, tokens), *_int32(accepted + 1), exact=True)
 
 
 def _decode(

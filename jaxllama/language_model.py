@@ -8,6 +8,7 @@ somebody watches the text (streaming, stop strings), and decodes.  It holds no s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxllama import generation
+from jaxllama import generation, speculative
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.config import ModelConfig
@@ -108,6 +109,8 @@ class LanguageModel:
         chunk: int | None = None,
         on_text: OnText | None = None,
         adapter: str | Sequence[str | None] | None = None,
+        draft: str | LanguageModel | None = None,
+        draft_tokens: int = 0,
     ) -> list[Generation]:
         """Continue every prompt (text, or token ids) by up to ``max_new_tokens``.
 
@@ -120,12 +123,16 @@ class LanguageModel:
             ``generation.prefill_chunk`` says.
         on_text: called as (row, new text) while decoding, on complete characters only.
         adapter: one of ``adapters``, or one a row; None is the model itself.
+        draft: who proposes tokens that the model then verifies, several in one pass: "ngram" (what
+            followed the last tokens before), or a smaller model with the same tokenizer, such as
+            ``first_layers``.  The tokens are the same without it.
+        draft_tokens: that it proposes at once, up to 15; 0 lets each row find what pays.
         Raises JaxLlamaError for an empty prompt, ids outside the vocabulary, text without a
         tokenizer, or a prompt that does not fit the context.
         """
         steps = self._steps(
             prompts, max_new_tokens, sampling, seed, stop, kv_dtype, chunk, on_text is not None,
-            adapter,
+            adapter, self.drafting(draft, draft_tokens),
         )  # fmt: skip
         while True:
             try:
@@ -147,6 +154,8 @@ class LanguageModel:
         chunk: int | None = None,
         on_text: OnText | None = None,
         adapter: str | None = None,
+        draft: str | LanguageModel | None = None,
+        draft_tokens: int = 0,
     ) -> Generation:
         """The model's answer to ``messages`` ({"role": ..., "content": ...}), by its chat template.
 
@@ -164,7 +173,7 @@ class LanguageModel:
         new = min(whole("max_new_tokens", max_new_tokens), room)
         [out] = self.generate(
             [ids], new, sampling or self.sampling, seed, stop, kv_dtype=kv_dtype, chunk=chunk,
-            on_text=on_text, adapter=adapter,
+            on_text=on_text, adapter=adapter, draft=draft, draft_tokens=draft_tokens,
         )  # fmt: skip
         return out
 
@@ -179,6 +188,8 @@ class LanguageModel:
         kv_dtype: DTypeLike | None = None,
         chunk: int | None = None,
         adapter: str | None = None,
+        draft: str | LanguageModel | None = None,
+        draft_tokens: int = 0,
     ) -> Iterator[str]:
         """The text of ``generate`` for one prompt (text, or token ids), in pieces of complete
         characters, as it is decoded.
@@ -189,8 +200,9 @@ class LanguageModel:
         if self.tokenizer is None:
             raise JaxLlamaError(f"{self.config.name} has no tokenizer: there is no text to stream")
         steps = self._steps(
-            [prompt], max_new_tokens, sampling, seed, stop, kv_dtype, chunk, True, adapter
-        )
+            [prompt], max_new_tokens, sampling, seed, stop, kv_dtype, chunk, True, adapter,
+            self.drafting(draft, draft_tokens),
+        )  # fmt: skip
         return (text for _, text in steps)
 
     def save(self, directory: str | Path, *, progress: bool = False) -> Path:
@@ -226,6 +238,7 @@ class LanguageModel:
         chunk: Any,
         watched: bool,
         adapter: str | Sequence[str | None] | None,
+        drafting: Drafting | None,
     ) -> Steps:
         """``generate`` as an iterator: arguments are checked now, the work is done as it goes."""
         rows = self.encode(prompts)
@@ -238,7 +251,7 @@ class LanguageModel:
         numbers = self._numbers(adapter, len(rows))
         per_row = sampling_of(sampling, seed, len(rows))
         kv_dtype, chunk = self._cache_options(kv_dtype, chunk)
-        options = _Options(max_new_tokens, stops, kv_dtype, chunk, watched)
+        options = _Options(max_new_tokens, stops, kv_dtype, chunk, watched, drafting)
         return self._batches(rows, per_row, numbers, options)
 
     def _cache_options(
@@ -256,10 +269,10 @@ class LanguageModel:
     ) -> Steps:
         """Batch by batch."""
         results: list[Generation] = [None] * len(rows)  # type: ignore[list-item]
-        for members in self._groups(rows, options.max_new_tokens):
+        for members in self._groups(rows, options):
             numbers = [adapters[index] for index in members]
             if self.deterministic:
-                numbers += [0] * (DETERMINISTIC_ROWS - len(members))
+                numbers += [0] * (options.deterministic_rows - len(members))
             model = self._for_rows(numbers)
             outs = yield from model._run(members, rows, sampling, options)
             for index, out in zip(members, outs, strict=True):
@@ -292,18 +305,20 @@ class LanguageModel:
         params = for_rows(self.params, jnp.asarray(numbers, jnp.int32))
         return dataclasses.replace(self, params=params)
 
-    def _groups(self, rows: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    def _groups(self, rows: list[list[int]], options: _Options) -> list[list[int]]:
         """Indices of the rows that run together: all of them, or those whose programs have the same
         shapes wherever else they run."""
         if not self.deterministic:
             return [list(range(len(rows)))]
         alike: dict[tuple[int, int], list[int]] = {}
         for index, row in enumerate(rows):
-            alike.setdefault(shapes_of([row], max_new_tokens)[:2], []).append(index)
+            shapes = shapes_of([row], options.max_new_tokens)
+            alike.setdefault(shapes[:2], []).append(index)
+        size = options.deterministic_rows
         return [
-            members[first : first + DETERMINISTIC_ROWS]
+            members[first : first + size]
             for members in alike.values()
-            for first in range(0, len(members), DETERMINISTIC_ROWS)
+            for first in range(0, len(members), size)
         ]
 
     def _run(
@@ -318,36 +333,46 @@ class LanguageModel:
         max_new_tokens, stops = options.max_new_tokens, options.stops
         readers = [Reader(self.tokenizer, self.config.eos_token_ids, stops) for _ in rows]
         if self.deterministic:
-            empty = DETERMINISTIC_ROWS - len(rows)
+            empty = options.deterministic_rows - len(rows)
             rows, sampling = rows + [[]] * empty, sampling + [Sampling()] * empty
         params = SamplingParams.stack(sampling, self.config.vocab_size, 0)
         width, capacity, room = shapes_of(rows, max_new_tokens)
         tokens, lengths = pad_rows(rows, width)
         stop_ids = jax.device_put(np.asarray(self.config.eos_token_ids, np.int32))
         state = self._start(tokens, lengths, capacity, room, params, stop_ids, options)
+        advance, drafting = self._advance, options.drafting
+        if drafting is not None:
+            state = drafting.begin(tokens, lengths, state, capacity)
+            advance = functools.partial(drafting.advance, self, limit=max_new_tokens)
         slice_size = 1 if options.watched else STOP_SLICE if stops else max_new_tokens
         until = min(slice_size, max_new_tokens)
         while True:
             if until > 1:  # the first token is there already
-                state = self._advance(state, params, stop_ids, until)
+                state = advance(state, params, stop_ids, until)
             new_tokens, logprobs, counts = fetch((state.tokens, state.logprobs, state.counts))
             for row, reader in enumerate(readers):
                 text = reader.read(new_tokens[row, : counts[row]])
                 if text and options.watched:
                     yield members[row], text
-            if until >= max_new_tokens or all(reader.finished for reader in readers):
+            open_rows = [row for row, reader in enumerate(readers) if not reader.finished]
+            # Of a draft that was right a row has more tokens than were asked for.
+            until = min([counts[row] for row in open_rows], default=max_new_tokens)
+            if until >= max_new_tokens:
                 break
             until = min(until + slice_size, max_new_tokens)
             if stops:
                 ended = np.ones(len(rows), bool)
-                ended[: len(readers)] = [reader.finished for reader in readers]
+                ended[open_rows] = False
                 state = dataclasses.replace(state, done=state.done | jnp.asarray(ended))
+        figures = np.zeros((2, len(rows)), int)
+        if isinstance(state, speculative.State):
+            figures = fetch((state.drafted, state.accepted))
         results = []
         for row, reader in enumerate(readers):
             tail = reader.close()
             if tail and options.watched:
                 yield members[row], tail
-            results.append(reader.result(logprobs[row]))
+            results.append(reader.result(logprobs[row], *(int(of[row]) for of in figures)))
         return results
 
     def _start(
@@ -382,6 +407,46 @@ class LanguageModel:
         """The loop until ``until`` tokens are written; offloading has its own."""
         loop = generation.loop_for(self.params)
         return loop(self.config, self.params, state, sampling, stop_ids, np.int32(until))
+
+    def drafting(self, draft: str | LanguageModel | None, draft_tokens: Any) -> Drafting | None:
+        """``generate``'s two arguments, checked; offloading has its own."""
+        if draft is None:
+            if draft_tokens:
+                raise JaxLlamaError(f"draft_tokens = {draft_tokens!r} needs a draft")
+            return None
+        vocab_size, params = self.config.vocab_size, None
+        if isinstance(draft, LanguageModel):
+            self._check_draft(draft)
+            own, params = speculative.Model(draft.config, vocab_size), draft.params
+        elif draft == "ngram":
+            own = speculative.NGram()
+        else:
+            raise JaxLlamaError(f'draft = {short(draft)}: expected "ngram" or a LanguageModel')
+        return Drafting(speculative.Plan.of(own, draft_tokens, self.deterministic), params)
+
+    def _check_draft(self, draft: LanguageModel) -> None:
+        name = draft.config.name
+        if type(draft) is not LanguageModel:
+            raise JaxLlamaError(f"draft: {name} is offloaded, and a draft lies on the device")
+        if draft.mesh != self.mesh:
+            raise JaxLlamaError(f"draft: {name} is not on the mesh of {self.config.name}")
+        both = draft.tokenizer, self.tokenizer
+        if None in both:
+            is_same = draft.config.vocab_size == self.config.vocab_size
+        else:
+            is_same = both[0].has_ids_of(both[1])
+        if not is_same:
+            raise JaxLlamaError(f"draft: {name} has another tokenizer than {self.config.name}")
+
+    def first_layers(self, count: int) -> LanguageModel:
+        """The model of the first ``count`` layers, with this one's norm and head: a draft that
+        needs no weights of its own.  Raises JaxLlamaError for none, or more than there are."""
+        cfg, count = self.config, whole("layers", count)
+        if not 1 <= count <= cfg.n_layers:
+            raise JaxLlamaError(f"layers = {count}: {cfg.name} has {cfg.n_layers}")
+        gone = {f"layer_{index}" for index in range(count, cfg.n_layers)}
+        params = {name: part for name, part in self.params.items() if name not in gone}
+        return dataclasses.replace(self, config=cfg.first_layers(count), params=params)
 
     def logits(
         self, tokens: Any, lengths: Any, *, adapter: str | Sequence[str | None] | None = None
@@ -496,6 +561,43 @@ class _Options:
     kv_dtype: DTypeLike
     chunk: int | None
     watched: bool  # somebody reads the text as it comes
+    drafting: Drafting | None
+
+    @property
+    def deterministic_rows(self) -> int:
+        """That run at once so that a pass over the model is of ``DETERMINISTIC_ROWS`` tokens."""
+        return DETERMINISTIC_ROWS // (self.drafting.plan.widths[0] if self.drafting else 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """Who drafts, with the parameters of a model that does."""
+
+    plan: speculative.Plan
+    params: generation.Params | None
+
+    def begin(
+        self,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        state: generation.GenerateState,
+        capacity: int,
+    ) -> speculative.State:
+        return speculative.begin(self.plan, self.params, tokens, lengths, state, capacity)
+
+    def advance(
+        self,
+        lm: LanguageModel,
+        state: speculative.State,
+        sampling: SamplingParams,
+        stop_ids: jax.Array,
+        until: int,
+        limit: int,
+    ) -> speculative.State:
+        return speculative.loop_for(lm.params)(
+            lm.config, self.plan, lm.params, self.params, state, sampling, stop_ids,
+            np.int32(until), np.int32(limit),
+        )  # fmt: skip
 
 
 def _weights(params: generation.Params) -> list[Any]:

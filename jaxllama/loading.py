@@ -3,7 +3,8 @@
     load(source, dtype, quantize, policy=..., mesh=..., exact=..., adapters=...) -> LanguageModel
 
 source: a preset's name (fetched once, see ``checkpoints.hub``), a directory of Hugging Face's or
-flash-linear-attention's files, a .gguf file, or a hub id.  Weights are read, cast and placed one at
+flash-linear-attention's files, a .gguf file, or a hub id; with ":layers=N" behind it the model of
+its first N layers (a draft, see ``speculative``).  Weights are read, cast and placed one at
 a time: on one device, on a mesh's devices, each its own part (``parallel.shardings``), or where a
 policy says (``offload``).
 
@@ -86,6 +87,15 @@ def load(
         it costs nothing and goes with policy and mesh.
     Raises JaxLlamaError naming what was tried.
     """
+    whole, layers = first_layers(source)
+    if layers is not None:
+        if policy is not None:
+            raise JaxLlamaError(f"{source}: policy and layers exclude each other")
+        lm = load(
+            whole, dtype, quantize, mesh=mesh, deterministic=deterministic, random=random,
+            exact=exact, revision=revision, progress=progress, adapters=adapters, merge=merge,
+        )  # fmt: skip
+        return lm.first_layers(layers)
     adapters = dict(adapters or {})
     _check_adapters(adapters, merge, policy is not None, mesh is not None)
     enable_compilation_cache()
@@ -151,6 +161,16 @@ def load(
         return LanguageModel(cfg, params, tokenizer, deterministic, sampling)
     params = lora.attach(cfg, params, factors)
     return LanguageModel(cfg, params, tokenizer, deterministic, sampling, tuple(adapters))
+
+
+def first_layers(source: str | Path) -> tuple[str | Path, int | None]:
+    """(source, N) of "source:layers=N"; (source, None) of any other."""
+    name, mark, count = str(source).rpartition(":layers=")
+    if not mark:
+        return source, None
+    if not count.isdecimal():
+        raise JaxLlamaError(f"{source}: layers={count}: expected a whole number")
+    return name, int(count)
 
 
 def _check_adapters(

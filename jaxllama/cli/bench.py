@@ -20,6 +20,7 @@ from jaxllama.cli.domains import (
     refusing,
     text_file,
 )
+from jaxllama.errors import JaxLlamaError
 from jaxllama.progress import working
 
 HELP = "Measure decode, prefill, time to first token and memory."
@@ -41,6 +42,7 @@ def options(sub: Parser) -> None:
     common.json_option(sub)
     common.model_options(sub)
     common.exact_option(sub)
+    common.draft_options(sub)
     common.cache_options(sub)
     sub.inner = "what"
     what = sub.add_subparsers(dest=sub.inner, metavar="[serve]", title="instead of a model")
@@ -51,6 +53,8 @@ def options(sub: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.what == "serve":
         return run_serve(args)
+    if args.draft is not None or args.draft_tokens is not None:
+        return run_draft(args)
     from jaxllama.bench import decode as bench
 
     lm = common.load(args)
@@ -62,6 +66,25 @@ def run(args: argparse.Namespace) -> None:
         )  # fmt: skip
     report["model"] = args.model  # as the user calls it, not as the checkpoint does
     common.show(args, report, bench.table)
+
+
+def run_draft(args: argparse.Namespace) -> None:
+    """Of a draft, on its own prompts."""
+    for flag, value in (("--batch", 1), ("--prompt-tokens", 512), ("--context", 5),
+                        ("--trace", None)):  # fmt: skip
+        if getattr(args, flag[2:].replace("-", "_")) != value:
+            raise JaxLlamaError(f"{flag} and --draft exclude each other: it has prompts of its own")
+    from jaxllama.bench import drafts
+
+    lm = common.load(args)
+    draft = common.draft(args, lm)
+    with working("measuring") as sign:
+        report = drafts.run(
+            lm, **draft, new_tokens=args.new_tokens, runs=args.runs,
+            kv_dtype=common.kv_dtype(args), chunk=args.chunk, sign=sign,
+        )  # fmt: skip
+    report["model"] = args.model
+    common.show(args, report, drafts.table)
 
 
 # Of a server

@@ -42,6 +42,7 @@ def options(sub: Parser) -> None:
     common.exact_option(sub)
     common.adapter_options(sub)
     common.policy_option(sub)
+    common.draft_options(sub)
     common.cache_options(sub)
     common.sampling_options(
         sub, 512, "What is not given is the model's own (generation_config.json), else greedy."
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         common.sampling(args)
     lm = common.load(args)
     kwargs = {"kv_dtype": common.kv_dtype(args), "adapter": common.only_adapter(lm),
-              **common.chunk(args)}  # fmt: skip
+              **common.chunk(args), **common.draft(args, lm)}  # fmt: skip
     sampling = common.sampling(args, lm.sampling)
     if lm.sampling is not None:
         _note(f"sampling: {sampling} (the model's own, but for what is given)")

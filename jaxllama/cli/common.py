@@ -138,6 +138,41 @@ def load(args: argparse.Namespace) -> LanguageModel:
     return lm
 
 
+# A draft
+
+
+def draft_options(sub: Parser) -> None:
+    group = sub.add_argument_group("draft", "The same tokens, several a pass.")
+    group.add_argument("--draft", type=filled, metavar="NAME",
+                       help="who proposes what follows: ngram (the text itself), a smaller model "
+                            "with the same tokenizer, or MODEL:layers=N, the first of a model, as "
+                            "of --model itself; loaded as that is")  # fmt: skip
+    group.add_argument("--draft-tokens", type=Number(least=0, most=15), metavar="K",
+                       help="that are proposed at once, up to 15 (default 0: each row finds what "
+                            "pays)")  # fmt: skip
+
+
+def draft(args: argparse.Namespace, lm: LanguageModel) -> dict[str, Any]:
+    """--draft and --draft-tokens, as ``LanguageModel.generate`` takes them."""
+    if args.draft is None:
+        if args.draft_tokens is not None:
+            raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")
+        return {}
+    proposer: Any = args.draft
+    if proposer != "ngram":
+        from jaxllama.loading import first_layers, load
+
+        name, layers = first_layers(proposer)
+        if name == args.model:  # nothing is loaded twice
+            proposer = lm if layers is None else lm.first_layers(layers)
+        else:
+            proposer = load(
+                proposer, args.dtype, args.quantize, mesh=lm.mesh, exact=args.exact,
+                random=args.random, progress=True,
+            )  # fmt: skip
+    return {"draft": proposer, "draft_tokens": args.draft_tokens or 0}
+
+
 # Devices and hosts
 
 

@@ -41,6 +41,7 @@ def options(sub: Parser) -> None:
     common.exact_option(sub)
     common.adapter_options(sub)
     common.policy_option(sub)
+    common.draft_options(sub)
     common.cache_options(sub)
     common.sampling_options(sub, 64, "Greedy, unless --temperature says otherwise.")
 
@@ -57,16 +58,18 @@ def run(args: argparse.Namespace) -> None:
     if own is not None and own.temperature > 0 and args.temperature is None:
         print(f"sampling: greedy; chat and serve take the model's own: {own}", file=sys.stderr)
     rows = [_row(lm, prompt, args.chat) for prompt in prompts]
+    draft = common.draft(args, lm)
     with working("generating") as sign:
         outs = lm.generate(
             rows, args.max_new_tokens, sampling, stop=args.stop, kv_dtype=common.kv_dtype(args),
             on_text=chat.shown(sign) if args.stream else None, adapter=common.only_adapter(lm),
-            **common.chunk(args),
+            **common.chunk(args), **draft,
         )  # fmt: skip
     if args.json:
         answers = [
             {"prompt" if isinstance(prompt, str) else "messages": prompt, "text": out.text,
-             "tokens": out.tokens, "logprobs": out.logprobs, "finish_reason": out.finish_reason}
+             "tokens": out.tokens, "logprobs": out.logprobs, "finish_reason": out.finish_reason,
+             **({"drafted": out.drafted, "accepted": out.accepted} if draft else {})}
             for prompt, out in zip(prompts, outs, strict=True)
         ]  # fmt: skip
         if _split(args) == "jsonl":

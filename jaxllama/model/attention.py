@@ -12,7 +12,7 @@ cuts the past.
 
 One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
 attention.  Tokens to be verified (``At.drafted``) are such rows too, several of one cache row: all
-are written, then each is a query of a decode step, so its heads are that step's bits.
+are written first, and then read by the same kernels.
 
 Which tokens read V sparsely (``ModelConfig.attn_sparsity``) the caller says, because it is a matter
 of what a token is, not of how many come at once: generated tokens do, a prompt's do not.
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +42,10 @@ from jax.typing import DTypeLike
 from jaxllama.config import ModelConfig
 from jaxllama.model.attention_cudnn import causal, extend, has_cudnn
 from jaxllama.model.cache import KVCache, quantize_kv, write
-from jaxllama.model.linear import Params
+from jaxllama.model.linear import Params, linear
 from jaxllama.model.rope import Ropes, apply_rope
 from pallas_kernels.attention.blockwise import (
+    CPU_DECODE_BLOCK,
     attention_scores,
     blockwise_attention,
     capacity_of,
@@ -63,6 +64,7 @@ from pallas_kernels.attention.rope_cache import (
     to_cache_basis,
 )
 from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.rows.rms_norm import rms_norm
 
 QUERY_BLOCK = 512
 SPARSE_BLOCK = 16  # query tokens of a row that gather their values at once
@@ -76,7 +78,7 @@ class At(NamedTuple):
     the share ``cfg.attn_sparsity`` of V: none, all, or bool ``[B, T]``; table: the cache's;
     fresh: every row begins here, so its cache need not be read.
     drafted: None, or T: a row of the cache has T consecutive rows of the batch, one token each,
-    which verify a draft (``decoder.propose``).
+    which verify a draft (``decoder.propose``); exact: as its ``exact``.
     """
 
     positions: jax.Array
@@ -86,40 +88,62 @@ class At(NamedTuple):
     table: jax.Array | None = None
     fresh: bool = False
     drafted: int | None = None
+    exact: bool = False
 
 
-def inputs(cfg: ModelConfig, p: Params) -> Params:
+def inputs(cfg: ModelConfig, p: Params) -> Params | list[Params]:
     """What reads the layer's input."""
-    return p["qkv"]
+    return p["qkv"] if cfg.latent is None else [p["q"], p["kv_a"]]
 
 
 def mix(
-    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache | None, at: At
+    cfg: ModelConfig, p: Params, projected: Any, cache: KVCache | None, at: At
 ) -> tuple[jax.Array, KVCache | None]:
-    """Multi-head attention with rotary positions: ``qkv [B, T, (N + 2K) H]``, behind N H columns of
-    a gate where there is one, -> (heads ``[B, T, N H]``, cache)."""
+    """Multi-head attention with rotary positions: the products of ``inputs`` -> (heads
+    ``[B, T, N H]``, cache)."""
+    gate, qkv = unpacked(cfg, p, projected)
     batch, n_new, _ = qkv.shape
-    gate, qkv = without_gate(cfg, qkv)
     if cache is not None and at.drafted is not None:
         out, cache = _verify(cfg, p, qkv, cache, at, at.drafted)
     elif cache is not None and n_new == 1:
         out, cache = _decode(cfg, p, qkv, cache, at)
     else:
         out, cache = _extend(cfg, split_heads(cfg, p, qkv), cache, at)
-    out = out.reshape(batch, n_new, -1)
-    return out if gate is None else gated(out, gate), cache
+    return finished(cfg, out.reshape(batch, n_new, cfg.n_heads, -1), gate), cache
 
 
-def without_gate(cfg: ModelConfig, qkv: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """(the gate or None, q|k|v)."""
-    width = cfg.n_heads * cfg.head_dim
-    return (qkv[..., :width], qkv[..., width:]) if cfg.attn_gate else (None, qkv)
+def unpacked(cfg: ModelConfig, p: Params, projected: Any) -> tuple[jax.Array | None, jax.Array]:
+    """The products of ``inputs`` as (the heads' gate or None, ``q|k|v [B, T, (N + 2K) H]``).
+
+    Of latents each head's key is its own part and the one that all share, and values are as wide as
+    keys, with zeros.
+    """
+    latent, width = cfg.latent, cfg.n_heads * cfg.head_dim
+    if latent is None:
+        if cfg.attn_gate:
+            return projected[..., :width], projected[..., width:]
+        return None, projected
+    q, down = (columns.value for columns in projected)
+    low, shared = jnp.split(down, (latent.kv_rank,), axis=-1)
+    low = rms_norm(low, p["kv_norm"]["weight"], latent.norm_eps)
+    heads = linear(low, p["kv_b"]).reshape(*q.shape[:-1], cfg.n_heads, -1)
+    k, v = jnp.split(heads, (latent.d_nope,), axis=-1)
+    shared = jnp.broadcast_to(shared[..., None, :], (*k.shape[:-1], latent.d_rope))
+    k = jnp.concatenate([k, shared], axis=-1)
+    v = jnp.pad(v, ((0, 0),) * (v.ndim - 1) + ((0, cfg.head_dim - latent.d_v),))
+    parts = (x.reshape(*q.shape[:-1], width) for x in (q, k, v))
+    return None, jnp.concatenate([*parts], axis=-1)
 
 
-def gated(heads: jax.Array, gate: jax.Array) -> jax.Array:
-    """``heads * sigmoid(gate)`` in float32, with one cast."""
-    y = heads.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
-    return y.astype(heads.dtype)
+def finished(cfg: ModelConfig, heads: jax.Array, gate: jax.Array | None) -> jax.Array:
+    """Heads ``[B, T, N, H]`` as the output product reads them: times ``sigmoid(gate)`` in float32,
+    with one cast; of values made of latents as wide as those are."""
+    if cfg.latent is not None:
+        heads = heads[..., : cfg.latent.d_v]
+    y = heads.reshape(*heads.shape[:2], -1)
+    if gate is None:
+        return y
+    return (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(y.dtype)
 
 
 def split_heads(cfg: ModelConfig, p: Params, qkv: jax.Array) -> jax.Array:
@@ -139,7 +163,7 @@ def _extend(
 ) -> tuple[jax.Array, KVCache | None]:
     """Any number of tokens: ``qkv [B, T, N + 2K, H]`` -> (heads ``[B, T, N, H]``, cache)."""
     n, n_kv, window = cfg.n_heads, cfg.n_kv_heads, cfg.sliding_window
-    positions, lengths, ropes, _, table, fresh, _ = at
+    positions, lengths, ropes, _, table, fresh, *_ = at
     assert ropes is not None
     rope, cap = ropes.of(cfg.rope), cfg.attn_softcap
     q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
@@ -215,29 +239,48 @@ def _verify(
 ) -> tuple[jax.Array, KVCache]:
     """``_decode`` where ``drafted`` consecutive rows are tokens of one row of the cache."""
     assert at.rope is not None
-    table, n_rows = at.table, qkv.shape[0] // drafted
-    if table is None:  # a row of the cache is a page of its own
-        table = jnp.arange(n_rows, dtype=jnp.int32)[:, None]
+    n_rows = qkv.shape[0] // drafted
+    if at.table is None:
+        pages, table = _as_pages(cache)
+    else:
+        pages, table = cache, at.table
     shared = jnp.repeat(table, drafted, axis=0)
-    slots = jnp.where(at.lengths > 0, at.positions[:, 0], capacity_of(cache.k, shared))
+    slots = jnp.where(at.lengths > 0, at.positions[:, 0], capacity_of(pages.k, shared))
     turns = (table[:, 0] for table in at.rope.of(cfg.rope))
     q, *kv = rope_and_write(
-        split_heads(cfg, p, qkv)[:, 0], *turns, cache.k, cache.v, slots, table=shared
+        split_heads(cfg, p, qkv)[:, 0], *turns, pages.k, pages.v, slots, table=shared
     )
-    cache = KVCache(*kv)
-    plain = cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0)
-    if plain and jax.default_backend() == "gpu":
-        return _query(cfg, q, cache, at._replace(table=shared)), cache
+    pages = KVCache(*kv)
+    cache = jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
+    has_kernel = cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0)
+    if at.exact or (has_kernel and jax.default_backend() == "gpu"):
+        return _query(cfg, q, pages, at._replace(table=shared)), cache
 
-    # Elsewhere a table is a copy of what it names, and the rows' own shapes have a step's bits.
-    def one(token: int) -> jax.Array:
-        own = at._replace(
-            positions=at.positions[token::drafted], lengths=at.lengths[token::drafted]
-        )
-        return _query(cfg, q[token::drafted], cache, own)
+    # XLA would copy what the table names once for each token; the tokens of a row read it once.
+    rows = [x.reshape(n_rows, drafted, *x.shape[1:]) for x in (q, at.positions[:, 0], at.lengths)]
+    q, positions, is_new = rows
+    own = at._replace(positions=positions, lengths=jnp.sum(is_new, axis=1), table=at.table)
+    seen, block = jnp.where(is_new > 0, positions, -1), None
+    if jax.default_backend() == "cpu":
+        block = CPU_DECODE_BLOCK
 
-    out = jnp.stack([one(token) for token in range(drafted)], axis=1)
-    return out.reshape(q.shape), cache
+    def dense() -> jax.Array:
+        out = blockwise_attention(
+            q, cache.k, cache.v, seen, window=cfg.sliding_window, softcap=cfg.attn_softcap,
+            block=block, table=at.table,
+        )  # fmt: skip
+        return from_cache_basis(cache.v, out)
+
+    return _mixed(cfg, dense, q, cache, own).reshape(qkv.shape[0], *q.shape[2:]), cache
+
+
+def _as_pages(cache: KVCache) -> tuple[KVCache, jax.Array]:
+    """A cache without a table as pages, and their table; a page is no longer than what the XLA
+    form reads at once, if that divides the rows."""
+    rows, capacity = cache.k.shape[:2]
+    page = CPU_DECODE_BLOCK if capacity % CPU_DECODE_BLOCK == 0 else capacity
+    pages = jax.tree.map(lambda x: x.reshape(-1, page, *x.shape[2:]), cache)
+    return pages, jnp.arange(rows * (capacity // page), dtype=jnp.int32).reshape(rows, -1)
 
 
 def _mixed(

@@ -257,18 +257,24 @@ def forward(
 
 
 def propose(
-    cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    exact: bool = False,
 ) -> tuple[jax.Array, Proposal]:
     """``forward`` of tokens ``[B, T]`` that may not stay -> (hidden states ``[B, T, D]``, what
     ``commit`` makes a cache of).
 
     They are T decode steps in one: each is a row of every product, as a step of B * T rows has
-    them, and sees the tokens before it.  Positions, sparsity and bits are those steps'.
+    them, and sees the tokens before it.  exact: attention and states are in the shapes of such a
+    step, too, and so have its bits; dearer on a CPU.
     """
     mesh = traced_mesh(params)
     if mesh is not None:
         return over_mesh(
-            propose, mesh, cfg, params, tokens, lengths, cache,
+            propose, mesh, cfg, params, tokens, lengths, cache, exact=exact,
             out=lambda rows: (P(rows), proposal_specs(cache, rows)),
         )  # fmt: skip
     check(cfg, params)
@@ -282,7 +288,7 @@ def propose(
     start = (cache.lengths[:, None] + place).reshape(-1)
     is_new = (place < lengths[:, None]).astype(jnp.int32).reshape(-1)
     positions, rope = positions_of(cfg, start, start + is_new, 1)
-    at = At(positions, is_new, rope, True, cache.table, drafted=width)
+    at = At(positions, is_new, rope, True, cache.table, drafted=width, exact=exact)
     stream = Stream(embed_tokens(cfg, params, tokens.reshape(-1, 1), activation_dtype(params)))
     stream, states = walk(cfg, params, stream, cache.layers, at, block_once)
     x = final_norm(cfg, params, stream).reshape(batch, width, -1)
@@ -294,13 +300,14 @@ def propose(
     return x, Proposal(Cache(layers, cache.lengths, cache.table), lengths, kept)
 
 
-def commit(proposal: Proposal, count: jax.Array) -> Cache:
-    """The cache with the first ``count[B]`` of the tokens, all of them where there are fewer."""
+def commit(proposal: Proposal, count: jax.Array, exact: bool = False) -> Cache:
+    """The cache with the first ``count[B]`` of the tokens, all of them where there are fewer.
+    exact: as ``propose`` was told."""
     cache, count = proposal.cache, jnp.clip(count, 0, proposal.new)
     layers: Any = tuple(
         layer
         if tokens is None
-        else (gla if tokens.beta is None else delta).commit(layer, tokens, count)
+        else (gla if tokens.beta is None else delta).commit(layer, tokens, count, exact)
         for layer, tokens in zip(cache.layers, proposal.tokens, strict=True)
     )
     return Cache(layers, cache.lengths + count, cache.table)

@@ -66,7 +66,7 @@ def mix(
         assert state is not None
         q, k, v, log_decay, beta = (by_row(x, at) for x in (q, k, v, log_decay, beta))
         count = jnp.sum(by_row(at.lengths[:, None], at), axis=1)
-        o, _ = steps(_step, (q, k, v, log_decay, beta), state.state, count)
+        o, _ = steps(_step, (q, k, v, log_decay, beta), state.state, count, at.exact)
         o = o.reshape(batch, 1, *o.shape[2:])
         new = GLATokens(k, v, log_decay, (read,) if delta.conv_size else (), beta)
     else:
@@ -80,11 +80,11 @@ def mix(
     return o.reshape(batch, n_new, -1), new
 
 
-def commit(state: GLAState, tokens: GLATokens, count: jax.Array) -> GLAState:
+def commit(state: GLAState, tokens: GLATokens, count: jax.Array, exact: bool) -> GLAState:
     """The state after the first ``count[B]`` of the tokens."""
     assert tokens.beta is not None
     operands = tokens.k, tokens.k, tokens.v, tokens.log_decay, tokens.beta
-    _, after = steps(_step, operands, state.state, count)
+    _, after = steps(_step, operands, state.state, count, exact)
     return GLAState(after, last_convolved(state, tokens, count))
 
 

@@ -186,14 +186,15 @@ def _verify(
     """``_recur`` of the tokens of a draft, from a state that stays as it is: (gated heads,
     (k, v, log_decay) by rows of the cache)."""
     q, *kept = (by_row(x, at) for x in _heads(cfg, p, streams))
-    o, _ = steps(_gla_step, (q, *kept), before, jnp.sum(by_row(at.lengths[:, None], at), axis=1))
+    count = jnp.sum(by_row(at.lengths[:, None], at), axis=1)
+    o, _ = steps(_gla_step, (q, *kept), before, count, at.exact)
     return _gated(cfg, p, streams, o.reshape(-1, 1, *o.shape[2:])), tuple(kept)
 
 
-def commit(state: GLAState, tokens: GLATokens, count: jax.Array) -> GLAState:
+def commit(state: GLAState, tokens: GLATokens, count: jax.Array, exact: bool) -> GLAState:
     """The state after the first ``count[B]`` of the tokens."""
     operands = tokens.k, tokens.k, tokens.v, tokens.log_decay
-    _, after = steps(_gla_step, operands, state.state, count)
+    _, after = steps(_gla_step, operands, state.state, count, exact)
     return GLAState(after, last_convolved(state, tokens, count))
 
 
@@ -212,22 +213,29 @@ def steps(
     operands: Sequence[jax.Array],
     state: jax.Array,
     count: jax.Array,
+    exact: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """A decoder's steps, of operands ``[B, T, ...]`` the first ``count[B]``: (``o [B, T, H, Dv]``,
     state).  one: ``one(*operands at t, moves[B], state=)`` -> (o, state).
 
     A CPU takes them in a loop, since of a chain its compiler rounds other products; a GPU fuses
-    the chain, and passes over the state once.
+    the chain, and passes over the state once.  exact: in a step of B * T rows, most of them empty.
     """
+    is_cpu, (batch, width) = jax.default_backend() == "cpu", operands[0].shape[:2]
+    if exact and is_cpu:
+        *operands, state, count = (
+            jnp.pad(x, ((0, batch * (width - 1)), *((0, 0),) * (x.ndim - 1)))
+            for x in (*operands, state, count)
+        )
 
     def step(state: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         o, state = one(*now, state=state)
         return state, o
 
-    moves = jnp.arange(operands[0].shape[1], dtype=count.dtype)[:, None] < count[None, :]
+    moves = jnp.arange(width, dtype=count.dtype)[:, None] < count[None, :]
     tokens = *(jnp.moveaxis(x, 1, 0) for x in operands), moves
-    state, o = jax.lax.scan(step, state, tokens, unroll=jax.default_backend() != "cpu")
-    return jnp.moveaxis(o, 0, 1), state
+    state, o = jax.lax.scan(step, state, tokens, unroll=not is_cpu)
+    return jnp.moveaxis(o, 0, 1)[:batch], state[:batch]
 
 
 def gated_norm(

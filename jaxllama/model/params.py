@@ -146,7 +146,8 @@ class DeltaNames:
 
     inputs, gates, conv: the tensors of q|k|v|output gate, of beta|decay and of the convolutions,
     each with how many of those parts it is.  grouped: the first two have the parts of each key head
-    together.  low_rank: of decay and output gate, each two tensors.
+    together.  low_rank: of decay and output gate, each two tensors.  rate: A_log's shape, -1 for
+    the heads.
     """
 
     mixer: str = "linear_attn."
@@ -155,6 +156,7 @@ class DeltaNames:
     conv: tuple[tuple[str, int], ...] = (("conv1d", 3),)
     grouped: bool = False
     low_rank: tuple[tuple[str, str], ...] = ()
+    rate: tuple[int, ...] = (-1,)
     norm: str = "norm"
     o: str = "out_proj"
 
@@ -197,12 +199,19 @@ _FLA_DELTA = DeltaNames(
     norm="o_norm",
     o="o_proj",
 )
+_KIMI = dataclasses.replace(
+    _FLA_DELTA,
+    mixer="self_attn.",
+    low_rank=(("f_a_proj", "f_b_proj"), ("g_a_proj", "g_b_proj")),
+    rate=(1, 1, -1, 1),
+)
 # By ``cfg.stored.family``; LLAMA for those that are not here.
 FAMILIES = {
     "gla": FLA,
     **dict.fromkeys(
         ("gated_deltanet", "kda", "delta_net"), dataclasses.replace(FLA, delta=_FLA_DELTA)
     ),
+    "kimi_linear": Names(delta=_KIMI),
     "qwen3_next": Names(delta=_QWEN_NEXT),
     "qwen3_5_text": Names(delta=DeltaNames()),
     "phi3": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
@@ -272,7 +281,10 @@ def _norm(cfg: ModelConfig, path: Path, name: str, scale: float = 1.0) -> dict[P
 
 
 def _attention(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]:
-    """q, k and v fused by rows, before them q's gate, the norms of q and k, and o."""
+    """q, k and v fused by rows, before them q's gate, the norms of q and k, and o; or q, and what
+    makes k and v of latents."""
+    if cfg.latent is not None:
+        return _latent(cfg, prefix, names)
     h, stored = cfg.head_dim, cfg.stored
     q, kv = cfg.n_heads * h, cfg.n_kv_heads * h
     n_rows = (2 * q if cfg.attn_gate else q), kv, kv
@@ -308,6 +320,19 @@ def _attention(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]
             )
     o = _back("o", f"{prefix}{names.o}", cfg.d_model, q, cfg.o_bias, stored.residual)
     return table | o
+
+
+def _latent(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]:
+    latent, d, n = cfg.latent, cfg.d_model, cfg.n_heads
+    assert latent is not None
+    rank, width = latent.kv_rank, n * (latent.d_nope + latent.d_v)
+    table = {
+        ("q", "weight"): one(f"{prefix}q_proj.weight", n * cfg.head_dim, d),
+        ("kv_a", "weight"): one(f"{prefix}kv_a_proj_with_mqa.weight", rank + latent.d_rope, d),
+        ("kv_norm", "weight"): one(f"{prefix}kv_a_layernorm.weight", rank, mean=1.0, std=0.0),
+        ("kv_b", "weight"): one(f"{prefix}kv_b_proj.weight", width, rank),
+    }
+    return table | _back("o", f"{prefix}{names.o}", d, n * latent.d_v, cfg.o_bias)
 
 
 def _mlp(
@@ -416,7 +441,8 @@ def _delta(cfg: ModelConfig, layer: str, names: DeltaNames) -> dict[Path, Param]
                 table["g_1", "bias"] = one(f"{second}.bias", width, std=0.0)
     if delta.decay != "none":
         n_rates = heads * delta.d_k if delta.decay == "channel" else heads
-        table["decay", "a_log"] = one(f"{prefix}A_log", heads, mean=2.0, std=0.5)
+        rate = Source(f"{prefix}A_log", tuple(heads if n < 0 else n for n in names.rate))
+        table["decay", "a_log"] = Param((rate,), (heads,), mean=2.0, std=0.5)
         table["decay", "dt_bias"] = one(f"{prefix}dt_bias", n_rates, mean=-4.6, std=1.0)
     table["o_norm", "weight"] = one(f"{prefix}{names.norm}.weight", delta.d_v, mean=1.0, std=0.0)
     return table | _back("o", f"{prefix}{names.o}", d, v, False)

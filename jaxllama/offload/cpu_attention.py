@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.attention import gated, sparse_decode, split_heads, without_gate
+from jaxllama.model.attention import finished, inputs, sparse_decode, split_heads, unpacked
 from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Stream, linear_add, norm_linear
 from jaxllama.model.rope import Ropes
@@ -106,8 +106,9 @@ def project(
 ) -> tuple[jax.Array, jax.Array | None, Stream]:
     """One token a row: (qkv ``[B, N + 2K, H]``, the heads' gate or None, the residual stream)."""
     mixer = weights["mixer"]
-    qkv, stream = norm_linear(stream, weights.get("mixer_norm"), mixer["qkv"], cfg)
-    gate, qkv = without_gate(cfg, qkv)
+    of = weights.get("mixer_norm"), inputs(cfg, mixer)
+    projected, stream = norm_linear(stream, *of, cfg)
+    gate, qkv = unpacked(cfg, mixer, projected)
     return split_heads(cfg, mixer, qkv[:, 0]), gate, stream
 
 
@@ -142,6 +143,5 @@ def output(
     cfg: ModelConfig, weights: Any, heads: jax.Array, gate: jax.Array | None, stream: Stream
 ) -> Stream:
     """The stream behind the layer's first half, with heads ``[B, N, H]``."""
-    heads, o = heads.reshape(heads.shape[0], 1, -1), weights["mixer"]["o"]
-    heads = heads if gate is None else gated(heads, gate)
+    heads, o = finished(cfg, heads[:, None], gate), weights["mixer"]["o"]
     return linear_add(heads, o, stream, cfg, weights.get("mixer_out_norm"))

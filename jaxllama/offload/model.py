@@ -137,6 +137,11 @@ class OffloadedModel(LanguageModel):
 
     # LanguageModel's hooks
 
+    def drafting(self, draft: Any, draft_tokens: Any) -> None:
+        """Refuses a draft."""
+        if draft is not None or draft_tokens:
+            raise JaxLlamaError("policy and draft exclude each other: each pass is one token")
+
     def _cache_options(self, kv_dtype: Any, chunk: int | None) -> tuple[Any, int]:
         """By default what the policy says; an other value than the policy's is a JaxLlamaError."""
         return kv_dtype_of(self.policy, kv_dtype, self.dtype), chunk_of(self.policy, chunk)

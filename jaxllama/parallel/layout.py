@@ -30,26 +30,9 @@ from jaxllama.errors import JaxLlamaError
 Path = tuple[str, ...]
 
 _BY_ROWS = frozenset(
-    (
-        "qkv",
-        "gate_up",
-        "embed",
-        "head",
-        "q",
-        "k",
-        "v",
-        "g",
-        "gk_1",
-        "q_conv",
-        "k_conv",
-        "v_conv",
-        "qkvz",
-        "ba",
-        "conv",
-        "decay",
-        "f_1",
-        "g_1",
-    )  # fmt: skip
+    """
+    qkv gate_up embed head q k v g gk_1 q_conv k_conv v_conv qkvz ba conv decay f_1 g_1 kv_b
+    """.split()
 )
 _BY_COLUMNS = frozenset(("o", "down"))
 
@@ -182,7 +165,7 @@ def row_order(cfg: ModelConfig, path: Path, n: int) -> np.ndarray | None:
         if parent == "ba":
             parts = [(cfg.delta.n_heads, 1)] * (1 + (cfg.delta.decay == "head"))
         return _interleave(parts, n)
-    if parent in ("decay", "f_1", "g_1"):
+    if parent in ("decay", "f_1", "g_1", "kv_b") or (parent == "q" and cfg.latent is not None):
         return None
     gla = cfg.gla
     assert gla is not None

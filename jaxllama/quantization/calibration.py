@@ -38,7 +38,7 @@ from jax import lax
 from jaxllama.config import ModelConfig, configs_dir
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
-from jaxllama.model.attention import split_heads, without_gate
+from jaxllama.model.attention import split_heads, unpacked
 from jaxllama.model.decoder import activation_dtype, block, embed_tokens, whole_rows
 from jaxllama.model.linear import Observer, Stream
 from jaxllama.model.rope import apply_rope, rope_tables
@@ -163,10 +163,10 @@ def _observe(
         after = _through(cfg, kind, layer, h, watch)
     size = jnp.mean(jnp.square(after.astype(jnp.float32)), axis=-1).reshape(-1, 1)
     before = later = jnp.ones_like(size)
-    if kind == "attention":
+    if kind == "attention" and cfg.latent is None:
         qkv = watch.outputs[id(layer["mixer"]["qkv"])]
         before = 1 + _attention_received(cfg, layer["mixer"], qkv).reshape(-1, 1)
-    if following is not None:
+    if following is not None and cfg.latent is None:
         y, _ = linear.norm(Stream(after), following.get("mixer_norm"), cfg)
         qkv = linear.linear(y, following["mixer"]["qkv"])
         later = 1 + _attention_received(cfg, following["mixer"], qkv).reshape(-1, 1)
@@ -195,7 +195,7 @@ def _attention_received(cfg: ModelConfig, mixer: Layer, qkv: jax.Array) -> jax.A
     visible = is_visible(positions, positions, cfg.sliding_window)[:, None, None]
 
     def one(row: jax.Array) -> jax.Array:
-        heads = split_heads(cfg, mixer, without_gate(cfg, row[None])[1])
+        heads = split_heads(cfg, mixer, unpacked(cfg, mixer, row[None])[1])
         q, k, _ = jnp.split(heads, (cfg.n_heads, cfg.n_heads + cfg.n_kv_heads), axis=2)
         scores = attention_scores(
             apply_rope(q, *rope), apply_rope(k, *rope), softcap=cfg.attn_softcap

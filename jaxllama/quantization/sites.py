@@ -80,6 +80,13 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
             "mlp/down", ("mlp/down",), "mlp/gate_up", (cfg.d_ff, 2 * cfg.d_ff), np.arange(cfg.d_ff)
         ),
     )
+    if kind == "attention" and cfg.latent is not None:
+        values = np.arange(cfg.n_heads * cfg.latent.d_v)
+        return (
+            Site("mixer/q", ("mixer/q", "mixer/kv_a"), before, None, model),
+            Site("mixer/o", ("mixer/o",), "", None, values),
+            *mlp,
+        )
     if kind == "attention":
         n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
         shared = np.arange(n_kv * h).reshape(n_kv, 1, h)

@@ -22,12 +22,16 @@ from jaxllama.text.tokenizer import StopStrings, TextStream, Tokenizer
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """One continuation.  ``tokens`` includes the stop token, ``text`` does not and ends before a
-    stop string; ``logprobs`` are natural logs under the model's own distribution, one a token."""
+    stop string; ``logprobs`` are natural logs under the model's own distribution, one a token.
+    ``drafted`` counts the tokens that a draft proposed, ``accepted`` those of them that the model
+    sampled too."""
 
     text: str
     tokens: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Reader:
@@ -74,10 +78,11 @@ class Reader:
             text += held
         return text
 
-    def result(self, logprobs: np.ndarray) -> Generation:
+    def result(self, logprobs: np.ndarray, drafted: int = 0, accepted: int = 0) -> Generation:
         n = len(self.tokens)
         reason: Literal["stop", "length"] = "stop" if self.finished else "length"
-        return Generation("".join(self._text), self.tokens, logprobs[:n].tolist(), reason)
+        text, logs = "".join(self._text), logprobs[:n].tolist()
+        return Generation(text, self.tokens, logs, reason, drafted, accepted)
 
 
 def pad_rows(

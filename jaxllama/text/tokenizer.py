@@ -204,6 +204,10 @@ class Tokenizer:
                 f"model's vocab_size is {vocab_size}: they do not belong together"
             )
 
+    def has_ids_of(self, other: Tokenizer) -> bool:
+        """Whether both give every token the same id."""
+        return self is other or self._backend.get_vocab() == other._backend.get_vocab()
+
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it."""
         return self._backend.id_to_token(token_id)

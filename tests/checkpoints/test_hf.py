@@ -217,8 +217,8 @@ def test_what_transformers_reads_of_a_config_is_known(kind) -> None:
     """Its own files warn of nothing, and no attribute that its model reads is passed over."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    dense = {"num_experts": 0} if kind == "qwen3_next" else {}
-    config = transformers.AutoConfig.for_model(kind, **dense).to_dict()
+    dense = {"qwen3_next": {"num_experts": 0}, "kimi_linear": {"first_k_dense_replace": 99}}
+    config = transformers.AutoConfig.for_model(kind, **dense.get(kind, {})).to_dict()
     assert config_from_hf(config, "m").n_layers == config["num_hidden_layers"]
     folder = kind.removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")

@@ -123,6 +123,11 @@ FAMILY_CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "layer_types": ["full_attention", "linear_attention", "full_attention"]}),
     ("qwen3_5_text", "", {**_DELTA, "num_hidden_layers": 4, "layer_types": None}),
     ("qwen3_5_text", "bias", {**_DELTA, "attention_bias": True, "tie_word_embeddings": True}),
+    ("kimi_linear", "", {
+        "num_hidden_layers": 3, "num_key_value_heads": 4, "first_k_dense_replace": 3,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 12,
+        "linear_head_dim": 8, "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
 )  # fmt: skip
 
 

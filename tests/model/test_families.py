@@ -21,6 +21,7 @@ FIRST = "gemma3_text"
 REST = (
     "qwen3",
     "qwen3_next",
+    "kimi_linear",
     "granite",
     "olmo2",
     "gemma2",

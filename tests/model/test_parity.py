@@ -91,7 +91,7 @@ def test_transformers(name: str) -> None:
      "qwen2-alternating", "rope-llama3", "rope-dynamic", "rope-yarn-options", "qwen3",
      "phi3-partial-longrope", "smollm3-window-bias", "granite", "olmo3-yarn", "gemma2",
      "gemma3_text", "glm4", "stablelm-parallel-bias", "cohere2", "ernie4_5-bias", "qwen3_next",
-     "qwen3_5_text-bias"],
+     "qwen3_5_text-bias", "kimi_linear"],
 )  # fmt: skip
 def test_a_directory_that_transformers_writes(name: str, tmp_path) -> None:
     """There and back through transformers' own config classes and names."""

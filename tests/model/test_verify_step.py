@@ -56,9 +56,11 @@ def test_tokens_verified_at_once_are_decode_steps_bit_for_bit(case):
     cfg, dtype = CASES[case]
     params, tokens = params_of(cfg), tokens_of(cfg, BATCH, WIDTH + 1, seed=5)
     steps, cache = [], prefilled(cfg, params, dtype)
+    # As many rows as there are tokens to verify, which is what decides about the bits.
+    cache = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * WIDTH), cache)
     for index in range(WIDTH):
-        scores, cache = jl.decode_step(cfg, params, tokens[:, index], cache)
-        steps.append(scores)
+        scores, cache = jl.decode_step(cfg, params, jnp.tile(tokens[:, index], WIDTH), cache)
+        steps.append(scores[:BATCH])
     lengths = np.array([4, 3, 1])
     start = prefilled(cfg, params, dtype)
     before = np.asarray(start.lengths)
@@ -72,7 +74,8 @@ def test_tokens_verified_at_once_are_decode_steps_bit_for_bit(case):
     np.testing.assert_array_equal(cache.lengths, before + accepted + 1)
     # What comes next is what came next then: after 2 and 3 tokens, and as if nothing had been.
     following = jnp.stack([tokens[0, 2], tokens[1, 3], tokens[2, 0]])
-    scores, _ = jl.decode_step(cfg, params, following, cache)
+    cache = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * WIDTH), cache)
+    scores, _ = jl.decode_step(cfg, params, jnp.tile(following, WIDTH), cache)
     for row, index in enumerate((2, 3, 0)):
         same(case, scores[row], steps[index][row])
 

@@ -95,30 +95,29 @@ def config_from_hf(
     fields |= {} if family.fields is None else family.fields(read)
     stored, fields = stored_of(kind, fields)
     eos, bos = read.token_ids("eos_token_id", None), read.token_ids("bos_token_id", None)
-    return ModelConfig(
-        name=name,
-        vocab_size=read.size("vocab_size"),
-        d_model=d_model,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=read.size("num_key_value_heads", n_heads),
-        head_dim=head_dim,
-        d_ff=read.size("intermediate_size"),
-        norm_eps=read.number(family.eps),
-        max_position=_usable_context(rope, max_position),
-        rope=rope,
-        window_rope=window_rope if slides else None,
-        nope_layers=tuple(sorted(nope)),
-        tie_embeddings=read.flag("tie_word_embeddings", False),
-        sliding_window=window,
-        window_layers=window_layers,
-        activation=ACTIVATIONS[activation],
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=eos,
-        stored=stored,
-        **fields,
-        **family.facts,
-    )
+    found: dict[str, Any] = {
+        "name": name,
+        "vocab_size": read.size("vocab_size"),
+        "d_model": d_model,
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "n_kv_heads": read.size("num_key_value_heads", n_heads),
+        "head_dim": head_dim,
+        "d_ff": read.size("intermediate_size"),
+        "norm_eps": read.number(family.eps),
+        "max_position": _usable_context(rope, max_position),
+        "rope": rope,
+        "window_rope": window_rope if slides else None,
+        "nope_layers": tuple(sorted(nope)),
+        "tie_embeddings": read.flag("tie_word_embeddings", False),
+        "sliding_window": window,
+        "window_layers": window_layers,
+        "activation": ACTIVATIONS[activation],
+        "bos_token_id": bos[0] if bos else None,
+        "eos_token_ids": eos,
+        "stored": stored,
+    }
+    return ModelConfig(**{**found, **fields, **family.facts})
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -193,6 +192,8 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
         result["use_sliding_window"] = cfg.sliding_window is not None
         # Of transformers before layer_types.
         result["max_window_layers"] = min(cfg.window_layers, default=0)
+    if len(cfg.nope_layers) == cfg.n_layers:
+        del result["rope_theta"], result["rope_scaling"]
     result |= {} if family.to_hf is None else family.to_hf(cfg)
     _check_way_back(cfg, result, kind)
     return result if dtype is None else {**result, "torch_dtype": dtype}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import DeltaConfig, ModelConfig, Stored
+from jaxllama.config import DeltaConfig, LatentConfig, ModelConfig, Stored
 from jaxllama.errors import JaxLlamaError
 
 Fields = dict[str, Any]
@@ -156,9 +156,67 @@ def _qwen_delta_to_hf(cfg: ModelConfig) -> Fields:
     }
 
 
+def _kimi_layers(read: JsonReader) -> tuple[str, ...]:
+    n, own = read.size("num_hidden_layers"), read.config.get("linear_attn_config") or {}
+    if read.config.get("layer_types") is not None:
+        return _linear_layers(read)
+    full = own.get("full_attn_layers") if isinstance(own, Mapping) else None
+    if full is None:
+        full = range(5, n + 1, 4)  # they count from 1
+    if not isinstance(full, list | range) or not all(type(i) is int for i in full):
+        raise read.error("linear_attn_config", "full_attn_layers must be a list of layers")
+    return tuple("attention" if i + 1 in full else "delta" for i in range(n))
+
+
+def _kimi(read: JsonReader) -> Fields:
+    n, dense = read.size("num_hidden_layers"), read.natural("first_k_dense_replace", 1)
+    kinds = read.config.get("mlp_layer_types") or [*["dense"] * dense, *["sparse"] * n]
+    if not isinstance(kinds, list) or any(kind != "dense" for kind in kinds[:n]):
+        raise read.error("num_experts", "a mixture of experts, which is not supported")
+    latent = LatentConfig(
+        kv_rank=read.size("kv_lora_rank", 512), d_nope=read.size("qk_nope_head_dim", 128),
+        d_rope=read.size("qk_rope_head_dim", 64), d_v=read.size("v_head_dim", 128),
+    )  # fmt: skip
+    own = read.config.get("linear_attn_config") or {}
+    own = JsonReader(own if isinstance(own, Mapping) else {}, "linear_attn_config.")
+    width = own.size("head_dim", read.size("linear_head_dim", 128))
+    heads = own.size("num_heads", read.size("linear_num_heads", 32))
+    delta = DeltaConfig(
+        n_heads=heads, n_k_heads=heads, d_k=width, d_v=width, norm_eps=read.number("rms_norm_eps"),
+        conv_size=own.size("short_conv_kernel_size", read.size("linear_conv_kernel_dim", 4)),
+        decay="channel", gate="low_rank", gate_activation="sigmoid",
+    )  # fmt: skip
+    context = {}
+    if read.config.get("model_max_length") is not None:
+        context["max_position"] = read.size("model_max_length")
+    return {"layer_types": _kimi_layers(read), "latent": latent, "delta": delta,
+            "head_dim": latent.d_nope + latent.d_rope, **context}  # fmt: skip
+
+
+def _kimi_to_hf(cfg: ModelConfig) -> Fields:
+    latent, delta = cfg.latent, cfg.delta
+    if latent is None or delta is None:
+        raise JaxLlamaError(f"latent = {latent!r}: this family's attention has it")
+    return {
+        "layer_types": [_LINEAR[kind == "delta"] for kind in cfg.layer_types],
+        "mlp_layer_types": ["dense"] * cfg.n_layers,
+        "kv_lora_rank": latent.kv_rank, "qk_nope_head_dim": latent.d_nope,
+        "qk_rope_head_dim": latent.d_rope, "v_head_dim": latent.d_v, "q_lora_rank": None,
+        "head_dim": latent.d_rope, "linear_head_dim": delta.d_k,
+        "linear_num_heads": delta.n_heads, "linear_conv_kernel_dim": delta.conv_size,
+    }  # fmt: skip
+
+
 # Of experts, of which a dense model has none.
 _EXPERTS = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok",
             "norm_topk_prob", "output_router_logits", "router_aux_loss_coef")  # fmt: skip
+_KIMI_EXPERTS = tuple(
+    """
+    num_local_experts n_shared_experts num_shared_experts num_experts_per_token moe_renormalize
+    moe_router_activation_func moe_layer_freq use_grouped_topk num_expert_group n_group topk_group
+    routed_scaling_factor num_nextn_predict_layers
+    """.split()
+)
 _QWEN_DELTA = Family(
     architectures=("Qwen3_5ForCausalLM",),
     defaults={
@@ -240,6 +298,26 @@ FAMILIES: dict[str, Family] = {
         ),
         fields=_qwen_next,
         to_hf=lambda cfg: {**_qwen_delta_to_hf(cfg), "num_experts": 0},
+    ),
+    "kimi_linear": Family(
+        ("KimiLinearForCausalLM",),
+        defaults={
+            "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5, "bos_token_id": 163584,
+            "eos_token_id": 163586,
+        },
+        keys=(
+            "layer_types", "mlp_layer_types", "first_k_dense_replace", "linear_attn_config",
+            "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "kv_lora_rank",
+            "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim", "model_max_length",
+            "num_experts",
+            *_EXPERTS, *_KIMI_EXPERTS,
+        ),
+        fields=_kimi,
+        to_hf=_kimi_to_hf,
+        fixed={
+            "q_lora_rank": (None,), "mla_use_nope": (True, None), "attention_bias": (False, None),
+        },
+        is_nope=lambda *_: True,
     ),
     "phi3": Family(
         ("Phi3ForCausalLM",),

@@ -144,7 +144,7 @@ def _members(path: Key, value: Any, spec: Param) -> list[_Member]:
     blocks = list(value.blocks) if isinstance(value, RowBlocks) else [value]
     at = 0
     for source in spec.sources:
-        block, stop = blocks[0], at + source.shape[0]
+        block, stop = blocks[0], at + source.size * spec.shape[0] // spec.size
         if stop > block.shape[0]:
             raise JaxLlamaError(f"{'/'.join(path)}: its blocks do not end where {source.name} does")
         members.append(_Member(source, block, at, stop))

@@ -1,0 +1,431 @@
+"""Speculative decoding: a draft of the next tokens, verified by the model in one pass.
+
+    plan  = Plan.of(draft, draft_tokens, deterministic)
+    state = begin(plan, draft_params, tokens, lengths, generated, capacity)     behind a prefill
+    state = advance(cfg, plan, params, draft_params, state, sampling, stop_ids, until, limit)
+
+Contract: the tokens are those without it.  Every position of a draft is sampled by the model's own
+logits, penalties and bias, with the key that its position has anyway, and a drafted token stays
+where it is that token; so no distribution is corrected and none changes (arXiv 2211.17192 does; a
+draft that samples with the same keys agrees as often: Daliri et al., arXiv 2408.07978).  Logprobs
+are the model's.  What differs is what another batch size would change: roundings.
+
+Drafts are pure functions on the device.  ``NGram`` finds what followed the last tokens when they
+stood in the text before (prompt lookup); ``Model`` is a smaller model with the same vocabulary,
+whose cache holds accepted tokens only: each turn it reads those that it has not seen, at once, and
+goes on from there in a copy of what it would have to take back.
+
+A turn is draft, verify, commit, in one ``lax.while_loop``; the pass is as wide as the longest draft
+of a row needs, of a few compiled widths.  With ``draft_tokens`` 0 each row asks for what pays:
+twice as many after a draft that was right, half after one that was wrong throughout, and after the
+last of those none for 2, 4, 8, ... 64 turns.
+
+Left out: trees; sampling rules that are not by position; the serving engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllama import compiler_options
+from jaxllama.config import ModelConfig
+from jaxllama.errors import JaxLlamaError
+from jaxllama.generation import GenerateState, Params, prefill, prefill_chunk, verify
+from jaxllama.model import decoder
+from jaxllama.model.cache import Cache, KVCache, init_cache
+from jaxllama.parallel.mesh import mesh_of
+from jaxllama.sampling import History, SamplingParams, sample, whole
+from pallas_kernels.brief import short_repr
+
+MOST = 15  # drafted tokens of a pass
+ADAPTIVE = 7  # the most that a row asks for where it adapts
+_LONGEST_PAUSE = 64  # turns
+
+
+# Drafts
+
+
+class Drafted(NamedTuple):
+    """tokens int32 ``[B, most]``, of which ``lengths[B]`` are there; what the draft keeps."""
+
+    tokens: jax.Array
+    lengths: jax.Array
+    kept: Any
+
+
+class Ask(NamedTuple):
+    """What a draft may look at: text int32 ``[B, L]``, of which ``size[B]`` tokens are there; how
+    many are ``wanted[B]``, at most ``most``; how the model samples them."""
+
+    text: jax.Array
+    size: jax.Array
+    wanted: jax.Array
+    most: int
+    sampling: SamplingParams
+    history: History | None
+
+
+@dataclasses.dataclass(frozen=True)
+class NGram:
+    """What followed the longest suffix of the text, of up to ``longest`` and at least ``least``
+    tokens, where it stood last.  Where that is so near that the text ends, it goes round."""
+
+    longest: int = 8
+    least: int = 2
+
+    def begin(self, *_: Any) -> None:
+        """It keeps nothing but the text."""
+
+    def propose(self, params: None, kept: None, ask: Ask) -> Drafted:
+        text, size = ask.text, ask.size[:, None]
+        width = text.shape[1]
+        place = jnp.arange(width, dtype=jnp.int32)[None, :]
+        alike, run = jnp.ones(text.shape, bool), jnp.zeros(text.shape, jnp.int32)
+        for back in range(self.longest):
+            token = jnp.take_along_axis(text, jnp.maximum(size - 1 - back, 0), axis=1)
+            before = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)[:, :width]
+            alike &= (before == token) & (back < size)
+            run += alike.astype(jnp.int32)
+        is_match = (run >= self.least) & (place < size - 1)
+        best = jnp.max(jnp.where(is_match, run * width + place, -1), axis=1, keepdims=True)
+        end = best % width
+        ahead = jnp.arange(ask.most, dtype=jnp.int32)[None, :]
+        follows = end + 1 + ahead % jnp.maximum(size - 1 - end, 1)
+        tokens = jnp.take_along_axis(text, jnp.minimum(follows, width - 1), axis=1)
+        return Drafted(tokens, jnp.where(best[:, 0] >= 0, ask.wanted, 0), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What a model of this config would sample with the same keys, of the ``vocab_size`` tokens
+    that the verifying one has.  It keeps a cache."""
+
+    cfg: ModelConfig
+    vocab_size: int
+
+    def begin(self, params: Params, tokens: jax.Array, lengths: jax.Array, capacity: int) -> Cache:
+        """The cache behind prompts ``tokens[B, T]``, ``lengths[B]``."""
+        dtype, mesh = decoder.activation_dtype(params), mesh_of(params)
+        cache = init_cache(self.cfg, tokens.shape[0], capacity, dtype, mesh=mesh)
+        chunk = prefill_chunk(*tokens.shape)
+        return prefill(self.cfg, params, self._known(tokens), lengths, cache, chunk=chunk)[1]
+
+    def propose(self, params: Params, kept: Cache, ask: Ask) -> Drafted:
+        kept, hidden = self._read(params, kept, ask)
+        most = jnp.max(ask.wanted)
+
+        def drafted(
+            tokens: jax.Array, index: Any, hidden: jax.Array, history: History | None
+        ) -> tuple[jax.Array, History | None]:
+            scores = self._scores(params, hidden)
+            token, _ = sample(scores, ask.sampling, ask.size + index, history)
+            tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], index, axis=1)
+            return tokens, None if history is None else history.add(token)
+
+        def one_more(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            index, tokens, cache, history = carry
+            newest = lax.dynamic_index_in_dim(tokens, index - 1, 1)
+            goes_on = (index < ask.wanted).astype(jnp.int32)
+            hidden, cache = decoder.forward(
+                self.cfg, params, self._known(newest), goes_on, cache, sparse=True
+            )
+            tokens, history = drafted(tokens, index, hidden[:, 0], history)
+            return index + 1, tokens, cache, history
+
+        none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
+        tokens, history = drafted(none, jnp.int32(0), hidden, ask.history)
+        carry = jnp.int32(1), tokens, kept, history
+        _, tokens, after, _ = lax.while_loop(lambda carry: carry[0] < most, one_more, carry)
+        # Keys and values past the length are dead; a recurrent state has to be the old one.
+        layers = tuple(
+            new if isinstance(new, KVCache) else old
+            for new, old in zip(after.layers, kept.layers, strict=True)
+        )
+        return Drafted(tokens, ask.wanted, Cache(layers, kept.lengths))
+
+    def _read(self, params: Params, cache: Cache, ask: Ask) -> tuple[Cache, jax.Array]:
+        """(the cache with what the text has more, the last token's hidden state ``[B, D]``), of
+        the rows that want a draft."""
+        width = ask.most + 1
+        rows, place = jnp.arange(ask.size.shape[0]), jnp.arange(width, dtype=jnp.int32)[None, :]
+
+        def missing(cache: Cache) -> jax.Array:
+            return jnp.where(ask.wanted > 0, ask.size - cache.lengths, 0)
+
+        def read(carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
+            cache, last = carry
+            new = jnp.minimum(missing(cache), width)
+            index = jnp.minimum(cache.lengths[:, None] + place, ask.text.shape[1] - 1)
+            tokens = self._known(jnp.take_along_axis(ask.text, index, axis=1))
+            hidden, proposal = decoder.propose(self.cfg, params, tokens, new, cache)
+            hidden = hidden[rows, jnp.maximum(new - 1, 0)]
+            last = jnp.where((new > 0)[:, None], hidden, last)
+            return decoder.commit(proposal, new), last
+
+        blank = jnp.zeros((rows.shape[0], self.cfg.d_model), decoder.activation_dtype(params))
+        return lax.while_loop(lambda carry: jnp.any(missing(carry[0]) > 0), read, (cache, blank))
+
+    def _known(self, tokens: jax.Array) -> jax.Array:
+        """Tokens as this model may read them: tables are padded to different sizes."""
+        return jnp.minimum(tokens, self.cfg.vocab_size - 1)
+
+    def _scores(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """Logits ``[B, vocab_size]``."""
+        scores = decoder.logits(self.cfg, params, hidden)[:, : self.vocab_size]
+        more = self.vocab_size - scores.shape[1]
+        return jnp.pad(scores, ((0, 0), (0, more)), constant_values=-jnp.inf) if more else scores
+
+
+# What runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Who drafts, at most how many tokens, and the widths of a pass; adaptive: or fewer; exact: in
+    the shapes of a decode step of as many rows as a pass has tokens."""
+
+    draft: Any
+    most: int
+    widths: tuple[int, ...]
+    adaptive: bool
+    exact: bool = False
+
+    @classmethod
+    def of(cls, draft: Any, draft_tokens: int, deterministic: bool = False) -> Plan:
+        """draft_tokens: 0 to 15, 0 adapts.  deterministic: one width, a power of two, so that a
+        pass of 32 tokens is whole rows.  Raises JaxLlamaError naming the key."""
+        if not 0 <= whole("draft_tokens", draft_tokens) <= MOST:
+            raise JaxLlamaError(f"draft_tokens = {draft_tokens}: must be from 0 (adapts) to {MOST}")
+        most, adaptive = draft_tokens or ADAPTIVE, draft_tokens == 0
+        if deterministic:
+            widths = (1 << most.bit_length(),)
+        else:
+            widths = (1, 4, 8) if adaptive else (1, most + 1)
+        return cls(draft, most, widths, adaptive, deterministic)
+
+
+class Pace(NamedTuple):
+    """What a row asks for, int32 ``[B]`` each: tokens of its next draft; turns until that; how
+    long its last pause was."""
+
+    tokens: jax.Array
+    wait: jax.Array
+    pause: jax.Array
+
+    def after(self, drafted: jax.Array, accepted: jax.Array, most: int) -> Pace:
+        right = jnp.minimum(2 * self.tokens, most)
+        partly = jnp.maximum(accepted, 1)
+        wrong = self.tokens // 2
+        is_right, is_wrong = accepted >= drafted, accepted == 0
+        tokens = jnp.where(is_right, right, jnp.where(is_wrong, wrong, partly))
+        pause = jnp.where(is_wrong, jnp.minimum(2 * self.pause, _LONGEST_PAUSE), 1)
+        stops = tokens == 0
+        tried = Pace(
+            jnp.maximum(tokens, 1), jnp.where(stops, pause, 0),
+            jnp.where(stops | ~is_wrong, pause, self.pause),
+        )  # fmt: skip
+        waited = self._replace(wait=jnp.maximum(self.wait - 1, 0))
+        return Pace(*(jnp.where(drafted > 0, *pair) for pair in zip(tried, waited, strict=True)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What the loop carries and leaves, of B rows.
+
+    text int32 ``[B, T + room]``: prompt and answer, one behind the other; prompt: the lengths of
+    prompts; logprobs float32 ``[B, room]``, counts, done, history: as ``GenerateState``'s.
+    drafted, accepted int32 ``[B]``: tokens so far.  kept: what the draft keeps.
+    """
+
+    text: jax.Array
+    prompt: jax.Array
+    logprobs: jax.Array
+    counts: jax.Array
+    done: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+    pace: Pace
+    cache: Cache
+    history: History | None
+    kept: Any
+
+    __repr__ = short_repr
+
+    @property
+    def tokens(self) -> jax.Array:
+        """int32 ``[B, room]``, of which the first ``counts[b]`` are there."""
+        return _answers(self.text, self.prompt, self.logprobs.shape[1])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _answers(text: jax.Array, prompt: jax.Array, room: int) -> jax.Array:
+    index = prompt[:, None] + jnp.arange(room, dtype=jnp.int32)[None, :]
+    return jnp.take_along_axis(text, index, axis=1)
+
+
+def begin(
+    plan: Plan,
+    draft_params: Params | None,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    generated: GenerateState,
+    capacity: int,
+) -> State:
+    """From ``generation.start``'s state and its prompts; capacity: of the cache."""
+    kept = plan.draft.begin(draft_params, tokens, lengths, capacity)
+    first = min(3, plan.most) if plan.adaptive else plan.most
+    # Donated arrays of their own, each.
+    drafted, accepted, *pace = (jnp.full_like(lengths, value) for value in (0, 0, first, 0, 1))
+    return State(
+        _text(tokens, lengths, generated.tokens), lengths, generated.logprobs, generated.counts,
+        generated.done, drafted, accepted, Pace(*pace), generated.cache, generated.history, kept,
+    )  # fmt: skip
+
+
+@jax.jit
+def _text(tokens: jax.Array, lengths: jax.Array, new: jax.Array) -> jax.Array:
+    text = jnp.pad(tokens, ((0, 0), (0, new.shape[1])))
+    return text.at[jnp.arange(text.shape[0]), lengths].set(new[:, 0])
+
+
+_LOOP = {"static_argnums": (0, 1), "donate_argnums": 4}
+
+
+@functools.partial(jax.jit, **_LOOP)
+def advance(
+    cfg: ModelConfig,
+    plan: Plan,
+    params: Params,
+    draft_params: Params | None,
+    state: State,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    until: jax.Array | int,
+    limit: jax.Array | int,
+) -> State:
+    """Run turns until every row has ``until`` tokens or has stopped; a row may be further then, up
+    to ``limit``."""
+
+    def is_live(state: State) -> jax.Array:
+        return ~state.done & (state.counts < limit)
+
+    def unfinished(state: State) -> jax.Array:
+        return jnp.any(is_live(state) & (state.counts < until))
+
+    def turn(state: State) -> State:
+        room = jnp.where(is_live(state), limit - state.counts - 1, 0)
+        wanted = jnp.where(state.pace.wait > 0, 0, jnp.minimum(state.pace.tokens, room))
+        ask = Ask(
+            state.text, state.prompt + state.counts, wanted, plan.most, sampling, state.history
+        )
+        draft = plan.draft.propose(draft_params, state.kept, ask)
+        state = dataclasses.replace(state, kept=draft.kept)
+        needed = jnp.max(draft.lengths) + 1
+
+        def verified(width: int, state: State) -> State:
+            live = is_live(state).astype(jnp.int32)
+            return _pass(cfg, plan, params, state, draft, live, width, sampling, stop_ids)
+
+        if len(plan.widths) == 1:
+            return verified(plan.widths[0], state)
+        # A loop of one round is a choice that copies no cache.
+        carry, least = (state, jnp.bool_(True)), 0
+        for width in plan.widths:
+            is_it = (least < needed) & (needed <= width)
+            carry = lax.while_loop(
+                lambda carry, is_it=is_it: carry[1] & is_it,
+                lambda carry, width=width: (verified(width, carry[0]), jnp.bool_(False)),
+                carry,
+            )
+            least = width
+        return carry[0]
+
+    return lax.while_loop(unfinished, turn, state)
+
+
+def _pass(
+    cfg: ModelConfig,
+    plan: Plan,
+    params: Params,
+    state: State,
+    draft: Drafted,
+    live: jax.Array,
+    width: int,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+) -> State:
+    """Verify, sample and commit: every row that is live gets a token, and one for each token of its
+    draft up to the first that is not the model's."""
+    rows, place = jnp.arange(live.shape[0])[:, None], jnp.arange(width, dtype=jnp.int32)[None, :]
+    size = (state.prompt + state.counts)[:, None]
+    newest = jnp.take_along_axis(state.text, size - 1, axis=1)
+    drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))[:, :width]  # what should follow each
+    inputs = jnp.concatenate([newest, drafted[:, : width - 1]], axis=1)
+    scores, proposal = verify(
+        cfg, params, inputs, live * (1 + draft.lengths), state.cache, plan.exact
+    )
+    tokens, logprobs = _sampled(scores, sampling, size + place, drafted, state.history)
+
+    is_right = (tokens == drafted) & (place < draft.lengths[:, None])
+    accepted = jnp.sum(jnp.cumprod(is_right.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    stops = jnp.any(tokens[:, :, None] == stop_ids, axis=2)
+    first_stop = jnp.min(jnp.where(stops, place, width), axis=1)
+    new = live * jnp.minimum(accepted, first_stop) + live  # tokens that the row gets
+    is_new = place < new[:, None]
+    history = state.history
+    if history is not None:
+        for index in range(width):
+            history = history.add(tokens[:, index], is_new[:, index])
+    written = jnp.where(is_new, size + place, state.text.shape[1])
+    counted = jnp.where(is_new, state.counts[:, None] + place, state.logprobs.shape[1])
+    count = live * draft.lengths
+    return State(
+        text=state.text.at[rows, written].set(tokens, mode="drop"),
+        prompt=state.prompt,
+        logprobs=state.logprobs.at[rows, counted].set(logprobs, mode="drop"),
+        counts=state.counts + new,
+        done=state.done | ((live > 0) & (first_stop < new)),
+        drafted=state.drafted + count,
+        accepted=state.accepted + jnp.minimum(live * accepted, new),
+        pace=state.pace.after(count, live * accepted, plan.most) if plan.adaptive else state.pace,
+        cache=decoder.commit(proposal, new, plan.exact),
+        history=history,
+        kept=state.kept,
+    )
+
+
+def _sampled(
+    scores: jax.Array,
+    sampling: SamplingParams,
+    positions: jax.Array,
+    drafted: jax.Array,
+    history: History | None,
+) -> tuple[jax.Array, jax.Array]:
+    """(tokens, logprobs) ``[B, T]`` of ``scores [B, T, V]``, each position with the history that it
+    has where the drafted tokens before it are right."""
+    batch, width, vocab = scores.shape
+    if history is not None:
+        counts, seen = [history.counts], history
+        for index in range(width - 1):
+            seen = seen.add(drafted[:, index])
+            counts.append(seen.counts)
+        history = History(
+            jnp.repeat(history.prompt, width, axis=0), jnp.stack(counts, 1).reshape(-1, vocab)
+        )
+    sampling = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=0), sampling)
+    tokens, logprobs = sample(
+        scores.reshape(-1, vocab), sampling, positions.reshape(-1), history
+    )  # fmt: skip
+    return tokens.reshape(batch, width), logprobs.reshape(batch, width)
+
+
+def loop_for(params: Params) -> Any:
+    """``advance``, compiled as suits the devices that (concrete) parameters are on."""
+    return compiler_options.compiled_for(advance, mesh_of(params), **_LOOP)
