@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu import jit
-from pallas_kernels.cpu.handler import Phase, Program
+from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
 from pallas_kernels.dispatch import Reason
 
 if TYPE_CHECKING:
@@ -34,17 +34,8 @@ KEYS = 1 << 12  # Dk, whose decays lie on the stack
 FORGOTTEN = -87.3  # below it a decay is 0: exp is no normal number
 
 
-@dataclasses.dataclass(frozen=True)
-class CpuPlan:
-    """How the handler computes a call: the program, on which instructions."""
-
-    kernel: ClassVar[str] = "gla_step_cpu"
-    implementation: ClassVar[str] = "cpu"
-    program: Step
-    isa: str
-
-    def __str__(self) -> str:
-        return f"{self.isa}, {self.program}"
+class StepPlan(CpuPlan):
+    kernel = "gla_step_cpu"
 
 
 def plan(q: jax.Array, v: jax.Array) -> CpuPlan | Reason:
@@ -55,7 +46,7 @@ def plan(q: jax.Array, v: jax.Array) -> CpuPlan | Reason:
         return Reason(f"k has heads of {d_k} features; the handler takes {KEYS}")
     if reason := jit.unavailable():
         return reason
-    return CpuPlan(Step(d_k, d_v), jit.host().name)
+    return StepPlan(Step(d_k, d_v), jit.host().name)
 
 
 def gla_step(q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, state: jax.Array,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pallas_kernels.cpu import frame as ffi
 
@@ -64,6 +64,19 @@ class Program:
 
     def phases(self, target: Target) -> Sequence[Phase]:
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuPlan:
+    """How a handler computes an op's call (``dispatch.Plan``): what runs, on which instructions."""
+
+    kernel: ClassVar[str] = ""  # an op's own
+    implementation: ClassVar[str] = "cpu"
+    program: Any
+    isa: str
+
+    def __str__(self) -> str:
+        return f"{self.isa}, {self.program}"
 
 
 def emit(program: Program, target: Target, triple: str) -> Any:

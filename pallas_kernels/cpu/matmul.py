@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu import jit
-from pallas_kernels.cpu.handler import Phase, Program
+from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
 from pallas_kernels.cpu.weight import TILE, CpuWeight, block_size
 from pallas_kernels.dispatch import Reason
 
@@ -46,17 +46,8 @@ AHEAD = 4096
 PREPARED_ROWS = 4  # of x in a chunk of the first phase, where there are many
 
 
-@dataclasses.dataclass(frozen=True)
-class CpuPlan:
-    """How the handler computes a call: the program, on which instructions."""
-
-    kernel: ClassVar[str] = "quantized_matmul_cpu"
-    implementation: ClassVar[str] = "cpu"
-    program: Matmul
-    isa: str
-
-    def __str__(self) -> str:
-        return f"{self.isa}, {self.program}"
+class MatmulPlan(CpuPlan):
+    kernel = "quantized_matmul_cpu"
 
 
 def plan(call: Call) -> CpuPlan | Reason:
@@ -90,7 +81,7 @@ def plan(call: Call) -> CpuPlan | Reason:
         swiglu=call.swiglu,
         residual=call.residual is not None,
     )
-    return CpuPlan(program, target.name)
+    return MatmulPlan(program, target.name)
 
 
 def run(call: Call, plan: CpuPlan, x, w: CpuWeight, bias, gamma, residual) -> jax.Array:

@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cpu import jit
-from pallas_kernels.cpu.attention import FLOATS, STACK, Cached, Places, fixed
-from pallas_kernels.cpu.cache import LANES, Form, Heads, form
-from pallas_kernels.cpu.handler import Phase, Program
+from pallas_kernels.cpu.attention import FLOATS, STACK, Cached, fixed
+from pallas_kernels.cpu.cache import LANES, Form, Heads, Places, form
+from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
 from pallas_kernels.dispatch import Reason
 
 if TYPE_CHECKING:
@@ -40,17 +40,8 @@ KEYS = 64
 AT_ONCE = 4  # rows
 
 
-@dataclasses.dataclass(frozen=True)
-class CpuPlan:
-    """How the handler computes a call: the program, on which instructions."""
-
-    kernel: ClassVar[str] = "prefill_cpu"
-    implementation: ClassVar[str] = "cpu"
-    program: Prefill
-    isa: str
-
-    def __str__(self) -> str:
-        return f"{self.isa}, {self.program}"
+class PrefillPlan(CpuPlan):
+    kernel = "prefill_cpu"
 
 
 def plan(
@@ -69,7 +60,7 @@ def plan(
     if program.stack > STACK:
         text = f"{program.group} heads of {found.width} features on one"
         return Reason(f"{text} take {program.stack} bytes of stack")
-    return CpuPlan(program, jit.host().name)
+    return PrefillPlan(program, jit.host().name)
 
 
 def attend(

@@ -1,0 +1,362 @@
+"""What ``cpu.attention`` does with a row's keys, in emitted code: a part of them, the parts joined.
+
+Rows     what a call has: rows, the keys that each sees, its parts, where their records are
+Part     phase 1: queries (rotated, where they are new), scores, weights, sums of values
+Join     phase 2
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from pallas_kernels.cpu.cache import LANES, Heads, Places
+from pallas_kernels.cpu.scores import KEYS, scores_of
+
+if TYPE_CHECKING:
+    from pallas_kernels.cpu.attention import Attend
+    from pallas_kernels.cpu.emit import Emitter, Value
+    from pallas_kernels.cpu.frame import Frame
+
+PART = 256  # keys of a row in a chunk
+VALUES = 32  # between two visits to the sums in memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Of a row, i64: the first key it sees, how many, its parts."""
+
+    first: Value
+    count: Value
+    parts: Value
+
+
+class Rows:
+    """What both phases read off the call."""
+
+    def __init__(self, program: Attend, e: Emitter, call: Frame) -> None:
+        self.p, self.e, self.call, self.b = program, e, call, e.b
+        self.batch = call.argument_dim(0, 0)
+        table = 2 + 2 * program.cache.arrays if program.paged else None
+        self.places = Places(e, call, 2, table)
+
+    def row(self, row: Value) -> Row:
+        e, b = self.e, self.b
+        length = b.sext(e.load(self.call.argument(1), e.I32, b.mul(row, e.i64(4))), e.I64)
+        if self.p.new:
+            inside = b.icmp_unsigned("<", length, self.places.capacity)
+            if self.p.paged:
+                entry = self.places.entry(row, b.select(inside, length, e.i64(0)))
+                inside = b.and_(inside, b.icmp_unsigned("<", entry, self.places.pages))
+            length = b.select(inside, b.add(length, e.i64(1)), e.i64(0))
+        length = e.limited(length, self.places.capacity)
+        seen = b.sext(self.call.attribute(1, e.I32), e.I64)
+        count = e.least(length, seen)
+        parts = e.divide_up(count, PART)
+        none = b.icmp_signed("==", parts, e.i64(0))
+        return Row(b.sub(length, count), count, b.select(none, e.i64(1), parts))
+
+    def most_parts(self) -> Value:
+        def row(i: Value, most: Value) -> list[Value]:
+            parts = self.row(i).parts
+            return [self.b.select(self.b.icmp_signed(">", parts, most), parts, most)]
+
+        return self.e.loop(self.batch, row, [self.e.i64(1)])[0]
+
+    def record(self, row: Value, part: Value, parts: Value, head: Value) -> Value:
+        """Where a part's sums of a head are; of each row there is room for ``parts``."""
+        e, b = self.e, self.b
+        index = b.add(b.mul(b.add(b.mul(row, parts), part), e.i64(self.p.heads)), head)
+        return e.at(self.call.result(1), b.mul(index, e.i64(4 * (self.p.cache.width + LANES))))
+
+    def heads_at(self, pointer: Value, row: Value, head: Value, heads: int) -> Value:
+        """A head's floats in ``[rows, heads, H]``."""
+        e, b = self.e, self.b
+        index = b.add(b.mul(row, e.i64(heads)), head)
+        return e.at(pointer, b.mul(index, e.i64(4 * self.p.cache.width)))
+
+    def vectors(self, pointer: Value, count: int | None = None) -> list[Value]:
+        """A head's, or the first ones."""
+        e = self.e
+        many = self.p.cache.vectors if count is None else count
+        return [e.load(pointer, e.vector(e.F32), 64 * i) for i in range(many)]
+
+    def finish(self, out: Value, sums: list[Value], total: Value) -> None:
+        """sums / total, in natural order; zeros where nothing was seen."""
+        e, b = self.e, self.b
+        some = b.fcmp_unordered("une", total, e.f32(0.0))
+        total = e.splat(b.select(some, total, e.f32(1.0)))
+        kept = Heads(self.p.cache, e, [out]).in_order([b.fdiv(v, total) for v in sums])
+        for i, value in enumerate(kept):
+            e.store(value, out, 64 * i)
+
+
+class Part(Rows):
+    """A part of a row's keys: all heads."""
+
+    def __init__(self, program: Attend, e: Emitter, call: Frame) -> None:
+        super().__init__(program, e, call)
+        f, arrays = program.cache, program.cache.arrays
+        self.k, self.v = (Heads.of(f, call, 2 + i * arrays) for i in range(2))
+        self.scored = scores_of(self.k, program.heads)
+        self.sums = e.room(4 * program.heads * f.width)
+        self.scores = e.room(4 * program.heads * PART)
+        # Where the part's tokens are, and again the last for what is asked for ahead.
+        self.tokens = e.room(8 * (PART + VALUES))
+        self.scales = e.room(4 * f.heads * PART)  # of values in int8
+
+    def chunk(self, i: Value) -> None:
+        e, b = self.e, self.b
+        parts = self.most_parts()
+        row, part = b.udiv(i, parts), b.urem(i, parts)
+        found = self.row(row)
+        with e.when(b.icmp_signed("<", part, found.parts)):
+            begin = b.mul(part, e.i64(PART))
+            count = e.least(b.sub(found.count, begin), e.i64(PART))
+            self.find(row, b.add(found.first, begin), count)
+            self.take_queries(row)
+            if self.p.new:
+                is_last = b.icmp_signed("==", b.add(part, e.i64(1)), found.parts)
+                with e.when(b.and_(is_last, b.icmp_signed(">", count, e.i64(0)))):
+                    self.write(row, self.token(b.sub(count, e.i64(1))))
+            self.ask(self.k, count, KEYS)
+            e.loop(count, self.some_keys, step=KEYS)
+            self.ask(self.v, count, VALUES)
+            self.weigh(row, part, parts, count)
+            e.loop(count, lambda j: self.some_values(j, count), step=VALUES)
+            self.give(row, part, parts, found)
+
+    # --- before -------------------------------------------------------------------------------
+
+    def find(self, row: Value, first: Value, count: Value) -> None:
+        """The places of ``count`` tokens of a row from ``first`` on."""
+        e, b = self.e, self.b
+        last = e.least(e.i64(PART + VALUES), b.add(count, e.i64(VALUES)))
+        end = b.sub(count, e.i64(1))
+
+        def one(j: Value) -> None:
+            place = self.places.token(row, b.add(first, e.least(j, end)))
+            e.store(place, self.tokens, b.mul(j, e.i64(8)), align=8)
+            if self.p.cache.dtype == "int8":
+                for heads in (self.k, self.v):
+                    heads.prefetch_scales(place)
+
+        with e.when(b.icmp_signed(">", count, e.i64(0))):
+            e.loop(last, one)
+
+    def ask(self, heads: Heads, count: Value, first: int) -> None:
+        """For the first tokens; what follows asks for the ones behind."""
+        e = self.e
+
+        def one(j: Value) -> None:
+            token = self.token(j)
+            e.loop(self.p.cache.heads, lambda head: heads.prefetch(token, head))
+
+        e.loop(e.least(count, e.i64(first)), one)
+
+    def token(self, j: Value) -> Value:
+        return self.e.load(self.tokens, self.e.I64, self.b.mul(j, self.e.i64(8)), align=8)
+
+    def take_queries(self, row: Value) -> None:
+        """Scaled, and rotated where they are new; sums begin at 0."""
+        e, b, width = self.e, self.b, self.p.cache.width
+        scale = e.splat(self.call.attribute(0, e.F32))
+        heads = self.p.heads + 2 * self.p.cache.heads * self.p.new
+
+        def one(n: Value) -> None:
+            x = self.vectors(self.heads_at(self.call.argument(0), row, n, heads))
+            if self.p.new:
+                x = self.turned(x, row)
+            self.scored.take(n, [b.fmul(v, scale) for v in x])
+            for i in range(self.p.cache.vectors):
+                at = b.add(b.mul(n, e.i64(4 * width)), e.i64(64 * i))
+                e.store(e.floats(0.0), self.sums, at, align=64)
+
+        e.loop(self.p.heads, one)
+
+    def turned(self, x: list[Value], row: Value) -> list[Value]:
+        """A head after RoPE."""
+        e, b, p = self.e, self.b, self.p
+        at = 2 + 2 * p.cache.arrays + p.paged
+        half = len(x) // 2
+        start = b.mul(row, e.i64(2 * p.cache.width))
+        cos, sin = (self.vectors(e.at(self.call.argument(at + i), start), half) for i in (0, 1))
+        pairs = list(zip(x[:half], x[half:], cos, sin, strict=True))
+        first = [b.fsub(b.fmul(u, c), b.fmul(v, s)) for u, v, c, s in pairs]
+        return first + [b.fadd(b.fmul(v, c), b.fmul(u, s)) for u, v, c, s in pairs]
+
+    def write(self, row: Value, token: Value) -> None:
+        """The row's new token."""
+        e, b, p = self.e, self.b, self.p
+        all_heads = p.heads + 2 * p.cache.heads
+
+        def one(head: Value) -> None:
+            for i, heads in enumerate((self.k, self.v)):
+                n = b.add(head, e.i64(p.heads + i * p.cache.heads))
+                x = self.vectors(self.heads_at(self.call.argument(0), row, n, all_heads))
+                heads.store(token, head, x if i else self.turned(x, row))
+
+        e.loop(p.cache.heads, one)
+
+    # --- keys ---------------------------------------------------------------------------------
+
+    def some_keys(self, j: Value) -> None:
+        """Scores of 16 keys from the j-th on; where there are fewer, the last stands in."""
+        self.e.loop(self.p.cache.heads, lambda head: self.keys_of(j, head))
+
+    def keys_of(self, j: Value, head: Value) -> None:
+        e, b, f = self.e, self.b, self.p.cache
+        places = [self.token(b.add(j, e.i64(t))) for t in range(KEYS)]
+        self.scored.keys(places.__getitem__, head)
+        for t in range(KEYS):
+            self.k.prefetch(self.token(b.add(j, e.i64(KEYS + t))), head)
+        scale = None
+        if f.dtype == "int8":
+            scale, of_values = (e.gather([x.scale(at, head) for at in places])
+                                for x in (self.k, self.v))  # fmt: skip
+            at = b.mul(b.add(b.mul(head, e.i64(PART)), j), e.i64(4))
+            e.store(of_values, self.scales, at, align=64)
+
+        def query(g: Value) -> None:
+            n = b.add(b.mul(head, e.i64(self.p.group)), g)
+            scores = self.scored.score(n)
+            if scale is not None:
+                scores = b.fmul(scores, scale)
+            at = b.mul(b.add(b.mul(n, e.i64(PART)), j), e.i64(4))
+            e.store(scores, self.scores, at, align=64)
+
+        e.loop(self.p.group, query)
+
+    # --- weights ------------------------------------------------------------------------------
+
+    def weigh(self, row: Value, part: Value, parts: Value, count: Value) -> None:
+        """Scores to weights; the record gets their sum and the largest score."""
+        e, b = self.e, self.b
+
+        def one(n: Value) -> None:
+            scores = e.at(self.scores, b.mul(n, e.i64(4 * PART)))
+
+            def larger(j: Value, top: Value) -> list[Value]:
+                return [e.larger(e.load(scores, e.vector(e.F32), b.mul(j, e.i64(4))), top)]
+
+            (top,) = e.loop(count, larger, [e.floats(float("-inf"))], step=LANES)
+            top = e.largest(top)
+
+            def weight(j: Value, total: Value) -> list[Value]:
+                at = b.mul(j, e.i64(4))
+                score = e.load(scores, e.vector(e.F32), at)
+                w = e.exp(b.fsub(score, e.splat(top)))
+                w = e.first_lanes(w, b.sub(count, j))
+                kept = w
+                if self.p.cache.dtype == "int8":
+                    head = b.udiv(n, e.i64(self.p.group))
+                    place = b.add(b.mul(head, e.i64(4 * PART)), at)
+                    kept = b.fmul(w, e.load(self.scales, e.vector(e.F32), place))
+                e.store(kept, scores, at)
+                return [b.fadd(total, w)]
+
+            (total,) = e.loop(count, weight, [e.floats(0.0)], step=LANES)
+            end = e.at(self.record(row, part, parts, n), 4 * self.p.cache.width)
+            e.store(e.sum(total), end)
+            e.store(top, end, 4)
+
+        e.loop(self.p.heads, one)
+
+    # --- values -------------------------------------------------------------------------------
+
+    def some_values(self, first: Value, count: Value) -> None:
+        """Weights times values of the tokens from ``first`` on, added to the sums."""
+        e, b = self.e, self.b
+        end = e.least(count, b.add(first, e.i64(VALUES)))
+        e.loop(self.p.cache.heads, lambda head: self.values_of(head, first, end))
+
+    def values_of(self, head: Value, first: Value, end: Value) -> None:
+        f, group = self.p.cache, self.p.group
+        room = 2 * self.e.target.rows  # vectors of sums in registers
+        queries = min(4, group)
+        vectors = min(f.vectors, max(2, room // queries))
+        for g in range(0, group, queries):
+            for i in range(0, f.vectors, vectors):
+                many = min(vectors, f.vectors - i)
+                self.values_in(head, first, end, range(g, min(g + queries, group)), i, many)
+
+    def values_in(self, head: Value, first: Value, end: Value, queries: range, i: int,
+                  many: int) -> None:  # fmt: skip
+        e, b, f = self.e, self.b, self.p.cache
+        n = b.mul(head, e.i64(self.p.group))
+        places = []
+        for g in queries:
+            at = b.mul(b.add(n, e.i64(g)), e.i64(4 * f.width))
+            places += [(b.add(at, e.i64(64 * (i + m)))) for m in range(many)]
+        sums = [e.load(self.sums, e.vector(e.F32), at, align=64) for at in places]
+
+        def one(t: Value, *sums: Value) -> list[Value]:
+            token = self.token(t)
+            values = self.v.load(token, head, i, many)
+            if i == queries.start == 0:
+                self.v.prefetch(self.token(b.add(t, e.i64(VALUES))), head)
+            made = []
+            for j, g in enumerate(queries):
+                at = b.mul(b.add(b.mul(b.add(n, e.i64(g)), e.i64(PART)), t), e.i64(4))
+                weight = e.splat(e.load(self.scores, e.F32, at))
+                of_query = sums[j * many : (j + 1) * many]
+                made += [e.fma(weight, v, s) for v, s in zip(values, of_query, strict=True)]
+            return made
+
+        sums = e.loop(end, one, sums, start=first)
+        for at, value in zip(places, sums, strict=True):
+            e.store(value, self.sums, at, align=64)
+
+    # --- after --------------------------------------------------------------------------------
+
+    def give(self, row: Value, part: Value, parts: Value, found: Row) -> None:
+        """The sums to the part's record, or the heads of a row that has one part."""
+        e, b, width = self.e, self.b, self.p.cache.width
+        alone = b.icmp_signed("==", found.parts, e.i64(1))
+
+        def one(n: Value) -> None:
+            record = self.record(row, part, parts, n)
+            sums = self.vectors(e.at(self.sums, b.mul(n, e.i64(4 * width))))
+            with b.if_else(alone) as (whole, several):
+                with whole:
+                    total = e.load(record, e.F32, 4 * width)
+                    out = self.heads_at(self.call.result(0), row, n, self.p.heads)
+                    self.finish(out, sums, total)
+                with several:
+                    for i, value in enumerate(sums):
+                        e.store(value, record, 64 * i)
+
+        e.loop(self.p.heads, one)
+
+
+class Join(Rows):
+    """The parts of a row's heads of one kv head."""
+
+    def chunk(self, i: Value) -> None:
+        e, b = self.e, self.b
+        kv_heads, group = e.i64(self.p.cache.heads), e.i64(self.p.group)
+        row, head = b.udiv(i, kv_heads), b.urem(i, kv_heads)
+        found, parts = self.row(row), self.most_parts()
+        with e.when(b.icmp_signed(">", found.parts, e.i64(1))):
+            n = b.mul(head, group)
+            e.loop(group, lambda g: self.head(row, b.add(n, g), found.parts, parts))
+
+    def head(self, row: Value, n: Value, count: Value, parts: Value) -> None:
+        e, b, f = self.e, self.b, self.p.cache
+        end = 4 * f.width
+
+        def larger(part: Value, top: Value) -> list[Value]:
+            return [e.larger(e.load(self.record(row, part, parts, n), e.F32, end + 4), top)]
+
+        (top,) = e.loop(count, larger, [e.f32(float("-inf"))])
+
+        def add(part: Value, total: Value, *sums: Value) -> list[Value]:
+            record = self.record(row, part, parts, n)
+            fade = e.exp(e.splat(b.fsub(e.load(record, e.F32, end + 4), top)))
+            total = e.fma(fade, e.splat(e.load(record, e.F32, end)), total)
+            pairs = zip(self.vectors(record), sums, strict=True)
+            return [total, *(e.fma(fade, v, s) for v, s in pairs)]
+
+        total, *sums = e.loop(count, add, [e.floats(0.0)] * (1 + f.vectors))
+        out = self.heads_at(self.call.result(0), row, n, self.p.heads)
+        self.finish(out, sums, b.extract_element(total, e.i32(0)))
