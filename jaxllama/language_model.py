@@ -339,7 +339,7 @@ class LanguageModel:
         width, capacity, room = shapes_of(rows, max_new_tokens)
         tokens, lengths = pad_rows(rows, width)
         stop_ids = jax.device_put(np.asarray(self.config.eos_token_ids, np.int32))
-        state = self._start(tokens, lengths, capacity, room, params, stop_ids, options)
+        state: Any = self._start(tokens, lengths, capacity, room, params, stop_ids, options)
         advance, drafting = self._advance, options.drafting
         if drafting is not None:
             state = drafting.begin(tokens, lengths, state, capacity)
@@ -430,11 +430,11 @@ class LanguageModel:
             raise JaxLlamaError(f"draft: {name} is offloaded, and a draft lies on the device")
         if draft.mesh != self.mesh:
             raise JaxLlamaError(f"draft: {name} is not on the mesh of {self.config.name}")
-        both = draft.tokenizer, self.tokenizer
-        if None in both:
+        own, other = self.tokenizer, draft.tokenizer
+        if own is None or other is None:
             is_same = draft.config.vocab_size == self.config.vocab_size
         else:
-            is_same = both[0].has_ids_of(both[1])
+            is_same = own.has_ids_of(other)
         if not is_same:
             raise JaxLlamaError(f"draft: {name} has another tokenizer than {self.config.name}")
 

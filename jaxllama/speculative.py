@@ -17,7 +17,7 @@ goes on from there in a copy of what it would have to take back.
 
 A turn is draft, verify, commit, in one ``lax.while_loop``; the pass is as wide as the longest draft
 of a row needs, of a few compiled widths.  With ``draft_tokens`` 0 each row asks for what pays:
-twice as many after a draft that was right, half after one that was wrong throughout, and after the
+twice as many after a draft of which a token stayed, half after one of which none did, and after the
 last of those none for 2, 4, 8, ... 64 turns.
 
 Left out: trees; sampling rules that are not by position; the serving engine.
@@ -219,17 +219,13 @@ class Pace(NamedTuple):
     pause: jax.Array
 
     def after(self, drafted: jax.Array, accepted: jax.Array, most: int) -> Pace:
-        right = jnp.minimum(2 * self.tokens, most)
-        partly = jnp.maximum(accepted, 1)
-        wrong = self.tokens // 2
-        is_right, is_wrong = accepted >= drafted, accepted == 0
-        tokens = jnp.where(is_right, right, jnp.where(is_wrong, wrong, partly))
-        pause = jnp.where(is_wrong, jnp.minimum(2 * self.pause, _LONGEST_PAUSE), 1)
-        stops = tokens == 0
+        is_wrong = accepted == 0
+        tokens = jnp.where(is_wrong, self.tokens // 2, jnp.minimum(2 * self.tokens, most))
+        pauses = tokens == 0
+        pause = jnp.where(pauses, jnp.minimum(2 * self.pause, _LONGEST_PAUSE), self.pause)
         tried = Pace(
-            jnp.maximum(tokens, 1), jnp.where(stops, pause, 0),
-            jnp.where(stops | ~is_wrong, pause, self.pause),
-        )  # fmt: skip
+            jnp.maximum(tokens, 1), jnp.where(pauses, pause, 0), jnp.where(is_wrong, pause, 1)
+        )
         waited = self._replace(wait=jnp.maximum(self.wait - 1, 0))
         return Pace(*(jnp.where(drafted > 0, *pair) for pair in zip(tried, waited, strict=True)))
 
@@ -280,9 +276,8 @@ def begin(
 ) -> State:
     """From ``generation.start``'s state and its prompts; capacity: of the cache."""
     kept = plan.draft.begin(draft_params, tokens, lengths, capacity)
-    first = min(3, plan.most) if plan.adaptive else plan.most
     # Donated arrays of their own, each.
-    drafted, accepted, *pace = (jnp.full_like(lengths, value) for value in (0, 0, first, 0, 1))
+    drafted, accepted, *pace = (jnp.full_like(lengths, value) for value in (0, 0, plan.most, 0, 1))
     return State(
         _text(tokens, lengths, generated.tokens), lengths, generated.logprobs, generated.counts,
         generated.done, drafted, accepted, Pace(*pace), generated.cache, generated.history, kept,

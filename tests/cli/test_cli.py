@@ -345,6 +345,21 @@ def test_bench_reports_what_it_measured(run, model):
     assert status == 0 and re.search(r"decode +[\d.]+ tokens/s", out)
 
 
+def test_a_draft_changes_no_text(run, model):
+    words = ("generate", "abcabcab", "--max-new-tokens", "12", "--json")
+    [plain] = json.loads(run(*words)[1])["generations"]
+    for draft in ("ngram", f"{model}:layers=1"):
+        status, out, _ = run(*words, "--draft", draft, "--draft-tokens", "3")
+        [got] = json.loads(out)["generations"]
+        assert status == 0 and got["tokens"] == plain["tokens"]
+        assert got["drafted"] >= got["accepted"] >= 0 and "drafted" not in plain
+    assert jl.load(f"{model}:layers=1").config.n_layers == 1
+    assert_error(run("generate", "a", "--draft-tokens", "3"), "--draft-tokens needs --draft")
+    assert_error(run("generate", "a", "--draft", f"{model}:layers=9"), "layers = 9: ")
+    assert_error(run("generate", "a", "--draft", f"{model}:layers=x"), "layers=x: expected a whole")
+    assert_error(run("bench", "--draft", "ngram", "--batch", "2"), "--batch and --draft exclude")
+
+
 def test_eval_is_the_mean_of_the_models_own_logprobs(run, model, tmp_path):
     text = "The quick brown fox jumps over the lazy dog."
     path = tmp_path / "text.txt"

@@ -256,3 +256,9 @@ def test_the_recorder_sees_every_load(folder):
         if overlap == "false":
             pairs = zip(loads[1:], computed, strict=False)
             assert not any(load.begin < work.begin for load, work in pairs)
+
+
+def test_a_draft_is_refused():
+    lm = offloaded(FAMILIES["gqa"], params_of(FAMILIES["gqa"]), "0 100 100 0 100 0")
+    with pytest.raises(JaxLlamaError, match="policy and draft exclude each other"):
+        lm.generate([[5, 6]], 2, draft="ngram")
