@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from jaxllama.cli import common
 from jaxllama.cli.domains import COUNT, Number, OutFile, Parser, filled, text_input, texts_folder
@@ -50,7 +51,9 @@ def run(args: argparse.Namespace) -> None:
 
         mesh = common.mesh(args)
         reference = load(args.reference, args.dtype, mesh=mesh, exact=True, progress=True)
-    how = {"reference": reference, "kv_dtype": common.kv_dtype(args), "progress": True}
+    how: dict[str, Any] = {
+        "reference": reference, "kv_dtype": common.kv_dtype(args), "progress": True
+    }  # fmt: skip
     if args.texts is not None:
         report = {"model": args.model, **damage.damage(lm, texts, args.window, args.stride, **how)}
         for path in args.report:
