@@ -52,10 +52,8 @@ def run(args: argparse.Namespace) -> None:
         mesh = common.mesh(args)
         reference = load(args.reference, args.dtype, mesh=mesh, exact=True, progress=True)
     how: dict[str, Any] = {
-        "reference": reference,
-        "kv_dtype": common.kv_dtype(args),
-        "progress": True,
-    }
+        "reference": reference, "kv_dtype": common.kv_dtype(args), "progress": True
+    }  # fmt: skip
     if args.texts is not None:
         report = {"model": args.model, **damage.damage(lm, texts, args.window, args.stride, **how)}
         for path in args.report:

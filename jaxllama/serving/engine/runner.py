@@ -80,12 +80,15 @@ class Runner:
             options.pages, options.page_size, states=options.snapshots, unit=options.unit,
             share=options.prefix_cache,
         )  # fmt: skip
-        # Loops and branches of which the host knows nothing.
-        compiled = functools.partial(
-            compiler_options.compiled_for, mesh=self.mesh, static_argnums=0, donate_argnums=2
-        )
-        self._fill_program = compiled(device.fill, static_argnames="fresh")
-        self._decode_program = compiled(device.decode, static_argnames=("n", "context", "width"))
+        self._fill_program, self._decode_program = device.fill, device.decode
+        if self.mesh is None:  # loops and branches of which the host knows nothing
+            compiled = functools.partial(
+                compiler_options.compiled_for, mesh=None, static_argnums=0, donate_argnums=2
+            )
+            self._fill_program = compiled(device.fill, static_argnames="fresh")
+            self._decode_program = compiled(
+                device.decode, static_argnames=("n", "context", "width")
+            )
         self.slots = self._empty()
         self._told: dict[Sequence, int] = {}  # pages that the device knows of
         self._thread = ThreadPoolExecutor(1, "jaxllama-decode")
