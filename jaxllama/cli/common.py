@@ -69,8 +69,8 @@ def model_options(sub: Parser) -> None:
     dtype_option(group)
     group.add_argument(
         "--quantize", type=rounding, metavar="SCHEME",
-        help="w8a16, w4a16 (w4a16-sym: no zero points), w8a8, fp8, w4a8 once loaded, or a mix: "
-             "w4a16,down=w8a16 (fp8-static needs the quantize command)",
+        help="w8a16, w4a16 (w4a16-sym: no zero points), w8a8, fp8, w4a8, w4a8-fp8 once "
+             "loaded, or a mix: w4a16,down=w8a16 (fp8-static needs the quantize command)",
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ BAD = {
     domains.api_key: "a b ",
     domains.text_file: "/nowhere/x.txt",
     domains.text_input: "/",
+    domains.texts_folder: "/nowhere",
     experiment.run_folder: "/nowhere",
     domains.out_folder: "/dev/null/x",
     domains.new_folder: "/",

@@ -74,7 +74,7 @@ def test_factors_are_folded_like_the_weights_they_are_added_to(name, tmp_path):
     base = saved(tmp_path / "base", name)
     cfg, plain = hf.load(base)
     checkpoint = load_file(base / WEIGHTS)
-    raw = lora_cases.tensors(cfg, 1, only="q|k|o_proj|up|down|g_proj")
+    raw = lora_cases.tensors(cfg, 1, only="q|k|o_proj|out_proj|up|down|g_proj")
     path = lora_cases.write(tmp_path / "adapter", raw, r=4, lora_alpha=3, use_rslora=True)
     save_file(lora_cases.merged(checkpoint, raw, 3 / 2), tmp_path / "base" / WEIGHTS)
     _, want = hf.load(base)
@@ -83,7 +83,8 @@ def test_factors_are_folded_like_the_weights_they_are_added_to(name, tmp_path):
     _, merged = hf.load(base, added=factors)
     adapted = attach(cfg, plain, [{}, factors])
     for index, layer in enumerate(f"layer_{i}" for i in range(cfg.n_layers)):
-        for room, name in (("mixer", "qkv"), ("mixer", "q"), ("mixer", "o"), ("mlp", "gate_up")):
+        for room, name in (("mixer", "qkv"), ("mixer", "qkvz"), ("mixer", "q"), ("mixer", "o"),
+                           ("mlp", "gate_up")):
             if (product := want[layer][room].get(name)) is None:
                 continue
             lora = adapted[layer][room][name]["lora"]

@@ -456,8 +456,8 @@ def test_refusals_name_the_fact():
         quantized_matmul(x[:, :64], w)
     with pytest.raises(ValueError, match="bias"):
         quantized_matmul(x, w, bias=jnp.zeros(3))
-    with pytest.raises(ValueError, match="int8 by int4"):
-        quantized_matmul(quantize(x, "int8"), w)
+    with pytest.raises(ValueError, match="float8_e4m3fn by int8"):
+        quantized_matmul(quantize(x, "float8_e4m3fn"), quantize(jnp.ones((144, 2048)), "int8"))
     grouped = weights("w8-g128", 144, 2048, jnp.bfloat16)
     with pytest.raises(ValueError, match="16 groups"):
         quantized_matmul(quantize(x, "int8"), grouped)
