@@ -22,7 +22,8 @@ def modules(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {
         source.name.removesuffix(".weight"): source.shape
         for path, param in param_table(cfg).items()
-        if path[-2] in ("qkv", "qkvz", "o", "gate_up", "down", "q", "k", "v", "g") and path[-1] == "weight"
+        if path[-2] in ("qkv", "qkvz", "o", "gate_up", "down", "q", "k", "v", "g")
+        and path[-1] == "weight"
         for source in param.sources
     }
 

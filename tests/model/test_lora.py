@@ -83,8 +83,13 @@ def test_factors_are_folded_like_the_weights_they_are_added_to(name, tmp_path):
     _, merged = hf.load(base, added=factors)
     adapted = attach(cfg, plain, [{}, factors])
     for index, layer in enumerate(f"layer_{i}" for i in range(cfg.n_layers)):
-        for room, name in (("mixer", "qkv"), ("mixer", "qkvz"), ("mixer", "q"), ("mixer", "o"),
-                           ("mlp", "gate_up")):
+        for room, name in (
+            ("mixer", "qkv"),
+            ("mixer", "qkvz"),
+            ("mixer", "q"),
+            ("mixer", "o"),
+            ("mlp", "gate_up"),
+        ):
             if (product := want[layer][room].get(name)) is None:
                 continue
             lora = adapted[layer][room][name]["lora"]
