@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxllama.config import DeltaConfig, ModelConfig
 from jaxllama.model.attention import At
 from jaxllama.model.cache import GLAState, GLATokens
-from jaxllama.model.gla import by_row, gated_norm, last_convolved, short_convolution, steps
+from jaxllama.model.gla import by_row, gated_norm, last_convolved, moving, short_convolution, steps
 from jaxllama.model.linear import Params, linear
 from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
 from pallas_kernels.matmul.blocks import Columns
@@ -141,10 +141,6 @@ def _step(
     moves: jax.Array,
     state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """``gated_delta_step`` of the rows that move, bool ``[B]``.  One that stands still has no decay
-    and writes nothing, as in ``gla``."""
-    rest = (
-        jnp.where(moves.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
-        for x in (k, v, log_decay, beta)
-    )
-    return gated_delta_step(q, *rest, state, normalize_qk=True)
+    """``gated_delta_step`` of the rows that move, bool ``[B]``."""
+    operands = moving(moves, k, v, log_decay, beta)
+    return gated_delta_step(q, *operands, state, normalize_qk=True)

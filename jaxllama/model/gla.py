@@ -18,7 +18,7 @@ flash-linear-attention's ``gla`` layers.  Left out: feature maps, biases of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -160,13 +160,15 @@ def _gla_step(
     q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, moves: jax.Array,
     state: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """``gla_step`` of the rows that move, bool ``[B]``.  One that stands still has no decay and
-    nothing added, so that the state can be updated in place without a second copy of it to choose
-    from."""
-    k, v, log_decay = (
-        jnp.where(moves[:, None, None], x, jnp.zeros((), x.dtype)) for x in (k, v, log_decay)
-    )
-    return gla_step(q, k, v, log_decay, state)
+    """``gla_step`` of the rows that move, bool ``[B]``."""
+    return gla_step(q, *moving(moves, k, v, log_decay), state)
+
+
+def moving(moves: jax.Array, *operands: jax.Array) -> Iterator[jax.Array]:
+    """Operands ``[B, ...]`` with zeros for the rows that stand still: no decay and nothing added,
+    so that a step can update the state in place without a second copy of it to choose from."""
+    for x in operands:
+        yield jnp.where(moves.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
 
 def _gated(cfg: ModelConfig, p: Params, streams: dict[str, Columns], o: jax.Array) -> jax.Array:

@@ -18,7 +18,6 @@ pallas_kernels.bench.gated_delta``.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import ClassVar
 
@@ -35,15 +34,8 @@ from pallas_kernels.gla.kernel import padded
 from pallas_kernels.gla.step_kernel import operands_reason
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """segments: parts of a row that are scanned side by side."""
-
+class Plan(gla.Plan):
     kernel: ClassVar[str] = "gated_delta_mosaic"
-    segments: int
-
-    def __str__(self) -> str:
-        return f"{self.segments} segments a row"
 
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan | Reason:

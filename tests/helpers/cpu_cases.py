@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu import CpuWeight, frame, jit, prepare
 from pallas_kernels.cpu.matmul import CpuPlan, plan
-from pallas_kernels.cpu.target import TARGETS, Target
+from pallas_kernels.cpu.target import TARGETS, VARIABLE, Target
 from pallas_kernels.cpu.weight import block_size
 from pallas_kernels.matmul.call import Call
 from pallas_kernels.qtensor import QTensor
@@ -163,3 +167,22 @@ def in_six_threads(work: Callable[[int], None]) -> None:
         worker.start()
     for worker in workers:
         worker.join()
+
+
+def same_bits_under_load(calls: int, runs: Sequence[Callable[[], Any]]) -> None:
+    """Six functions, each called so often by a thread of its own, always give the same array."""
+    wanted, wrong = [np.asarray(run()) for run in runs], []
+
+    def work(i: int) -> None:
+        wrong.extend(i for _ in range(calls) if not np.array_equal(runs[i](), wanted[i]))
+
+    in_six_threads(work)
+    assert not wrong
+
+
+def said_with_avx2(code: str) -> str:
+    """What a process prints in which the handlers are those of the least target of this CPU."""
+    environment = os.environ | {VARIABLE: native()[-1].name}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()

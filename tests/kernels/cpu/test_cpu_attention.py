@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +17,7 @@ from pallas_kernels.cpu.attention import PART, Attend, CpuPlan
 from pallas_kernels.cpu.cache import Form
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from pallas_kernels.qtensor import dequantize
-from tests.helpers.cpu_cases import GuardedPages, in_six_threads, native
+from tests.helpers.cpu_cases import GuardedPages, native, said_with_avx2, same_bits_under_load
 from tests.kernels.attention.test_decode_attention import error, make, oracle, poison, rotation
 from tests.kernels.attention.test_pages import in_pages, same
 from tests.kernels.attention.test_rope_attention import case as new_token
@@ -240,24 +237,15 @@ def test_xla_runs_avx2_where_it_is_asked_for():
         "print(explain(decode_attention, *case), "
         "error(decode_attention(*case), oracle(*case)) < 1e-6)"
     )
-    environment = os.environ | {VARIABLE: native()[-1].name}
-    done = subprocess.run([sys.executable, "-c", child], env=environment, capture_output=True)
-    said = done.stdout.decode()
-    assert f"cpu, attention_cpu, {native()[-1].name}" in said, done.stderr.decode()
+    said = said_with_avx2(child)
+    assert f"cpu, attention_cpu, {native()[-1].name}" in said
     assert said.strip().endswith("True")
 
 
 def _under_load(calls: int) -> None:
     cases = [make(2, 300 + 150 * i, 6, 2, 64, "int8", seed=i) for i in range(6)]
     step = jax.jit(functools.partial(decode_attention, implementation="cpu"))
-    wanted = [np.asarray(step(*case)) for case in cases]
-    wrong = []
-
-    def work(i: int) -> None:
-        wrong.extend(i for _ in range(calls) if not np.array_equal(step(*cases[i]), wanted[i]))
-
-    in_six_threads(work)
-    assert not wrong
+    same_bits_under_load(calls, [functools.partial(step, *case) for case in cases])
 
 
 def test_bits_are_equal_under_load():

@@ -13,7 +13,7 @@ from pallas_kernels import explain, gla_step
 from pallas_kernels.cpu import frame, gla, jit
 from pallas_kernels.cpu.gla import CpuPlan, Step
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
-from tests.helpers.cpu_cases import GuardedPages, error, in_six_threads, native
+from tests.helpers.cpu_cases import GuardedPages, error, native, same_bits_under_load
 
 TOLERANCE = 1e-6
 
@@ -127,14 +127,7 @@ def test_the_choice(monkeypatch):
 def _under_load(calls: int) -> None:
     cases = [case(1 + i % 3, 2, 64, 128, i) for i in range(6)]
     step = jax.jit(functools.partial(gla_step, implementation="cpu"))
-    wanted = [np.asarray(step(*one)[1]) for one in cases]
-    wrong = []
-
-    def work(i: int) -> None:
-        wrong.extend(i for _ in range(calls) if not np.array_equal(step(*cases[i])[1], wanted[i]))
-
-    in_six_threads(work)
-    assert not wrong
+    same_bits_under_load(calls, [lambda one=one: step(*one)[1] for one in cases])
 
 
 def test_bits_are_equal_under_load():

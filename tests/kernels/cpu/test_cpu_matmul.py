@@ -6,7 +6,7 @@ TOLERANCE is the error of its float32 sums; that of rounding x to 8 bits is ROUN
 from __future__ import annotations
 
 import dataclasses
-import os
+import functools
 import subprocess
 import sys
 
@@ -26,11 +26,12 @@ from tests.helpers.cpu_cases import (
     by_hand,
     error,
     floats,
-    in_six_threads,
     native,
     oracle,
     prepared,
     program_of,
+    said_with_avx2,
+    same_bits_under_load,
     weight,
 )
 
@@ -278,10 +279,8 @@ def test_xla_runs_avx2_where_it_is_asked_for():
         "found = np.asarray(jax.jit(quantized_matmul)(x, known))\n"
         "print(explain(quantized_matmul, x, known), error(found, oracle(x, w)) < 1e-6)"
     )
-    environment = os.environ | {VARIABLE: native()[-1].name}
-    done = subprocess.run([sys.executable, "-c", child], env=environment, capture_output=True)
-    said = done.stdout.decode()
-    assert f"cpu, quantized_matmul_cpu, {native()[-1].name}" in said, done.stderr.decode()
+    said = said_with_avx2(child)
+    assert f"cpu, quantized_matmul_cpu, {native()[-1].name}" in said
     assert said.strip().endswith("True")
 
 
@@ -289,14 +288,7 @@ def _under_load(calls: int) -> None:
     x = [floats(1 + i % 3, 256, seed=i) for i in range(6)]
     w = jax.device_put(prepared(weight("q4_1", 1024, 256)))
     f = jax.jit(quantized_matmul)
-    wanted = [np.asarray(f(v, w)) for v in x]
-    wrong = []
-
-    def work(i: int) -> None:
-        wrong.extend(i for _ in range(calls) if not np.array_equal(f(x[i], w), wanted[i]))
-
-    in_six_threads(work)
-    assert not wrong
+    same_bits_under_load(calls, [functools.partial(f, v, w) for v in x])
 
 
 def test_bits_are_equal_under_load():

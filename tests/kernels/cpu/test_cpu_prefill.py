@@ -17,7 +17,7 @@ from pallas_kernels.cpu.prefill import CpuPlan, Prefill
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from pallas_kernels.dispatch import choices
 from pallas_kernels.qtensor import QTensor, dequantize
-from tests.helpers.cpu_cases import GuardedPages, in_six_threads, native
+from tests.helpers.cpu_cases import GuardedPages, native, same_bits_under_load
 from tests.kernels.attention.test_decode_attention import error, make
 from tests.kernels.attention.test_pages import in_pages, same
 from tests.kernels.cpu.test_cpu_attention import CACHES, stored
@@ -155,14 +155,8 @@ def test_the_model_takes_it(monkeypatch):
 
 def _under_load(calls: int) -> None:
     cases = [case("int8", (6, 2, 64), 30 + i, 128, [i, 60], i) for i in range(6)]
-    found = [functools.partial(by_hand, *one, threads=2) for one in cases]
-    wanted, wrong = [f() for f in found], []
-
-    def work(i: int) -> None:
-        wrong.extend(i for _ in range(calls) if not np.array_equal(found[i](), wanted[i]))
-
-    in_six_threads(work)
-    assert not wrong
+    runs = [functools.partial(by_hand, *one, threads=2) for one in cases]
+    same_bits_under_load(calls, runs)
 
 
 def test_bits_are_equal_under_load():
