@@ -227,6 +227,29 @@ def log2(x: Value) -> Value:
     return _f32("lg2.approx.ftz.f32 $0, $1;", x)
 
 
+def to_integer(x: Value) -> Value:
+    """f32 to the nearest i32, ties to even."""
+    return _i32("cvt.rni.s32.f32 $0, $1;", x)
+
+
+def to_float(x: Value) -> Value:
+    """A signed i32 as f32."""
+    return _f32("cvt.rn.f32.s32 $0, $1;", x)
+
+
+def to_e4m3(low: Value, high: Value) -> Value:
+    """Two f32 as FP8, saturated, in the low half of a word."""
+    code = "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, $2, $1; cvt.u32.u16 $0, h; }"
+    return _i32(code, low, high)
+
+
+def from_e4m3(half: Value) -> list[Value]:
+    """The two f32 of the FP8 in the low half of a word."""
+    code = "{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.rn.f16x2.e4m3x2 $0, h; }"
+    word = _i32(code, half)
+    return [widen(word, "f16"), widen_high(word, "f16")]
+
+
 # --- 16-bit floats: kind is "bf16" or "f16" ---
 
 

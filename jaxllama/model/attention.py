@@ -17,8 +17,8 @@ are written first, and then read by the same kernels.
 Which tokens read V sparsely (``ModelConfig.attn_sparsity``) the caller says, because it is a matter
 of what a token is, not of how many come at once: generated tokens do, a prompt's do not.
 
-An int4 cache is kept in a basis of its own: what goes in and the queries pass ``to_cache_basis``,
-what comes out ``from_cache_basis`` (``pallas_kernels.attention.rope_cache``; decoding, by the
+An int4 cache is kept in a basis of its own: what writes it brings the queries into it too, what
+comes out passes ``from_cache_basis`` (``pallas_kernels.attention.rope_cache``; decoding, by the
 kernels).  o's weights could hold that last rotation; they do not, because one set of weights serves
 caches of every dtype.
 
@@ -41,7 +41,7 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.attention_cudnn import causal, extend, has_cudnn
-from jaxllama.model.cache import KVCache, quantize_kv, write
+from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Params, linear
 from jaxllama.model.rope import Ropes, apply_rope
 from pallas_kernels.attention.blockwise import (
@@ -61,11 +61,11 @@ from pallas_kernels.attention.rope_cache import (
     from_cache_basis,
     norm_heads,
     rope_and_write,
-    to_cache_basis,
 )
+from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.cpu import prefill
 from pallas_kernels.dispatch import Plan, Reason, choose_plan
-from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import Op, chosen
 
@@ -170,26 +170,26 @@ def _extend(
     positions, lengths, ropes, _, table, fresh, *_ = at
     assert ropes is not None
     rope, cap = ropes.of(cfg.rope), cfg.attn_softcap
-    q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
-    q, k = apply_rope(q, *rope), apply_rope(k, *rope)
     if cache is None:
-        return attend(q, k, v, positions, window, cap), None
-    q, k, v = to_cache_basis(cache.k, q, k, v)
-    is_new = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
-    cache = write(cache, k, v, jnp.where(is_new, positions, capacity_of(cache.k, table)), table)
+        q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
+        return attend(apply_rope(q, *rope), apply_rope(k, *rope), v, positions, window, cap), None
+    is_new = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    slots = jnp.where(is_new, positions, capacity_of(cache.k, table))
+    q, k, v, *kv = rope_and_write_tokens(qkv, *rope, cache.k, cache.v, slots, table=table)
+    cache = KVCache(*kv)
 
     def dense() -> jax.Array:
         if fresh:
-            out = attend(q, *_as_stored(cache, k, v), positions, window, cap)
+            out = attend(q, k, v, positions, window, cap)
         elif has_cudnn(q) and window is None and cap is None:
             # What a row without new tokens holds need not be read.
             n_past = jnp.where(lengths > 0, positions[:, 0], 0)
-            out = extend(q, *_as_stored(cache, k, v), cache.k, cache.v, n_past, table)
+            out = extend(q, k, v, cache.k, cache.v, n_past, table)
         elif has_cudnn(q) and cap is None:
             # Rows that begin at position 0 see their own new tokens and nothing else.
             out = lax.cond(
                 jnp.all(positions[:, 0] == 0),
-                lambda: attend(q, *_as_stored(cache, k, v), positions, window),
+                lambda: attend(q, k, v, positions, window),
                 lambda: attend_cached(q, cache, positions, lengths, window, table=table),
             )
         else:
@@ -526,17 +526,6 @@ def _without_padding(positions: jax.Array, lengths: jax.Array) -> jax.Array:
     valid = jnp.arange(positions.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     last = jnp.max(jnp.where(valid, positions, 0), axis=1, keepdims=True)
     return jnp.minimum(positions, last)
-
-
-def _as_stored(cache: KVCache, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """k and v as a reader of the cache would get them, rounding included."""
-
-    def stored(kv: jax.Array | QTensor, new: jax.Array) -> jax.Array:
-        if isinstance(kv, QTensor):
-            return dequantize(quantize_kv(new, jnp.dtype(kv.dtype).name), new.dtype)
-        return new.astype(kv.dtype).astype(new.dtype)
-
-    return stored(cache.k, k), stored(cache.v, v)
 
 
 def _split_queries(x: jax.Array, pad: int, blocks: int) -> jax.Array:

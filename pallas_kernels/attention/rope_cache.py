@@ -13,7 +13,7 @@ An int4 cache holds k and v in another basis (``to_cache_basis``), because four 
 outlier channels: q comes out in it too.  ``decode_attention`` brings its result back; what
 ``attention.blockwise`` gives, ``from_cache_basis`` does.
 
-Left out: more than one token per row.
+More than one token per row: ``rope_tokens``.
 """
 
 from __future__ import annotations
@@ -130,13 +130,19 @@ def check_operands(op: str, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: C
     """ValueError that names what ``rope_and_write`` cannot take."""
     lines = _OPERANDS if table is None else _OPERANDS | _PAGED
     sizes = check(op, lines, qkv=qkv, k=k, v=v, cos=cos, sin=sin, slots=slots, table=table)
+    check_heads(op, sizes, qkv, cos, sin, k, v)
+
+
+def check_heads(op: str, sizes: dict[str, int], qkv: jax.Array, cos: jax.Array, sin: jax.Array,
+                k: Cached, v: Cached) -> None:  # fmt: skip
+    """ValueError where heads, halves of them, or a quantized cache's scales do not fit together."""
     heads, n_kv, h = sizes["N + 2K"], sizes["K"], sizes["H"]
     if heads < 3 * n_kv or heads % n_kv:
-        raise ValueError(f"{op}: qkv {qkv.shape} is not [B, N + 2K, H] with N a multiple of the "
-                         f"{n_kv} heads of k")  # fmt: skip
+        raise ValueError(f"{op}: qkv {qkv.shape} is not [B, {'T, ' * (qkv.ndim - 3)}N + 2K, H] "
+                         f"with N a multiple of the {n_kv} heads of k")  # fmt: skip
     if h != 2 * sizes["H / 2"]:
-        raise ValueError(f"{op}: cos {cos.shape} and sin {sin.shape} are not [B, H / 2] for qkv "
-                         f"{qkv.shape}")  # fmt: skip
+        raise ValueError(f"{op}: cos {cos.shape} and sin {sin.shape} are not "
+                         f"[B, {'T, ' * (qkv.ndim - 3)}H / 2] for qkv {qkv.shape}")  # fmt: skip
     for name, kv in (("k", k), ("v", v)):
         if isinstance(kv, QTensor):
             if reason := unusual(kv):

@@ -1,12 +1,14 @@
-"""RoPE and the cache write of one token per row on Hopper: one small kernel, the cache in place.
+"""RoPE and the cache write on Hopper: one kernel, the cache in place; one token a row, or many.
 
     warp: slot -> its head of q | k | v -> rotate (not v) -> round -> [int4: hadamard -> round]
           -> [extremes of a group, by shuffles] -> q out, or words and scales into the cache
 
-One warp per (row, head) of the N + 2K heads of the fused projection, four warps a block; nothing is
-shared.  A lane holds features (2 lane, 2 lane + 1) of each 64 of the first half of a head and their
-partners in the second half, so every bit of a feature's number is a bit of the lane's number or of
-a register's, and a butterfly of the Walsh-Hadamard transform is a shuffle or two additions.
+Of one token a row, a warp takes one of the N + 2K heads of the fused projection; of many, the
+N / K + 2 heads of one kv head, so that tables are read once for all of them and many loads are in
+flight.  Four warps a block; nothing is shared.  A lane holds features (2 lane, 2 lane + 1) of each
+64 of the first half of a head and their partners in the second half, so every bit of a feature's
+number is a bit of the lane's number or of a register's, and a butterfly of the Walsh-Hadamard
+transform is a shuffle or two additions.
 
 Floor: a launch; 64 rows of 48 heads of 128 are 0.8 MB.  Result, one H200, that shape, microseconds
 (XLA): bfloat16 12.0 (15.5), int8 8.8 (16.9); NOTES.md.  Command: ``python -m
@@ -31,144 +33,238 @@ from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import CODES
 
 WARPS = 4
+TEAM = 8  # query heads that a warp of many tokens loads at once
 _KIND = {"bfloat16": "bf16", "float16": "f16"}
 
 
-def _write(*refs, shape, paging, dtype, groups, kind):
-    batch, n, n_kv, h, capacity = shape
-    quantized = dtype in CODES
-    (qkv_ref, cos_ref, sin_ref, slots_ref), rest, out_ref = refs[:4], list(refs[4:-1]), refs[-1]
-    pages_ref = [rest.pop(0)] if paging else []
-    arrays = 1 + quantized + (dtype == "int4")  # codes, scales, zero points
-    k_refs, v_refs = rest[:arrays], rest[arrays:]
-    heads, half = n + 2 * n_kv, h // 2
-    runs = max(1, half // 64)  # of 64 features, two to a lane
+class _Heads:
+    """A warp's share of heads of ``h`` features, and of their words in a cache of ``dtype``."""
 
-    warp, lane = p.shift_right(p.register("tid.x"), 5), p.masked(p.register("tid.x"), 31)
-    unit = p.minimum(p.add(p.mul(p.register("ctaid.x"), WARPS), warp), batch * heads - 1)
-    row, head = arith.divui(unit, p.ci(heads)), arith.remui(unit, p.ci(heads))
-    # With heads of 64 the upper lanes repeat the lower: same loads, same stores.
-    pair = p.mul(lane if half >= 64 else p.masked(lane, half // 2 - 1), 2)
+    def __init__(self, h, dtype, groups, kind):
+        self.h, self.dtype, self.groups, self.kind = h, dtype, groups, kind
+        self.quantized, self.half = dtype in CODES, h // 2
+        self.runs = max(1, self.half // 64)  # of 64 features, two to a lane
+        self.lane = p.masked(p.register("tid.x"), 31)
+        # With heads of 64 the upper lanes repeat the lower: same loads, same stores.
+        lane = self.lane if self.half >= 64 else p.masked(self.lane, self.half // 2 - 1)
+        self.pair = p.mul(lane, 2)
 
-    source = p.offset(p.offset(p.address(qkv_ref), unit, 2 * h), pair, 2)
-    tables = [p.offset(p.offset(p.address(t), row, 4 * half), pair, 4) for t in (cos_ref, sin_ref)]
-    (slot,) = p.load_global(p.offset(p.address(slots_ref), row, 4), 1)
-    pages = Pages(*pages_ref, row, paging) if paging else None
-    entry = pages.entry(slot) if pages else None
-    raw = [
-        p.load_global(source, 1, 2 * (part * half + 64 * r))[0]
-        for part in range(2)
-        for r in range(runs)
-    ]
-    cos, sin = (
-        [x for r in range(runs) for x in p.load_global(t, 2, 256 * r, "f32")] for t in tables
-    )
-    x = floats(raw, kind)
-    first, second = x[: 2 * runs], x[2 * runs :]
-    is_v = arith.cmpi(arith.CmpIPredicate.uge, head, p.ci(n + n_kv))
-
-    def turned(x, c, y, s):
-        return arith.addf(arith.mulf(x, c), arith.mulf(y, s))
-
-    negative = [arith.negf(s) for s in sin]
-    low = [turned(*t) for t in zip(first, cos, second, negative, strict=True)]
-    high = [turned(*t) for t in zip(second, cos, first, sin, strict=True)]
-    turned_words = packed(low, kind) + packed(high, kind)
-    words = [arith.select(is_v, w, t) for w, t in zip(raw, turned_words, strict=True)]
-
-    if dtype == "int4":
-        values = hadamard_of_lanes(floats(words, kind), lane, min(32, h // 4))
-        words = packed(values, kind)
-
-    def feature(i):
+    def feature(self, i):
         """First feature of word i, beside the lane's own offset."""
-        return i // runs * half + 64 * (i % runs)
+        return i // self.runs * self.half + 64 * (i % self.runs)
 
-    def write_query():
-        to = p.offset(p.offset(p.address(out_ref), p.add(p.mul(row, n), head), 2 * h), pair, 2)
-        for i, word in enumerate(words):
-            p.store_global(to, [word], 2 * feature(i))
-
-    p.when(p.less(head, n), write_query)
-
-    def group_of(i):
+    def group_of(self, i):
         """Of word i: a group is at least 64 features, so a word's lanes lie in one; with heads of
         64 one group holds both halves."""
-        return feature(i) * groups // h
+        return self.feature(i) * self.groups // self.h
 
-    def line(ref, first_head, size):
-        """Where this warp's token and kv head lie in a cache of ``size`` bytes per head."""
-        base, token = p.address(ref), slot
-        if pages:
-            token = p.add(slot, pages.shift(slot, entry))
-        else:
-            base = p.offset(base, row, capacity * n_kv * size)
-        base = p.offset(base, token, n_kv * size)
-        return p.offset(base, p.add(head, -first_head), size)
+    def load(self, base):
+        """Words of the head at ``base``."""
+        base = p.offset(base, self.pair, 2)
+        return [p.load_global(base, 1, 2 * self.feature(i))[0] for i in range(2 * self.runs)]
 
-    def write_cache(of, first_head):
-        if not quantized:
-            to = p.offset(line(of[0], first_head, 2 * h), pair, 2)
-            for i, word in enumerate(words):
-                p.store_global(to, [word], 2 * feature(i))
-            return
-        values = floats(words, kind)
-        if dtype == "int4":
+    def put(self, base, words):
+        base = p.offset(base, self.pair, 2)
+        for i, word in enumerate(words):
+            p.store_global(base, [word], 2 * self.feature(i))
+
+    def load_table(self, ref, row):
+        """What the lane's features turn by."""
+        base = p.offset(p.offset(p.address(ref), row, 4 * self.half), self.pair, 4)
+        return [x for r in range(self.runs) for x in p.load_global(base, 2, 256 * r, "f32")]
+
+    def turned(self, words, cos, sin):
+        x = floats(words, self.kind)
+        first, second = x[: 2 * self.runs], x[2 * self.runs :]
+
+        def sums(a, b, turns):
+            return [
+                arith.addf(arith.mulf(x, c), arith.mulf(y, s))
+                for x, c, y, s in zip(a, cos, b, turns, strict=True)
+            ]
+
+        low = sums(first, second, [arith.negf(s) for s in sin])
+        return packed(low, self.kind) + packed(sums(second, first, sin), self.kind)
+
+    def in_basis(self, words):
+        if self.dtype != "int4":
+            return words
+        values = floats(words, self.kind)
+        return packed(hadamard_of_lanes(values, self.lane, min(32, self.h // 4)), self.kind)
+
+    def rounded(self, words):
+        """(numbers of each group, pairs of codes: two integers, of float8 one word)."""
+        values = floats(words, self.kind)
+        if self.dtype == "int4":
             values = [p.minimum(p.maximum(v, p.cf(-65504.0)), p.cf(65504.0)) for v in values]
         numbers = [
-            _numbers([v for i in range(len(words)) if group_of(i) == s
-                      for v in values[2 * i : 2 * i + 2]], dtype)
-            for s in range(groups)
+            _numbers([v for i in range(len(words)) if self.group_of(i) == s
+                      for v in values[2 * i : 2 * i + 2]], self.dtype)
+            for s in range(self.groups)
         ]  # fmt: skip
-        for at, ref in enumerate(of[1:]):
-            size = 2 if dtype == "int4" else 4
-            base = line(ref, first_head, size * groups)
+        codes = []
+        for i in range(len(words)):
+            steps = values[2 * i : 2 * i + 2]
+            *_, zero, inverse = numbers[self.group_of(i)]
+            if self.dtype == "int4":
+                steps = [arith.subf(v, zero) for v in steps]
+            steps = [arith.mulf(v, inverse) for v in steps]
+            if self.dtype == "float8_e4m3fn":
+                codes.append([p.to_e4m3(*steps)])
+                continue
+            low, high = (-128, 127) if self.dtype == "int8" else (-8, 7)
+            ints = [p.to_integer(v) for v in steps]
+            codes.append([p.larger(p.smaller(v, p.ci(high)), p.ci(low)) for v in ints])
+        return numbers, codes
+
+    def store(self, refs, line, words, rounded):
+        """line: (ref, bytes of a head there) -> where this token's head lies."""
+        if not self.quantized:
+            self.put(line(refs[0], 2 * self.h), words)
+            return
+        numbers, codes = rounded
+        for at, ref in enumerate(refs[1:]):
+            size = 2 if self.dtype == "int4" else 4
+            base = line(ref, size * self.groups)
 
             def write(at=at, size=size, base=base):
-                for s in range(groups):
+                for s in range(self.groups):
                     x = numbers[s][at]
                     if size == 4:
                         p.store_global(base, [x], 4 * s)
                     else:
                         p.store_global_half(p.offset(base, p.ci(2 * s)), p.narrow(x, "f16"))
 
-            p.when(p.less(lane, 1), write)
-        bits = 4 if dtype == "int4" else 8
-        base = line(of[0], first_head, h * bits // 8)
-        base = p.offset(base, p.shift_right(p.mul(pair, bits), 3))
-        for i in range(len(words)):
-            steps = values[2 * i : 2 * i + 2]
-            *_, zero, inverse = numbers[group_of(i)]
-            if dtype == "int4":
-                steps = [arith.subf(v, zero) for v in steps]
-            steps = [arith.mulf(v, inverse) for v in steps]
-            at = feature(i) * bits // 8
-            if dtype == "float8_e4m3fn":
-                word = p.ptx(
-                    "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, $2, $1; cvt.u32.u16 $0, h; }",
-                    *steps, results=p.i32(), volatile=False,
-                )  # fmt: skip
-                p.store_global_half(p.offset(base, p.ci(at)), word)
-                continue
-            limit = (-128, 127) if dtype == "int8" else (-8, 7)
-            ints = [
-                p.ptx("cvt.rni.s32.f32 $0, $1;", v, results=p.i32(), volatile=False) for v in steps
-            ]
-            ints = [p.larger(p.smaller(v, p.ci(limit[1])), p.ci(limit[0])) for v in ints]
-            mask = (1 << bits) - 1
-            word = arith.ori(
-                p.masked(ints[0], mask),
-                p.shift_left(p.masked(ints[1], mask), bits),
-            )
-            to = p.offset(base, p.ci(at))
+            p.when(p.less(self.lane, 1), write)
+        bits = 4 if self.dtype == "int4" else 8
+        base = line(refs[0], self.h * bits // 8)
+        base = p.offset(base, p.shift_right(p.mul(self.pair, bits), 3))
+        mask = (1 << bits) - 1
+        for i, code in enumerate(codes):
+            word = code[0]
+            if len(code) == 2:
+                low, high = (p.masked(x, mask) for x in code)
+                word = arith.ori(low, p.shift_left(high, bits))
+            to = p.offset(base, p.ci(self.feature(i) * bits // 8))
             p.store_byte(to, word) if bits == 4 else p.store_global_half(to, word)
 
-    there = p.less(slot, capacity)
-    if pages:
-        there = arith.andi(there, pages.holds(entry))
+    def as_stored(self, rounded):
+        """The words that a reader of the cache would get."""
+        numbers, codes = rounded
+        words = []
+        for i, code in enumerate(codes):
+            scale, zero, _ = numbers[self.group_of(i)]
+            values = p.from_e4m3(*code) if len(code) == 1 else [p.to_float(x) for x in code]
+            values = [arith.mulf(x, scale) for x in values]
+            if self.dtype == "int4":
+                values = [arith.addf(x, zero) for x in values]
+            words += packed(values, self.kind)
+        return words
+
+
+class _Place:
+    """Where a token's heads lie in a cache; row: of the cache, or of the table."""
+
+    def __init__(self, slot, row, n_kv, capacity, pages):
+        self.slot, self.row, self.n_kv, self.capacity, self.pages = slot, row, n_kv, capacity, pages
+        self.entry = pages.entry(slot) if pages else None
+
+    def line(self, head):
+        """As ``_Heads.store`` asks for it."""
+
+        def of(ref, size):
+            base, token = p.address(ref), self.slot
+            if self.pages:
+                token = p.add(self.slot, self.pages.shift(self.slot, self.entry))
+            else:
+                base = p.offset(base, self.row, self.capacity * self.n_kv * size)
+            return p.offset(p.offset(base, token, self.n_kv * size), head, size)
+
+        return of
+
+    def exists(self):
+        there = p.less(self.slot, self.capacity)
+        return arith.andi(there, self.pages.holds(self.entry)) if self.pages else there
+
+
+def _unit(total):
+    """Which of ``total`` this warp works on; those past the last repeat it."""
+    warp = p.shift_right(p.register("tid.x"), 5)
+    return p.minimum(p.add(p.mul(p.register("ctaid.x"), WARPS), warp), total - 1)
+
+
+def _write(*refs, shape, paging, dtype, groups, kind):
+    batch, n, n_kv, h, capacity = shape
+    (qkv_ref, cos_ref, sin_ref, slots_ref), rest, out_ref = refs[:4], list(refs[4:-1]), refs[-1]
+    pages_ref = [rest.pop(0)] if paging else []
+    k_refs, v_refs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    heads = n + 2 * n_kv
+
+    unit = _unit(batch * heads)
+    row, head = arith.divui(unit, p.ci(heads)), arith.remui(unit, p.ci(heads))
+    own = _Heads(h, dtype, groups, kind)
+    (slot,) = p.load_global(p.offset(p.address(slots_ref), row, 4), 1)
+    pages = Pages(*pages_ref, row, paging) if paging else None
+    place = _Place(slot, row, n_kv, capacity, pages)
+    raw = own.load(p.offset(p.address(qkv_ref), unit, 2 * h))
+    tables = [own.load_table(ref, row) for ref in (cos_ref, sin_ref)]
+    is_v = arith.cmpi(arith.CmpIPredicate.uge, head, p.ci(n + n_kv))
+    turned = own.turned(raw, *tables)
+    words = own.in_basis([arith.select(is_v, w, t) for w, t in zip(raw, turned, strict=True)])
+
+    def write_query():
+        own.put(p.offset(p.address(out_ref), p.add(p.mul(row, n), head), 2 * h), words)
+
+    p.when(p.less(head, n), write_query)
+
+    def write_cache(of, first_head):
+        rounded = own.rounded(words) if own.quantized else None
+        own.store(of, place.line(p.add(head, -first_head)), words, rounded)
+
+    there = place.exists()
     is_k = arith.andi(p.less(head, n + n_kv), arith.cmpi(arith.CmpIPredicate.uge, head, p.ci(n)))
     p.when(arith.andi(there, is_k), lambda: write_cache(k_refs, n))
     p.when(arith.andi(there, is_v), lambda: write_cache(v_refs, n + n_kv))
+
+
+def _write_tokens(*refs, shape, paging, dtype, groups, kind):
+    batch, width, n, n_kv, h, capacity = shape
+    (qkv_ref, cos_ref, sin_ref, slots_ref), rest = refs[:4], list(refs[4:-3])
+    pages_ref = [rest.pop(0)] if paging else []
+    of_cache = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    q_ref, *kv_refs = refs[-3:]
+    heads, team = n + 2 * n_kv, n // n_kv
+
+    unit = _unit(batch * width * n_kv)
+    token, kv_head = arith.divui(unit, p.ci(n_kv)), arith.remui(unit, p.ci(n_kv))
+    row, first = arith.divui(token, p.ci(width)), p.mul(kv_head, team)
+    own = _Heads(h, dtype, groups, kind)
+    (slot,) = p.load_global(p.offset(p.address(slots_ref), token, 4), 1)
+    pages = Pages(*pages_ref, row, paging) if paging else None
+    place = _Place(slot, row, n_kv, capacity, pages)
+    source = p.offset(p.address(qkv_ref), token, 2 * h * heads)
+
+    def load(head):
+        return own.load(p.offset(source, head, 2 * h))
+
+    k, v = (load(p.add(kv_head, past)) for past in (n, n + n_kv))
+    tables = [own.load_table(ref, token) for ref in (cos_ref, sin_ref)]
+    to = p.offset(p.offset(p.address(q_ref), token, 2 * h * n), first, 2 * h)
+    for begin in range(0, team, TEAM):
+        some = range(begin, min(begin + TEAM, team))
+        loaded = [load(p.add(first, i)) for i in some]
+        for i, words in zip(some, loaded, strict=True):
+            own.put(p.offset(to, p.ci(i), 2 * h), own.in_basis(own.turned(words, *tables)))
+    there = place.exists()
+    for words, of, ref in zip((own.turned(k, *tables), v), of_cache, kv_refs, strict=True):
+        words = own.in_basis(words)
+        rounded = own.rounded(words) if own.quantized else None
+
+        def write(words=words, of=of, rounded=rounded):
+            own.store(of, place.line(kv_head), words, rounded)
+
+        p.when(there, write)
+        own.put(p.offset(p.address(ref), unit, 2 * h), own.as_stored(rounded) if rounded else words)
 
 
 def _numbers(values, dtype):
@@ -205,20 +301,44 @@ def rope_and_write(
 ) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:  # fmt: skip
     """See ``pallas_kernels.attention.rope_cache``."""
     batch, heads, h = qkv.shape
-    capacity, n_kv = capacity_of(k, table), k.shape[2]
-    n = heads - 2 * n_kv
-    groups = k.scale.shape[-1] if isinstance(k, QTensor) else 1
+    shape = jax.ShapeDtypeStruct((batch, heads - 2 * k.shape[2], h), qkv.dtype)
+    units = batch * heads
+    q, cache = _run(_write, (batch,), units, shape, (qkv, cos, sin, slots, table), (k, v))
+    return q, *cache
+
+
+@jax.jit
+def rope_and_write_tokens(
+    qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: jax.Array | QTensor,
+    v: jax.Array | QTensor, slots: jax.Array, table: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | QTensor, jax.Array | QTensor]:  # fmt: skip
+    """See ``pallas_kernels.attention.rope_tokens``."""
+    (batch, width, heads, h), n_kv = qkv.shape, k.shape[2]
+    shapes = tuple(
+        jax.ShapeDtypeStruct((batch, width, n, h), qkv.dtype)
+        for n in (heads - 2 * n_kv, n_kv, n_kv)
+    )
+    units = batch * width * n_kv
+    operands = qkv, cos, sin, slots, table
+    new, cache = _run(_write_tokens, (batch, width), units, shapes, operands, (k, v))
+    return *new, *cache
+
+
+def _run(body, tokens, units, out, operands, cache):
+    """``units``: warps' worth of work."""
+    (qkv, *_, table), (k, _) = operands, cache
+    heads, h = qkv.shape[-2:]
+    n_kv = k.shape[2]
     body = functools.partial(
-        _write, shape=(batch, n, n_kv, h, capacity), paging=Paging.of(k, table),
-        dtype=jnp.dtype(k.dtype).name, groups=groups, kind=_KIND[qkv.dtype.name],
+        body, shape=(*tokens, heads - 2 * n_kv, n_kv, h, capacity_of(k, table)),
+        paging=Paging.of(k, table), dtype=jnp.dtype(k.dtype).name,
+        groups=k.scale.shape[-1] if isinstance(k, QTensor) else 1, kind=_KIND[qkv.dtype.name],
     )  # fmt: skip
 
     def run(cache):
         return launch(
-            body, (qkv, cos, sin, slots, table, *jax.tree.leaves(cache)),
-            jax.ShapeDtypeStruct((batch, n, h), qkv.dtype), name="rope_and_cache_write",
-            grid=-(-batch * heads // WARPS), registers=True,
+            body, (*operands, *jax.tree.leaves(cache)), out, name="rope_and_cache_write",
+            grid=-(-units // WARPS), registers=True,
         )  # fmt: skip
 
-    q, cache = in_place(run, (k, v))
-    return q, *cache
+    return in_place(run, cache)

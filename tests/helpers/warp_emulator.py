@@ -193,13 +193,15 @@ def _permute(a, b, selector):
     ).view(U32)[:, 0]
 
 
-def _convert(code, *x, **_):
-    if code.startswith("cvt.rni.s32.f32"):
-        return np.rint(x[0]).astype(np.int32).view(U32)
-    assert "cvt.rn.satfinite.e4m3x2.f32" in code
+def _to_e4m3(*x):
     limit = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
     pair = np.clip(np.stack(x, 1), -limit, limit).astype(ml_dtypes.float8_e4m3fn)
     return pair.view(np.uint16)[:, 0].astype(U32)
+
+
+def _from_e4m3(word):
+    pair = word.astype(np.uint16).view(ml_dtypes.float8_e4m3fn).reshape(-1, 2)
+    return list(np.ascontiguousarray(pair.T).astype(np.float32))
 
 
 def _modules(block: Block):
@@ -294,7 +296,9 @@ def _modules(block: Block):
         store_global=lambda base, values, at=0: block.store(base, values, at),
         store_global_half=lambda base, half: block.store(base, [half.astype(np.uint16)]),
         store_byte=lambda base, word: block.store(base, [word.astype(np.uint8)]),
-        ptx=_convert, i32=lambda: None,
+        to_integer=lambda x: np.rint(x).astype(np.int32).view(U32),
+        to_float=lambda x: signed(x).astype(np.float32),
+        to_e4m3=_to_e4m3, from_e4m3=_from_e4m3,
         load_half=lambda base, at=0: block.load(base, 1, at, U32)[0] & U32(0xFFFF),
         load_signed_byte=lambda base, at=0: block.narrow(base, "s8", at),
         load_shared=lambda base, n, at=0, kind="b32": block.load(base, n, at, kind_of(kind)),

@@ -21,6 +21,7 @@ from pallas_kernels.attention.blockwise import (
     weighted_values,
 )
 from pallas_kernels.attention.rope_cache import to_cache_basis
+from pallas_kernels.attention.rope_tokens import as_stored
 from tests.helpers.models import LLAMA, params_of, relative_error, tokens_of
 
 
@@ -73,7 +74,7 @@ def stored(dtype, compute, q, k, v, old_k, old_v, n_past):
     slots = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (batch, capacity))
     layer = poison(Cache((write(layer, *old, slots),), n_past)).layers[0]
     past = KVCache(*(floats(x, compute) for x in (layer.k, layer.v)))
-    return (q, *attention._as_stored(layer, k, v)), layer, past, n_past
+    return (q, as_stored(layer.k, k), as_stored(layer.v, v)), layer, past, n_past
 
 
 @jax.jit

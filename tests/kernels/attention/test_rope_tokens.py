@@ -1,0 +1,138 @@
+"""rope_and_write_tokens: the XLA form beside single tokens, the kernel beside the XLA form."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import rope_cache_kernel
+from pallas_kernels.attention.blockwise import floats
+from pallas_kernels.attention.rope_cache import quantize_kv, rope_and_write
+from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
+from tests.helpers.warp_emulator import emulated
+
+NEWEST = tuple(int(x) for x in jax.__version__.split(".")[:3]) >= (0, 11, 2)
+CACHES = ["bfloat16", "float16", "int8", "int4", "float8_e4m3fn"]
+
+
+def kept(x, cache):
+    return quantize_kv(x, cache) if cache in ("int8", "int4", "float8_e4m3fn") else x.astype(cache)
+
+
+def case(cache, heads=(6, 2, 64), batch=3, width=5, capacity=64, page=None):
+    """Ragged: of the first row two tokens do not fit, of the second one is padding."""
+    n, n_kv, h = heads
+    rng = np.random.default_rng(0)
+    dtype = "float16" if cache == "float16" else "bfloat16"
+    qkv = jnp.asarray(rng.standard_normal((batch, width, n + 2 * n_kv, h)), dtype)
+    angle = jnp.asarray(rng.uniform(0, 6, (batch, width, h // 2)), jnp.float32)
+    k, v = (
+        kept(jnp.asarray(rng.standard_normal((batch, capacity, n_kv, h)), dtype), cache)
+        for _ in range(2)
+    )
+    slots = np.arange(width) + np.asarray([capacity - width + 2, 4, 0])[:, None]
+    slots[1, -1] = capacity
+    slots, table = jnp.asarray(slots, jnp.int32), None
+    if page is not None:
+        k, v = (jax.tree.map(lambda x: x.reshape(-1, page, *x.shape[2:]), kv) for kv in (k, v))
+        entries = capacity // page
+        table = np.array(rng.permutation(batch * entries).reshape(batch, entries), np.int32)
+        table[2, 0] = batch * entries  # no page
+        table = jnp.asarray(table)
+    return (qkv, jnp.cos(angle), jnp.sin(angle), k, v, slots), table
+
+
+def near(got, want, bound=1e-6):
+    """By the RMS of the difference; words that are rounded the other way at a tie make 0.02."""
+    got, want = (np.asarray(floats(x, jnp.float32), np.float64) for x in (got, want))
+    assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < bound
+
+
+@pytest.mark.parametrize(
+    ("cache", "page"), [*((c, None) for c in CACHES), ("int8", 16), ("bfloat16", 32)]
+)
+def test_tokens_at_once_are_tokens_one_by_one(cache, page):
+    (qkv, cos, sin, k, v, slots), table = case(cache, page=page)
+    run = jax.jit(functools.partial(rope_and_write_tokens, table=table))
+    q, new_k, new_v, *after = run(qkv, cos, sin, k, v, slots)
+    one = jax.jit(functools.partial(rope_and_write, table=table))
+    for t in range(qkv.shape[1]):
+        want, k, v = one(qkv[:, t], cos[:, t], sin[:, t], k, v, slots[:, t])
+        near(q[:, t], want)
+    for got, want in zip(after, (k, v), strict=True):
+        near(got, want)
+    if page is None:
+        row = slots[2]
+        near(new_k[2], floats(after[0], qkv.dtype)[2, row])
+        near(new_v[2], floats(after[1], qkv.dtype)[2, row])
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize(("cache", "heads", "page"), [
+    *((cache, (6, 2, 64), None) for cache in CACHES),
+    *((cache, (10, 1, 128), 16) for cache in ("bfloat16", "int8", "float8_e4m3fn")),
+    *((cache, (4, 2, 256), 32) for cache in ("float16", "int4")),
+], ids=str)  # fmt: skip
+def test_the_kernel_emulated_is_the_xla_form(cache, heads, page):
+    given, table = case(cache, heads, page=page)
+    want = rope_and_write_tokens(*given, table=table)
+    with emulated(rope_cache_kernel, *_parts()):
+        got = rope_and_write_tokens(*given, table=table, implementation="mosaic")
+    for x, y in zip(got, want, strict=True):
+        near(x, y, bound=0.02)
+
+
+def _parts():
+    from pallas_kernels.attention import codes, pages
+
+    return codes, pages
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_kernel_lowers_for_cuda(cache):
+    for page in (None, 32):
+        given, table = case(cache, (32, 8, 128), page=page)
+        run = functools.partial(rope_and_write_tokens, table=table, implementation="mosaic")
+        text = jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu_v2") == 1
+
+
+def test_what_does_not_fit_together_is_said():
+    (qkv, cos, sin, k, v, slots), _ = case("int8")
+    with pytest.raises(
+        ValueError, match=r"rope_and_write_tokens: qkv .* is not \[B, T, N \+ 2K, H"
+    ):
+        rope_and_write_tokens(qkv[:, :, :5], cos, sin, k, v, slots)
+    with pytest.raises(ValueError, match=r"rope_and_write_tokens: cos .* \[B, T, H / 2\]"):
+        rope_and_write_tokens(qkv, cos[..., :8], sin[..., :8], k, v, slots)
+    with pytest.raises(NotImplementedError, match="the kernel rotates bfloat16 and float16"):
+        rope_and_write_tokens(
+            qkv.astype(jnp.float32), cos, sin, k, v, slots, implementation="mosaic"
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_kernel_is_the_xla_form_and_in_place(cache):
+    shapes = ((6, 2, 64), (32, 8, 128), (10, 1, 128), (4, 2, 256)), (None, 32)
+    for heads, page in itertools.product(*shapes):
+        given, table = case(cache, heads, width=70, capacity=256, page=page)
+        want = jax.jit(functools.partial(rope_and_write_tokens, table=table,
+                                         implementation="xla"))(*given)  # fmt: skip
+        got = jax.jit(functools.partial(rope_and_write_tokens, table=table,
+                                        implementation="mosaic"))(*given)  # fmt: skip
+        for x, y in zip(got, want, strict=True):
+            near(x, y, bound=0.02)
+    given, _ = case(cache, (8, 2, 128), capacity=4096)
+    step = jax.jit(
+        functools.partial(rope_and_write_tokens, implementation="mosaic"), donate_argnums=(3, 4)
+    )
+    memory = step.lower(*given).compile().memory_analysis()
+    size = sum(x.nbytes for x in jax.tree.leaves(given[3:5]))
+    assert memory.alias_size_in_bytes >= size and memory.temp_size_in_bytes < size // 10
