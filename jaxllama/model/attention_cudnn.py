@@ -20,8 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.blockwise import capacity_of, load
+from pallas_kernels.attention import past
+from pallas_kernels.attention.blockwise import capacity_of, floats, part_of
+from pallas_kernels.dispatch import choose_plan
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.transform import Op, chosen
 
 # Tokens of the past, of all rows together, that are copied at once: 134 MB for 8 heads of 128.
 PAST_TOKENS = 32768
@@ -68,15 +71,12 @@ def extend(
         begin = jnp.minimum(index * block, capacity - block)
         n_keys = jnp.clip(n_past - index * block, 0, block)
 
-        def keys_first(kv: jax.Array | QTensor) -> jax.Array:
-            part = load(kv, begin, block, q.dtype, table)
-            part = jnp.roll(part, begin - index * block, axis=1)
-            return _zeros_behind(part, n_keys)
+        def keys_first(kv: jax.Array | QTensor) -> jax.Array | QTensor:
+            part = part_of(kv, begin, block, table)
+            return jax.tree.map(lambda x: jnp.roll(x, begin - index * block, axis=1), part)
 
         # A row without keys here gets one, and its result no weight.
-        part, log = _with_log_sum(
-            q, keys_first(cache_k), keys_first(cache_v), jnp.maximum(n_keys, 1)
-        )
+        part, log = attend_past(q, keys_first(cache_k), keys_first(cache_v), jnp.maximum(n_keys, 1))
         return _merge(*carry, part, jnp.where((n_keys > 0)[:, None, None], log, -jnp.inf))
 
     def with_past() -> jax.Array:
@@ -85,6 +85,31 @@ def extend(
         return out.astype(q.dtype)
 
     return lax.cond(longest > 0, with_past, lambda: own)
+
+
+def attend_past(
+    q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, n_keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``q[B, T, N, H]`` over the first ``n_keys[B]`` of ``k, v[B, S, K, H]``, and the logarithm of
+    each sum of exponentials, float32 ``[B, T, N]``.  A row without keys has one of zeros."""
+    found = choose_plan("attend_past", None, lambda: past.plan(q, k), q, k)
+    return _attend_past(chosen(found, None), None, q, k, v, n_keys)
+
+
+def _past_by_cudnn(
+    _: None, q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, n_keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    k, v = (_zeros_behind(floats(kv, q.dtype), n_keys) for kv in (k, v))
+    return _with_log_sum(q, k, v, jnp.maximum(n_keys, 1))
+
+
+def _past_by_kernel(
+    _: None, q: jax.Array, k: QTensor, v: QTensor, n_keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return past.attend(q, k, _zeros_behind(floats(v, q.dtype), n_keys), n_keys)
+
+
+_attend_past = Op("attend_past", _past_by_cudnn, _past_by_kernel)
 
 
 def _merge(

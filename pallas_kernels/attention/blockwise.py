@@ -155,12 +155,15 @@ def load(
 
     table: then both are multiples of the page; an entry outside of the pool is another page.
     """
+    return floats(part_of(kv, begin, size, table), dtype)
+
+
+def part_of(kv: Any, begin: jax.Array | int, size: int, table: jax.Array | None = None) -> Any:
+    """``load`` as the cache has them."""
     if table is None:
-        part = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, begin, size, axis=1), kv)
-    else:
-        page = kv.shape[1]
-        part = joined(kv, lax.dynamic_slice_in_dim(table, begin // page, size // page, axis=1))
-    return floats(part, dtype)
+        return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, begin, size, axis=1), kv)
+    page = kv.shape[1]
+    return joined(kv, lax.dynamic_slice_in_dim(table, begin // page, size // page, axis=1))
 
 
 def joined(pools: Any, table: jax.Array) -> Any:
