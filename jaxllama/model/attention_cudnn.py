@@ -75,8 +75,7 @@ def extend(
             part = part_of(kv, begin, block, table)
             return jax.tree.map(lambda x: jnp.roll(x, begin - index * block, axis=1), part)
 
-        # A row without keys here gets one, and its result no weight.
-        part, log = attend_past(q, keys_first(cache_k), keys_first(cache_v), jnp.maximum(n_keys, 1))
+        part, log = attend_past(q, keys_first(cache_k), keys_first(cache_v), n_keys)
         return _merge(*carry, part, jnp.where((n_keys > 0)[:, None, None], log, -jnp.inf))
 
     def with_past() -> jax.Array:

@@ -49,8 +49,8 @@ def plan(q: jax.Array, k: jax.Array | QTensor) -> Plan | Reason:
 def attend(
     q: jax.Array, k: QTensor, v: jax.Array, n_keys: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """``q[B, T, N, H]`` over the first ``n_keys[B]`` of ``k, v[B, S, K, H]``, v zeros behind them ->
-    (``[B, T, N, H]``, the logarithm of each sum of exponentials, float32 ``[B, T, N]``).  A row
+    """``q[B, T, N, H]`` over the first ``n_keys[B]`` of ``k, v[B, S, K, H]``, v zeros behind them
+    -> (``[B, T, N, H]``, the logarithm of each sum of exponentials, float32 ``[B, T, N]``).  A row
     without keys has one of zeros."""
     from pallas_kernels.attention import past_kernel
 

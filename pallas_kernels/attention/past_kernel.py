@@ -3,9 +3,9 @@
     out = softmax(q k^T) v,   q k^T = (codes of q) (codes of k)^T sq[t] sk[s],   keys 0 .. n - 1
 
 Contract: q int8 ``[B, T, N, H]``, sq float32 ``[B, N, T]`` (the softmax's scale and log2 e in it),
-k int8 ``[B, S, K, H]``, sk float32 ``[B, K, S]``, v 16-bit ``[B, S, K, H]`` with zeros from key n on,
-n int32 ``[B]`` from 1 on -> (out ``[B, T, N, H]``, the logarithm of the sum of exponentials float32
-``[B, N, T]``).  T and S are multiples of 128, H is 64 or 128.
+k int8 ``[B, S, K, H]``, sk float32 ``[B, K, S]``, v 16-bit ``[B, S, K, H]`` with zeros from key n
+on, n int32 ``[B]`` from 1 on -> (out ``[B, T, N, H]``, the logarithm of the sum of exponentials
+float32 ``[B, N, T]``).  T and S are multiples of 128, H is 64 or 128.
 
     feeder    : TMA k, sk, v of step i+2 | ...
     compute 0 : scores i   | softmax i    | values i  | ...
