@@ -64,7 +64,6 @@ def extend(
     if table is not None:
         block -= block % page if block > page else block - page  # whole pages
     longest = jnp.max(n_past)
-    own, own_log = _with_log_sum(q, k, v)
 
     def one_block(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
         # The last block may overhang the capacity: it is moved back, and what was done, out of it.
@@ -80,10 +79,12 @@ def extend(
 
     def with_past() -> jax.Array:
         blocks = (longest + block - 1) // block
-        out, _ = lax.fori_loop(0, blocks, one_block, (own.astype(jnp.float32), own_log))
+        own, log = _with_log_sum(q, k, v)
+        out, _ = lax.fori_loop(0, blocks, one_block, (own.astype(jnp.float32), log))
         return out.astype(q.dtype)
 
-    return lax.cond(longest > 0, with_past, lambda: own)
+    # Each branch has its own call: a result from outside would be copied.
+    return lax.cond(longest > 0, with_past, lambda: _with_log_sum(q, k, v)[0])
 
 
 def attend_past(
