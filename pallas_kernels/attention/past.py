@@ -47,23 +47,19 @@ def plan(q: jax.Array, k: jax.Array | QTensor) -> Plan | Reason:
 
 
 def attend(
-    q: jax.Array, k: QTensor, v: jax.Array, n_keys: jax.Array
+    q: jax.Array, k: QTensor, v: jax.Array, n_keys: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """``q[B, T, N, H]`` over the first ``n_keys[B]`` of ``k, v[B, S, K, H]``, v zeros behind them
-    -> (``[B, T, N, H]``, the logarithm of each sum of exponentials, float32 ``[B, T, N]``).  A row
-    without keys has one of zeros."""
+    """``q[B, T, N, H]`` over the first ``n_keys[B]`` of ``k, v[B, S, K, H]``, v zeros behind them,
+    or, with None, causally over as many keys as queries -> (``[B, T, N, H]``, the logarithm of each
+    sum of exponentials, float32 ``[B, T, N]``).  A row without keys has one of zeros."""
     from pallas_kernels.attention import past_kernel
 
-    codes = quantize_kv(q, "int8")
-    is_key = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :] < n_keys[:, None]
-    scale = jnp.where(is_key[:, :, None], k.scale[..., 0], 0.0)
+    codes, scale = quantize_kv(q, "int8"), k.scale[..., 0]
+    if n_keys is not None:
+        is_key = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :] < n_keys[:, None]
+        scale = jnp.where(is_key[:, :, None], scale, 0.0)
+        n_keys = jnp.maximum(n_keys, 1)
     factor = codes.scale[..., 0] * (q.shape[-1] ** -0.5 * math.log2(math.e))
-    out, log = past_kernel.attend_past(
-        codes.q,
-        jnp.swapaxes(factor, 1, 2),
-        k.q,
-        jnp.swapaxes(scale, 1, 2),
-        v,
-        jnp.maximum(n_keys, 1),
-    )
+    factor, scale = (jnp.swapaxes(x, 1, 2) for x in (factor, scale))
+    out, log = past_kernel.attend(codes.q, factor, k.q, scale, v, n_keys)
     return out, jnp.swapaxes(log, 1, 2)
