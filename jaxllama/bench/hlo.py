@@ -176,13 +176,17 @@ def _touched(name: str, users: dict[str, list[Instruction]]) -> int | None:
 
 
 def _product(step: Instruction, types: dict[str, str]) -> tuple[int, int]:
-    """(operations, bits of the first operand) of ``[M, K]`` times ``[N, K]``, in a call or bare."""
-    found = [_ARRAY.match(types.get(name, "")) for name in step.operands[:2]]
+    """(operations, bits of the first operand) of ``[M, K]`` times ``[N, K]``, in a call or bare,
+    into ``[M, N]`` or, of gate and up, half as many columns."""
+    texts = *(types.get(name, "") for name in step.operands[:2]), step.type.lstrip("(")
+    found = [_ARRAY.match(text) for text in texts]
     arrays = [(one[1], [int(size) for size in one[2].split(",") if size]) for one in found if one]
-    if step.opcode not in ("custom-call", "dot") or [len(shape) for _, shape in arrays] != [2, 2]:
+    if step.opcode not in ("custom-call", "dot") or [len(x) for _, x in arrays] != [2, 2, 2]:
         return 0, 0
-    (kind, (m, k)), (_, (n, other)) = arrays
-    return (2 * m * n * k, _BITS.get(kind, 0)) if k == other else (0, 0)
+    (kind, (m, k)), (_, (n, other)), (_, (rows, columns)) = arrays
+    if (k, m) != (other, rows) or columns not in (n, n // 2):
+        return 0, 0
+    return 2 * m * n * k, _BITS.get(kind, 0)
 
 
 def _type_bytes(text: str) -> int:

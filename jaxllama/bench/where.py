@@ -80,7 +80,8 @@ def run(
     sign.note("profiling")
     events = _traced(once, module)
     rates = memory_bandwidth(), matmul_rate()
-    report = account(events, launches(text, loop=phase == "decode"), rates)
+    steps = 1 if phase == "prefill" else None
+    report = account(events, launches(text, loop=phase == "decode"), rates, steps)
     return {
         "model": lm.config.name,
         "device": jax.devices()[0].device_kind,
@@ -107,13 +108,16 @@ def _traced(once: Callable[[], float], module: str) -> list[Event]:
 
 
 def account(
-    events: Iterable[Event], program: Sequence[Launch], rates: tuple[float, float]
+    events: Iterable[Event],
+    program: Sequence[Launch],
+    rates: tuple[float, float],
+    steps: int | None = None,
 ) -> dict[str, Any]:
     """What a step launches, longest first.
 
     program: the kernels of a step, in order.  rates: bytes and operations a second.  Events before
-    the first and behind the last that is the program's are none of a step; steps are counted by how
-    often the program's kernels occur.
+    the first and behind the last that is the program's are none of a step.  steps: that the events
+    are of; None: counted by how often the program's kernels occur.
     """
     ops = {launch.op: launch for launch in program}
     names: dict[str, list[Launch]] = defaultdict(list)
@@ -131,7 +135,8 @@ def account(
     known = [i for i, (_, launch) in enumerate(pairs) if launch is not None]
     pairs = pairs[known[0] : known[-1] + 1] if known else []
     seen = Counter(launch.op for _, launch in pairs if launch is not None)
-    steps = round(statistics.median(seen.values())) if seen else 1
+    if steps is None:
+        steps = round(statistics.median(seen.values())) if seen else 1
     rows: dict[tuple[str, int | None], dict[str, Any]] = {}
     for event, launch in pairs:
         name = _NUMBER.sub("", _SUFFIX.sub("", event.name))
