@@ -1,0 +1,110 @@
+"""Attention over an int8 past: what is prepared for the kernel, with its contract in its place, and
+on a GPU the kernel."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import past
+from pallas_kernels.attention.rope_cache import quantize_kv
+from pallas_kernels.dispatch import Reason
+from pallas_kernels.qtensor import dequantize
+
+NEWEST = tuple(int(x) for x in jax.__version__.split(".")[:3]) >= (0, 11, 2)
+
+
+def case(batch, width, capacity, n, n_kv, h, spread=1.0, dtype="bfloat16"):
+    """(q, k, v) and 0, 131 or all keys; behind them scales and values are NaN."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(spread * rng.standard_normal((batch, width, n, h)), dtype)
+    shape = (batch, capacity, n_kv, h)
+    k, v = (quantize_kv(jnp.asarray(rng.standard_normal(shape), dtype), "int8") for _ in range(2))
+    n_keys = jnp.asarray([0, 131, capacity][:batch], jnp.int32)
+    unused = (jnp.arange(capacity) >= n_keys[:, None])[:, :, None, None]
+    k = k.__class__(k.q, jnp.where(unused, jnp.nan, k.scale))
+    return q, k, jnp.where(unused, 0, dequantize(v, q.dtype)), n_keys
+
+
+def oracle(q, k, v, n_keys):
+    """(means, logarithms of the sums) in float64; a row without keys sees one of zeros."""
+    q, k, v = (np.nan_to_num(np.asarray(x, np.float64)) for x in (q, k, v))
+    team, (width, capacity) = q.shape[2] // k.shape[2], (q.shape[1], k.shape[1])
+    k, v = (np.repeat(x, team, axis=2) for x in (k, v))
+    s = np.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
+    if n_keys is None:
+        seen = np.tri(width, dtype=bool)[None, None]
+    else:
+        seen = (np.arange(capacity) < np.maximum(n_keys, 1)[:, None])[:, None, None]
+    s = np.where(seen, s, -np.inf)
+    peak = s.max(-1, keepdims=True)
+    w = np.exp(s - peak)
+    out = np.einsum("bnts,bsnh->btnh", w / w.sum(-1, keepdims=True), v)
+    return out, np.moveaxis(np.log(w.sum(-1)) + peak[..., 0], 1, 2)
+
+
+def by_contract(q, sq, k, sk, v, n_keys):
+    """What ``past_kernel.attend`` says that it computes, in float64; its scores are in log2."""
+    q = np.asarray(q, np.float64) * np.moveaxis(np.asarray(sq, np.float64), 1, 2)[..., None]
+    k = np.asarray(k, np.float64) * np.moveaxis(np.asarray(sk, np.float64), 1, 2)[..., None]
+    out, log = oracle(q * math.log(2) * q.shape[-1] ** 0.5, k, v, n_keys)
+    return jnp.asarray(out, v.dtype), jnp.asarray(np.moveaxis(log, 2, 1), jnp.float32)
+
+
+def check(q, k, v, n_keys):
+    out, log = past.attend(q, k, v, n_keys)
+    want, logs = oracle(q, dequantize(k), v, n_keys)
+    got = np.asarray(out.astype(jnp.float32), np.float64)
+    error = np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))
+    # q rounded to int8: 0.6% of each of its values; the logarithms are of sums of many.
+    assert error < 0.015
+    np.testing.assert_allclose(np.asarray(log), logs, atol=0.05)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["past", "causal"])
+def test_what_the_kernel_is_given(monkeypatch, causal):
+    kernel = pytest.importorskip("pallas_kernels.attention.past_kernel")
+    monkeypatch.setattr(kernel, "attend", by_contract)
+    q, k, v, n_keys = case(3, 128, 256, 6, 2, 64, spread=2.0)
+    if causal:
+        q, k, v = q[2:], k.__class__(k.q[2:, :128], k.scale[2:, :128]), v[2:, :128]
+    check(q, k, v, None if causal else n_keys)
+
+
+def test_what_has_a_kernel():
+    q, k, *_ = case(1, 128, 256, 4, 1, 64)
+    assert not isinstance(past.plan(q, k), Reason)
+    wide = jnp.zeros((1, 128, 4, 96), jnp.bfloat16)
+    for given, text in (
+        ((q, dequantize(k)), "k is float32"),
+        ((q, quantize_kv(dequantize(k), "int4")), "k is int4"),
+        ((q.astype(jnp.float32), k), "q is float32"),
+        ((q[:, :100], k), "q has 100 tokens"),
+        ((wide, quantize_kv(wide, "int8")), "heads of 96"),
+    ):
+        found = past.plan(*given)
+        assert isinstance(found, Reason) and text in found.text
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize(("h", "causal"), [(128, False), (64, True)])
+def test_the_kernel_lowers_for_cuda(h, causal):
+    q, k, v, n_keys = case(2, 256, 256, 8, 2, h)
+    run = jax.jit(lambda *args: past.attend(*args, None if causal else n_keys))
+    text = run.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("heads", [(8, 2, 128), (6, 3, 64), (4, 1, 128)], ids=str)
+def test_the_kernel_is_a_float64_softmax(heads, dtype):
+    q, k, v, n_keys = case(3, 256, 640, *heads, spread=2.0, dtype=dtype)
+    check(q, k, v, n_keys)
+    again = [past.attend(q, k, v, n_keys)[0] for _ in range(2)]
+    assert np.array_equal(*(np.asarray(x, np.float32) for x in again))
+    check(q, k.__class__(k.q[:, :256], jnp.nan_to_num(k.scale[:, :256])), v[:, :256], None)
