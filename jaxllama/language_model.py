@@ -394,7 +394,7 @@ class LanguageModel:
             ),
             sampling, stop_ids, max_new_tokens=room,
             chunk=options.chunk or generation.prefill_chunk(rows, tokens.shape[1]),
-            alone=self.deterministic,
+            alone=self.deterministic, fresh=True,
         )  # fmt: skip
 
     def _advance(
