@@ -19,7 +19,6 @@ from jaxllama import generation
 from jaxllama.config import RopeConfig
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import KVCache
-from jaxllama.offload.model import OffloadedModel
 from jaxllama.sampling import SamplingParams
 from jaxllama.serving.engine import runner
 from jaxllama.serving.engine.engine import Engine
@@ -508,7 +507,7 @@ def test_a_deterministic_engine_gives_the_same_bits_in_any_company(family):
 
 
 def test_options_that_do_not_go_together_are_refused_by_name():
-    lm, offloaded = model("llama"), OffloadedModel(**vars(model("llama")))
+    lm = model("llama")
     fixed = dataclasses.replace(lm, deterministic=True)
     for bad, options, words in (
         (lm, {"max_slots": 0}, "max_slots = 0: must be a whole number >= 1"),
@@ -533,7 +532,6 @@ def test_options_that_do_not_go_together_are_refused_by_name():
         (fixed, {"prefill_rows": 2}, "prefill_rows = 2: must be 1"),
         (fixed, {"page_size": 5}, "page_size = 5: must divide 16, as a deterministic"),
         (fixed, {"cache_tokens": 208}, "cache_tokens = 208: less than 4 slots of 96 tokens"),
-        (offloaded, {}, "the engine runs no offloaded models"),
     ):
         with pytest.raises(jl.JaxLlamaError, match=words) as error:
             Engine(bad, **{**OPTIONS, **options})
