@@ -74,7 +74,7 @@ def prefill_chunk(rows: int, width: int) -> int | None:
     return None if pieces == 1 else min(-(-width // pieces // 128) * 128, most)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("chunk", "fresh"), donate_argnums=4)
+@functools.partial(jax.jit, static_argnums=0, static_argnames="chunk", donate_argnums=4)
 def prefill(
     cfg: ModelConfig,
     params: Params,
@@ -82,15 +82,13 @@ def prefill(
     lengths: jax.Array,
     cache: Cache,
     chunk: int | None = None,
-    fresh: bool = False,
 ) -> tuple[jax.Array, Cache]:
     """Append ``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) to the cache's rows.
 
     chunk: tokens a row that go through the model at once (``prefill_chunk``); bounds the memory of
-    activations, and changes nothing else.  fresh: the cache is empty, so that of a prompt in one
-    piece a GPU need not ask the host at every layer.  Returns (float32 logits ``[B, V]`` of each
-    row's last valid token, cache).  Raises JaxLlamaError where T exceeds the cache's capacity.  A
-    row whose tokens do not fit behind what it holds gets those that do, and NaN logits.
+    activations, and changes nothing else.  Returns (float32 logits ``[B, V]`` of each row's last
+    valid token, cache).  Raises JaxLlamaError where T exceeds the cache's capacity.  A row whose
+    tokens do not fit behind what it holds gets those that do, and NaN logits.
     """
     _check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = _int32(tokens, lengths)
@@ -101,8 +99,7 @@ def prefill(
         return hidden[rows, jnp.maximum(n_new - 1, 0)]
 
     if chunk is None or chunk >= tokens.shape[1]:
-        fresh &= jax.default_backend() == "gpu"
-        hidden, cache = _forward(cfg, params, tokens, lengths, cache, fresh=fresh)
+        hidden, cache = _forward(cfg, params, tokens, lengths, cache)
         last = last_valid(hidden, lengths)
     else:
         n_chunks = -(-tokens.shape[1] // chunk)
@@ -203,12 +200,9 @@ def _forward(
     cache: Cache,
     total: jax.Array | None = None,
     sparse: bool = False,
-    fresh: bool = False,
 ) -> tuple[jax.Array, Cache]:
     """``decoder.forward``, which gives a cache where it gets one."""
-    hidden, after = decoder.forward(
-        cfg, params, tokens, lengths, cache, total, sparse=sparse, fresh=fresh
-    )
+    hidden, after = decoder.forward(cfg, params, tokens, lengths, cache, total, sparse=sparse)
     assert after is not None
     return hidden, after
 
@@ -317,7 +311,7 @@ def _prefill_alone(
 @functools.partial(
     jax.jit,
     static_argnums=0,
-    static_argnames=("max_new_tokens", "chunk", "alone", "fresh"),
+    static_argnames=("max_new_tokens", "chunk", "alone"),
     donate_argnums=4,
 )
 def start(
@@ -332,18 +326,17 @@ def start(
     max_new_tokens: int,
     chunk: int | None = None,
     alone: bool = False,
-    fresh: bool = False,
 ) -> GenerateState:
     """Prefill and the first new token, in a state with room for ``max_new_tokens``.
 
     A row of length 0 is empty: done from the beginning.  alone: rows are prefilled one after the
-    other, so that their bits depend on no batch size.  fresh: as of ``prefill``.
+    other, so that their bits depend on no batch size.
     """
     batch, (tokens, lengths) = tokens.shape[0], _int32(tokens, lengths)
     if alone:
         scores, cache = _prefill_alone(cfg, params, tokens, lengths, cache, chunk)
     else:
-        scores, cache = prefill(cfg, params, tokens, lengths, cache, chunk=chunk, fresh=fresh)
+        scores, cache = prefill(cfg, params, tokens, lengths, cache, chunk=chunk)
     history = History.of_prompt(tokens, lengths, cfg.vocab_size) if sampling.penalties else None
     state = GenerateState(
         tokens=jnp.zeros((batch, max_new_tokens), jnp.int32),

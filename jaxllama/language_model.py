@@ -394,7 +394,7 @@ class LanguageModel:
             ),
             sampling, stop_ids, max_new_tokens=room,
             chunk=options.chunk or generation.prefill_chunk(rows, tokens.shape[1]),
-            alone=self.deterministic, fresh=True,
+            alone=self.deterministic,
         )  # fmt: skip
 
     def _advance(

@@ -215,7 +215,7 @@ class Decoding:
         cache = held_cache(cfg, self.batch, held + prompt + room, self.kv_dtype, held, self.lm.mesh)
         chunk = self.chunk or generation.prefill_chunk(self.batch, prompt)
         arguments = self.lm.params, tokens, lengths, cache, self.sampling, self.stop_ids
-        return arguments, {"max_new_tokens": room, "chunk": chunk, "fresh": held == 0}
+        return arguments, {"max_new_tokens": room, "chunk": chunk}
 
     def begun(self, room: int) -> generation.GenerateState:
         """One token a row and an empty cache: a prompt's program would cost a compilation."""
