@@ -16,15 +16,12 @@ Left out: a sliding window over the past, whose mask is neither of the two.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention import past
 from pallas_kernels.attention.blockwise import capacity_of, floats, part_of
-from pallas_kernels.attention.rope_cache import quantize_kv
 from pallas_kernels.dispatch import choose_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
@@ -82,25 +79,12 @@ def extend(
 
     def with_past() -> jax.Array:
         blocks = (longest + block - 1) // block
-        own, log = attend_own(q, k, v, cache_k)
+        own, log = _with_log_sum(q, k, v)
         out, _ = lax.fori_loop(0, blocks, one_block, (own.astype(jnp.float32), log))
         return out.astype(q.dtype)
 
     # Each branch has its own call: a result from outside would be copied.
-    return lax.cond(longest > 0, with_past, lambda: attend_own(q, k, v, cache_k)[0])
-
-
-def attend_own(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache_k: jax.Array | QTensor
-) -> tuple[jax.Array, jax.Array]:
-    """``attend_past`` of k and v ``[B, T, K, H]`` of q's own tokens, causally.  cache_k: where k
-    has gone; int8 codes are made of it again, from values as they are stored."""
-    if isinstance(cache_k, QTensor) and cache_k.dtype == jnp.int8:
-        codes = jax.eval_shape(functools.partial(quantize_kv, dtype="int8"), k)
-        found = choose_plan("attend_own", None, lambda: past.plan(q, codes), q, k)
-        if found is not None:
-            return _attend_past(chosen(found, None), None, q, quantize_kv(k, "int8"), v, None)
-    return _with_log_sum(q, k, v)
+    return lax.cond(longest > 0, with_past, lambda: _with_log_sum(q, k, v)[0])
 
 
 def attend_past(
@@ -113,20 +97,15 @@ def attend_past(
 
 
 def _past_by_cudnn(
-    _: None, q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor,
-    n_keys: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    if n_keys is None:
-        return _with_log_sum(q, floats(k, q.dtype), floats(v, q.dtype))
+    _: None, q: jax.Array, k: jax.Array | QTensor, v: jax.Array | QTensor, n_keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     k, v = (_zeros_behind(floats(kv, q.dtype), n_keys) for kv in (k, v))
     return _with_log_sum(q, k, v, jnp.maximum(n_keys, 1))
 
 
 def _past_by_kernel(
-    _: None, q: jax.Array, k: QTensor, v: jax.Array | QTensor, n_keys: jax.Array | None
+    _: None, q: jax.Array, k: QTensor, v: QTensor, n_keys: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    if n_keys is None:
-        return past.attend(q, k, floats(v, q.dtype), None)
     return past.attend(q, k, _zeros_behind(floats(v, q.dtype), n_keys), n_keys)
 
 

@@ -3,7 +3,7 @@
     attend(q, k, v, n_keys) -> (out, log)
 
 q is rounded to int8 token by token and head by head, as the cache's keys are; its rounding adds to
-a score what theirs has added already.
+a score what theirs has added already: 0.7% of the result at scores of deviation 1, 1.6% at 6.
 """
 
 from __future__ import annotations
@@ -47,19 +47,17 @@ def plan(q: jax.Array, k: jax.Array | QTensor) -> Plan | Reason:
 
 
 def attend(
-    q: jax.Array, k: QTensor, v: jax.Array, n_keys: jax.Array | None
+    q: jax.Array, k: QTensor, v: jax.Array, n_keys: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """``q[B, T, N, H]`` over the first ``n_keys[B]`` of ``k, v[B, S, K, H]``, v zeros behind them,
-    or, with None, causally over as many keys as queries -> (``[B, T, N, H]``, the logarithm of each
-    sum of exponentials, float32 ``[B, T, N]``).  A row without keys has one of zeros."""
+    """``q[B, T, N, H]`` over the first ``n_keys[B]`` of ``k, v[B, S, K, H]``, v zeros behind them
+    -> (``[B, T, N, H]``, the logarithm of each sum of exponentials, float32 ``[B, T, N]``).  A row
+    without keys has one of zeros."""
     from pallas_kernels.attention import past_kernel
 
-    codes, scale = quantize_kv(q, "int8"), k.scale[..., 0]
-    if n_keys is not None:
-        is_key = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :] < n_keys[:, None]
-        scale = jnp.where(is_key[:, :, None], scale, 0.0)
-        n_keys = jnp.maximum(n_keys, 1)
+    codes = quantize_kv(q, "int8")
+    is_key = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :] < n_keys[:, None]
+    scale = jnp.where(is_key[:, :, None], k.scale[..., 0], 0.0)
     factor = codes.scale[..., 0] * (q.shape[-1] ** -0.5 * math.log2(math.e))
     factor, scale = (jnp.swapaxes(x, 1, 2) for x in (factor, scale))
-    out, log = past_kernel.attend(codes.q, factor, k.q, scale, v, n_keys)
+    out, log = past_kernel.attend(codes.q, factor, k.q, scale, v, jnp.maximum(n_keys, 1))
     return out, jnp.swapaxes(log, 1, 2)
