@@ -24,7 +24,7 @@ decoded further, what ends here (stop strings, cancellations) writes once more a
 only rows under a grammar wait for themselves.
 
 Parameters on a mesh (``parallel``) make an engine on that mesh: a device holds its heads of every
-cache.  Left out: several processes behind one engine, beam search, speculative decoding.
+cache.  Left out: several processes behind one engine, beam search.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class Engine:
             steps_per_call=self.options.steps_per_call,
             recompute=not self.options.deterministic,
             may_share=self.runner.may_share,
+            reach=lambda rows: self.options.pass_widths(self.options.size(rows))[-1],
         )
         self.admission = Admission(lm, self.options, self.scheduler)
         self._observe = observe or (lambda name, seconds: None)
@@ -213,7 +214,8 @@ class Engine:
                     masks[sequence] = live.matcher.mask()
                 except Exception as error:
                     live.error = error
-                    sequence.ahead -= plan.budgets.pop(sequence)
+                    plan.settle(sequence)
+                    del plan.budgets[sequence]
                     self._end(sequence.request.id, "error")
         return masks
 
@@ -224,8 +226,10 @@ class Engine:
             return
         written = self.runner.read(drawn)
         now = time.monotonic()
-        for sequence, steps in plan.budgets.items():
-            sequence.ahead -= steps
+        for sequence in plan.budgets:
+            plan.settle(sequence)
+            self.counts["drafted_tokens"] += written[sequence].drafted
+            self.counts["accepted_tokens"] += written[sequence].accepted
             live = self.live.get(sequence.request.id)
             # It may have ended meanwhile, and another may have its name.
             if live is not None and live.sequence is sequence and written[sequence].tokens:
