@@ -72,11 +72,15 @@ def run(
     def may_write(slots: Slots, drawn: Drawn) -> jax.Array:
         return slots.active & (drawn.counts < limits)
 
-    def draw_with(features: tuple[str, ...]):
-        def draw(scores: jax.Array, slots: Slots, masks: jax.Array, places: tuple[jax.Array, ...]):
+    def draw_with(features: tuple[str, ...]) -> Any:
+        def draw(
+            scores: jax.Array, slots: Slots, masks: jax.Array, at: jax.Array, drafted: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
             params = dataclasses.replace(slots.sampling, features=features)
-            edits = (slots.history, _mask_bits(masks, cfg.vocab_size)) if features else (None, None)
-            return sampled(scores, params, *places, *edits)
+            history, allowed = None, None
+            if features:
+                history, allowed = slots.history, _mask_bits(masks, cfg.vocab_size)
+            return sampled(scores, params, at, drafted, history, allowed)
 
         return draw
 
@@ -104,6 +108,7 @@ def run(
         drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))[:, :n_new]  # what should follow each
         place = jnp.arange(n_new, dtype=jnp.int32)[None, :]
         positions = slots.cache.lengths[:, None] + 1 + place
+        proposal, cache = None, slots.cache
         if n_new == 1:
             hidden, cache = forward(
                 cfg, params, slots.token[:, None], live, slots.cache,
@@ -115,11 +120,11 @@ def run(
             hidden, proposal = propose(cfg, params, inputs, count, slots.cache)
         scores = logits(cfg, params, hidden.reshape(batch * n_new, -1))
         by_place = scores.reshape(batch, n_new, -1)
-        tokens, logprobs = lax.switch(level, branches, by_place, slots, masks, (positions, drafted))
+        tokens, logprobs = lax.switch(level, branches, by_place, slots, masks, positions, drafted)
         top = lax.cond(wants_top, _likeliest, _no_likeliest, scores)
         stops = jnp.any(tokens[:, :, None] == stop_ids, axis=2) & ~slots.ignore_eos[:, None]
         new, accepted, ends = verdict(tokens, drafted, draft.lengths, stops, live)
-        if n_new > 1:
+        if proposal is not None:
             cache = commit(proposal, new)
         is_new, remaining = place < new[:, None], slots.remaining - new
         column = jnp.where(is_new, drawn.counts[:, None] + place, width)
