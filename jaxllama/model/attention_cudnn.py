@@ -1,4 +1,4 @@
-"""Attention of several new tokens on a GPU in 16-bit floats: cuDNN's fused kernels.
+"""Attention of several new tokens on a GPU in 16-bit floats: cuDNN's fused kernels, mostly.
 
     causal(q, k, v, window)                a sequence by itself: training, prompts of an empty cache
     extend(q, k, v, cache_k, cache_v, n)   new tokens behind the n[B] that each row's cache holds
@@ -9,7 +9,8 @@ past, which comes in blocks of keys.  Each call gives the logarithm of its sum o
 which the parts are weighed in float32 (FlashAttention, arXiv 2205.14135; its parts over keys are
 FlashDecoding's).  A block of the past is a copy of that much of the cache: as floats where it is
 quantized, and with zeros for what no row owns, because cuDNN multiplies such values by a weight of
-zero, and they may be NaN.  Blocks past the longest row are not run.
+zero, and they may be NaN.  Blocks past the longest row are not run.  Of an int8 cache a block is
+``pallas_kernels.attention.past``'s, where it has a kernel: scores of codes.
 
 Left out: a sliding window over the past, whose mask is neither of the two.
 """
