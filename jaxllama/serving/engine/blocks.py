@@ -129,7 +129,7 @@ class BlockScheduler(Scheduler):
         budgets = {sequence: 1 for sequence in self.running.values()}
         for sequence in budgets:
             sequence.ahead += 1
-        return Plan([], newcomers, [], newcomers, budgets, min(len(budgets), 1))
+        return Plan([], newcomers, [], newcomers, budgets, 1)
 
     def _block(self) -> list[Sequence]:
         """Those that begin now; none while others may come."""

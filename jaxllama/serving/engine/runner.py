@@ -368,6 +368,7 @@ class Runner:
         return wanted
 
     def _statics(self, n: int, context: int) -> dict[str, Any]:
+        """Of the decode program for so many rows and pages."""
         widths = self.options.pass_widths(n)
         width = self.options.steps_per_call * widths[-1]
         return {"n": n, "context": context, "width": width, "widths": widths}
