@@ -7,10 +7,11 @@
 jax's cache of compiled programs is asked with a program's lowered text.  For the fifty programs of
 an engine on a GPU tracing and lowering are most of a second start: Python, a kernel's operations
 one by one, which no threads share.  So what was compiled is kept as a whole, under a name that says
-all that it follows from: this code, jax and its settings, the device, the arguments' shapes.
+all that it follows from: this code, jax and its settings, the device, the arguments' shapes.  On a
+CPU programs call handlers that exist once they were registered (``pallas_kernels/cpu``): those are
+kept with them.
 
-Left out: CPUs, whose programs call functions that exist once they were traced
-(``pallas_kernels/cpu``), and meshes.
+Left out: meshes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import jaxllama
 import pallas_kernels
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
+from pallas_kernels.cpu import jit
 
 KEPT = 8  # files: other sizes, other models
 
@@ -57,11 +59,19 @@ class Wanted(NamedTuple):
 
 
 def folder() -> Path | None:
-    """Beside jax's compiled programs, for those of a GPU; None where nothing is kept."""
+    """Beside jax's compiled programs; None where nothing is kept."""
     config: Any = jax.config  # its options are made at import, where no type checker sees them
     known = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
-    on_gpu = jax.default_backend() == "gpu"
-    return Path(known) / "engines" if on_gpu and known and os.path.isdir(known) else None
+    # Without handlers nothing is known of a CPU by which to tell it from another.
+    is_told = jax.default_backend() != "cpu" or jit.unavailable() is None
+    return Path(known) / "engines" if is_told and known and os.path.isdir(known) else None
+
+
+class Kept(NamedTuple):
+    """handlers: of the CPU, that the programs call.  programs: what jax makes of each."""
+
+    handlers: tuple[Any, ...]
+    programs: list[tuple[bytes, Any, Any]]
 
 
 class Programs:
@@ -85,12 +95,15 @@ class Programs:
         kept = None if path is None else read(path)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             if kept is not None:
-                made = list(pool.map(self._load, kept))
+                for handler in kept.handlers:
+                    jit.register(handler)
+                made = list(pool.map(self._load, kept.programs))
             else:
                 lowered = (one.lower() for one in wanted.values())
                 made = [work.result() for work in [pool.submit(one.compile) for one in lowered]]
                 if path is not None:
-                    keep(path, list(pool.map(serialize_executable.serialize, made)))
+                    programs = list(pool.map(serialize_executable.serialize, made))
+                    keep(path, Kept(jit.registered(), programs))
         self._made.update(zip(wanted, made, strict=True))
 
     def _load(self, kept: tuple[bytes, Any, Any]) -> Any:
@@ -107,13 +120,14 @@ def name(wanted: Mapping[Hashable, Wanted], device: Any) -> str:
             digest.update(path.read_bytes())
     flags = os.environ.get("XLA_FLAGS"), sorted(jax.config.values.items())
     where = jax.__version__, device.client.platform_version, device.device_kind
+    where += (jit.identity(),) if device.platform == "cpu" else ()
     digest.update(repr((where, flags, compiler_options.for_device())).encode())
     for key, one in wanted.items():
         digest.update(repr((key, one.facts())).encode())
     return f"engine-{digest.hexdigest()[:32]}.pickle"
 
 
-def read(path: Path) -> list[tuple[bytes, Any, Any]] | None:
+def read(path: Path) -> Kept | None:
     try:
         data = path.read_bytes()
     except OSError:
@@ -123,7 +137,7 @@ def read(path: Path) -> list[tuple[bytes, Any, Any]] | None:
     return pickle.loads(data)
 
 
-def keep(path: Path, programs: list[tuple[bytes, Any, Any]]) -> None:
+def keep(path: Path, programs: Kept) -> None:
     """Whole or not at all, and not in a folder that cannot be written to; the oldest go."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
