@@ -17,10 +17,12 @@ Left out: meshes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import pickle
 import tempfile
+import warnings
 from collections.abc import Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,22 +94,39 @@ class Programs:
         if wanted.keys() <= self._made.keys():
             return
         path = None if self._folder is None else self._folder / name(wanted, self._device)
-        kept = None if path is None else read(path)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            if kept is not None:
-                for handler in kept.handlers:
-                    jit.register(handler)
-                made = list(pool.map(self._load, kept.programs))
-            else:
+            made = None if path is None else self._kept(path, pool)
+            if made is None:
                 lowered = (one.lower() for one in wanted.values())
                 made = [work.result() for work in [pool.submit(one.compile) for one in lowered]]
                 if path is not None:
-                    programs = list(pool.map(serialize_executable.serialize, made))
-                    keep(path, Kept(jit.registered(), programs))
+                    _keep(path, made, pool)
         self._made.update(zip(wanted, made, strict=True))
 
-    def _load(self, kept: tuple[bytes, Any, Any]) -> Any:
-        return serialize_executable.deserialize_and_load(*kept, execution_devices=[self._device])
+    def _kept(self, path: Path, pool: ThreadPoolExecutor) -> list[Any] | None:
+        """None where there are none, or, as jax does it, a warning, where they cannot be used."""
+        load = functools.partial(
+            serialize_executable.deserialize_and_load, execution_devices=[self._device]
+        )
+        try:
+            kept = read(path)
+            if kept is None:
+                return None
+            for handler in kept.handlers:
+                jit.register(handler)
+            return list(pool.map(lambda one: load(*one), kept.programs))
+        except (pickle.UnpicklingError, EOFError, jax.errors.JaxRuntimeError) as error:
+            warnings.warn(f"{path}: compiling again: {error}", stacklevel=3)
+            return None
+
+
+def _keep(path: Path, made: list[Any], pool: ThreadPoolExecutor) -> None:
+    try:
+        programs = list(pool.map(serialize_executable.serialize, made))
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        warnings.warn(f"the next start will lower them again: {error}", stacklevel=3)
+    else:
+        keep(path, Kept(jit.registered(), programs))
 
 
 def name(wanted: Mapping[Hashable, Wanted], device: Any) -> str:

@@ -262,6 +262,10 @@ def test_a_second_engine_takes_the_first_ones_programs(tmp_path, monkeypatch):
         second = made()
         assert second.generate(requests) == written
         assert second.stats().compilations == 0
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match="compiling again"):
+        assert made().generate(requests) == written
     wanted, home = second.runner._wanted(), jax.devices()[0]
     key, one = wanted.popitem()
     others = [one, one._replace(static={**one.static, "width": 2}), one._replace(cfg=None)]
