@@ -24,6 +24,7 @@ BAD = {
     common.parse_logit_bias: "5=nan",
     common.parse_adapter: "it=/nowhere",
     bench.goodput: "ttft=0",
+    serve.ngram: "smollm2-135m",
     domains.filled: "",
     domains.api_key: "a b ",
     domains.text_file: "/nowhere/x.txt",
