@@ -160,22 +160,21 @@ def _said(cfg: ModelConfig, params: Params, rows: jax.Array, at: jax.Array) -> j
 
 def schedule(settings: LearnSettings) -> jax.Array:
     """float32 ``[steps, rates]``: a tenth of the steps rises, the rest falls as a cosine."""
-    config = TrainConfig(
-        data=DataConfig(""), steps=settings.steps, batch_size=1, sequence_length=1,
-        learning_rate=1.0, init_from="", optimizer=OptimizerConfig(settings.steps // 10),
-    )  # fmt: skip
+    config = _config(settings.steps, warmup_steps=settings.steps // 10)
     shares = learning_rate(config, jnp.arange(settings.steps))
     return shares[:, None] * jnp.asarray(settings.learning_rates, jnp.float32)
 
 
 def _rule() -> optax.GradientTransformation:
-    """Of a learning rate of 1, to which Adam's changes are proportional."""
-    constant = OptimizerConfig(final_share=1.0)
-    return optimizer(
-        TrainConfig(
-            data=DataConfig(""), steps=1, batch_size=1, sequence_length=1, learning_rate=1.0,
-            init_from="", optimizer=constant,
-        )
+    """Of a learning rate that is always 1: Adam's changes are proportional to it."""
+    return optimizer(_config(1, final_share=1.0))
+
+
+def _config(count: int, **options: Any) -> TrainConfig:
+    """What the optimizer reads of one."""
+    return TrainConfig(
+        data=DataConfig(""), steps=count, batch_size=1, sequence_length=1, learning_rate=1.0,
+        init_from="", optimizer=OptimizerConfig(**options),
     )  # fmt: skip
 
 
