@@ -66,9 +66,12 @@ def learn(cfg: ModelConfig, text: bytes, settings: LearnSettings, seed: int) -> 
         state, of_part = steps(cfg, state, rates[at : at + PART], part)
         losses.append(np.asarray(of_part))
         seconds.append((time.perf_counter() - started) / PART)
-    params = state[0]
-    held = [_held(cfg, params, _windows(part, settings)) for part in (chosen_on, reported_on)]
-    best = int(np.nanargmin(held[0]))
+    held = []
+    for part in (chosen_on, reported_on):  # a rate of 0 tells the losses and moves nothing
+        rows = _windows(part, settings)
+        state, of_part = steps(cfg, state, jnp.zeros((len(rows), rates.shape[1])), rows)
+        held.append(np.mean(of_part, axis=0))
+    best, params = int(np.nanargmin(held[0])), state[0]
     tokens = settings.batch_size * settings.sequence_length
     recall = recalled(cfg, jax.tree.map(lambda leaf: leaf[best], params), reported_on.ids, settings)
     return {
@@ -178,6 +181,7 @@ def _config(count: int, **options: Any) -> TrainConfig:
     )  # fmt: skip
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def first_state(params: Params, rates: int) -> Any:
     """What ``steps`` takes: the same parameters, and moments, for each rate."""
     return jax.vmap(lambda _: (params, _rule().init(params)))(jnp.arange(rates))
@@ -205,13 +209,6 @@ def steps(
 
     at_all_rates = jax.vmap(one, in_axes=(0, 0, None))
     return jax.lax.scan(lambda state, now: at_all_rates(state, *now), state, (rates, batches))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _held(cfg: ModelConfig, params: Params, windows: jax.Array) -> jax.Array:
-    """Of each rate, the mean over ``windows[N, B, T + 1]``."""
-    loss = jax.vmap(functools.partial(_loss, cfg), in_axes=(0, None))
-    return jnp.mean(jax.lax.map(lambda rows: loss(params, rows), windows), axis=0)
 
 
 def _windows(part: TokenFile, settings: LearnSettings) -> jax.Array:

@@ -115,7 +115,8 @@ def test_the_shipped_experiment_made_small(tmp_path):
     lines = {
         "model = ": 'model = ["attention", "gla"]', "text = ": 'text = "ab.txt"',
         "seeds": "seeds = [0]", "learning_rates": "learning_rates = [1e-4, 1e-2]",
-        "distances": "distances = [4, 40]\nheld_tokens = 256\ntrials = 4", "facts": "facts = 2",
+        "distances": "distances = [4, 40]\ntrials = 4", "facts": "facts = 2",
+        "held_tokens": "held_tokens = 1281",
         "steps": "steps = 40", "batch_size": "batch_size = 2", "sequence_length":
         "sequence_length = 32", "where": "", "n_layers": "n_layers = 1", "by =": "",
     }  # fmt: skip
@@ -125,7 +126,7 @@ def test_the_shipped_experiment_made_small(tmp_path):
     ).splitlines():
         text.append(next((new for old, new in lines.items() if line.startswith(old)), line))
     (tmp_path / "small.toml").write_text("\n".join(text))
-    (tmp_path / "ab.txt").write_text("ab" * 1000)
+    (tmp_path / "ab.txt").write_text("ab" * 2000)
     experiment = load_experiment(tmp_path / "small.toml")
     out = run(experiment, tmp_path / "out", lambda _: None)
     rows = json.loads((out / "results.json").read_text())["rows"]
