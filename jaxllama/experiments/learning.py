@@ -17,6 +17,7 @@ are longer than anything that was trained on.
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -32,12 +33,13 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.settings import LearnSettings
 from jaxllama.generation import Params
 from jaxllama.model.cache import init_cache
-from jaxllama.model.decoder import head
+from jaxllama.model.decoder import block, final_norm, head, layer_config
+from jaxllama.model.linear import Stream
 from jaxllama.quantization.random_params import random_params
 from jaxllama.training.config import DataConfig, OptimizerConfig, TrainConfig
 from jaxllama.training.data import TokenFile
 from jaxllama.training.flops import parameters
-from jaxllama.training.forward import hidden_states
+from jaxllama.training.forward import embed
 from jaxllama.training.loss import cross_entropy
 from jaxllama.training.optimizer import learning_rate, optimizer
 
@@ -154,7 +156,7 @@ def _said(cfg: ModelConfig, params: Params, rows: jax.Array, at: jax.Array) -> j
     """The byte that comes first behind position ``at`` of ``rows[N, T]``, row by row."""
 
     def one(row: jax.Array) -> jax.Array:
-        x = hidden_states(cfg, params, row[None], jnp.dtype(jnp.float32))[0]
+        x = _hidden_states(cfg, params, row[None])[0]
         x = jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
         return jnp.argmax(head(params)["weight"] @ x)
 
@@ -187,9 +189,25 @@ def first_state(params: Params, rates: int) -> Any:
     return jax.vmap(lambda _: (params, _rule().init(params)))(jnp.arange(rates))
 
 
+def _hidden_states(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
+    """``training.forward.hidden_states``, layers that are alike as one loop: small models take
+    longer to compile than to train."""
+    stream, at = embed(cfg, params, tokens, jnp.dtype(jnp.float32))
+    for kind, run in itertools.groupby(range(cfg.n_layers), lambda i: layer_config(cfg, i)):
+        layers = jax.tree.map(
+            lambda *leaves: jnp.stack(leaves), *(params[f"layer_{i}"] for i in run)
+        )
+
+        def layer(x: jax.Array, p: Params, kind: Any = kind) -> tuple[jax.Array, None]:
+            return block(*kind, p, Stream(x), None, at)[0].total, None
+
+        stream = Stream(jax.lax.scan(layer, stream.total, layers)[0])
+    return final_norm(cfg, params, stream)
+
+
 def _loss(cfg: ModelConfig, params: Params, rows: jax.Array) -> jax.Array:
     rows = rows.astype(jnp.int32)
-    x = hidden_states(cfg, params, rows[:, :-1], jnp.dtype(jnp.float32))
+    x = _hidden_states(cfg, params, rows[:, :-1])
     return cross_entropy(x, head(params)["weight"], rows[:, 1:])[0]
 
 
