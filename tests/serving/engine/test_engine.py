@@ -252,14 +252,14 @@ def test_a_row_whose_drafts_are_right_takes_fewer_steps():
     host, as ``min_tokens`` is, goes token by token."""
     eng, prompt = engine("llama", draft="ngram"), PROMPTS[4]
     calls = {}
-    for who, sampling in (("right", SAMPLINGS[5]), ("wrong", jl.Sampling(temperature=5.0))):
+    for kind, sampling in (("right", SAMPLINGS[5]), ("wrong", jl.Sampling(temperature=5.0))):
         before = eng.stats()
-        request = Request(who, prompt * 2, MAX_NEW, sampling, ignore_eos=True)
-        events = eng.generate([request])[name]
-        calls[who] = len(events)
+        request = Request(kind, prompt * 2, MAX_NEW, sampling, ignore_eos=True)
+        events = eng.generate([request])[kind]
+        calls[kind] = len(events)
         drafted = eng.stats().drafted_tokens - before.drafted_tokens
         accepted = eng.stats().accepted_tokens - before.accepted_tokens
-        assert accepted >= 16 if name == "right" else drafted == 7
+        assert accepted >= 16 if kind == "right" else drafted == 7
     assert calls == {"right": 3, "wrong": MAX_NEW // OPTIONS["steps_per_call"]}
     least = Request("least", prompt, 12, SAMPLINGS[5], min_tokens=4, stop_token_ids=(5,))
     events = eng.generate([least])["least"]
