@@ -1,7 +1,7 @@
 """The gated delta rule's gradients inside a chunk on Hopper, all chunks at once.
 
-Of ``kernel_chunks``'s X = T diag(beta), M = P X, K' = X^T diag(to end) K and of R, given the
-states S at a chunk's start and the gradients E of those at its end, do of the outputs, dR of R:
+Of ``kernel_chunks``'s X = T diag(beta), M = P X, K' = X^T diag(to end) K, given the states S at a
+chunk's start and the gradients E of those at its end, do of the outputs, dR of R = V - diag(e) K S:
 
     dM = do R^T      dK' = R E^T      dX = P^T dM + diag(to end) K dK'^T      dP = dM X^T
     dA = -T^T (dX diag(beta)) T^T     dbeta_j = sum_i T_ij dX_ij + sum_i dA_ji A_ji / beta_j
@@ -10,13 +10,21 @@ states S at a chunk's start and the gradients E of those at its end, do of the o
     dKK = beta_i dA_ij D_ij
 
 and log_decay's from the sums of dA A + dP P over rows and columns, of q dQ and k dK where those
-came through the state, and of S E.  One block a chunk and value head; of its two warpgroups the
-first has what comes from the outputs, the second what comes from the state:
+came through the state, and of S E.
 
-    1 : TMA | do S^T, do R^T, q k^T | dM, P -> | dP | dP D ->          | dQ
-    2 : TMA | R E^T, dR S^T, S E    | dX, dT, dA       | dKK | X dK'   | dK           | dg, dbeta
+Where keys are parallel and nothing decays, dX's entries cancel in dbeta, and S E is a sum of terms
+of both signs.  So R (computed here, from the states that the scan used), E, dK', T and products
+with them have two bf16 parts each, and S E takes twelve bits of S (``remainder``).
 
-T comes from the forward pass in two bf16 parts, and every product with it takes both.
+Two warpgroups, each with half of the value channels for R and half of the key channels for all
+that has them; between these the first has what comes from the outputs, the second what comes from
+the state.  A block goes from chunk to chunk; what the next one needs is copied to where its place
+becomes free:
+
+    both : R | do S^T, dR S^T, R E^T, S E     | K dK'^T   ... |              | X dK' | dQ, dK ->
+    1    :     do R^T, q k^T                  | dM, P ->      | dP   dP D -> |
+    2    :     k k^T                          |               | dX  dT  dA -> |         dg, dbeta
+    next :                                                 E ^          S, do, dR ^  the others ^
 """
 
 from __future__ import annotations
@@ -29,34 +37,34 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.device import gpu
 from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta import remainder
 from pallas_kernels.gated_delta.kernel_chunks import PART, high_low, vectors_call
 from pallas_kernels.gated_delta.kernel_scan import tiles, tokens
-from pallas_kernels.gla.channels import CHUNK, ROWS
-from pallas_kernels.gla.gates import BF16_TILE
+from pallas_kernels.gla.channels import CHUNK
 from pallas_kernels.launch import launch
 
-VALUES = 128  # value channels of a head
+CHANNELS = 128  # value channels of a head, and key channels
 _WGMMA = plgpu.Layout.WGMMA
 _SQUARE = (CHUNK, CHUNK)
+_FLOATS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
 def _transposed(ref):
     return ref.transpose((1, 0))
 
 
-def _products(shapes, *steps):
-    """Results [64, n] of products begun at zero: steps are (which, left, right)."""
+def _products(n: int, *steps):
+    """n results [64, 64] of products begun at zero: steps are (which, left, right)."""
 
     def run(*accs):
         for which, left, right in steps:
             plgpu.wgmma(accs[which], left, right)
         return tuple(acc[...] for acc in accs)
 
-    accs = [plgpu.ACC((CHUNK, n), jnp.float32) for n in shapes]
-    return pl.run_scoped(run, *accs)
+    return pl.run_scoped(run, *[plgpu.ACC(_SQUARE, jnp.float32)] * n)
 
 
 def _added(start, *steps):
@@ -74,42 +82,59 @@ def _read(ref):
 
 
 def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays, d_q, d_k,
-          d_g, d_beta, q_union, k_union, o_union, dr_union, r_union, s_union, r_low, e_sm, t_sm,
-          decay_sm, scratch, table, ready, *, length: int, scale: float, group: int,
-          parts: int):  # fmt: skip
+          d_g, d_beta, q_union, k_union, o_union, dr_union, r_union, low_union, end_union, ends_sm,
+          s_union, t_sm, decay_sm, scratch, table, ready, *, length: int, scale: float, group: int,
+          blocks: int):  # fmt: skip
     (q_rows, q_sm), (k_rows, k_sm), (o_rows, o_sm) = q_union, k_union, o_union
-    (dr_rows, dr_sm), (r_rows, r_sm), (s_sm, out_rows, out_sm) = dr_union, r_union, s_union
-    head, c, b = (lax.axis_index(name) for name in ("head", "chunk", "row"))
-    wg = lax.axis_index("warpgroup")
-    rows = pl.ds(c * CHUNK, CHUNK)
-    limit = jnp.full((128,), length - c * CHUNK, jnp.int32)
-    dk = parts * PART
-    channels = [slice(PART * part, PART * (part + 1)) for part in range(parts)]
-    wide = [pl.ds(PART * part, PART) for part in range(parts)]
+    (dr_rows, dr_sm), (r_rows, r_sm), (low_rows, r_low) = dr_union, r_union, low_union
+    (end_rows, end_sm), (s_sm, partial_sm) = end_union, s_union
+    e_sm = [[end_sm, ends_sm.at[0]], [ends_sm.at[1], ends_sm.at[2]]]  # [part][half of the values]
+    heads, n_chunks = d_out.shape[2], states.shape[2]
+    n_items = d_out.shape[0] * heads * n_chunks
+    block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
+    halves = [pl.ds(PART * n, PART) for n in range(2)]
 
-    @pl.when(wg == 0)
-    def _():
+    def place(item):
+        """(row, head, chunk)"""
+        return item // (heads * n_chunks), item % heads, item // heads % n_chunks
+
+    def load(item, when: int):
+        """Starts the copies whose places become free first (0), second (1) or last (2)."""
+        b, head, c = place(item)
+        rows = pl.ds(c * CHUNK, CHUNK)
+
         def copy(source, to):
             plgpu.copy_gmem_to_smem(source, to, ready)
 
-        for part in range(parts):
-            at = pl.ds(part * PART, PART)
-            copy(q.at[b, rows, head // group, at], q_rows.at[part])
-            copy(k.at[b, rows, head // group, at], k_rows.at[part])
-        for half in range(2):
-            at = pl.ds(half * 64, 64)
-            for x, to in ((d_out, o_rows), (d_rest, dr_rows), (v, r_rows)):
-                copy(x.at[b, rows, head, at], to.at[half])
-            copy(states.at[b, head, c, at], s_sm.at[half])
-            for n in range(2):
-                copy(ends.at[b, head, c, n, at], e_sm.at[n, half])
-            copy(inverses.at[b, head, half, rows], t_sm.at[half])
-        copy(decays.at[b, head, c], decay_sm)
+        def copy_end(part, half):
+            for n, at in enumerate(halves):
+                copy(ends.at[b, head, c, part, halves[half], at], e_sm[part][half].at[n])
 
-    vectors_call(scale, 4 * g.shape[-1], False)(
-        scratch, g.at[b, rows, head], beta.at[b, rows, head], g.at[b, rows, head], limit
-    )
-    plgpu.barrier_wait(ready)
+        if when == 0:
+            for part, half in ((0, 1), (1, 0), (1, 1)):
+                copy_end(part, half)
+        for n, at in enumerate(halves):
+            if when == 1:
+                copy(d_out.at[b, rows, head, at], o_rows.at[n])
+                copy(d_rest.at[b, rows, head, at], dr_rows.at[n])
+                for m in range(2):
+                    copy(states.at[b, head, c, at, halves[m]], s_sm.at[n, m])
+            if when == 2:
+                copy(q.at[b, rows, head // group, at], q_rows.at[n])
+                copy(k.at[b, rows, head // group, at], k_rows.at[n])
+                copy(v.at[b, rows, head, at], r_rows.at[n])
+                copy(inverses.at[b, head, n, rows], t_sm.at[n])
+        if when == 2:
+            copy_end(0, 0)
+            copy(decays.at[b, head, c], decay_sm)
+
+    def load_next(item, when: int):
+        pl.when((wg == 0) & (item + blocks < n_items))(lambda: load(item + blocks, when))
+
+    @pl.when(wg == 0)
+    def _():
+        for when in range(3):
+            load(block, when)
 
     def vector(at, axis):
         """Over rows (axis 0) or columns (1)."""
@@ -121,179 +146,162 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
         x = plgpu.load(decay_sm.at[n], layout=_WGMMA.reduce(1))
         return lax.broadcast_in_dim(x, _SQUARE, [0])
 
-    # R of 64 value channels, of which the scan used the high part, in the place of V.
-    (seen,) = _products(
-        (CHUNK,), *[(0, k_sm.at[n], _transposed(s_sm.at[wg, :, at])) for n, at in enumerate(wide)]
-    )
-    r_sm[wg], r_low[wg] = high_low(_read(r_sm.at[wg]) - seen * from_start(0))
-    plgpu.commit_smem()
-    sums.block_barrier()
+    def one_chunk(item):
+        b, head, c = place(item)
+        rows = pl.ds(c * CHUNK, CHUNK)
+        limit = jnp.full((128,), length - c * CHUNK, jnp.int32)
+        vectors_call(scale, 4 * g.shape[-1], False)(
+            scratch, g.at[b, rows, head], beta.at[b, rows, head], g.at[b, rows, head], limit
+        )
+        plgpu.barrier_wait(ready)
+        (seen,) = _products(1, *[(0, k_sm.at[n], _transposed(s_sm.at[wg, n])) for n in range(2)])
+        r_sm[wg], r_low[wg] = high_low(_read(r_sm.at[wg]) - seen * from_start(0))
+        plgpu.commit_smem()
+        sums.block_barrier()
 
-    def leave(x, first):
-        """Results to the device by way of the states' place."""
-        for part in range(parts):
-            out_sm[first + part] = x[part].astype(jnp.bfloat16)
-        plgpu.commit_smem()
+        def begin(w: int, n_more: int, *more):
+            """(do S^T, dR S^T, K dK'^T of the w-th half of the key channels, more products)"""
+            through = []
+            for n in range(2):
+                state = plgpu.load(s_sm.at[w, n], layout=_WGMMA)
+                state = remainder.load(remainders.at[b, head, c, w, n], state)
+                through.append(state * (_read(e_sm[0][w].at[n]) + _read(e_sm[1][w].at[n])))
+            sums.sum_rows(table.at[sums.STATES + w], sum(through) * decay_sm[0, CHUNK - 1])
+            asked, seen, d_keys, *rest = _products(
+                3 + n_more,
+                *[(0, o_sm.at[n], s_sm.at[n, w]) for n in range(2)],
+                *[(1, dr_sm.at[n], s_sm.at[n, w]) for n in range(2)],
+                *[(2, r.at[n], e_sm[part][n].at[w]) for n in range(2)
+                  for r, part in ((r_sm, 0), (r_sm, 1), (r_low, 0))],
+                *more,
+            )  # fmt: skip
+            sums.block_barrier()  # 1: states, ends, do, dR and R are read
+            end_sm[w] = (d_keys * vector(inverse.BETA, 0)).astype(jnp.bfloat16)
+            right = _transposed(k_sm.at[w])
+            (d_x,) = _products(1, *[(0, left, right) for left in high_low(d_keys)])
+            return asked, seen, d_x, rest
 
-    def from_outputs():
-        asked, d_m, qk = _products(
-            (dk, CHUNK, CHUNK),
-            *[(0, o_sm.at[n], s_sm.at[n]) for n in range(2)],
-            *[(1, o_sm.at[n], _transposed(x.at[n])) for n in range(2) for x in (r_sm, r_low)],
-            *[(2, q_sm.at[n], _transposed(k_sm.at[n])) for n in range(parts)],
-        )
-        weight = sums.decays_call(False)(scratch) * scale
-        scores = qk * weight
-        plgpu.commit_smem()  # all warps have read do
-        o_sm[0], o_sm[1] = d_m.astype(jnp.bfloat16), scores.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        sums.block_barrier()  # 1
-        high, low = high_low(d_m * vector(inverse.BETA, 1))
-        (d_scores,) = _products(
-            (CHUNK,), (0, high, t_sm.at[0]), (0, high, t_sm.at[1]), (0, low, t_sm.at[0])
-        )
-        d_qk = (d_scores * weight).astype(jnp.bfloat16)
-        moved = d_scores * scores
-        r_sm[0] = d_qk
-        plgpu.commit_smem()
-        sums.block_barrier()  # 2
-        sums.sum_columns(table.at[pl.ds(sums.BY_SCORES, 4)], moved)
-        result = []
-        for part, at in enumerate(channels):
-            x = asked[:, at] * from_start(1)
-            moved = moved + x * _read(q_sm.at[part])
-            result.append(_added(x, (d_qk, k_sm.at[part])))
-        sums.sum_rows(table.at[sums.FROM_SCORES], moved)
-        leave(result, 0)
-        for part in range(parts):
-            at = pl.ds(part * PART, PART)
-            plgpu.copy_smem_to_gmem(out_rows.at[part], d_q.at[b, rows, head, at])
-
-    def from_state():
-        zero = plgpu.layout_cast(jnp.zeros(_SQUARE, jnp.float32), _WGMMA)
-        through = zero
-        for half in range(2):
-            for part, at in enumerate(wide):
-                state = plgpu.load(s_sm.at[half, :, at], layout=_WGMMA)
-                state = remainder.load(remainders.at[b, head, c, half, part], state)
-                end = _read(e_sm.at[0, half, :, at]) + _read(e_sm.at[1, half, :, at])
-                through = through + state * end
-        sums.sum_rows(table.at[sums.STATES], through * decay_sm[0, CHUNK - 1])
-        d_keys, seen = _products(
-            (dk, dk),
-            *[(0, r, e_sm.at[m, n]) for n in range(2)
-              for r, m in ((r_sm.at[n], 0), (r_sm.at[n], 1), (r_low.at[n], 0))],
-            *[(1, dr_sm.at[n], s_sm.at[n]) for n in range(2)],
-        )
-        rounded = high_low(d_keys)
-        plgpu.commit_smem()  # all warps have read the states
-        beta_wide = plgpu.load(scratch.at[pl.ds(inverse.BETA // 4, CHUNK)], layout=_WGMMA.reduce(1))
-        e_sm[0, 0] = (d_keys * lax.broadcast_in_dim(beta_wide, (CHUNK, dk), [0])).astype(jnp.bfloat16)
-        (d_x,) = _products(
-            (CHUNK,),
-            *[(0, x[:, at], _transposed(k_sm.at[n]))
-              for n, at in enumerate(channels) for x in rounded],
-        )
-        plgpu.commit_smem()
-        sums.block_barrier()  # 1
-        d_x = _added(d_x * vector(inverse.TO_END, 1), (_transposed(o_sm.at[0]), o_sm.at[1]))
-        sums.sum_rows(table.at[sums.BETAS], d_x * (_read(t_sm.at[0]) + _read(t_sm.at[1])))
-        high, low = high_low(d_x * vector(inverse.BETA, 0))
-        (y,) = _products(
-            (CHUNK,),
-            (0, high, _transposed(t_sm.at[0])),
-            (0, high, _transposed(t_sm.at[1])),
-            (0, low, _transposed(t_sm.at[0])),
-        )
-        dr_sm[0], dr_sm[1] = high_low(y)
-        plgpu.commit_smem()
-        d_a, kk = _products(
-            (CHUNK, CHUNK),
-            *[(0, _transposed(t_sm.at[m]), dr_sm.at[n]) for m, n in ((0, 0), (0, 1), (1, 0))],
-            *[(1, k_sm.at[n], _transposed(k_sm.at[n])) for n in range(parts)],
-        )
-        d_a = -d_a * sums.decays_call(True)(scratch)
-        moved = d_a * kk
-        d_kk = (d_a * vector(inverse.BETA, 1)).astype(jnp.bfloat16)
-        sums.sum_columns(table.at[pl.ds(sums.BY_KEYS, 4)], moved)
-        moved = -moved * vector(inverse.BETA, 1)
-        r_sm[1] = d_kk
-        plgpu.commit_smem()
-        sums.block_barrier()  # 2
-        (d_end,) = _products((dk,), *[(0, _transposed(t_sm.at[n]), e_sm.at[0, 0]) for n in range(2)])
-        result, to_end = [], zero
-        for part, at in enumerate(channels):
-            keys = _read(k_sm.at[part])
-            x = d_end[:, at] * vector(inverse.TO_END, 0)
-            to_end = to_end + x * keys
-            y = seen[:, at] * from_start(0)
-            moved = moved - (x + y) * keys
-            result.append(
-                _added(
-                    x - y,
-                    (d_kk, k_sm.at[part]),
-                    (_transposed(r_sm.at[1]), k_sm.at[part]),
-                    (_transposed(r_sm.at[0]), q_sm.at[part]),
-                )
+        def finish(w: int, asked, seen, moved):
+            """dq and dk of the w-th half of the key channels, and log_decay's share."""
+            (d_end,) = _products(1, *[(0, _transposed(t_sm.at[n]), end_sm.at[w]) for n in range(2)])
+            keys = _read(k_sm.at[w])
+            asked, seen = asked * from_start(1), seen * from_start(0)
+            d_end = d_end * vector(inverse.TO_END, 0)
+            sums.sum_rows(table.at[sums.TO_END + w], d_end * keys)
+            moved = moved + asked * _read(q_sm.at[w]) - (d_end + seen) * keys
+            sums.sum_rows(table.at[sums.FROM + w], moved)
+            from_scores, from_keys = r_sm.at[0], r_sm.at[1]
+            x = _added(asked, (from_scores, k_sm.at[w]))
+            r_low[w] = x.astype(jnp.bfloat16)
+            x = _added(
+                d_end - seen,
+                (from_keys, k_sm.at[w]),
+                (_transposed(from_keys), k_sm.at[w]),
+                (_transposed(from_scores), q_sm.at[w]),
             )
-        sums.sum_rows(table.at[sums.TO_END], to_end)
-        sums.sum_rows(table.at[sums.FROM_KEYS], moved)
-        leave(result, parts)
-        for part in range(parts):
-            at = pl.ds(part * PART, PART)
-            plgpu.copy_smem_to_gmem(out_rows.at[parts + part], d_k.at[b, rows, head, at])
+            end_sm[w] = x.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(low_rows.at[w], d_q.at[b, rows, head, halves[w]])
+            plgpu.copy_smem_to_gmem(end_rows.at[w], d_k.at[b, rows, head, halves[w]])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    pl.when(wg == 0)(from_outputs)
-    pl.when(wg == 1)(from_state)
-    sums.block_barrier()
+        def from_outputs():
+            asked, seen, d_x, (d_m, qk) = begin(
+                0, 2,
+                *[(3, o_sm.at[n], _transposed(r.at[n])) for n in range(2) for r in (r_sm, r_low)],
+                *[(4, q_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)],
+            )  # fmt: skip
+            partial_sm[...] = d_x
+            weight = sums.decays_call(False)(scratch) * scale
+            scores = qk * weight
+            o_sm[0], o_sm[1] = d_m.astype(jnp.bfloat16), scores.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            sums.block_barrier()  # 2
+            load_next(item, 0)
+            high, low = high_low(d_m * vector(inverse.BETA, 1))
+            (d_scores,) = _products(
+                1, (0, high, t_sm.at[0]), (0, high, t_sm.at[1]), (0, low, t_sm.at[0])
+            )
+            r_sm[0] = (d_scores * weight).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            sums.block_barrier()  # 3
+            load_next(item, 1)
+            moved = d_scores * scores
+            sums.sum_columns(table.at[pl.ds(sums.BY_SCORES, 4)], moved)
+            finish(0, asked, seen, moved)
 
-    @pl.when(wg == 0)
-    def _():
-        sums.finish_call(4 * g.shape[-1])(
-            scratch, table, g.at[b, rows, head], d_g.at[b, rows, head], d_beta.at[b, rows, head],
-            limit,
-        )  # fmt: skip
+        def from_state():
+            more = [(3, k_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)]
+            asked, seen, d_x, (kk,) = begin(1, 1, *more)
+            plgpu.commit_smem()
+            sums.block_barrier()  # 2
+            d_x = (d_x + plgpu.load(partial_sm, layout=_WGMMA)) * vector(inverse.TO_END, 1)
+            d_x = _added(d_x, (_transposed(o_sm.at[0]), o_sm.at[1]))
+            sums.sum_rows(table.at[sums.BETAS], d_x * (_read(t_sm.at[0]) + _read(t_sm.at[1])))
+            high, low = high_low(d_x * vector(inverse.BETA, 0))
+            right = [_transposed(t_sm.at[n]) for n in range(2)]
+            (y,) = _products(1, (0, high, right[0]), (0, high, right[1]), (0, low, right[0]))
+            dr_sm[0], dr_sm[1] = high_low(y)
+            plgpu.commit_smem()
+            steps = [(0, right[m], dr_sm.at[n]) for m, n in ((0, 0), (0, 1), (1, 0))]
+            d_a = -_products(1, *steps)[0] * sums.decays_call(True)(scratch)
+            r_sm[1] = (d_a * vector(inverse.BETA, 1)).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            sums.block_barrier()  # 3
+            moved = d_a * kk
+            sums.sum_columns(table.at[pl.ds(sums.BY_KEYS, 4)], moved)
+            finish(1, asked, seen, -moved * vector(inverse.BETA, 1))
 
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        pl.when(wg == 0)(from_outputs)
+        pl.when(wg == 1)(from_state)
+        sums.block_barrier()
+        load_next(item, 2)
+
+        @pl.when(wg == 0)
+        def _():
+            sums.finish_call(4 * g.shape[-1])(
+                scratch, table, g.at[b, rows, head], d_g.at[b, rows, head],
+                d_beta.at[b, rows, head], limit,
+            )  # fmt: skip
+
+        sums.block_barrier()  # before the sums' places are written again
+
+    steps = (n_items - block + blocks - 1) // blocks
+    lax.fori_loop(0, steps, lambda i, _: one_chunk(block + i * blocks), None)
 
 
 def chunk_gradients(
-    q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays, scale
+    q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays, scale: float
 ):
-    """(dq, dk [B, T, H, Dk] of every value head, dlog_decay, dbeta [B, T, H]).
+    """(dq, dk [B, T, H, 128] of every value head, dlog_decay, dbeta [B, T, H]), for Dk = Dv = 128.
 
-    inverses, decays: ``kernel_chunks.chunks``'s.  states, remainders: ``kernel_scan.scan``'s "borders".
-    d_rest, ends: ``gradients_kernel_scan.reverse_scan``'s.
+    inverses, decays: ``kernel_chunks.chunks``'s.  states, remainders: ``kernel_scan.scan``'s
+    borders.  d_rest, ends: ``gradients_kernel_scan.reverse_scan``'s.
     """
     b, t, h, dv = d_out.shape
     hk, dk = q.shape[2:]
-    nc, parts = -(-t // CHUNK), dk // PART
-    assert dv == VALUES
-    body = functools.partial(_body, length=t, scale=scale, group=h // hk, parts=parts)
-    sizes = (2 * parts, CHUNK, PART)
+    assert dk == dv == CHANNELS
+    blocks = min(gpu().sms, b * h * -(-t // CHUNK))
+    body = functools.partial(_body, length=t, scale=scale, group=h // hk, blocks=blocks)
     per_head, per_token = (b, t, h, dk), jax.ShapeDtypeStruct((b, t, h), jnp.float32)
     return launch(
         body,
         (q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays),
         (*[jax.ShapeDtypeStruct(per_head, q.dtype)] * 2, per_token, per_token),
         name="gated_delta_gradients",
-        grid={"head": h, "chunk": nc, "row": b},
+        grid=blocks,
         warpgroups=2,
         scratch=[
-            tokens(parts, CHUNK, PART),
-            tokens(parts, CHUNK, PART),
-            *[tokens(2, CHUNK, 64)] * 3,
+            *[tokens(2, CHUNK, PART)] * 7,
+            tiles(3, 2, 64, PART),
             plgpu.RefUnion(
-                tiles(2, 64, dk),
-                plgpu.SMEM(sizes, jnp.bfloat16, transforms=ROWS),
-                plgpu.SMEM(sizes, jnp.bfloat16, transforms=BF16_TILE),
+                tiles(2, 2, 64, PART),
+                plgpu.SMEM(_SQUARE, jnp.float32, transforms=_FLOATS),
             ),
-            tiles(2, CHUNK, 64),
-            tiles(2, 2, 64, dk),
             tiles(2, CHUNK, CHUNK),
             plgpu.SMEM((2, CHUNK), jnp.float32),
             3 * CHUNK,
             plgpu.SMEM((sums.TABLE_ROWS, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=2 * parts + 14 + 1),
+            plgpu.Barrier(num_arrivals=6 + 8 + 11),
         ],
     )

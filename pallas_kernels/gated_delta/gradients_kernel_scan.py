@@ -134,8 +134,8 @@ def reverse_scan(
     q, k, keys, weights, decays, d_out, d_state, *, segments: int = 1, want_out: bool = True
 ):
     """(dv [B, T, H, Dv], E^T at the chunks' ends in two bf16 parts, [B, H, NC, 2, Dv, Dk], and E at
-    the segments' starts, [B, H, segments, Dk, Dv]; that alone unless ``want_out``) for ``kernel_chunks.chunks``'s
-    results; d_state: E at the segments' ends, or None (zeros).
+    the segments' starts, [B, H, segments, Dk, Dv]; that alone unless ``want_out``) for
+    ``kernel_chunks.chunks``'s results; d_state: E at the segments' ends, or None (zeros).
     """
     b, t, h, dv = d_out.shape
     hk, dk = q.shape[2:]

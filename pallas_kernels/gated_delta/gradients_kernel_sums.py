@@ -17,9 +17,9 @@ from pallas_kernels.ptx import LOG2E
 
 _WGMMA = plgpu.Layout.WGMMA
 
-# Rows of the table of sums, 64 floats each: by token, or by token and warp.
-FROM_SCORES, BY_SCORES, FROM_KEYS, BY_KEYS, STATES, TO_END, BETAS = 0, 1, 5, 6, 10, 11, 12
-TABLE_ROWS = 13
+# Rows of the table of sums, 64 floats each: of each warpgroup, or of each warp, or one.
+FROM, STATES, TO_END, BY_SCORES, BY_KEYS, BETAS = 0, 2, 4, 6, 10, 14
+TABLE_ROWS = 15
 
 
 @plgpu.inline_mgpu()
@@ -94,11 +94,12 @@ def finish(scratch, table, decays, d_decays, d_betas, limit, pitch: int) -> None
         moved = [
             arith.addf(arith.subf(a, b), p.fma(c, k, d))
             for a, b, c, k, d in zip(
-                entries(FROM_SCORES), scores, beta, keys, entries(FROM_KEYS), strict=True
+                entries(FROM), scores, beta, keys, entries(FROM + 1), strict=True
             )
         ]
-        whole = [*entries(STATES), *entries(TO_END)]
-        whole = arith.addf(arith.addf(*whole[:2]), arith.addf(*whole[2:]))
+        parts = [entries(row) for row in (STATES, STATES + 1, TO_END, TO_END + 1)]
+        parts = [arith.addf(*pair) for pair in parts]
+        whole = arith.addf(arith.addf(*parts[:2]), arith.addf(*parts[2:]))
         for distance in (1, 2, 4, 8, 16):
             whole = arith.addf(whole, p.shuffle_xor(whole, distance))
         total = arith.addf(*moved)

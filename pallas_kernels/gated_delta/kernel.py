@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.gated_delta.gradients_kernel_chunks import VALUES, chunk_gradients
+from pallas_kernels.gated_delta.gradients_kernel_chunks import CHANNELS, chunk_gradients
 from pallas_kernels.gated_delta.gradients_kernel_scan import reverse_scan
 from pallas_kernels.gated_delta.kernel_chunks import chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
@@ -54,7 +54,7 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan
     if log_decay.ndim == q.ndim:
         return Reason("log_decay has a number for every key channel, the kernel takes one a head")
     batch, length, heads, dv = v.shape
-    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)), dv <= VALUES)
+    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)), dv <= CHANNELS)
 
 
 def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
@@ -145,6 +145,11 @@ def gated_delta_backward(
     b, t, hk, dk = q.shape
     width = v.shape[-1]
     v, d_out, d_state, initial_state = map(padded, (v, d_out, d_state, initial_state))
+    if dk < CHANNELS:
+        q, k = (padded(x) for x in (q, k))
+        d_state, initial_state = (
+            x if x is None else padded(x.mT).mT for x in (d_state, initial_state)
+        )
     *prepared, inverses = chunks(q, k, log_decay, beta, None, float(scale), save=True)
     n = segments or segments_for(*v.shape[::2], width, -(-t // CHUNK))
     operands = q, k, *prepared
@@ -162,7 +167,8 @@ def gated_delta_backward(
     )  # fmt: skip
     if hk != v.shape[2]:
         d_q, d_k = (
-            jnp.sum(x.reshape(b, t, hk, -1, dk), axis=3, dtype=jnp.float32).astype(q.dtype)
+            jnp.sum(x.reshape(b, t, hk, -1, CHANNELS), axis=3, dtype=jnp.float32).astype(q.dtype)
             for x in (d_q, d_k)
         )
-    return d_q, d_k, d_v[..., :width], d_g, d_beta, d_initial[:, :, 0, :, :width]
+    d_initial = d_initial[:, :, 0, :dk, :width]
+    return d_q[..., :dk], d_k[..., :dk], d_v[..., :width], d_g, d_beta, d_initial
