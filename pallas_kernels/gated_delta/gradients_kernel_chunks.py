@@ -82,13 +82,9 @@ def _read(ref):
 
 
 def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays, d_q, d_k,
-          d_g, d_beta, q_union, k_union, o_union, dr_union, r_union, low_union, end_union, ends_sm,
-          s_union, t_sm, decay_sm, scratch, table, ready, *, length: int, scale: float, group: int,
-          blocks: int):  # fmt: skip
-    (q_rows, q_sm), (k_rows, k_sm), (o_rows, o_sm) = q_union, k_union, o_union
-    (dr_rows, dr_sm), (r_rows, r_sm), (low_rows, r_low) = dr_union, r_union, low_union
-    (end_rows, end_sm), (s_sm, partial_sm) = end_union, s_union
-    e_sm = [[end_sm, ends_sm.at[0]], [ends_sm.at[1], ends_sm.at[2]]]  # [part][half of the values]
+          d_g, d_beta, q_union, k_union, o_union, dr_union, r_union, low_union, end_union,
+          ends_one, s_union, t_one, decay_sm, scratch, table, ready, *, length: int,
+          scale: float, group: int, blocks: int):  # fmt: skip
     heads, n_chunks = d_out.shape[2], states.shape[2]
     n_items = d_out.shape[0] * heads * n_chunks
     block, wg = lax.axis_index("block"), lax.axis_index("warpgroup")
@@ -98,8 +94,20 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
         """(row, head, chunk)"""
         return item // (heads * n_chunks), item % heads, item // heads % n_chunks
 
+    def places(item):
+        """Shared memory.  That there is one slot is hidden from the compiler, which would carry
+        all addresses through the loop, and spill them."""
+        slot = item // n_items
+        pairs = q_union, k_union, o_union, dr_union, r_union, low_union, end_union, s_union
+        pairs = [[x.at[slot] for x in pair] for pair in pairs]
+        first, others = pairs[-2][1], ends_one.at[slot]
+        ends_sm = [[first, others.at[0]], [others.at[1], others.at[2]]]  # [part][half]
+        return pairs, ends_sm, t_one.at[slot]
+
     def load(item, when: int):
         """Starts the copies whose places become free first (0), second (1) or last (2)."""
+        pairs, e_sm, t_sm = places(item)
+        (q_rows, _), (k_rows, _), (o_rows, _), (dr_rows, _), (r_rows, _), *_, (s_sm, _) = pairs
         b, head, c = place(item)
         rows = pl.ds(c * CHUNK, CHUNK)
 
@@ -136,17 +144,10 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
         for when in range(3):
             load(block, when)
 
-    def vector(at, axis):
-        """Over rows (axis 0) or columns (1)."""
-        place = scratch.at[pl.ds(at // 4, CHUNK)]
-        x = plgpu.load(place, layout=_WGMMA.reduce(1 - axis))
-        return lax.broadcast_in_dim(x, _SQUARE, [axis])
-
-    def from_start(n):
-        x = plgpu.load(decay_sm.at[n], layout=_WGMMA.reduce(1))
-        return lax.broadcast_in_dim(x, _SQUARE, [0])
-
     def one_chunk(item):
+        pairs, e_sm, t_sm = places(item)
+        (_, q_sm), (_, k_sm), (_, o_sm), (_, dr_sm), (_, r_sm), *pairs = pairs
+        (low_rows, r_low), (end_rows, end_sm), (s_sm, partial_sm) = pairs
         b, head, c = place(item)
         rows = pl.ds(c * CHUNK, CHUNK)
         limit = jnp.full((128,), length - c * CHUNK, jnp.int32)
@@ -154,13 +155,25 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
             scratch, g.at[b, rows, head], beta.at[b, rows, head], g.at[b, rows, head], limit
         )
         plgpu.barrier_wait(ready)
+
+        def vector(at, axis):
+            """Over rows (axis 0) or columns (1)."""
+            place = scratch.at[pl.ds(at // 4, CHUNK)]
+            x = plgpu.load(place, layout=_WGMMA.reduce(1 - axis))
+            return lax.broadcast_in_dim(x, _SQUARE, [axis])
+
+        def from_start(n):
+            x = plgpu.load(decay_sm.at[n], layout=_WGMMA.reduce(1))
+            return lax.broadcast_in_dim(x, _SQUARE, [0])
+
         (seen,) = _products(1, *[(0, k_sm.at[n], _transposed(s_sm.at[wg, n])) for n in range(2)])
         r_sm[wg], r_low[wg] = high_low(_read(r_sm.at[wg]) - seen * from_start(0))
         plgpu.commit_smem()
         sums.block_barrier()
 
-        def begin(w: int, n_more: int, *more):
-            """(do S^T, dR S^T, K dK'^T of the w-th half of the key channels, more products)"""
+        def begin(w: int, more=()):
+            """(do S^T, dR S^T, K dK'^T of the w-th half of the key channels, and the product of the
+            steps ``more`` if there are any)"""
             through = []
             for n in range(2):
                 state = plgpu.load(s_sm.at[w, n], layout=_WGMMA)
@@ -168,18 +181,17 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
                 through.append(state * (_read(e_sm[0][w].at[n]) + _read(e_sm[1][w].at[n])))
             sums.sum_rows(table.at[sums.STATES + w], sum(through) * decay_sm[0, CHUNK - 1])
             asked, seen, d_keys, *rest = _products(
-                3 + n_more,
+                3 + bool(more),
                 *[(0, o_sm.at[n], s_sm.at[n, w]) for n in range(2)],
                 *[(1, dr_sm.at[n], s_sm.at[n, w]) for n in range(2)],
                 *[(2, r.at[n], e_sm[part][n].at[w]) for n in range(2)
                   for r, part in ((r_sm, 0), (r_sm, 1), (r_low, 0))],
-                *more,
+                *[(3, *step) for step in more],
             )  # fmt: skip
             sums.block_barrier()  # 1: states, ends, do, dR and R are read
             end_sm[w] = (d_keys * vector(inverse.BETA, 0)).astype(jnp.bfloat16)
-            right = _transposed(k_sm.at[w])
-            (d_x,) = _products(1, *[(0, left, right) for left in high_low(d_keys)])
-            return asked, seen, d_x, rest
+            (d_x,) = _products(1, *[(0, x, _transposed(k_sm.at[w])) for x in high_low(d_keys)])
+            return asked, seen, d_x, *rest
 
         def finish(w: int, asked, seen, moved):
             """dq and dk of the w-th half of the key channels, and log_decay's share."""
@@ -199,6 +211,7 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
                 (_transposed(from_keys), k_sm.at[w]),
                 (_transposed(from_scores), q_sm.at[w]),
             )
+            plgpu.commit_smem()  # all warps have read what is there
             end_sm[w] = x.astype(jnp.bfloat16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(low_rows.at[w], d_q.at[b, rows, head, halves[w]])
@@ -206,12 +219,10 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def from_outputs():
-            asked, seen, d_x, (d_m, qk) = begin(
-                0, 2,
-                *[(3, o_sm.at[n], _transposed(r.at[n])) for n in range(2) for r in (r_sm, r_low)],
-                *[(4, q_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)],
-            )  # fmt: skip
+            steps = [(o_sm.at[n], _transposed(r.at[n])) for n in range(2) for r in (r_sm, r_low)]
+            asked, seen, d_x, d_m = begin(0, steps)
             partial_sm[...] = d_x
+            (qk,) = _products(1, *[(0, q_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)])
             weight = sums.decays_call(False)(scratch) * scale
             scores = qk * weight
             o_sm[0], o_sm[1] = d_m.astype(jnp.bfloat16), scores.astype(jnp.bfloat16)
@@ -231,8 +242,7 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
             finish(0, asked, seen, moved)
 
         def from_state():
-            more = [(3, k_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)]
-            asked, seen, d_x, (kk,) = begin(1, 1, *more)
+            asked, seen, d_x = begin(1)
             plgpu.commit_smem()
             sums.block_barrier()  # 2
             d_x = (d_x + plgpu.load(partial_sm, layout=_WGMMA)) * vector(inverse.TO_END, 1)
@@ -244,7 +254,9 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
             dr_sm[0], dr_sm[1] = high_low(y)
             plgpu.commit_smem()
             steps = [(0, right[m], dr_sm.at[n]) for m, n in ((0, 0), (0, 1), (1, 0))]
-            d_a = -_products(1, *steps)[0] * sums.decays_call(True)(scratch)
+            steps += [(1, k_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)]
+            d_a, kk = _products(2, *steps)
+            d_a = -d_a * sums.decays_call(True)(scratch)
             r_sm[1] = (d_a * vector(inverse.BETA, 1)).astype(jnp.bfloat16)
             plgpu.commit_smem()
             sums.block_barrier()  # 3
@@ -292,13 +304,13 @@ def chunk_gradients(
         grid=blocks,
         warpgroups=2,
         scratch=[
-            *[tokens(2, CHUNK, PART)] * 7,
-            tiles(3, 2, 64, PART),
+            *[tokens(1, 2, CHUNK, PART)] * 7,
+            tiles(1, 3, 2, 64, PART),
             plgpu.RefUnion(
-                tiles(2, 2, 64, PART),
-                plgpu.SMEM(_SQUARE, jnp.float32, transforms=_FLOATS),
+                tiles(1, 2, 2, 64, PART),
+                plgpu.SMEM((1, *_SQUARE), jnp.float32, transforms=_FLOATS),
             ),
-            tiles(2, CHUNK, CHUNK),
+            tiles(1, 2, CHUNK, CHUNK),
             plgpu.SMEM((2, CHUNK), jnp.float32),
             3 * CHUNK,
             plgpu.SMEM((sums.TABLE_ROWS, CHUNK), jnp.float32),

@@ -17,26 +17,27 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gla.channels import thread_in_warpgroup
 
 WORDS = 4 * 128  # of a [64, 64] array
+_HALF = 1 << 15  # half a unit of bf16's last place
 _WGMMA = plgpu.Layout.WGMMA
 
 
-def code(value, widened):
-    """(value - bf16) in sixteenths of bf16's last place, in the low four bits; ``widened``: the
-    bf16's bits as a float32's."""
-    left = arith.subi(p.bits(value), widened)
-    return p.masked(p.shift_right(arith.minsi(left, p.ci(32767)), 12), 15)
+def code(value, wide):
+    """(value - bf16) in sixteenths of bf16's last place, and 8; ``wide``: the bf16's bits as a
+    float32's."""
+    left = p.smaller(arith.subi(p.bits(value), wide), p.ci(_HALF - 1))
+    return p.shift_right(p.add(left, _HALF), 12)
 
 
-def decoded(word, n: int, widened):
-    """The float32 that the n-th code of ``word`` belongs to, to half a sixteenth."""
-    left = arith.shrsi(p.shift_left(word, 28 - 4 * n), p.ci(16))
-    left = p.add(p.masked(left, -4096), 2048)
-    return p.from_bits(arith.addi(widened, left))
+def decoded(word, n: int, wide):
+    """The float32 that the n-th code of ``word`` belongs to, but for half a sixteenth."""
+    shift = 12 - 4 * n
+    moved = p.shift_left(word, shift) if shift >= 0 else p.shift_right(word, -shift)
+    return p.from_bits(p.add(wide, p.masked(moved, 0xF000), 2048 - _HALF))
 
 
 def widened(word):
     """A pair of bf16 as the bits of two float32."""
-    return p.shift_left(word, 16), p.masked(word, -65536)
+    return p.shift_left(word, 16), p.masked(word, 0xFFFF0000)
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA, _WGMMA))

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 if VERSION >= (0, 11, 2):
     from pallas_kernels.gated_delta import gradients_kernel_sums as sums
-    from pallas_kernels.gated_delta import kernel_inverse
+    from pallas_kernels.gated_delta import kernel_inverse, remainder
     from pallas_kernels.gla import channels
 
 TILES, SCRATCH, VECTORS, OUT, TABLE = 1024, 18432, 32768, 40960, 49152
@@ -49,7 +49,7 @@ def run(work):
     block = warp_emulator.Block(128, 1 << 16)
     names = warp_emulator._modules(block)
     with contextlib.ExitStack() as patches:
-        for module in (kernel_inverse, channels, sums):
+        for module in (kernel_inverse, channels, sums, remainder):
             patches.enter_context(mock.patch.multiple(module, **names))
         return work(block)
 
@@ -161,11 +161,27 @@ def test_the_last_step(limit):
 
     d_g, d_b = run(work)
     by_warp = [table[at : at + 4].sum(0) for at in (sums.BY_SCORES, sums.BY_KEYS)]
-    moved = table[sums.FROM_SCORES] - by_warp[0] + table[sums.FROM_KEYS] + beta * by_warp[1]
-    whole = table[[sums.STATES, sums.TO_END]].sum()
+    moved = table[sums.FROM : sums.FROM + 2].sum(0) - by_warp[0] + beta * by_warp[1]
+    whole = table[[sums.STATES, sums.STATES + 1, sums.TO_END, sums.TO_END + 1]].sum()
     want = np.where(np.isinf(g[:, head]), 0, np.cumsum(moved[::-1])[::-1] + whole)
     np.testing.assert_allclose(d_g[:limit, head], want[:limit], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(
         d_b[:limit, head], (table[sums.BETAS] + by_warp[1])[:limit], rtol=1e-5
     )
     assert np.all(np.isnan(d_g[limit:, head])) and np.all(np.isnan(d_g[:, 0]))
+
+
+def test_four_bits_of_what_bf16_leaves():
+    rng = np.random.default_rng(4)
+    x = (rng.normal(size=(8, 128)) * np.exp2(rng.integers(-60, 60, (8, 128)))).astype(np.float32)
+    x[0, :4] = 0.0, 1.0 + 2.0**-8, -1.0 - 3 * 2.0**-8, 2.0 - 2.0**-9  # ties, and a power of two
+
+    def work(block):
+        p = warp_emulator._modules(block)["p"]
+        wide = [p.bits(p.widen(p.pack(y, y))) for y in x]
+        codes = [remainder.code(*pair) for pair in zip(x, wide, strict=True)]
+        assert all(np.all(y < 16) for y in codes)
+        word = sum(y << np.uint32(4 * n) for n, y in enumerate(codes))
+        return np.stack([remainder.decoded(word, n, y) for n, y in enumerate(wide)])
+
+    assert np.max(np.abs(run(work) - x) - np.abs(x) * 2.0**-12) <= 1e-38

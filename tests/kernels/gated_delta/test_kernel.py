@@ -133,7 +133,7 @@ def test_short_ragged_rows_lower():
 
 
 @pytest.mark.parametrize(
-    "shape, kernels", [((8, 4096, 8, 16, 128, 128), 4), ((1, 16384, 16, 16, 128, 64), 6)]
+    "shape, kernels", [((8, 4096, 8, 16, 128, 128), 4), ((1, 16384, 16, 16, 64, 64), 6)]
 )
 def test_backward_lowers(shape, kernels):
     x = operands(*shape)
