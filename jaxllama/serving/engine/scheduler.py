@@ -246,10 +246,7 @@ class Scheduler:
     def plan(self) -> Plan:
         self._preempted: list[Sequence] = []
         self._newcomers: list[Sequence] = []
-        for sequence in [some for some in self.running.values() if some.room(1) <= 0]:
-            del self.running[sequence.own_slot]
-            sequence.slot = None
-            self.ending.append(sequence)
+        self._retire()
         # Pages that are missing for one more token each; kept up to date below.
         self._next = _total(self._short(1))
         while self._next > self.pages.available:
@@ -262,6 +259,13 @@ class Scheduler:
             self.pages.grow(sequence.held, self._growth(sequence, steps))
             sequence.ahead += steps
         return Plan(self._preempted, self._newcomers, fills, started, budgets)
+
+    def _retire(self) -> None:
+        """Rows that the device has been told to write to their ends."""
+        for sequence in [some for some in self.running.values() if some.room(1) <= 0]:
+            del self.running[sequence.own_slot]
+            sequence.slot = None
+            self.ending.append(sequence)
 
     def _budgets(self, steps: int) -> dict[Sequence, int]:
         """What each running row may write.  A constrained row's mask comes from the host, after

@@ -19,11 +19,12 @@ from jaxllama import generation
 from jaxllama.config import RopeConfig
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import KVCache
-from jaxllama.offload.model import OffloadedModel
 from jaxllama.sampling import SamplingParams
+from jaxllama.serving.engine import runner
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.grammar import Matcher
 from jaxllama.serving.engine.options import EngineOptions, ResolvedOptions
+from jaxllama.serving.engine.programs import KEPT, Wanted, keep, name, read
 from jaxllama.serving.engine.request import (
     EngineClosed,
     EngineFailed,
@@ -244,6 +245,35 @@ def test_nothing_is_compiled_after_the_warm_up():
     eng.generate([Request("one", (5, 6), 2)])
     assert compiled == []
     assert eng.stats().compilations == 0
+
+
+def test_a_second_engine_takes_the_first_ones_programs(tmp_path, monkeypatch):
+    def made() -> Engine:
+        eng = Engine(model("llama"), **{**OPTIONS, "max_slots": 1, "max_len": 48})
+        eng.warm_up()
+        return eng
+
+    monkeypatch.setattr(runner, "folder", lambda: tmp_path)
+    requests = [Request(f"k{i}", PROMPTS[i], 5, SAMPLINGS[i]) for i in range(3)]
+    written = made().generate(requests)
+    assert len(list(tmp_path.iterdir())) == 1
+    with monkeypatch.context() as nothing:
+        nothing.setattr(Wanted, "lower", None)
+        second = made()
+        assert second.generate(requests) == written
+        assert second.stats().compilations == 0
+    wanted, home = second.runner._wanted(), jax.devices()[0]
+    key, one = wanted.popitem()
+    others = [one, one._replace(static={**one.static, "width": 2}), one._replace(cfg=None)]
+    assert len({name({**wanted, key: other}, home) for other in others}) == 3
+
+
+def test_only_the_newest_programs_are_kept(tmp_path):
+    for number in range(KEPT + 2):
+        keep(tmp_path / "engines" / f"engine-{number}.pickle", [(b"", None, None)])
+    assert len(list((tmp_path / "engines").iterdir())) == KEPT
+    newest = tmp_path / "engines" / f"engine-{KEPT + 1}.pickle"
+    assert read(newest) == [(b"", None, None)] and read(tmp_path / "none") is None
 
 
 def test_likeliest_tokens_are_reported():
@@ -477,7 +507,7 @@ def test_a_deterministic_engine_gives_the_same_bits_in_any_company(family):
 
 
 def test_options_that_do_not_go_together_are_refused_by_name():
-    lm, offloaded = model("llama"), OffloadedModel(**vars(model("llama")))
+    lm = model("llama")
     fixed = dataclasses.replace(lm, deterministic=True)
     for bad, options, words in (
         (lm, {"max_slots": 0}, "max_slots = 0: must be a whole number >= 1"),
@@ -502,7 +532,6 @@ def test_options_that_do_not_go_together_are_refused_by_name():
         (fixed, {"prefill_rows": 2}, "prefill_rows = 2: must be 1"),
         (fixed, {"page_size": 5}, "page_size = 5: must divide 16, as a deterministic"),
         (fixed, {"cache_tokens": 208}, "cache_tokens = 208: less than 4 slots of 96 tokens"),
-        (offloaded, {}, "the engine runs no offloaded models"),
     ):
         with pytest.raises(jl.JaxLlamaError, match=words) as error:
             Engine(bad, **{**OPTIONS, **options})
