@@ -83,7 +83,7 @@ def _read(ref):
 
 def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays, d_q, d_k,
           d_g, d_beta, q_union, k_union, o_union, dr_union, r_union, low_union, end_union,
-          ends_one, s_union, t_one, decay_sm, scratch, table, ready, *, length: int,
+          ends_one, s_union, t_one, decay_sm, scratches, tables, ready, *, length: int,
           scale: float, group: int, blocks: int):  # fmt: skip
     heads, n_chunks = d_out.shape[2], states.shape[2]
     n_items = d_out.shape[0] * heads * n_chunks
@@ -133,27 +133,37 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
                 copy(v.at[b, rows, head, at], r_rows.at[n])
                 copy(inverses.at[b, head, n, rows], t_sm.at[n])
         if when == 2:
-            copy_end(0, 0)
             copy(decays.at[b, head, c], decay_sm)
+
+    def load_first_end(item, half):
+        """Of the first value channels, where a warpgroup's dk leaves from."""
+        b, head, c = place(item)
+        source = ends.at[b, head, c, 0, halves[0], pl.ds(PART * half, PART)]
+        plgpu.copy_gmem_to_smem(source, places(item)[1][0][0].at[half], ready)
 
     def load_next(item, when: int):
         pl.when((wg == 0) & (item + blocks < n_items))(lambda: load(item + blocks, when))
 
-    @pl.when(wg == 0)
-    def _():
-        for when in range(3):
-            load(block, when)
+    def limit(c):
+        return jnp.full((128,), length - c * CHUNK, jnp.int32)
 
-    def one_chunk(item):
+    def vectors(item, turn):
+        b, head, c = place(item)
+        at = b, pl.ds(c * CHUNK, CHUNK), head
+        vectors_call(scale, 4 * g.shape[-1], False)(
+            scratches.at[turn], g.at[at], beta.at[at], g.at[at], limit(c)
+        )
+
+    def one_chunk(item, turn):
         pairs, e_sm, t_sm = places(item)
         (_, q_sm), (_, k_sm), (_, o_sm), (_, dr_sm), (_, r_sm), *pairs = pairs
         (low_rows, r_low), (end_rows, end_sm), (s_sm, partial_sm) = pairs
         b, head, c = place(item)
         rows = pl.ds(c * CHUNK, CHUNK)
-        limit = jnp.full((128,), length - c * CHUNK, jnp.int32)
-        vectors_call(scale, 4 * g.shape[-1], False)(
-            scratch, g.at[b, rows, head], beta.at[b, rows, head], g.at[b, rows, head], limit
-        )
+        scratch, table = scratches.at[turn], tables.at[turn]
+        codes = [
+            plgpu.load(remainders.at[b, head, c, wg, n], layout=remainder.LAYOUT) for n in range(2)
+        ]
         plgpu.barrier_wait(ready)
 
         def vector(at, axis):
@@ -177,7 +187,7 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
             through = []
             for n in range(2):
                 state = plgpu.load(s_sm.at[w, n], layout=_WGMMA)
-                state = remainder.load(remainders.at[b, head, c, w, n], state)
+                state = remainder.joined(codes[n], state)
                 through.append(state * (_read(e_sm[0][w].at[n]) + _read(e_sm[1][w].at[n])))
             sums.sum_rows(table.at[sums.STATES + w], sum(through) * decay_sm[0, CHUNK - 1])
             asked, seen, d_keys, *rest = _products(
@@ -216,7 +226,6 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(low_rows.at[w], d_q.at[b, rows, head, halves[w]])
             plgpu.copy_smem_to_gmem(end_rows.at[w], d_k.at[b, rows, head, halves[w]])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def from_outputs():
             steps = [(o_sm.at[n], _transposed(r.at[n])) for n in range(2) for r in (r_sm, r_low)]
@@ -234,6 +243,7 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
                 1, (0, high, t_sm.at[0]), (0, high, t_sm.at[1]), (0, low, t_sm.at[0])
             )
             r_sm[0] = (d_scores * weight).astype(jnp.bfloat16)
+            pl.when(item + blocks < n_items)(lambda: vectors(item + blocks, 1 - turn))
             plgpu.commit_smem()
             sums.block_barrier()  # 3
             load_next(item, 1)
@@ -268,18 +278,30 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
         pl.when(wg == 1)(from_state)
         sums.block_barrier()
         load_next(item, 2)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        pl.when(item + blocks < n_items)(lambda: load_first_end(item + blocks, wg))
 
         @pl.when(wg == 0)
         def _():
             sums.finish_call(4 * g.shape[-1])(
                 scratch, table, g.at[b, rows, head], d_g.at[b, rows, head],
-                d_beta.at[b, rows, head], limit,
+                d_beta.at[b, rows, head], limit(c),
             )  # fmt: skip
 
-        sums.block_barrier()  # before the sums' places are written again
+    @pl.when(wg == 0)
+    def _():
+        for when in range(3):
+            load(block, when)
+        load_first_end(block, 0)
+        load_first_end(block, 1)
+        vectors(block, 0)
+
+    sums.block_barrier()
 
     steps = (n_items - block + blocks - 1) // blocks
-    lax.fori_loop(0, steps, lambda i, _: one_chunk(block + i * blocks), None)
+    lax.fori_loop(0, steps, lambda i, _: one_chunk(block + i * blocks, i % 2), None)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def chunk_gradients(
@@ -312,8 +334,8 @@ def chunk_gradients(
             ),
             tiles(1, 2, CHUNK, CHUNK),
             plgpu.SMEM((2, CHUNK), jnp.float32),
-            3 * CHUNK,
-            plgpu.SMEM((sums.TABLE_ROWS, CHUNK), jnp.float32),
+            plgpu.SMEM((2, 3 * CHUNK), jnp.float32),
+            plgpu.SMEM((2, sums.TABLE_ROWS, CHUNK), jnp.float32),
             plgpu.Barrier(num_arrivals=6 + 8 + 11),
         ],
     )

@@ -17,6 +17,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gla.channels import thread_in_warpgroup
 
 WORDS = 4 * 128  # of a [64, 64] array
+LAYOUT = plgpu.Layout.WG_STRIDED((WORDS,), vec_size=4)  # of a thread's codes
 _HALF = 1 << 15  # half a unit of bf16's last place
 _WGMMA = plgpu.Layout.WGMMA
 
@@ -58,16 +59,17 @@ def store(ctx, to, x, rounded) -> None:
 
 
 @plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(), _WGMMA),
+    arg_types=(LAYOUT, _WGMMA),
     return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.float32, layout=_WGMMA),
 )
-def load(ctx, source, rounded):
+def joined(ctx, codes, rounded):
     """x, to twelve bits, from its bf16 and what ``store`` left."""
     del ctx
     layout = _WGMMA.to_mgpu()
     zero = mgpu.FragmentedArray.splat(p.cf(0.0), (64, 64), layout, is_signed=None)
     registers = zero.registers.copy()
-    words = p.load_global(p.offset(p.address(source), thread_in_warpgroup(), 16), 4)
+    (codes,) = codes.registers.flat
+    words = [llvm.extractelement(codes, p.ci(n)) for n in range(4)]
     kind = ir.VectorType.get((2,), p.f32())
     pairs = []
     for i, half in enumerate(rounded.registers.reshape(-1)):
