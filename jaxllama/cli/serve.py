@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import COUNT, SHARE, Number, Parser, api_key, filled, out_folder
+from jaxllama.cli.domains import COUNT, SHARE, Bad, Number, Parser, api_key, filled, out_folder
 from jaxllama.errors import JaxLlamaError
 
 # The engine's sizes that few change: (option, what it says).  Without one the engine chooses.
@@ -39,14 +39,28 @@ def engine_options(sub: Parser) -> None:
                        help="prompts are read whole, whatever is known of them")  # fmt: skip
     group.add_argument("--deterministic", action="store_true", default=None,
                        help="the same bits whatever runs beside a request")  # fmt: skip
+    group.add_argument("--draft", type=ngram, metavar="ngram",
+                       help="proposes what followed in a request's text before; the same tokens, "
+                            "several a step where it was right")  # fmt: skip
+    group.add_argument("--draft-tokens", type=Number(int, 0, 15), metavar="K",
+                       help="that are proposed at once, up to 15 (default 0: the engine's "
+                            "choice)")  # fmt: skip
+
+
+def ngram(text: str) -> str:
+    if text != "ngram":
+        raise Bad(f"= {text}: the engine drafts with ngram; models draft for generate and chat")
+    return text
 
 
 def engine_of(args: argparse.Namespace) -> dict[str, Any]:
     """What ``Engine`` is told; the cache's options are common's."""
+    if args.draft is None and args.draft_tokens is not None:
+        raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")
     engine = {"max_slots": args.slots, "max_len": args.max_len, "max_queue": args.max_queue,
               "kv_dtype": common.kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
     named = [option.replace("-", "_") for option, _ in ENGINE]
-    named += ["memory_share", "prefix_cache", "deterministic"]
+    named += ["memory_share", "prefix_cache", "deterministic", "draft", "draft_tokens"]
     engine |= {name: getattr(args, name) for name in named}
     return {name: value for name, value in engine.items() if value is not None}
 

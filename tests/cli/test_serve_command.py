@@ -112,7 +112,7 @@ def test_names_origins_and_engine_options(folder):
              "--served-model-name", "other", "--allowed-origin", "https://page",
              "--prefill-rows", "1", "--token-budget", "32", "--cache-tokens", "200",
              "--memory-share", "0.5", "--page-size", "8", "--no-prefix-cache",
-             "--steps-per-call", "2"]  # fmt: skip
+             "--steps-per-call", "2", "--draft", "ngram", "--draft-tokens", "3"]  # fmt: skip
     with serve(folder, *flags) as (_, url, _), client(url) as http:
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny", "other"]
         ask = {"model": "other", "prompt": "ab", "max_tokens": 2}
@@ -122,6 +122,11 @@ def test_names_origins_and_engine_options(folder):
         page = http.get("/metrics").text
         assert "jaxllama_cache_pages 25.0" in page
         assert "jaxllama_cache_capacity_tokens 200.0" in page
+        ask = {"prompt": "abcabcabc", "max_tokens": 2}
+        http.post("/v1/completions", json={"model": "tiny", **ask}).raise_for_status()
+        page = http.get("/metrics").text
+        told = re.findall(r"^jaxllama_(?:drafted|accepted)_tokens_total (.*)$", page, re.M)
+        assert float(told[0]) == 1 >= float(told[1])  # one of two tokens may be a draft's
 
 
 def test_an_offloaded_model_is_served(folder):

@@ -71,6 +71,8 @@ def options_of(lm: OffloadedModel, asked: dict[str, Any]) -> ResolvedOptions:
         steps_per_call=1,
         deterministic=False,
         snapshots=0,
+        draft=None,
+        draft_tokens=0,
     )
 
 
@@ -127,7 +129,7 @@ class BlockScheduler(Scheduler):
         budgets = {sequence: 1 for sequence in self.running.values()}
         for sequence in budgets:
             sequence.ahead += 1
-        return Plan([], newcomers, [], newcomers, budgets)
+        return Plan([], newcomers, [], newcomers, budgets, 1)
 
     def _block(self) -> list[Sequence]:
         """Those that begin now; none while others may come."""

@@ -25,7 +25,7 @@ only rows under a grammar wait for themselves.
 
 Parameters on a mesh (``parallel``) make an engine on that mesh: a device holds its heads of every
 cache.  An offloaded model (``offload``) is computed in ``blocks``.  Left out: several processes
-behind one engine, beam search, speculative decoding.
+behind one engine, beam search.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def _of_slots(
         steps_per_call=options.steps_per_call,
         recompute=not options.deterministic,
         may_share=runner.may_share,
+        reach=lambda rows: options.pass_widths(options.size(rows))[-1],
     )
     return options, scheduler, runner
 
@@ -227,7 +228,8 @@ class Engine:
                     masks[sequence] = live.matcher.mask()
                 except Exception as error:
                     live.error = error
-                    sequence.ahead -= plan.budgets.pop(sequence)
+                    plan.settle(sequence)
+                    del plan.budgets[sequence]
                     self._end(sequence.request.id, "error")
         return masks
 
@@ -238,8 +240,10 @@ class Engine:
             return
         written = self.runner.read(drawn)
         now = time.monotonic()
-        for sequence, steps in plan.budgets.items():
-            sequence.ahead -= steps
+        for sequence in plan.budgets:
+            plan.settle(sequence)
+            self.counts["drafted_tokens"] += written[sequence].drafted
+            self.counts["accepted_tokens"] += written[sequence].accepted
             live = self.live.get(sequence.request.id)
             # It may have ended meanwhile, and another may have its name.
             if live is not None and live.sequence is sequence and written[sequence].tokens:

@@ -23,17 +23,20 @@ from jaxllama.parallel.mesh import mesh_of
 from jaxllama.serving.engine import slots as device
 from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.engine.pages import Pages
+from jaxllama.serving.engine.passes import HIGHEST_LEVEL, level_of
 from jaxllama.serving.engine.programs import Programs, Wanted, folder
 from jaxllama.serving.engine.scheduler import Fill, Plan, Scheduler, Sequence
 from jaxllama.serving.engine.slots import NOBODY
 
 
 class Written(NamedTuple):
-    """What one row has written in a decode call.  top: ids and logprobs of the likeliest tokens,
-    each ``[width, n]``, if somebody asked."""
+    """What one row has written in a decode call, and how many tokens it drafted and accepted for
+    that.  top: ids and logprobs of the likeliest tokens, each ``[width, n]``, if somebody asked."""
 
     tokens: list[int]
     logprobs: list[float]
+    drafted: int = 0
+    accepted: int = 0
     top: tuple[np.ndarray, ...] = ()
 
 
@@ -87,7 +90,7 @@ class Runner:
             )
             self._fill_program = compiled(device.fill, static_argnames="fresh")
             self._decode_program = compiled(
-                device.decode, static_argnames=("n", "context", "width")
+                device.decode, static_argnames=("n", "context", "width", "widths")
             )
         self.slots = self._empty()
         [home, *_] = self.slots.token.devices()
@@ -105,7 +108,7 @@ class Runner:
         options = self.options
         sizes = (
             self.cfg, options.max_slots, options.row_pages, options.pages, options.page_size,
-            options.snapshots, options.kv_dtype,
+            options.snapshots, options.kv_dtype, 0 if options.draft is None else options.max_len,
         )  # fmt: skip
         if self.mesh is None:
             return device.empty_slots(*sizes)
@@ -189,6 +192,7 @@ class Runner:
                     output=sequence.output,
                     remaining=sequence.remaining,
                     ignore_eos=request.ignore_eos,
+                    drafts=self.options.draft is not None,
                 )
             )
             self._told[sequence] = len(held.pages)
@@ -259,16 +263,16 @@ class Runner:
 
     def _decode_of(self, plan: Plan, masks: Mapping[Sequence, np.ndarray]) -> Decode:
         options, sequences = self.options, list(plan.budgets)
-        n = next(size for size in options.sizes if size >= len(sequences))
+        n = options.size(len(sequences))
         row_of = {
             sequence: sequence.own_slot if n == options.max_slots else row
             for row, sequence in enumerate(sequences)
         }
         rows = np.full((n, 3 + options.more_pages), NOBODY, np.int32)
-        for sequence, steps in plan.budgets.items():
+        for sequence, budget in plan.budgets.items():
             pages, told = sequence.held.pages, self._told[sequence]
             row = rows[row_of[sequence]]
-            row[:3] = sequence.own_slot, steps, told
+            row[:3] = sequence.own_slot, budget, told
             row[3 : 3 + len(pages) - told] = pages[told:]
             self._told[sequence] = len(pages)
         allowed: Any = self._no_masks[n]
@@ -278,11 +282,11 @@ class Runner:
                 allowed[row_of[sequence]] = mask
             allowed = jax.device_put(allowed)  # jit tells it from numpy's
         requests = [sequence.request for sequence in sequences]
-        level = device.level_of([request.sampling for request in requests], bool(masks))
+        level = level_of([request.sampling for request in requests], bool(masks))
         if options.deterministic:  # branches round on their own
-            level = device.HIGHEST_LEVEL
+            level = HIGHEST_LEVEL
         wants_top = any(request.logprobs for request in requests)
-        orders = device.make_orders(rows, level=level, wants_top=wants_top)
+        orders = device.make_orders(rows, level=level, wants_top=wants_top, steps=plan.steps)
         params = self._with(n, {row: sequence for sequence, row in row_of.items()})
         longest = max(len(sequence.held.pages) for sequence in sequences)
         context = next(pages for pages in options.contexts if pages >= longest)
@@ -302,11 +306,13 @@ class Runner:
     def read(self, drawn: Drawn) -> dict[Sequence, Written]:
         """What its rows have written, waited for."""
         rows, top = jax.device_get((drawn.rows, drawn.top))
-        width = self.options.steps_per_call
-        numbers = rows[:, : 1 + width], rows[:, 1 + width :].view(np.float32)
+        width = (rows.shape[1] - 3) // 2
+        numbers = rows[:, : 3 + width], rows[:, 3 + width :].view(np.float32)
         written = [  # lists at once: many small slices of arrays would cost more than the rest
-            Written(tokens[:n], logprobs[:n])
-            for (n, *tokens), logprobs in zip(*(part.tolist() for part in numbers), strict=True)
+            Written(tokens[:n], logprobs[:n], drafted, accepted)
+            for (n, drafted, accepted, *tokens), logprobs in zip(
+                *(part.tolist() for part in numbers), strict=True
+            )
         ]
         if top:
             written = [
@@ -361,14 +367,17 @@ class Runner:
             )
         return wanted
 
-    def _statics(self, n: int, context: int) -> dict[str, int]:
-        return {"n": n, "context": context, "width": self.options.steps_per_call}
+    def _statics(self, n: int, context: int) -> dict[str, Any]:
+        """Of the decode program for so many rows and pages."""
+        widths = self.options.pass_widths(n)
+        width = self.options.steps_per_call * widths[-1]
+        return {"n": n, "context": context, "width": width, "widths": widths}
 
     def _idle(self, n: int) -> np.ndarray:
         """The orders of a decode that does nothing."""
         rows = np.full((n, 3 + self.options.more_pages), NOBODY, np.int32)
         rows[:, 1] = 0
-        return device.make_orders(rows, level=0, wants_top=False)
+        return device.make_orders(rows, level=0, wants_top=False, steps=0)
 
 
 def _groups(items: list[Any], kind: Any) -> Iterator[tuple[Any, list[Any]]]:
