@@ -168,7 +168,11 @@ def test_values(shape, kind, segments):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape, kind, segments", [x for x in CASES if x[0][-1] <= 128])
+@pytest.mark.parametrize(
+    "shape, kind, segments",
+    [((1, 512, 4, 4, 128, 128), "equal", 1)]
+    + [x for x in CASES if x[0][-1] <= 128 and x[1] != "near"],  # near: README.md
+)
 def test_gradients(shape, kind, segments):
     *x, state = case(shape, kind)
     rng = np.random.default_rng(9)
