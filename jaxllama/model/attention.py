@@ -12,7 +12,7 @@ cuts the past; on a CPU both are one handler (``pallas_kernels.cpu.prefill``).
 
 One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
 attention.  Tokens to be verified (``At.drafted``) are such rows too, several of one cache row: all
-are written first, and then read by the same kernels.
+are written first, and then read the row together (``decode_attention`` of several tokens).
 
 Which tokens read V sparsely (``ModelConfig.attn_sparsity``) the caller says, because it is a matter
 of what a token is, not of how many come at once: generated tokens do, a prompt's do not.
@@ -256,23 +256,22 @@ def _verify(
     )
     pages = KVCache(*kv)
     cache = jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
-    has_kernel = cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0)
-    if at.exact or (has_kernel and jax.default_backend() == "gpu"):
+    if at.exact:
         return _query(cfg, q, pages, at._replace(table=shared)), cache
 
-    # XLA would copy what the table names once for each token; the tokens of a row read it once.
     rows = [x.reshape(n_rows, drafted, *x.shape[1:]) for x in (q, at.positions[:, 0], at.lengths)]
     q, positions, is_new = rows
     own = at._replace(positions=positions, lengths=jnp.sum(is_new, axis=1), table=at.table)
-    seen, block = jnp.where(is_new > 0, positions, -1), None
-    if jax.default_backend() == "cpu":
-        block = CPU_DECODE_BLOCK
+    seen = jnp.where(is_new > 0, positions + 1, 0)
+    window, cap = cfg.sliding_window, cfg.attn_softcap
 
     def dense() -> jax.Array:
+        if cap is None:
+            return decode_attention(q, cache.k, cache.v, seen, table=at.table, window=window)
+        block = CPU_DECODE_BLOCK if jax.default_backend() == "cpu" else None
         out = blockwise_attention(
-            q, cache.k, cache.v, seen, window=cfg.sliding_window, softcap=cfg.attn_softcap,
-            block=block, table=at.table,
-        )  # fmt: skip
+            q, cache.k, cache.v, seen - 1, window=window, softcap=cap, block=block, table=at.table
+        )
         return from_cache_basis(cache.v, out)
 
     return _mixed(cfg, dense, q, cache, own).reshape(qkv.shape[0], *q.shape[2:]), cache
