@@ -246,9 +246,10 @@ def _verify(
     n_rows = qkv.shape[0] // drafted
     if at.table is None:
         pages, table = _as_pages(cache)
+        # A constant: no layer has a kernel that makes it.
+        shared = jnp.asarray(np.repeat(table, drafted, axis=0))
     else:
-        pages, table = cache, at.table
-    shared = jnp.repeat(table, drafted, axis=0)
+        pages, shared = cache, jnp.repeat(at.table, drafted, axis=0)
     slots = jnp.where(at.lengths > 0, at.positions[:, 0], capacity_of(pages.k, shared))
     turns = (table[:, 0] for table in at.rope.of(cfg.rope))
     q, *kv = rope_and_write(
@@ -277,13 +278,13 @@ def _verify(
     return _mixed(cfg, dense, q, cache, own).reshape(qkv.shape[0], *q.shape[2:]), cache
 
 
-def _as_pages(cache: KVCache) -> tuple[KVCache, jax.Array]:
+def _as_pages(cache: KVCache) -> tuple[KVCache, np.ndarray]:
     """A cache without a table as pages, and their table; a page is no longer than what the XLA
     form reads at once, if that divides the rows."""
     rows, capacity = cache.k.shape[:2]
     page = CPU_DECODE_BLOCK if capacity % CPU_DECODE_BLOCK == 0 else capacity
     pages = jax.tree.map(lambda x: x.reshape(-1, page, *x.shape[2:]), cache)
-    return pages, jnp.arange(rows * (capacity // page), dtype=jnp.int32).reshape(rows, -1)
+    return pages, np.arange(rows * (capacity // page), dtype=np.int32).reshape(rows, -1)
 
 
 def _mixed(

@@ -15,7 +15,7 @@ CLUSTER = 8  # the largest cluster that any Hopper GPU takes
 # A row that would be cut into no more chunks than this is one cluster's instead: about as many SMs
 # then work on a long row beside short ones.  Not of int4, which wants long runs of memory.
 FEW_CHUNKS = 4
-FULS = {64: 2, 128: 2, 256: 1}  # of a warp with 255 registers a thread, by a head's features
+FULS = {64: 3, 128: 3, 256: 1}  # of a warp with 255 registers a thread, by a head's features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,7 @@ def plan(call) -> Plan:
     if q.ndim == 4 and group > HEADS:  # several tokens: a block has an SM's registers to itself
         tiles, warps, fuls = 1, 8, FULS[codes.head_dim]
     subs = -(-group // (HEADS * fuls))
+    fuls = -(-group // (HEADS * subs)) if fuls > 1 else 1
     # A team reads neighbouring heads of the same tokens: what it copies per token is one run.
     widest = max(d for d in range(1, n_kv + 1) if n_kv % d == 0 and d * subs <= 8)
     longest = {16: max(512, min(1024, capacity // 128)), 8: 512, 4: 1024}[codes.bits]
