@@ -160,7 +160,7 @@ def _heads(
 
 def _gla_step(
     q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, moves: jax.Array,
-    state: jax.Array, *, form: Implementation | None,
+    state: jax.Array, *, form: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """``gla_step`` of the rows that move, bool ``[B]``."""
     return gla_step(*moving(moves, q, k, v, log_decay), state, implementation=form)
