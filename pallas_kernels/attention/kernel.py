@@ -1,4 +1,4 @@
-"""Attention of one query token per row over a cache, on Hopper: one pass over the cache's bytes.
+"""Attention of 1 to 16 query tokens a row over a cache, on Hopper: one pass over the cache's bytes.
 
 A team of warps takes steps of 16 (32) tokens of one row, a warp one kv head of them, with the G
 query heads that share it as the narrow side of the mma (``attention.tile``).
@@ -24,6 +24,10 @@ The split depends on the batch, the capacity and the cache's dtype alone, and is
 ``attention.plan``.  Nothing is added atomically: the same bits every time, whatever the
 other rows hold.  Past a row's end the last token is copied once more and its scores are -inf; teams
 with no token leave at once.
+
+The G query heads of several tokens are T * G query rows, each with an end (and with a window a
+first key) of its own; a warp takes ``Plan.fuls`` times eight of them over the words that it read
+once.  Copies end at the row's longest; a query row that has seen no key yet has a finite maximum.
 
 With a block table (``attention.pages``) steps lie in pages: a window's first step begins before it,
 masked, and the entries for the steps that the ring will fetch are carried by the loop.
