@@ -274,9 +274,11 @@ class History:
         return cls(seen, jnp.zeros((batch, vocab_size), jnp.int32))
 
     def add(self, tokens: jax.Array, live: jax.Array | None = None) -> History:
-        """One generated token per row, for the rows that are ``live[B]`` (all by default)."""
+        """Generated tokens ``[B]``, or several a row, ``[B, T]``: those that are ``live``, an array
+        of that shape (all by default)."""
         one = jnp.ones_like(tokens) if live is None else live.astype(jnp.int32)
         rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        rows = rows.reshape(-1, *(1,) * (tokens.ndim - 1))
         return dataclasses.replace(self, counts=self.counts.at[rows, tokens].add(one))
 
 

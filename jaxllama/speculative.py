@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,7 @@ from pallas_kernels.brief import short_repr
 MOST = 15  # drafted tokens of a pass
 ADAPTIVE = 7  # the most that a row asks for where it adapts
 _LONGEST_PAUSE = 64  # turns
+Carry = TypeVar("Carry")
 
 
 # Drafts
@@ -328,21 +330,28 @@ def advance(
             live = is_live(state).astype(jnp.int32)
             return _pass(cfg, plan, params, state, draft, live, width, sampling, stop_ids)
 
-        if len(plan.widths) == 1:
-            return verified(plan.widths[0], state)
-        # A loop of one round is a choice that copies no cache.
-        carry, least = (state, jnp.bool_(True)), 0
-        for width in plan.widths:
-            is_it = (least < needed) & (needed <= width)
-            carry = lax.while_loop(
-                lambda carry, is_it=is_it: carry[1] & is_it,
-                lambda carry, width=width: (verified(width, carry[0]), jnp.bool_(False)),
-                carry,
-            )
-            least = width
-        return carry[0]
+        return in_width(plan.widths, needed, verified, state)
 
     return lax.while_loop(unfinished, turn, state)
+
+
+def in_width(
+    widths: tuple[int, ...], needed: jax.Array, run: Callable[[int, Carry], Carry], carry: Carry
+) -> Carry:
+    """``run(width, carry)`` with the least of ``widths`` that is at least ``needed``."""
+    if len(widths) == 1:
+        return run(widths[0], carry)
+    # A loop of one round is a choice that copies no cache.
+    once, least = (carry, jnp.bool_(True)), 0
+    for width in widths:
+        is_it = (least < needed) & (needed <= width)
+        once = lax.while_loop(
+            lambda once, is_it=is_it: once[1] & is_it,
+            lambda once, width=width: (run(width, once[0]), jnp.bool_(False)),
+            once,
+        )
+        least = width
+    return once[0]
 
 
 def _pass(
@@ -366,18 +375,12 @@ def _pass(
     scores, proposal = verify(
         cfg, params, inputs, live * (1 + draft.lengths), state.cache, plan.exact
     )
-    tokens, logprobs = _sampled(scores, sampling, size + place, drafted, state.history)
+    tokens, logprobs = sampled(scores, sampling, size + place, drafted, state.history)
 
-    is_right = (tokens == drafted) & (place < draft.lengths[:, None])
-    accepted = jnp.sum(jnp.cumprod(is_right.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     stops = jnp.any(tokens[:, :, None] == stop_ids, axis=2)
-    first_stop = jnp.min(jnp.where(stops, place, width), axis=1)
-    new = live * jnp.minimum(accepted, first_stop) + live  # tokens that the row gets
+    new, accepted, ends = verdict(tokens, drafted, draft.lengths, stops, live)
     is_new = place < new[:, None]
-    history = state.history
-    if history is not None:
-        for index in range(width):
-            history = history.add(tokens[:, index], is_new[:, index])
+    history = None if state.history is None else state.history.add(tokens, is_new)
     written = jnp.where(is_new, size + place, state.text.shape[1])
     counted = jnp.where(is_new, state.counts[:, None] + place, state.logprobs.shape[1])
     count = live * draft.lengths
@@ -386,25 +389,41 @@ def _pass(
         prompt=state.prompt,
         logprobs=state.logprobs.at[rows, counted].set(logprobs, mode="drop"),
         counts=state.counts + new,
-        done=state.done | ((live > 0) & (first_stop < new)),
+        done=state.done | ends,
         drafted=state.drafted + count,
-        accepted=state.accepted + jnp.minimum(live * accepted, new),
-        pace=state.pace.after(count, live * accepted, plan.most) if plan.adaptive else state.pace,
+        accepted=state.accepted + jnp.minimum(accepted, new),
+        pace=state.pace.after(count, accepted, plan.most) if plan.adaptive else state.pace,
         cache=decoder.commit(proposal, new, plan.exact),
         history=history,
         kept=state.kept,
     )
 
 
-def _sampled(
+def verdict(
+    tokens: jax.Array, drafted: jax.Array, lengths: jax.Array, stops: jax.Array, live: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What becomes of rows whose next tokens would be ``tokens[B, T]`` where ``drafted``'s first
+    ``lengths[B]`` were proposed, if they are ``live`` (1 or 0): (how many they get, how many drafts
+    were right, whether the last they get is one that ``stops[B, T]``)."""
+    width = tokens.shape[1]
+    place = jnp.arange(width, dtype=jnp.int32)[None, :]
+    is_right = (tokens == drafted) & (place < lengths[:, None])
+    accepted = live * jnp.min(jnp.where(is_right, width, place), axis=1)
+    first_stop = jnp.min(jnp.where(stops, place, width), axis=1)
+    new = live * jnp.minimum(accepted, first_stop) + live
+    return new, accepted, first_stop < new
+
+
+def sampled(
     scores: jax.Array,
     sampling: SamplingParams,
     positions: jax.Array,
     drafted: jax.Array,
     history: History | None,
+    allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(tokens, logprobs) ``[B, T]`` of ``scores [B, T, V]``, each position with the history that it
-    has where the drafted tokens before it are right."""
+    has where the drafted tokens before it are right; allowed bool ``[B, V]``: as of ``sample``."""
     batch, width, vocab = scores.shape
     if history is not None:
         counts, seen = [history.counts], history
@@ -414,10 +433,12 @@ def _sampled(
         history = History(
             jnp.repeat(history.prompt, width, axis=0), jnp.stack(counts, 1).reshape(-1, vocab)
         )
-    sampling = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=0), sampling)
+    sampling, allowed = jax.tree.map(
+        lambda leaf: jnp.repeat(leaf, width, axis=0), (sampling, allowed)
+    )
     tokens, logprobs = sample(
-        scores.reshape(-1, vocab), sampling, positions.reshape(-1), history
-    )  # fmt: skip
+        scores.reshape(-1, vocab), sampling, positions.reshape(-1), history, allowed
+    )
     return tokens.reshape(batch, width), logprobs.reshape(batch, width)
 
 

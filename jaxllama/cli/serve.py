@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import COUNT, SHARE, Number, Parser, api_key, filled, out_folder
+from jaxllama.cli.domains import COUNT, SHARE, Bad, Number, Parser, api_key, filled, out_folder
 from jaxllama.errors import JaxLlamaError
 
 # The engine's sizes that few change: (option, what it says).  Without one the engine chooses.
@@ -22,8 +22,9 @@ HELP = "OpenAI's API, a chat page and metrics over HTTP."
 
 
 def engine_options(sub: Parser) -> None:
-    sub.add_argument("--slots", type=COUNT, default=16, metavar="N",
-                     help="requests that run at once (default %(default)s)")  # fmt: skip
+    sub.add_argument("--slots", type=COUNT, metavar="N",
+                     help="requests that run at once (default 16; a policy's are the rows of its "
+                     "block)")  # fmt: skip
     sub.add_argument("--max-len", type=COUNT, metavar="N",
                      help="tokens of a request with its answer (default the model's context, "
                      "if the cache holds it)")  # fmt: skip
@@ -38,15 +39,30 @@ def engine_options(sub: Parser) -> None:
                        help="prompts are read whole, whatever is known of them")  # fmt: skip
     group.add_argument("--deterministic", action="store_true", default=None,
                        help="the same bits whatever runs beside a request")  # fmt: skip
+    group.add_argument("--draft", type=ngram, metavar="ngram",
+                       help="proposes what followed in a request's text before; the same tokens, "
+                            "several a step where it was right")  # fmt: skip
+    group.add_argument("--draft-tokens", type=Number(int, 0, 15), metavar="K",
+                       help="that are proposed at once, up to 15 (default 0: the engine's "
+                            "choice)")  # fmt: skip
+
+
+def ngram(text: str) -> str:
+    if text != "ngram":
+        raise Bad(f"= {text}: the engine drafts with ngram; models draft for generate and chat")
+    return text
 
 
 def engine_of(args: argparse.Namespace) -> dict[str, Any]:
     """What ``Engine`` is told; the cache's options are common's."""
+    if args.draft is None and args.draft_tokens is not None:
+        raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")
     engine = {"max_slots": args.slots, "max_len": args.max_len, "max_queue": args.max_queue,
               "kv_dtype": common.kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
     named = [option.replace("-", "_") for option, _ in ENGINE]
-    named += ["memory_share", "prefix_cache", "deterministic"]
-    return engine | {name: value for name in named if (value := getattr(args, name)) is not None}
+    named += ["memory_share", "prefix_cache", "deterministic", "draft", "draft_tokens"]
+    engine |= {name: getattr(args, name) for name in named}
+    return {name: value for name, value in engine.items() if value is not None}
 
 
 def options(sub: Parser) -> None:
@@ -72,8 +88,7 @@ def options(sub: Parser) -> None:
                      "first is shown, further ones are taken too")  # fmt: skip
     sub.add_argument("--allowed-origin", action="append", type=filled, default=[], metavar="URL",
                      help="its web pages may ask, * for all; may be repeated")  # fmt: skip
-    # Refused in words of its own.
-    sub.add_argument("--policy", type=common.parse_policy, help=argparse.SUPPRESS)
+    common.policy_option(sub)
     common.mesh_option(sub)
     common.model_options(sub)
     common.exact_option(sub)
@@ -82,8 +97,8 @@ def options(sub: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.policy is not None:
-        raise JaxLlamaError("--policy: the serving engine runs no offloaded models")
+    if args.replicas > 1 and args.policy is not None:
+        raise JaxLlamaError("--replicas: an offloaded model is one engine, without --policy")
     if args.replicas > 1 and args.mesh is not None:
         raise JaxLlamaError("--replicas: each has one device, so --mesh has no use beside it")
     from jaxllama.serving.http.process import ServeOptions, serve

@@ -167,7 +167,7 @@ class OffloadedModel(LanguageModel):
             kv_dtype=options.kv_dtype, chunk=options.chunk,
         )  # fmt: skip
         run.step()
-        return _state(run)
+        return BlockState(*run.written(), run)
 
     def _advance(
         self, state: BlockState, sampling: SamplingParams, stop_ids: jax.Array, until: int
@@ -177,13 +177,4 @@ class OffloadedModel(LanguageModel):
         while run.steps < until and run.active_batches():
             run.step()
             run.end_rows()
-        return _state(run)
-
-
-def _state(run: Run) -> BlockState:
-    parts = jax.device_get([
-        (batch.state.tokens, batch.state.logprobs, batch.state.counts, batch.state.done)
-        for batch in run.batches
-    ])  # fmt: skip
-    joined = [np.concatenate(column)[: run.rows] for column in zip(*parts, strict=True)]
-    return BlockState(*joined, run)
+        return BlockState(*run.written(), run)

@@ -196,6 +196,18 @@ class Run:
                     batch.state = dataclasses.replace(batch.state, done=jnp.asarray(own))
             batch.live = not own.all()
 
+    def written(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """tokens and logprobs ``[B, room]``, how many of them are real ``[B]``, and whether a row
+        is done."""
+        parts = jax.device_get([
+            (batch.state.tokens, batch.state.logprobs, batch.state.counts, batch.state.done)
+            for batch in self.batches
+        ])  # fmt: skip
+        tokens, logprobs, counts, done = (
+            np.concatenate(column)[: self.rows] for column in zip(*parts, strict=True)
+        )
+        return tokens, logprobs, counts, done
+
     def _embeds_by_unit(self) -> bool:
         table = self.model.params["embed"]["weight"]
         return not isinstance(table, Rows) and moves(table)
@@ -287,7 +299,7 @@ class Run:
         for piece in batch.pieces:
             lengths = lengths + piece.lengths
         state = dataclasses.replace(batch.state, cache=Cache((), lengths))
-        batch.state = _emit(state, scores, batch.sampling, self.stop_ids)
+        batch.state = emit(state, scores, batch.sampling, self.stop_ids)
 
     def store_cache(self, unit: Unit, index: int, cache: LayerState | None) -> None:
         if not unit.has_cache:
@@ -328,4 +340,4 @@ def _next_piece(cfg: Any, capacity: int, state: GenerateState) -> tuple[Any, ...
     return newest, lengths, positions, rope, jnp.where(lengths > 0, start, capacity)
 
 
-_emit = jax.jit(generation.emit, donate_argnums=0)
+emit = jax.jit(generation.emit, donate_argnums=0)

@@ -112,7 +112,7 @@ def test_names_origins_and_engine_options(folder):
              "--served-model-name", "other", "--allowed-origin", "https://page",
              "--prefill-rows", "1", "--token-budget", "32", "--cache-tokens", "200",
              "--memory-share", "0.5", "--page-size", "8", "--no-prefix-cache",
-             "--steps-per-call", "2"]  # fmt: skip
+             "--steps-per-call", "2", "--draft", "ngram", "--draft-tokens", "3"]  # fmt: skip
     with serve(folder, *flags) as (_, url, _), client(url) as http:
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny", "other"]
         ask = {"model": "other", "prompt": "ab", "max_tokens": 2}
@@ -122,6 +122,39 @@ def test_names_origins_and_engine_options(folder):
         page = http.get("/metrics").text
         assert "jaxllama_cache_pages 25.0" in page
         assert "jaxllama_cache_capacity_tokens 200.0" in page
+        ask = {"prompt": "abcabcabc", "max_tokens": 2}
+        http.post("/v1/completions", json={"model": "tiny", **ask}).raise_for_status()
+        page = http.get("/metrics").text
+        told = re.findall(r"^jaxllama_(?:drafted|accepted)_tokens_total (.*)$", page, re.M)
+        assert float(told[0]) == 1 >= float(told[1])  # one of two tokens may be a draft's
+
+
+def test_an_offloaded_model_is_served(folder):
+    """Rows that come together run together; what it cannot do is said."""
+    policy = "0 100 0 100 0 100 gpu_batch_size=2 num_gpu_batches=2"
+    flags = ["--max-len", "128", "--policy", policy]
+    with serve(folder, *flags) as (_, url, _), client(url) as http:
+
+        def ask(path="completions", **body) -> httpx.Response:
+            body = {"prompt": "ab", "max_tokens": 6, "ignore_eos": True, "temperature": 0} | body
+            return http.post(f"/v1/{path}", json={"model": "tiny", **body})
+
+        bodies = [{"prompt": "ab"}, {"prompt": "xyz"}, {"n": 2, "logprobs": 0, "seed": 1}]
+        with ThreadPoolExecutor(3) as pool:
+            first, *others = pool.map(lambda body: ask(**body).json(), bodies)
+        assert [c["finish_reason"] for c in others[1]["choices"]] == ["length"] * 2, others
+        again = ask(stream=True).text
+        chunks = [json.loads(line[6:]) for line in again.split("\n\n")[:-2]]
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert text == first["choices"][0]["text"] and len(chunks) > 1
+        for refused, words in (
+            ({"guided_regex": "a+"}, "grammar = "),
+            ({"logprobs": 2}, "logprobs = 2"),
+            ({"echo": True, "logprobs": 0, "max_tokens": 0}, "the model is offloaded"),
+        ):
+            reply = ask(**refused)
+            assert reply.status_code == 400 and words in reply.json()["error"]["message"], refused
+        assert "jaxllama_completion_tokens_total 30.0" in http.get("/metrics").text
 
 
 def test_every_engine_option_is_a_flag():
@@ -213,7 +246,35 @@ def _drawn(count: int):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["serve", "--policy", "0 100 100 0 100 0"], "--policy: the serving engine runs no"),
+        (["serve", "--policy", "0 100 100 0 100 0", "--replicas", "2"], "--replicas: an offloaded"),
+        (
+            [
+                "serve",
+                "--policy",
+                "0 100 100 0 100 0",
+                "--mesh",
+                "model=1",
+                "--model",
+                "{tiny}",
+                "--port",
+                "0",
+            ],
+            "--policy and --mesh exclude each other",
+        ),
+        (
+            [
+                "serve",
+                "--policy",
+                "0 100 100 0 100 0",
+                "--slots",
+                "3",
+                "--model",
+                "{tiny}",
+                "--port",
+                "0",
+            ],
+            "max_slots = 3: the policy has 8 rows of a block",
+        ),
         (
             ["serve", "--chunk", "64", "--max-len", "32", "--model", "{tiny}", "--port", "0"],
             "prefill_chunk = 64: exceeds max_len = 32",

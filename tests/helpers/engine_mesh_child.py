@@ -30,11 +30,12 @@ REQUESTS = [
     Request("drawn", tuple(range(3, 20)), 6, Sampling(temperature=1.0, seed=3)),
     Request("long", tuple(range(3, 45)), 9),
     Request("again", tuple(range(3, 45)), 9, logprobs=2),
+    Request("repeats", (5, 6, 7) * 4, 9, Sampling(logit_bias={6: 50.0})),
 ]
 
 
-def report(lm: LanguageModel) -> dict:
-    engine = Engine(lm, max_slots=4, max_len=64, prefill_chunk=16)
+def report(lm: LanguageModel, draft: str | None = None) -> dict:
+    engine = Engine(lm, max_slots=4, max_len=64, prefill_chunk=16, draft=draft)
     engine.warm_up()
     events = engine.generate(REQUESTS)
     again = engine.generate(REQUESTS)  # now with prompts out of the prefix cache
@@ -48,6 +49,7 @@ def report(lm: LanguageModel) -> dict:
         "kv_heads": [keys.shape[2], keys.addressable_shards[0].data.shape[2]],
         "devices": len(keys.sharding.device_set),
         "compilations": engine.stats().compilations,
+        "accepted": engine.stats().accepted_tokens,
     }
 
 
@@ -57,7 +59,8 @@ def main() -> None:
     print(json.dumps(report(LanguageModel(CFG, params, None))), flush=True)
     for mesh in sys.argv[1:]:
         placed = parallel.shard_params(CFG, params, parallel.make_mesh(mesh))
-        print(json.dumps(report(LanguageModel(*placed, None))), flush=True)
+        draft = "ngram" if "data" in mesh else None
+        print(json.dumps(report(LanguageModel(*placed, None), draft)), flush=True)
 
 
 if __name__ == "__main__":

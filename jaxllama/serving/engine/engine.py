@@ -24,7 +24,8 @@ decoded further, what ends here (stop strings, cancellations) writes once more a
 only rows under a grammar wait for themselves.
 
 Parameters on a mesh (``parallel``) make an engine on that mesh: a device holds its heads of every
-cache.  Left out: several processes behind one engine, beam search, speculative decoding.
+cache.  An offloaded model (``offload``) is computed in ``blocks``.  Left out: several processes
+behind one engine, beam search.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of
-from jaxllama.serving.engine import history
+from jaxllama.serving.engine import blocks, history
 from jaxllama.serving.engine.admission import Admission
 from jaxllama.serving.engine.grammar import Matcher
 from jaxllama.serving.engine.inbox import Inbox
-from jaxllama.serving.engine.options import EngineOptions
+from jaxllama.serving.engine.options import EngineOptions, ResolvedOptions
 from jaxllama.serving.engine.output import Live, OnEvent, OutputReader
 from jaxllama.serving.engine.request import EngineFailed, Event, FinishReason, QueueFull, Request
 from jaxllama.serving.engine.runner import Runner, Running, Written
@@ -65,13 +66,37 @@ _log = logging.getLogger("jaxllama.serving")
 HAND_OVER = 0.005
 
 
+def _of_slots(
+    lm: LanguageModel, asked: dict[str, Any]
+) -> tuple[ResolvedOptions, Scheduler, Runner]:
+    """What runs a model whose weights are all on the device, or on a mesh."""
+    mesh = mesh_of(lm.params)
+    devices = 1 if mesh is None else mesh.shape[MODEL_AXIS]
+    asked = {"deterministic": lm.deterministic, **asked}
+    options = EngineOptions(**asked).resolve(lm.config, lm.dtype, devices)
+    runner = Runner(lm.config, lm.params, options, lm.adapters)
+    scheduler = Scheduler(
+        max_slots=options.max_slots,
+        pages=runner.pages,
+        chunk=options.prefill_chunk,
+        token_budget=options.token_budget,
+        widths=options.widths,
+        steps_per_call=options.steps_per_call,
+        recompute=not options.deterministic,
+        may_share=runner.may_share,
+        reach=lambda rows: options.pass_widths(options.size(rows))[-1],
+    )
+    return options, scheduler, runner
+
+
 class Engine:
     """options: the fields of ``EngineOptions``.  state: the folder of a new journal, to ``restore``
     from.  observe: called as (name, seconds) with "queue" (until admission), "ttft" (until the
     first token), "itl" (between tokens) and "e2e" (until the end).
 
     failure: None, or what ended the engine.  Raises JaxLlamaError for options that do not go
-    together, for an offloaded model, and for a journal that another engine has begun."""
+    together, or that an offloaded model's blocks do not have, and for a journal that another
+    engine has begun."""
 
     def __init__(
         self,
@@ -81,26 +106,16 @@ class Engine:
         observe: Callable[[str, float], None] | None = None,
         **options: Any,
     ) -> None:
-        if isinstance(lm, OffloadedModel):
-            raise JaxLlamaError("the engine runs no offloaded models: load this one without policy")
-        cfg = lm.config
         self.lm = lm
         self.failure: str | None = None
-        options = {"deterministic": lm.deterministic, **options}
-        mesh = mesh_of(lm.params)
-        devices = 1 if mesh is None else mesh.shape[MODEL_AXIS]
-        self.options = EngineOptions(**options).resolve(cfg, lm.dtype, devices)
-        self.runner = Runner(cfg, lm.params, self.options, lm.adapters)
-        self.scheduler = Scheduler(
-            max_slots=self.options.max_slots,
-            pages=self.runner.pages,
-            chunk=self.options.prefill_chunk,
-            token_budget=self.options.token_budget,
-            widths=self.options.widths,
-            steps_per_call=self.options.steps_per_call,
-            recompute=not self.options.deterministic,
-            may_share=self.runner.may_share,
-        )
+        if isinstance(lm, OffloadedModel):
+            if state is not None:
+                raise JaxLlamaError(f"state = {str(state)!r}: the steps of blocks are not written")
+            self.options = blocks.options_of(lm, options)
+            self.scheduler: Scheduler = blocks.BlockScheduler(lm, self.options)
+            self.runner: Runner | blocks.BlockRunner = blocks.BlockRunner(lm, self.options)
+        else:
+            self.options, self.scheduler, self.runner = _of_slots(lm, options)
         self.admission = Admission(lm, self.options, self.scheduler)
         self._observe = observe or (lambda name, seconds: None)
         self.live: dict[str, Live] = {}
@@ -213,7 +228,8 @@ class Engine:
                     masks[sequence] = live.matcher.mask()
                 except Exception as error:
                     live.error = error
-                    sequence.ahead -= plan.budgets.pop(sequence)
+                    plan.settle(sequence)
+                    del plan.budgets[sequence]
                     self._end(sequence.request.id, "error")
         return masks
 
@@ -224,8 +240,10 @@ class Engine:
             return
         written = self.runner.read(drawn)
         now = time.monotonic()
-        for sequence, steps in plan.budgets.items():
-            sequence.ahead -= steps
+        for sequence in plan.budgets:
+            plan.settle(sequence)
+            self.counts["drafted_tokens"] += written[sequence].drafted
+            self.counts["accepted_tokens"] += written[sequence].accepted
             live = self.live.get(sequence.request.id)
             # It may have ended meanwhile, and another may have its name.
             if live is not None and live.sequence is sequence and written[sequence].tokens:

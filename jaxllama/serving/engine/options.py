@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxllama import speculative
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.cache import QUANTIZED_CACHE, KVCache, init_pages
+from jaxllama.text.rows import short
 from pallas_kernels.qtensor import tree_bytes
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED_CACHE)
@@ -23,6 +25,8 @@ PREFILL_TOKENS = 2048
 # what a row may hold, so one for a context of 131,072 would serve short rows badly, and up to 2,048
 # tokens of an int8 cache no row is cut into chunks.
 SHORT_CONTEXTS = (2048, 8192)
+# Most tokens of a pass in which rows draft, on a CPU and else: more are bound by arithmetic.
+DRAFTING_TOKENS = {True: 16, False: 128}
 # Of the host's memory for the cache, where nothing is asked for.
 CPU_CACHE_BYTES = 2**30
 
@@ -55,6 +59,11 @@ class EngineOptions:
         fixed: prompts are prefilled one by one, rows decoded in one program of max_slots rows, a
         prefix is taken over in whole chunks, and no row that has written is preempted (what it
         wrote would be computed again by another program).
+    draft: "ngram": what followed a row's last tokens where they stood before is verified several
+        tokens a pass (``jaxllama.speculative``): the same tokens, sooner where text repeats.  A row
+        whose drafts are wrong asks for fewer, and for none; so do all where there are too many rows
+        for it to pay.
+    draft_tokens: that a row proposes at most, up to 15; 0 leaves that to the engine.
     """
 
     max_slots: int = 16
@@ -70,6 +79,8 @@ class EngineOptions:
     max_queue: int = 256
     steps_per_call: int | None = None
     deterministic: bool = False
+    draft: str | None = None
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -80,7 +91,9 @@ class EngineOptions:
             elif field.type == "float":
                 if isinstance(value, bool) or not isinstance(value, (int, float)):
                     raise JaxLlamaError(f"{field.name} = {value!r}: must be a number")
-            elif field.name != "kv_dtype" and not (value is None and field.default is None):
+            elif field.name in ("kv_dtype", "draft", "draft_tokens"):
+                continue
+            elif not (value is None and field.default is None):
                 # A request is a prompt of one token and an answer of one.
                 least = 2 if field.name == "max_len" else 1
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -91,6 +104,14 @@ class EngineOptions:
             raise JaxLlamaError(f"memory_share = {self.memory_share}: must be in (0, 1]")
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", _cache_dtype(self.kv_dtype))
+        if self.draft not in (None, "ngram"):
+            raise JaxLlamaError(
+                f'draft = {short(self.draft)}: the engine drafts with "ngram"; models draft for '
+                "LanguageModel.generate"
+            )
+        if self.draft is None and self.draft_tokens:
+            raise JaxLlamaError(f"draft_tokens = {self.draft_tokens!r} needs a draft")
+        speculative.Plan.of(self.draft, self.draft_tokens)
 
     def resolve(self, cfg: ModelConfig, dtype: jnp.dtype, devices: int = 1) -> ResolvedOptions:
         """Every None replaced.  devices: that a token's keys and values are split over.  Raises
@@ -136,6 +157,8 @@ class EngineOptions:
             steps_per_call=self.steps_per_call or min(4, max_len - 1),
             deterministic=self.deterministic,
             snapshots=self.max_slots if has_states and prefix_cache else 0,
+            draft=self.draft,
+            draft_tokens=self.draft_tokens,
         )
         resolved.check()
         return resolved
@@ -152,7 +175,8 @@ class EngineOptions:
         free = memory["bytes_limit"] * self.memory_share - memory["bytes_in_use"]
         # Logits and what the sampler makes of them; the rows' histories; a prefill call's
         # activations, the widest twice.
-        work = self.max_slots * cfg.vocab_size * 24
+        rows = self.max_slots if self.draft is None else max(self.max_slots, DRAFTING_TOKENS[False])
+        work = rows * cfg.vocab_size * 24
         work += 2 * PREFILL_TOKENS * 4 * (3 * cfg.d_ff + 8 * cfg.d_model)
         return max(int((free - work) * devices // token), self.max_len or 2)
 
@@ -176,6 +200,8 @@ class ResolvedOptions:
     steps_per_call: int
     deterministic: bool
     snapshots: int
+    draft: str | None
+    draft_tokens: int
 
     def check(self) -> None:
         """JaxLlamaError for sizes that do not go together."""
@@ -200,6 +226,8 @@ class ResolvedOptions:
              "engine preempts no row"),
             ("steps_per_call", self.steps_per_call < max_len,
              f"an answer within max_len = {max_len} has fewer tokens"),
+            ("draft", not self.deterministic or self.draft is None,
+             "a deterministic engine decodes in one shape, and drafts need others"),
         ):  # fmt: skip
             if not fits:
                 raise JaxLlamaError(f"{name} = {getattr(self, name)}: {why}")
@@ -225,7 +253,7 @@ class ResolvedOptions:
     @property
     def more_pages(self) -> int:
         """Most pages that a row can need for one decode call."""
-        return -(-self.steps_per_call // self.page_size)
+        return -(-self.steps_per_call * self.pass_widths(1)[-1] // self.page_size)
 
     @property
     def unit(self) -> int:
@@ -239,6 +267,18 @@ class ResolvedOptions:
             return (self.max_slots,)
         sizes = (1, 4, 16, 64, *range(128, self.max_slots, 128))
         return (*(size for size in sizes if size < self.max_slots), self.max_slots)
+
+    def size(self, rows: int) -> int:
+        """Of the program that decodes so many."""
+        return next(size for size in self.sizes if size >= rows)
+
+    def pass_widths(self, size: int) -> tuple[int, ...]:
+        """Tokens of a row that a pass of ``size`` rows may verify."""
+        if self.draft is None:
+            return (1,)
+        limit = DRAFTING_TOKENS[jax.default_backend() == "cpu"]
+        widest = min(speculative.Plan.of(self.draft, self.draft_tokens).most + 1, limit // size)
+        return tuple(sorted({1, min(widest, 4), widest} - {0}))
 
     @property
     def contexts(self) -> tuple[int, ...]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -24,16 +23,20 @@ from jaxllama.parallel.mesh import mesh_of
 from jaxllama.serving.engine import slots as device
 from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.engine.pages import Pages
+from jaxllama.serving.engine.passes import HIGHEST_LEVEL, level_of
+from jaxllama.serving.engine.programs import Programs, Wanted, folder
 from jaxllama.serving.engine.scheduler import Fill, Plan, Scheduler, Sequence
 from jaxllama.serving.engine.slots import NOBODY
 
 
 class Written(NamedTuple):
-    """What one row has written in a decode call.  top: ids and logprobs of the likeliest tokens,
-    each ``[width, n]``, if somebody asked."""
+    """What one row has written in a decode call, and how many tokens it drafted and accepted for
+    that.  top: ids and logprobs of the likeliest tokens, each ``[width, n]``, if somebody asked."""
 
     tokens: list[int]
     logprobs: list[float]
+    drafted: int = 0
+    accepted: int = 0
     top: tuple[np.ndarray, ...] = ()
 
 
@@ -87,9 +90,11 @@ class Runner:
             )
             self._fill_program = compiled(device.fill, static_argnames="fresh")
             self._decode_program = compiled(
-                device.decode, static_argnames=("n", "context", "width")
+                device.decode, static_argnames=("n", "context", "width", "widths")
             )
         self.slots = self._empty()
+        [home, *_] = self.slots.token.devices()
+        self._programs = Programs(folder() if self.mesh is None else None, home)
         self._told: dict[Sequence, int] = {}  # pages that the device knows of
         self._thread = ThreadPoolExecutor(1, "jaxllama-decode")
         self._stop_ids = jax.device_put(np.array(cfg.eos_token_ids, np.int32))
@@ -103,7 +108,7 @@ class Runner:
         options = self.options
         sizes = (
             self.cfg, options.max_slots, options.row_pages, options.pages, options.page_size,
-            options.snapshots, options.kv_dtype,
+            options.snapshots, options.kv_dtype, 0 if options.draft is None else options.max_len,
         )  # fmt: skip
         if self.mesh is None:
             return device.empty_slots(*sizes)
@@ -187,6 +192,7 @@ class Runner:
                     output=sequence.output,
                     remaining=sequence.remaining,
                     ignore_eos=request.ignore_eos,
+                    drafts=self.options.draft is not None,
                 )
             )
             self._told[sequence] = len(held.pages)
@@ -194,7 +200,7 @@ class Runner:
         for width, group in _groups(newcomers, lambda new: self._history_width(new.history)):
             for first in range(0, len(group), rows):
                 packed = self._pack(group[first : first + rows], width)
-                yield lambda packed=packed: device.admit(self.slots, packed)
+                yield lambda packed=packed: self._admit(packed)
 
     def _pack(self, newcomers: list[device.Newcomer], width: int) -> np.ndarray:
         options = self.options
@@ -203,6 +209,10 @@ class Runner:
                 newcomers, options.prefill_rows, width, options.row_pages, self.cfg.vocab_size
             )
         )
+
+    def _admit(self, packed: np.ndarray) -> device.Slots:
+        made = self._programs.get(("admit", *packed.shape))
+        return (made or device.admit)(self.slots, packed)
 
     def _history_width(self, tokens: int) -> int:
         return next(width for width in self.options.history_widths if width >= tokens)
@@ -239,22 +249,30 @@ class Runner:
             snapshot = NOBODY if snapshot is None else snapshot
             facts[row] = sequence.own_slot, fill.size, len(sequence.request.prompt), snapshot
         params = self._with(rows, {row: fill.sequence for row, fill in enumerate(fills)})
-        return lambda: self._fill_program(self.cfg, params, self.slots, tokens, facts, fresh=fresh)
+        return lambda: self._fill_call(params, tokens, facts, fresh)
+
+    def _fill_call(
+        self, params: device.Params, tokens: np.ndarray, facts: np.ndarray, fresh: bool
+    ) -> device.Slots:
+        made = self._programs.get(("fill", *tokens.shape, fresh))
+        if made is not None:
+            return made(params, self.slots, tokens, facts)
+        return self._fill_program(self.cfg, params, self.slots, tokens, facts, fresh=fresh)
 
     # Answers
 
     def _decode_of(self, plan: Plan, masks: Mapping[Sequence, np.ndarray]) -> Decode:
         options, sequences = self.options, list(plan.budgets)
-        n = next(size for size in options.sizes if size >= len(sequences))
+        n = options.size(len(sequences))
         row_of = {
             sequence: sequence.own_slot if n == options.max_slots else row
             for row, sequence in enumerate(sequences)
         }
         rows = np.full((n, 3 + options.more_pages), NOBODY, np.int32)
-        for sequence, steps in plan.budgets.items():
+        for sequence, budget in plan.budgets.items():
             pages, told = sequence.held.pages, self._told[sequence]
             row = rows[row_of[sequence]]
-            row[:3] = sequence.own_slot, steps, told
+            row[:3] = sequence.own_slot, budget, told
             row[3 : 3 + len(pages) - told] = pages[told:]
             self._told[sequence] = len(pages)
         allowed: Any = self._no_masks[n]
@@ -264,31 +282,37 @@ class Runner:
                 allowed[row_of[sequence]] = mask
             allowed = jax.device_put(allowed)  # jit tells it from numpy's
         requests = [sequence.request for sequence in sequences]
-        level = device.level_of([request.sampling for request in requests], bool(masks))
+        level = level_of([request.sampling for request in requests], bool(masks))
         if options.deterministic:  # branches round on their own
-            level = device.HIGHEST_LEVEL
+            level = HIGHEST_LEVEL
         wants_top = any(request.logprobs for request in requests)
-        orders = device.make_orders(rows, level=level, wants_top=wants_top)
+        orders = device.make_orders(rows, level=level, wants_top=wants_top, steps=plan.steps)
         params = self._with(n, {row: sequence for sequence, row in row_of.items()})
         longest = max(len(sequence.held.pages) for sequence in sequences)
         context = next(pages for pages in options.contexts if pages >= longest)
         return Decode(params, orders, allowed, row_of, n, context, wants_top)
 
     def _decode(self, decode: Decode) -> Drawn:
-        self.slots, rows, top = self._decode_program(
-            self.cfg, decode.params, self.slots, decode.orders, decode.masks, self._stop_ids,
-            n=decode.n, context=decode.context, width=self.options.steps_per_call,
-        )  # fmt: skip
+        told = decode.params, self.slots, decode.orders, decode.masks, self._stop_ids
+        made = self._programs.get(("decode", decode.n, decode.context))
+        if made is not None:
+            self.slots, rows, top = made(*told)
+        else:
+            self.slots, rows, top = self._decode_program(
+                self.cfg, *told, **self._statics(decode.n, decode.context)
+            )
         return Drawn(decode.row_of, rows, top if decode.wants_top else ())
 
     def read(self, drawn: Drawn) -> dict[Sequence, Written]:
         """What its rows have written, waited for."""
         rows, top = jax.device_get((drawn.rows, drawn.top))
-        width = self.options.steps_per_call
-        numbers = rows[:, : 1 + width], rows[:, 1 + width :].view(np.float32)
+        width = (rows.shape[1] - 3) // 2
+        numbers = rows[:, : 3 + width], rows[:, 3 + width :].view(np.float32)
         written = [  # lists at once: many small slices of arrays would cost more than the rest
-            Written(tokens[:n], logprobs[:n])
-            for (n, *tokens), logprobs in zip(*(part.tolist() for part in numbers), strict=True)
+            Written(tokens[:n], logprobs[:n], drafted, accepted)
+            for (n, drafted, accepted, *tokens), logprobs in zip(
+                *(part.tolist() for part in numbers), strict=True
+            )
         ]
         if top:
             written = [
@@ -299,21 +323,17 @@ class Runner:
     # Programs
 
     def compiled_programs(self) -> int:
-        """Programs of the engine that this process has compiled."""
+        """Programs of the engine that this process has compiled, or read."""
         programs: tuple[Any, ...] = (device.admit, self._fill_program, self._decode_program)
-        return sum(program._cache_size() for program in programs)
+        return len(self._programs) + sum(program._cache_size() for program in programs)
 
     def warm_up(self) -> None:
         """Run every program in every shape once, for nobody: the state stays."""
-        if self.mesh is None:
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                for compiled in [pool.submit(low.compile) for low in self._lower()]:
-                    compiled.result()
+        self._programs.add(self._wanted())
         for width in self.options.history_widths:
-            self.slots = device.admit(self.slots, self._pack([], width))
+            self.slots = self._admit(self._pack([], width))
         for rows, width, fresh in self._shapes():
-            params, blank = self._with(rows, {}), _blank(rows, width)
-            self.slots = self._fill_program(self.cfg, params, self.slots, *blank, fresh=fresh)
+            self.slots = self._fill_call(self._with(rows, {}), *_blank(rows, width), fresh)
         for n, context in itertools.product(self.options.sizes, self.options.contexts):
             params, orders = self._with(n, {}), self._idle(n)
             idle = Decode(params, orders, self._no_masks[n], {}, n, context, False)
@@ -329,24 +349,35 @@ class Runner:
             for fresh in (True, False)
         ]
 
-    def _lower(self) -> Iterator[Any]:
-        """The larger programs, for compilers that work side by side: jit finds what they made."""
-        slots = jax.eval_shape(lambda slots: slots, self.slots)
+    def _wanted(self) -> dict[Hashable, Wanted]:
+        """All that may be called."""
+        wanted: dict[Hashable, Wanted] = {}
+        for width in self.options.history_widths:
+            packed = self._pack([], width)
+            wanted["admit", *packed.shape] = Wanted(device.admit, (self.slots, packed))
         for rows, width, fresh in self._shapes():
-            blank = _blank(rows, width)
-            params = self._with(rows, {})
-            yield self._fill_program.lower(self.cfg, params, slots, *blank, fresh=fresh)
+            told = self._with(rows, {}), self.slots, *_blank(rows, width)
+            wanted["fill", rows, width, fresh] = Wanted(
+                self._fill_program, told, self.cfg, {"fresh": fresh}
+            )
         for n, context in itertools.product(self.options.sizes, self.options.contexts):
-            yield self._decode_program.lower(
-                self.cfg, self._with(n, {}), slots, self._idle(n), self._no_masks[n],
-                self._stop_ids, n=n, context=context, width=self.options.steps_per_call,
-            )  # fmt: skip
+            told = self._with(n, {}), self.slots, self._idle(n), self._no_masks[n], self._stop_ids
+            wanted["decode", n, context] = Wanted(
+                self._decode_program, told, self.cfg, self._statics(n, context)
+            )
+        return wanted
+
+    def _statics(self, n: int, context: int) -> dict[str, Any]:
+        """Of the decode program for so many rows and pages."""
+        widths = self.options.pass_widths(n)
+        width = self.options.steps_per_call * widths[-1]
+        return {"n": n, "context": context, "width": width, "widths": widths}
 
     def _idle(self, n: int) -> np.ndarray:
         """The orders of a decode that does nothing."""
         rows = np.full((n, 3 + self.options.more_pages), NOBODY, np.int32)
         rows[:, 1] = 0
-        return device.make_orders(rows, level=0, wants_top=False)
+        return device.make_orders(rows, level=0, wants_top=False, steps=0)
 
 
 def _groups(items: list[Any], kind: Any) -> Iterator[tuple[Any, list[Any]]]:

@@ -48,7 +48,8 @@ class Sequence:
     order: of arrival, each newcomer's larger than any before it.  output: tokens written so far.
     slot, held: its row and its pages while it is admitted.  filled: tokens of ``tokens`` that are
     in the cache.  cached: of those, how many were known at first.  ahead: tokens that decode calls
-    whose results are not here yet may have written.
+    whose results are not here yet may have written.  unsure: of those, how many it has not if its
+    drafts are wrong.
     """
 
     request: Request
@@ -60,6 +61,7 @@ class Sequence:
     filled: int = 0
     cached: int = 0
     ahead: int = 0
+    unsure: int = 0
 
     @property
     def own_slot(self) -> int:
@@ -86,8 +88,8 @@ class Sequence:
         return self.request.max_new_tokens - len(self.output)
 
     def room(self, steps: int) -> int:
-        """Of ``steps`` tokens, how many it may surely still write."""
-        return min(steps, self.remaining - self.ahead)
+        """Of ``steps`` tokens, how many it may still write."""
+        return min(steps, self.remaining - (self.ahead - self.unsure))
 
     @property
     def is_masked(self) -> bool:
@@ -124,23 +126,29 @@ class Fill:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """One step: the slots of ``admitted`` are theirs, run ``fills`` in order, then decode for each
-    row up to so many tokens as ``budgets`` says.  preempted: wait again.  started: have become
-    running."""
+    row up to so many tokens as ``budgets`` says, in up to ``steps`` passes that give each at least
+    one.  preempted: wait again.  started: have become running."""
 
     preempted: list[Sequence]
     admitted: list[Sequence]
     fills: list[Fill]
     started: list[Sequence]
     budgets: dict[Sequence, int]
+    steps: int
 
-    @property
-    def steps(self) -> int:
-        return max(self.budgets.values(), default=0)
+    def unsure(self, sequence: Sequence) -> int:
+        """Tokens that it writes only where drafts are right."""
+        return max(self.budgets[sequence] - self.steps, 0)
+
+    def settle(self, sequence: Sequence) -> None:
+        """What it has written is known."""
+        sequence.ahead -= self.budgets[sequence]
+        sequence.unsure -= self.unsure(sequence)
 
 
 class Scheduler:
     """may_share(sequence) -> how many of its tokens others may begin with, once they are in the
-    cache."""
+    cache.  reach(rows) -> most tokens that each of so many rows writes in a step."""
 
     def __init__(
         self,
@@ -153,11 +161,12 @@ class Scheduler:
         steps_per_call: int = 1,
         recompute: bool = True,
         may_share: Callable[[Sequence], int] = lambda sequence: sequence.to_fill,
+        reach: Callable[[int], int] = lambda rows: 1,
     ) -> None:
         self.max_slots, self.pages = max_slots, pages
         self.chunk, self.token_budget, self.widths = chunk, token_budget, widths
         self.steps_per_call, self.recompute = steps_per_call, recompute
-        self._may_share = may_share
+        self._may_share, self._reach = may_share, reach
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.running: dict[int, Sequence] = {}
@@ -246,22 +255,36 @@ class Scheduler:
     def plan(self) -> Plan:
         self._preempted: list[Sequence] = []
         self._newcomers: list[Sequence] = []
-        for sequence in [some for some in self.running.values() if some.room(1) <= 0]:
-            del self.running[sequence.own_slot]
-            sequence.slot = None
-            self.ending.append(sequence)
+        self._retire()
         # Pages that are missing for one more token each; kept up to date below.
         self._next = _total(self._short(1))
         while self._next > self.pages.available:
             self._preempt(self.admitted)
         fills, started, is_more = self._fill()
-        budgets = self._budgets(1 if is_more else self.steps_per_call)
-        if _total(self._short(max(budgets.values(), default=0))) > self.pages.available:
-            budgets = self._budgets(1)
-        for sequence, steps in budgets.items():
-            self.pages.grow(sequence.held, self._growth(sequence, steps))
-            sequence.ahead += steps
-        return Plan(self._preempted, self._newcomers, fills, started, budgets)
+        steps = 1 if is_more else self.steps_per_call
+        reach = self._reach(len(self.running))
+        budgets = self._budgets(steps * reach)
+        while max(steps, reach) > 1 and not self._has_pages(budgets):
+            reach, steps = 1, steps if reach > 1 else 1
+            budgets = self._budgets(steps)
+        most = max(budgets.values(), default=0)
+        plan = Plan(self._preempted, self._newcomers, fills, started, budgets, min(steps, most))
+        for sequence, budget in budgets.items():
+            self.pages.grow(sequence.held, self._growth(sequence, budget))
+            sequence.ahead += budget
+            sequence.unsure += plan.unsure(sequence)
+        return plan
+
+    def _has_pages(self, budgets: dict[Sequence, int]) -> bool:
+        most = max(budgets.values(), default=0)
+        return _total(self._short(most)) <= self.pages.available
+
+    def _retire(self) -> None:
+        """Rows that the device has been told to write to their ends."""
+        for sequence in [some for some in self.running.values() if some.room(1) <= 0]:
+            del self.running[sequence.own_slot]
+            sequence.slot = None
+            self.ending.append(sequence)
 
     def _budgets(self, steps: int) -> dict[Sequence, int]:
         """What each running row may write.  A constrained row's mask comes from the host, after
@@ -275,7 +298,8 @@ class Scheduler:
 
     def _growth(self, sequence: Sequence, steps: int) -> int:
         """Pages that it lacks to write so many more tokens."""
-        after = sequence.length + sequence.ahead + sequence.room(steps)
+        most = len(sequence.request.prompt) + sequence.request.max_new_tokens
+        after = min(sequence.length + sequence.ahead + sequence.room(steps), most)
         return max(self.pages.need(after) - len(sequence.held.pages), 0)
 
     def _short(self, steps: int) -> list[tuple[Sequence, int]]:

@@ -1,6 +1,7 @@
 """Slots: the engine's device state, and the jitted functions that change it.
 
-    Slots(cache, snapshots, token, prompted, active, remaining, ignore_eos, sampling, history)
+    Slots(cache, snapshots, token, prompted, active, remaining, ignore_eos, sampling, history,
+          drafting)
 
 A running request is one row of ``cache``, whose attention layers are pages that all rows share.
 Life of a row: ``admit`` gives a slot to a request, with its pages and the state that it begins
@@ -10,9 +11,6 @@ slot or a page that is nobody's may hold anything, NaN included.  Rows of Llama,
 every cache dtype differ in ``Cache``'s leaves only, so nothing here knows which they are.
 
 ``fill`` and ``decode`` run on those rows alone that they are told.
-
-Sampling: all features of ``sample`` are compiled into one program and a ``lax.switch`` runs what
-some row of the batch needs (``level_of``), so a request with another feature compiles nothing.
 
 A transfer between host and device costs time whatever its size: what the host says to each is one
 array (``pack``, ``make_orders``), and so is what rows have written.
@@ -37,18 +35,23 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.cache import Cache, GLAState, KVCache, cache_shardings, init_pages
-from jaxllama.model.decoder import forward, logits
+from jaxllama.model.decoder import forward
 from jaxllama.parallel.mesh import traced_mesh
-from jaxllama.sampling import History, Sampling, SamplingParams, sample
-from jaxllama.serving.engine.request import MAX_LOGPROBS
+from jaxllama.sampling import History, Sampling, SamplingParams
+from jaxllama.serving.engine import passes
+from jaxllama.speculative import ADAPTIVE, Pace
 
 Params = dict[str, Any]
-# Branches of the sampler: greedy, greedy with edited logits, everything.
-_EDITS = ("bias", "penalties")
-_LEVELS = ((), _EDITS, (*_EDITS, "draw", "top_k", "top_p", "min_p", "mixed"))
-HIGHEST_LEVEL = len(_LEVELS) - 1  # serves every request
 NOBODY = 2**30  # past the last slot, page or snapshot
 MAX_BIAS = 320  # entries of logit_bias a row; OpenAI takes up to 300
+
+
+class Drafting(NamedTuple):
+    """text int32 ``[B, L]``: prompt and answer, up to the newest token.  pace: how much each row
+    asks for."""
+
+    text: jax.Array
+    pace: Pace
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +61,7 @@ class Slots:
     attention.  All else has a row for each slot.  token int32: the newest, not yet in the cache.
     prompted: it is the prompt's last, which attends to everything, where generated tokens may
     attend sparsely.  active: it has not ended.  remaining int32: tokens that may still be drawn.
-    ignore_eos: goes on past stop tokens."""
+    ignore_eos: goes on past stop tokens.  drafting: None where no drafts are made."""
 
     cache: Cache
     snapshots: tuple[GLAState | None, ...]
@@ -69,37 +72,20 @@ class Slots:
     ignore_eos: jax.Array
     sampling: SamplingParams
     history: History
+    drafting: Drafting | None
 
     @property
     def size(self) -> int:
         return self.token.shape[0]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """What one ``decode`` has written: tokens int32 and logprobs float32 ``[B, width]``, of which
-    row b's first ``counts[b]`` are real; if asked for, the likeliest tokens ``[B, width, n]``."""
-
-    tokens: jax.Array
-    logprobs: jax.Array
-    counts: jax.Array
-    top_tokens: jax.Array
-    top_logprobs: jax.Array
-
-
-def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
-    """The cheapest branch of the sampler that serves all of these."""
-    if any(row.temperature > 0 for row in requests):
-        return HIGHEST_LEVEL
-    return int(is_masked or any(row.has_penalties or row.logit_bias for row in requests))
-
-
-@functools.partial(jax.jit, static_argnums=range(7))
+@functools.partial(jax.jit, static_argnums=range(8))
 def empty_slots(
-    cfg: ModelConfig, size: int, row_pages: int, pages: int, page: int, states: int, dtype: str
-) -> Slots:
-    """``size`` slots, all free; the sizes of ``init_pages``, and how many snapshots."""
+    cfg: ModelConfig, size: int, row_pages: int, pages: int, page: int, states: int, dtype: str,
+    text: int = 0,
+) -> Slots:  # fmt: skip
+    """``size`` slots, all free; the sizes of ``init_pages``, how many snapshots, and how many
+    tokens of text a row drafts from."""
     cache = init_pages(cfg, size, row_pages, pages, page, dtype)
     like = init_pages(cfg, states, 1, 1, 1, dtype).layers
     snapshots = tuple(None if isinstance(layer, KVCache) else layer for layer in like)
@@ -107,7 +93,12 @@ def empty_slots(
     vocab = cfg.vocab_size
     history = History(jnp.zeros((size, vocab), bool), jnp.zeros((size, vocab), jnp.int32))
     sampling = jax.tree.map(jnp.asarray, stack_sampling([Sampling()] * size, vocab))
-    return Slots(cache, snapshots, none, no, no, none, no, sampling, history)
+    drafting = Drafting(jnp.zeros((size, text), jnp.int32), _new_pace(size)) if text else None
+    return Slots(cache, snapshots, none, no, no, none, no, sampling, history, drafting)
+
+
+def _new_pace(rows: int) -> Pace:
+    return Pace(*(jnp.full(rows, value, jnp.int32) for value in (ADAPTIVE, 0, 1)))
 
 
 def slots_shardings(slots: Slots, mesh: Mesh | AbstractMesh) -> Slots:
@@ -175,6 +166,10 @@ def admit(slots: Slots, packed: jax.Array) -> Slots:
         sampling=_put(slot, slots.sampling, rows.sampling),
         history=_put(slot, slots.history, _history(rows, slots.history.counts.shape[1])),
     )
+    if slots.drafting is not None:
+        more = slots.drafting.text.shape[1] - rows.tokens.shape[1]
+        news = Drafting(jnp.pad(rows.tokens, ((0, 0), (0, more))), _new_pace(len(slot)))
+        admitted = dataclasses.replace(admitted, drafting=_put(slot, slots.drafting, news))
     return _constrained(admitted, slots)
 
 
@@ -225,14 +220,14 @@ def fill(
     return _constrained(dataclasses.replace(slots, cache=cache, snapshots=snapshots), slots)
 
 
-def make_orders(rows: np.ndarray, *, level: int, wants_top: bool) -> np.ndarray:
+def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, steps: int) -> np.ndarray:
     """What ``decode`` is told, int32.  rows ``[n, 3 + k]``: slot, most tokens, how many pages it
     had, new ones."""
-    return np.concatenate([[level, wants_top], rows.reshape(-1)]).astype(np.int32)
+    return np.concatenate([[level, wants_top, steps], rows.reshape(-1)]).astype(np.int32)
 
 
 @functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("n", "context", "width"), donate_argnums=2
+    jax.jit, static_argnums=0, static_argnames=("n", "context", "width", "widths"), donate_argnums=2
 )
 def decode(
     cfg: ModelConfig,
@@ -245,19 +240,23 @@ def decode(
     n: int,
     context: int,
     width: int,
+    widths: tuple[int, ...] = (1,),
 ) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:
     """New tokens for each of ``n`` rows, for none more than ``width``; none has more than
-    ``context`` pages.
+    ``context`` pages.  widths: tokens of a row that a pass may verify, 1 and, where there are
+    drafts, more.
 
     orders: of ``make_orders``.  A slot past the last is nobody's; with as many rows as there are
     slots, row i is slot i's or nobody's.  A page past the last is none.  level: the sampler's
-    branch.  masks uint32 ``[n, ceil(V / 32)]``: bit i of a row allows token i; not read at level 0.
+    branch; steps: most passes.  masks uint32 ``[n, ceil(V / 32)]``: bit i of a row allows token i;
+    not read at level 0.
 
-    Returns (slots, rows int32 ``[n, 1 + 2 width]``: how many tokens, the tokens, the bits of their
-    logprobs; the likeliest tokens and their logprobs ``[n, width, top]``, if asked for).
+    Returns (slots, rows int32 ``[n, 3 + 2 width]``: how many tokens, how many were drafted and how
+    many of those right, the tokens, the bits of their logprobs; the likeliest tokens and their
+    logprobs ``[n, width, top]``, if asked for).
     """
-    told, every = orders[2:].reshape(n, -1), slots
-    rows, budgets = told[:, 0], told[:, 1]
+    told, every = orders[3:].reshape(n, -1), slots
+    rows, limits = told[:, 0], told[:, 1]
     if n < every.size:
         slots = _of_rows(every, rows)
     is_live = rows < every.size
@@ -266,7 +265,9 @@ def decode(
     assert table is not None
     cache = dataclasses.replace(cache, table=table[:, :context])
     slots = dataclasses.replace(slots, cache=cache, active=slots.active & is_live)
-    slots, drawn, top = _decode(cfg, params, slots, budgets, orders[:2], masks, stop_ids, width)
+    slots, drawn, top = passes.run(
+        cfg, params, slots, limits, orders[:3], masks, stop_ids, width, widths
+    )
     active = jnp.where(is_live, slots.active, every.active[:n])
     cache = dataclasses.replace(slots.cache, table=table)
     slots = dataclasses.replace(slots, cache=cache, active=active)
@@ -297,106 +298,6 @@ def _with_pages(cache: Cache, had: jax.Array, more: jax.Array) -> Cache:
     return dataclasses.replace(cache, table=cache.table.at[index].set(more, mode="drop"))
 
 
-def _decode(
-    cfg: ModelConfig, params: Params, slots: Slots, budgets: jax.Array, orders: jax.Array,
-    masks: jax.Array, stop_ids: jax.Array, width: int,
-) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
-    batch, n_top = slots.size, min(MAX_LOGPROBS, cfg.vocab_size)
-    level, wants_top = orders
-    wants_top = wants_top != 0
-
-    def may_write(step: jax.Array, slots: Slots) -> jax.Array:
-        return slots.active & (step < budgets)
-
-    def draw_with(features: tuple[str, ...]):
-        def draw(scores: jax.Array, slots: Slots, masks: jax.Array):
-            params = dataclasses.replace(slots.sampling, features=features)
-            allowed = _mask_bits(masks, cfg.vocab_size) if features else None
-            return sample(scores, params, slots.cache.lengths, slots.history, allowed)
-
-        return draw
-
-    branches = [draw_with(features) for features in _LEVELS]
-
-    def unfinished(carry: tuple[jax.Array, Slots, Drawn]) -> jax.Array:
-        step, slots, _ = carry
-        return jnp.any(may_write(step, slots)) & (step < width)
-
-    def one_token(carry: tuple[jax.Array, Slots, Drawn]) -> tuple[jax.Array, Slots, Drawn]:
-        step, slots, drawn = carry
-        live = may_write(step, slots)
-        hidden, cache = forward(
-            cfg, params, slots.token[:, None], live.astype(jnp.int32), slots.cache,
-            sparse=~slots.prompted[:, None],
-        )  # fmt: skip
-        scores = logits(cfg, params, hidden[:, 0])
-        slots = dataclasses.replace(slots, cache=cache)
-        tokens, logprobs = lax.switch(level, branches, scores, slots, masks)
-        top = lax.cond(wants_top, _likeliest, _no_likeliest, scores)
-        stopped = jnp.any(tokens[:, None] == stop_ids[None, :], axis=1) & ~slots.ignore_eos
-        remaining = slots.remaining - live.astype(jnp.int32)
-
-        def put(buffer: jax.Array, column: jax.Array) -> jax.Array:
-            return lax.dynamic_update_slice_in_dim(buffer, column[:, None], step, axis=1)
-
-        drawn = Drawn(
-            tokens=put(drawn.tokens, tokens),
-            logprobs=put(drawn.logprobs, logprobs),
-            counts=drawn.counts + live.astype(jnp.int32),
-            top_tokens=put(drawn.top_tokens, top[0]),
-            top_logprobs=put(drawn.top_logprobs, top[1]),
-        )
-        slots = dataclasses.replace(
-            slots,
-            token=jnp.where(live, tokens, slots.token),
-            prompted=slots.prompted & ~live,
-            active=slots.active & ~(live & (stopped | (remaining <= 0))),
-            remaining=remaining,
-            history=slots.history.add(tokens, live),
-        )
-        return step + 1, slots, drawn
-
-    blank = Drawn(
-        jnp.zeros((batch, width), jnp.int32),
-        jnp.zeros((batch, width), jnp.float32),
-        jnp.zeros((batch,), jnp.int32),
-        jnp.zeros((batch, width, n_top), jnp.int32),
-        jnp.zeros((batch, width, n_top), jnp.float32),
-    )
-    _, after, drawn = lax.while_loop(unfinished, one_token, (jnp.int32(0), slots, blank))
-    bits = lax.bitcast_convert_type(drawn.logprobs, jnp.int32)
-    rows = jnp.concatenate([drawn.counts[:, None], drawn.tokens, bits], axis=1)
-    return after, rows, (drawn.top_tokens, drawn.top_logprobs)
-
-
-def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # One after the other, of equals the first: neither XLA's sort, which ``top_k`` is, nor what
-    # ``scan`` stacks can be part of a CUDA graph, and a loop that is none keeps the host waiting.
-    index = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    value = jnp.full((len(scores), 1), jnp.inf, scores.dtype)
-    token = jnp.full((len(scores), 1), -1, jnp.int32)
-    found = []
-    for _ in range(min(MAX_LOGPROBS, scores.shape[1])):
-        is_behind = (scores < value) | ((scores == value) & (index > token))
-        left = jnp.where(is_behind, scores, -jnp.inf)
-        token = jnp.argmax(left, axis=1, keepdims=True).astype(jnp.int32)
-        value = jnp.take_along_axis(scores, token, axis=1)
-        found.append((token, value))
-    tokens, values = (jnp.concatenate(column, axis=1) for column in zip(*found, strict=True))
-    return tokens, values - jax.nn.logsumexp(scores, axis=1, keepdims=True)
-
-
-def _no_likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    shape = (scores.shape[0], min(MAX_LOGPROBS, scores.shape[1]))
-    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-
-
-def _mask_bits(masks: jax.Array, vocab_size: int) -> jax.Array:
-    """uint32 ``[B, ceil(V / 32)]`` -> bool ``[B, V]``, the lowest bit first."""
-    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)
-    return (bits & jnp.uint32(1)).astype(bool).reshape(masks.shape[0], -1)[:, :vocab_size]
-
-
 # Newcomers, as arrays and as one array:  packed = pack(make_rows(newcomers, ...))  on the host,
 # rows = unpack(packed, vocab_size, row_pages)  on the device
 
@@ -414,11 +315,13 @@ class Newcomer(NamedTuple):
     output: Sequence[int]
     remaining: int
     ignore_eos: bool
+    drafts: bool = False
 
     @property
     def history(self) -> int:
-        """Tokens that its sampling depends on."""
-        return len(self.prompt) + len(self.output) if self.sampling.has_penalties else 0
+        """Tokens that its sampling, or its drafts, depend on."""
+        is_read = self.drafts or self.sampling.has_penalties
+        return len(self.prompt) + len(self.output) if is_read else 0
 
 
 @jax.tree_util.register_dataclass

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Stats:
     """What an engine is doing and has done.  pages_used: by requests that run; pages_known: that
     new ones may begin with.  finished: requests by reason.  compilations: programs compiled since
-    the warm-up."""
+    the warm-up.  accepted_tokens: of the drafted ones."""
 
     waiting: int
     prefilling: int
@@ -31,6 +31,8 @@ class Stats:
     preemptions: int
     steps: int
     compilations: int
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 def count(engine: Engine) -> Stats:
@@ -57,4 +59,6 @@ def count(engine: Engine) -> Stats:
         preemptions=counts["preemptions"],
         steps=engine.steps,
         compilations=engine.runner.compiled_programs() - engine.compiled,
+        drafted_tokens=counts["drafted_tokens"],
+        accepted_tokens=counts["accepted_tokens"],
     )

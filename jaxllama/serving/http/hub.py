@@ -24,7 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
+from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
+from jaxllama.offload.model import OffloadedModel
 from jaxllama.serving.engine.request import (
     EngineClosed,
     EngineFailed,
@@ -65,7 +67,14 @@ Passes = Mapping[str, Callable[..., Any]]
 
 
 def forward_passes(lm: LanguageModel) -> Passes:
-    """Beside the engine: a row's embedding, as float32 bytes, and a prompt's logprobs."""
+    """Beside the engine: a row's embedding, as float32 bytes, and a prompt's logprobs.  Refused of
+    an offloaded model, whose weights are the block's that runs."""
+    if isinstance(lm, OffloadedModel):
+
+        def refused(*_: Any) -> None:
+            raise JaxLlamaError("the model is offloaded: no embeddings, no logprobs of prompts")
+
+        return {"embed": refused, "score": refused}
     embed = Embedder(lm)
     return {"embed": lambda row: embed(row).tobytes(), "score": Scorer(lm)}
 

@@ -6,7 +6,10 @@ for, as OpenAI's API did.  A stop token is counted in the usage and has no entry
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+
+import msgspec
 
 from jaxllama.serving.http.calls import Call
 from jaxllama.serving.http.messages import Piece
@@ -17,8 +20,10 @@ from jaxllama.serving.http.schemas import (
     PromptLogprobs,
     TokenLogprob,
     TopLogprob,
+    to_json,
 )
 from jaxllama.text.stream import TextStream
+from jaxllama.text.tokenizer import Tokenizer
 
 
 class TextOffsets:
@@ -44,10 +49,12 @@ def completion_logprobs(
     out = CompletionLogprobs([], [], [] if wanted else None, [])
     for event in events:
         for token, logprob, top in _scored(call, event):
-            out.tokens.append(_spell(call, token))
+            out.tokens.append(_spell(call.tokenizer, token))
             out.token_logprobs.append(_number(logprob))
             if out.top_logprobs is not None:
-                best = {_spell(call, other): _number(value) for other, value in top[:wanted]}
+                best = {
+                    _spell(call.tokenizer, other): _number(value) for other, value in top[:wanted]
+                }
                 out.top_logprobs.append(best)
             out.text_offset.append(offsets(token))
     return out
@@ -59,11 +66,13 @@ def echoed_logprobs(call: Call, index: int, offsets: TextOffsets) -> CompletionL
         return None
     scores, wanted = call.scores[index // call.choices], call.requests[index].logprobs
     tops = [
-        None if top is None else {_spell(call, id): _number(value) for id, value in top[:wanted]}
+        None
+        if top is None
+        else {_spell(call.tokenizer, id): _number(value) for id, value in top[:wanted]}
         for top in scores.tops
     ]
     return CompletionLogprobs(
-        [_spell(call, token) for token in scores.tokens],
+        [_spell(call.tokenizer, token) for token in scores.tokens],
         [None if value is None else _number(value) for value in scores.logprobs],
         tops if wanted else None,
         [offsets(token) for token in scores.tokens],
@@ -99,7 +108,7 @@ def prompt_logprobs(call: Call, index: int) -> PromptLogprobs:
                   (token, logprob, rank)]  # fmt: skip
         out.append(
             {
-                other: PromptLogprob(_number(value), place, _spell(call, other))
+                other: PromptLogprob(_number(value), place, _spell(call.tokenizer, other))
                 for other, value, place in values
             }
         )
@@ -112,11 +121,15 @@ def chat_logprobs(call: Call, index: int, events: Sequence[Piece]) -> ChatLogpro
         return None
     content = [
         TokenLogprob(
-            _spell(call, token),
+            _spell(call.tokenizer, token),
             _number(logprob),
-            list(_bytes(call, token)),
+            list(_bytes(call.tokenizer, token)),
             [
-                TopLogprob(_spell(call, other), _number(value), list(_bytes(call, other)))
+                TopLogprob(
+                    _spell(call.tokenizer, other),
+                    _number(value),
+                    list(_bytes(call.tokenizer, other)),
+                )
                 for other, value in top[:wanted]
             ],
         )
@@ -124,6 +137,34 @@ def chat_logprobs(call: Call, index: int, events: Sequence[Piece]) -> ChatLogpro
         for token, logprob, top in _scored(call, event)
     ]
     return ChatLogprobs(content)
+
+
+def chat_entries(call: Call, index: int, event: Piece) -> bytes:
+    """``chat_logprobs``' content of a piece that is not the last, as JSON without its brackets.
+    All but the numbers follows from the tokens, and is kept."""
+    tokenizer, wanted = call.tokenizer, call.requests[index].logprobs
+    entries: list[bytes] = []
+    for place, (token, logprob) in enumerate(zip(event.tokens, event.logprobs, strict=True)):
+        before, after = _around(tokenizer, token)
+        others: list[bytes] = []
+        if wanted:
+            for other, value in event.top_logprobs[place][:wanted]:
+                begun, ended = _around(tokenizer, other)
+                others.append(begun + _json(_number(value)) + ended + b"}")
+        top = b',"top_logprobs":[' + b",".join(others) + b"]}"
+        entries.append(before + _json(_number(logprob)) + after + top)
+    return b",".join(entries)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _around(tokenizer: Tokenizer | None, token: int) -> tuple[bytes, bytes]:
+    """A TopLogprob's JSON before and behind its number, without the last brace."""
+    bare = TopLogprob(_spell(tokenizer, token), None, list(_bytes(tokenizer, token)))
+    before, after = to_json(bare).split(b'"logprob":null')
+    return before + b'"logprob":', after.removesuffix(b"}")
+
+
+_json = msgspec.json.Encoder().encode
 
 
 def _scored(call: Call, event: Piece) -> list[tuple[int, float, list[tuple[int, float]]]]:
@@ -135,14 +176,14 @@ def _scored(call: Call, event: Piece) -> list[tuple[int, float, list[tuple[int, 
     return list(zip(event.tokens, event.logprobs, tops, strict=True))[:n]
 
 
-def _bytes(call: Call, token: int) -> bytes:
-    return call.tokenizer.token_bytes(token, skip_special=False) if call.tokenizer else b""
+def _bytes(tokenizer: Tokenizer | None, token: int) -> bytes:
+    return tokenizer.token_bytes(token, skip_special=False) if tokenizer else b""
 
 
-def _spell(call: Call, token: int) -> str:
-    if call.tokenizer is None:
+def _spell(tokenizer: Tokenizer | None, token: int) -> str:
+    if tokenizer is None:
         return f"token_id:{token}"
-    data = _bytes(call, token)
+    data = _bytes(tokenizer, token)
     try:
         return data.decode() or f"token_id:{token}"
     except UnicodeDecodeError:

@@ -46,6 +46,8 @@ _COUNTERS = {
     "preemptions": ("preemptions", "Requests pushed out of their slot"),
     "steps": ("steps", "Engine steps"),
     "compilations": ("compilations", "Programs compiled since warm-up"),
+    "drafted_tokens": ("drafted_tokens", "Tokens that drafts proposed"),
+    "accepted_tokens": ("accepted_tokens", "Tokens that were as their draft"),
 }
 
 

@@ -25,7 +25,7 @@ from jaxllama.serving.http import answers, messages
 from jaxllama.serving.http.bodies import Chat, Completion
 from jaxllama.serving.http.calls import Call
 from jaxllama.serving.http.link import Link, Stream
-from jaxllama.serving.http.logprobs import TextOffsets
+from jaxllama.serving.http.logprobs import TextOffsets, chat_entries
 from jaxllama.serving.http.messages import Accepted, IdTaken, Piece
 from jaxllama.serving.http.middleware import (
     CLIENT_GONE,
@@ -219,8 +219,9 @@ class ChunkStream(EventStream):
         yield _data(b"[DONE]")
 
     def _writer(self, index: int, offsets: TextOffsets) -> Callable[[Piece], bytes]:
-        """The function from a choice's pieces to what is sent.  The chunks of a plain stream differ
-        in nothing but the text, so they are put together from the two halves of one around it."""
+        """The function from a choice's pieces to what is sent.  The chunks of a stream differ in
+        nothing but the text, and a chat's in logprobs, so they are put together from the halves of
+        one around it."""
         run, call = self._run, self._run.call
         if call.reading is not None:
             return self._reading_writer(index)
@@ -231,13 +232,19 @@ class ChunkStream(EventStream):
                 return _data(to_json(answers.chat_chunk(call, index, piece, total)))
             return _data(to_json(answers.completion_chunk(call, index, piece, offsets, total)))
 
-        detailed = call.requests[index].logprobs is not None or call.shows_ids
-        if self._running_usage or detailed:
+        scored = call.requests[index].logprobs is not None
+        if self._running_usage or call.shows_ids or (scored and run.kind == "completion"):
             return write
         before, after = write(Piece(0, [], text="\0")).split(_quoted("\0"))
+        middle, after = after.split(b"[]") if scored else (b"", after)
 
         def write_plain(piece: Piece) -> bytes:
-            return write(piece) if piece.finish_reason else before + _quoted(piece.text) + after
+            if piece.finish_reason:
+                return write(piece)
+            if scored:
+                entries = chat_entries(call, index, piece)
+                return b"%b%b%b[%b]%b" % (before, _quoted(piece.text), middle, entries, after)
+            return before + _quoted(piece.text) + after
 
         return write_plain
 

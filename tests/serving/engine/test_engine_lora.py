@@ -37,7 +37,7 @@ def test_an_engine_gives_each_request_the_tokens_of_its_adapter(lm, deterministi
     cache holds is shared between two adapters, and what one of them left is found again."""
     engine = Engine(
         lm, max_slots=3, max_len=48, prefill_chunk=16, prefill_rows=1 if deterministic else 2,
-        deterministic=deterministic,
+        deterministic=deterministic, draft=None if deterministic else "ngram",
     )  # fmt: skip
     engine.warm_up()
     prompt = np.random.default_rng(0).integers(3, CFG.vocab_size, 40)

@@ -22,6 +22,7 @@ def test_tokens_on_a_mesh_are_those_of_one_device():
     alone, *meshes = map(json.loads, run.stdout.splitlines())
     assert {key: len(tokens) for key, tokens in alone["tokens"].items()} == {
         "one": 8, "short": 12, "drawn": 12, "long": 18, "again": 18,
+        "repeats": 18,
     }  # fmt: skip
     assert alone["devices"] == 1 and alone["cached"] > 0
     for mesh, (name, heads) in zip(meshes, MESHES.items(), strict=True):
@@ -32,3 +33,4 @@ def test_tokens_on_a_mesh_are_those_of_one_device():
         assert mesh["kv_heads"] == list(heads)
         assert mesh["devices"] == {"model=2": 2, "data=2,model=4": 8}[name]
         assert mesh["compilations"] == alone["compilations"] == 0
+        assert (mesh["accepted"] > 0) == ("data" in name)  # which alone drafts

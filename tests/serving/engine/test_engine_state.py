@@ -34,7 +34,7 @@ FAMILY = "hybrid"
 def requests_of(n: int) -> list[Request]:
     return [
         Request(
-            f"s{index}", PROMPTS[(3 * index) % len(PROMPTS)], 8 + index % 9, SAMPLINGS[index % 5],
+            f"s{index}", PROMPTS[(3 * index) % len(PROMPTS)], 8 + index % 9, SAMPLINGS[index % 8],
             priority=index % 2, logprobs=2,
         )
         for index in range(n)
@@ -85,8 +85,9 @@ def told(events: dict[str, list[Event]]) -> dict[str, tuple]:
     return {key: (*written(value), value[-1].finish_reason) for key, value in events.items()}
 
 
-def test_a_journal_replays_bit_for_bit(tmp_path):
-    eng = Engine(model(FAMILY), state=tmp_path, **OPTIONS)
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_a_journal_replays_bit_for_bit(tmp_path, draft):
+    eng = Engine(model(FAMILY), state=tmp_path, draft=draft, **OPTIONS)
     events = run(eng, requests_of(9))
     eng.stop()
     other, again = restored(tmp_path)
@@ -94,6 +95,8 @@ def test_a_journal_replays_bit_for_bit(tmp_path):
     assert again["s2"][-1].finish_reason == "cancelled"
     assert other.steps == eng.steps
     assert arrays(other) == arrays(eng)
+    assert other.stats().drafted_tokens == eng.stats().drafted_tokens
+    assert (draft is None) == (eng.stats().drafted_tokens == 0)
     other.stop()
     with pytest.raises(jl.JaxLlamaError, match="another engine's journal"):
         Engine(model(FAMILY), state=tmp_path, **OPTIONS)
@@ -194,7 +197,7 @@ def test_rows_pages_and_snapshots_move_unchanged(dtype):
     slots = device.admit(slots, device.pack(rows))
     assert bits([slots.cache.layers[i] for i, kind in enumerate(cfg.layer_types)
                  if kind == "gla"], 2) == known  # fmt: skip
-    orders = device.make_orders(np.array([[2, 0, 2, 3]]), level=0, wants_top=False)
+    orders = device.make_orders(np.array([[2, 0, 2, 3]]), level=0, wants_top=False, steps=2)
     masks = np.zeros((1, -(-cfg.vocab_size // 32)), np.uint32)
     slots, *_ = device.decode(
         cfg, params_of(cfg), slots, orders, masks, np.array([2], np.int32), n=1, context=4, width=2

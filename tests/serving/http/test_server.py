@@ -40,10 +40,13 @@ from jaxllama.serving.http import server
 from jaxllama.serving.http.bodies import ApiError, Chat, Completion, parse
 from jaxllama.serving.http.calls import Prompts
 from jaxllama.serving.http.embeddings import Embedder
+from jaxllama.serving.http.front_end import Facts
 from jaxllama.serving.http.hub import Hub
 from jaxllama.serving.http.link import Link, local
+from jaxllama.serving.http.logprobs import chat_entries, chat_logprobs
 from jaxllama.serving.http.messages import Piece
 from jaxllama.serving.http.metrics import Metrics
+from jaxllama.serving.http.schemas import to_json
 from jaxllama.serving.http.server import Settings, _Server
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.fake_engine import FakeEngine
@@ -148,6 +151,18 @@ def test_a_chat_answer_and_the_stream_of_it_are_the_same(http, engine):
     assert [bytes(entry["bytes"]).decode() for entry in entries] == list(text)
     assert entries[0]["top_logprobs"] == [{"token": "z", "logprob": 0.0, "bytes": [122]}]
     assert len({chunk["id"] for chunk in chunks}) == 1 and chunks[0]["id"].startswith("chatcmpl-")
+
+
+@pytest.mark.parametrize("spells", [True, False])
+def test_the_logprobs_of_a_chunk_are_those_of_the_schema(spells):
+    """Of tokens that are no text by themselves, and of numbers that JSON does not have."""
+    prompts = Prompts(Facts(CFG, byte_tokenizer(), None, ()), NAME, MAX_LEN, 8)
+    call = prompts.chat(Chat(**CHAT, logprobs=True, top_logprobs=2), "chatcmpl-1")
+    call = call if spells else dataclasses.replace(call, tokenizer=None)
+    tops = [[(34, -0.5), (92, float("-inf")), (7, -1.0)], [], [(255, float("nan"))]]
+    piece = Piece(0, [34, 0xE2, 259], logprobs=[-1e-7, -99999.0, -2.25], top_logprobs=tops)
+    said = chat_logprobs(call, 0, [piece])
+    assert to_json(said) == b'{"content":[%b],"refusal":null}' % chat_entries(call, 0, piece)
 
 
 def test_stop_ends_before_the_text_and_counts_the_stop_token(http):

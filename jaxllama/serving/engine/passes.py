@@ -1,0 +1,222 @@
+"""Passes: the loop of a decode call, on rows of ``slots.Slots``.
+
+A pass over the model gives every row that may still write one token and, where drafts are made
+(``jaxllama.speculative``), one for each of its draft that was right.  No pass is wider than some
+row's draft needs, so where nobody drafts it is a plain step.
+
+Sampling: all features of ``sample`` are compiled into one program and a ``lax.switch`` runs what
+some row of the batch needs (``level_of``), so a request with another feature compiles nothing.
+
+On a GPU the loop is one CUDA graph, which nothing in it may prevent: XLA's sorts and scans do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxllama.config import ModelConfig
+from jaxllama.model.decoder import commit, forward, logits, propose
+from jaxllama.sampling import Sampling
+from jaxllama.serving.engine.request import MAX_LOGPROBS
+from jaxllama.speculative import Ask, Drafted, NGram, in_width, sampled, verdict
+
+if TYPE_CHECKING:
+    from jaxllama.serving.engine.slots import Slots
+
+Params = dict[str, Any]
+# Branches of the sampler: greedy, greedy with edited logits, everything.
+_EDITS = ("bias", "penalties")
+_LEVELS = ((), _EDITS, (*_EDITS, "draw", "top_k", "top_p", "min_p", "mixed"))
+HIGHEST_LEVEL = len(_LEVELS) - 1  # serves every request
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What one ``decode`` has written: tokens int32 and logprobs float32 ``[B, width]``, of which
+    row b's first ``counts[b]`` are real; how many it drafted and accepted; if asked for, the
+    likeliest tokens ``[B, width, n]``."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    counts: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+    top_tokens: jax.Array
+    top_logprobs: jax.Array
+
+
+def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
+    """The cheapest branch of the sampler that serves all of these."""
+    if any(row.temperature > 0 for row in requests):
+        return HIGHEST_LEVEL
+    return int(is_masked or any(row.has_penalties or row.logit_bias for row in requests))
+
+
+def run(
+    cfg: ModelConfig, params: Params, slots: Slots, limits: jax.Array, orders: jax.Array,
+    masks: jax.Array, stop_ids: jax.Array, width: int, widths: tuple[int, ...],
+) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
+    batch, n_top = slots.size, min(MAX_LOGPROBS, cfg.vocab_size)
+    level, wants_top, steps = orders
+    wants_top, rows = wants_top != 0, jnp.arange(batch, dtype=jnp.int32)[:, None]
+    drafts_here, none = len(widths) > 1, jnp.zeros((batch,), jnp.int32)
+
+    def may_write(slots: Slots, drawn: Drawn) -> jax.Array:
+        return slots.active & (drawn.counts < limits)
+
+    def draw_with(features: tuple[str, ...]) -> Any:
+        def draw(
+            scores: jax.Array, slots: Slots, masks: jax.Array, at: jax.Array, drafted: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            params = dataclasses.replace(slots.sampling, features=features)
+            history, allowed = None, None
+            if features:
+                history, allowed = slots.history, _mask_bits(masks, cfg.vocab_size)
+            return sampled(scores, params, at, drafted, history, allowed)
+
+        return draw
+
+    branches = [draw_with(features) for features in _LEVELS]
+
+    def unfinished(carry: tuple[jax.Array, Slots, Drawn]) -> jax.Array:
+        step, slots, drawn = carry
+        return jnp.any(may_write(slots, drawn)) & (step < steps)
+
+    def one_step(carry: tuple[jax.Array, Slots, Drawn]) -> tuple[jax.Array, Slots, Drawn]:
+        if not drafts_here:
+            return one_pass(Drafted(none[:, None], none, None), 1, carry)
+        draft = _draft(
+            cfg, carry[1], may_write(*carry[1:]), limits - carry[2].counts, widths[-1] - 1
+        )
+        needed = jnp.max(draft.lengths) + 1
+        return in_width(widths, needed, functools.partial(one_pass, draft), carry)
+
+    def one_pass(
+        draft: Drafted, n_new: int, carry: tuple[jax.Array, Slots, Drawn]
+    ) -> tuple[jax.Array, Slots, Drawn]:
+        """A token for every live row, and one for each right one of its draft."""
+        step, slots, drawn = carry
+        live = may_write(slots, drawn).astype(jnp.int32)
+        drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))[:, :n_new]  # what should follow each
+        place = jnp.arange(n_new, dtype=jnp.int32)[None, :]
+        positions = slots.cache.lengths[:, None] + 1 + place
+        proposal, cache = None, slots.cache
+        if n_new == 1:
+            hidden, cache = forward(
+                cfg, params, slots.token[:, None], live, slots.cache,
+                sparse=~slots.prompted[:, None],
+            )  # fmt: skip
+        else:
+            inputs = jnp.concatenate([slots.token[:, None], drafted[:, :-1]], axis=1)
+            count = live * (1 + draft.lengths)
+            hidden, proposal = propose(cfg, params, inputs, count, slots.cache)
+        scores = logits(cfg, params, hidden.reshape(batch * n_new, -1))
+        by_place = scores.reshape(batch, n_new, -1)
+        tokens, logprobs = lax.switch(level, branches, by_place, slots, masks, positions, drafted)
+        top = lax.cond(wants_top, _likeliest, _no_likeliest, scores)
+        stops = jnp.any(tokens[:, :, None] == stop_ids, axis=2) & ~slots.ignore_eos[:, None]
+        new, accepted, ends = verdict(tokens, drafted, draft.lengths, stops, live)
+        if proposal is not None:
+            cache = commit(proposal, new)
+        is_new, remaining = place < new[:, None], slots.remaining - new
+        column = jnp.where(is_new, drawn.counts[:, None] + place, width)
+
+        def put(buffer: jax.Array, news: jax.Array) -> jax.Array:
+            news = news.reshape(batch, n_new, *buffer.shape[2:])
+            if drafts_here:
+                return buffer.at[rows, column].set(news, mode="drop")
+            return lax.dynamic_update_slice_in_dim(buffer, news, step, axis=1)
+
+        drawn = Drawn(
+            tokens=put(drawn.tokens, tokens),
+            logprobs=put(drawn.logprobs, logprobs),
+            counts=drawn.counts + new,
+            drafted=drawn.drafted + live * draft.lengths,
+            accepted=drawn.accepted + jnp.minimum(accepted, new),
+            top_tokens=put(drawn.top_tokens, top[0]),
+            top_logprobs=put(drawn.top_logprobs, top[1]),
+        )
+        drafting = slots.drafting
+        if drafting is not None:
+            text = drafting.text
+            written = jnp.where(is_new, positions, text.shape[1])
+            text, pace = text.at[rows, written].set(tokens, mode="drop"), drafting.pace
+            if drafts_here:
+                pace = pace.after(live * draft.lengths, accepted, widths[-1] - 1)
+            drafting = drafting._replace(text=text, pace=pace)
+        newest = jnp.take_along_axis(tokens, jnp.maximum(new - 1, 0)[:, None], axis=1)[:, 0]
+        slots = dataclasses.replace(
+            slots,
+            cache=cache,
+            token=jnp.where(live > 0, newest, slots.token),
+            prompted=slots.prompted & (live == 0),
+            active=slots.active & ~(ends | ((live > 0) & (remaining <= 0))),
+            remaining=remaining,
+            history=slots.history.add(tokens, is_new),
+            drafting=drafting,
+        )
+        return step + 1, slots, drawn
+
+    blank = Drawn(
+        jnp.zeros((batch, width), jnp.int32),
+        jnp.zeros((batch, width), jnp.float32),
+        none, none, none,
+        jnp.zeros((batch, width, n_top), jnp.int32),
+        jnp.zeros((batch, width, n_top), jnp.float32),
+    )  # fmt: skip
+    _, after, drawn = lax.while_loop(unfinished, one_step, (jnp.int32(0), slots, blank))
+    bits = lax.bitcast_convert_type(drawn.logprobs, jnp.int32)
+    counts = jnp.stack([drawn.counts, drawn.drafted, drawn.accepted], axis=1)
+    told = jnp.concatenate([counts, drawn.tokens, bits], axis=1)
+    return after, told, (drawn.top_tokens, drawn.top_logprobs)
+
+
+def _draft(
+    cfg: ModelConfig, slots: Slots, is_live: jax.Array, room: jax.Array, most: int
+) -> Drafted:
+    """What live rows, which may still write ``room[B]`` tokens, propose: up to ``most``."""
+    assert slots.drafting is not None
+    text, pace = slots.drafting
+    if cfg.attn_sparsity < 1.0:  # a prompt's last token attends otherwise than those it verifies
+        is_live = is_live & ~jnp.any(is_live & slots.prompted)
+    room = jnp.minimum(jnp.minimum(room, slots.remaining) - 1, most)
+    wanted = jnp.where(is_live & (pace.wait == 0), jnp.minimum(pace.tokens, room), 0)
+    text = text[:, : slots.cache.capacity]
+    ask = Ask(text, slots.cache.lengths + 1, wanted, most, slots.sampling, None)
+    return NGram().propose(None, None, ask)
+
+
+def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # One after the other, of equals the first: neither XLA's sort, which ``top_k`` is, nor what
+    # ``scan`` stacks can be part of a CUDA graph, and a loop that is none keeps the host waiting.
+    index = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    value = jnp.full((len(scores), 1), jnp.inf, scores.dtype)
+    token = jnp.full((len(scores), 1), -1, jnp.int32)
+    found = []
+    for _ in range(min(MAX_LOGPROBS, scores.shape[1])):
+        is_behind = (scores < value) | ((scores == value) & (index > token))
+        left = jnp.where(is_behind, scores, -jnp.inf)
+        token = jnp.argmax(left, axis=1, keepdims=True).astype(jnp.int32)
+        value = jnp.take_along_axis(scores, token, axis=1)
+        found.append((token, value))
+    tokens, values = (jnp.concatenate(column, axis=1) for column in zip(*found, strict=True))
+    return tokens, values - jax.nn.logsumexp(scores, axis=1, keepdims=True)
+
+
+def _no_likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    shape = (scores.shape[0], min(MAX_LOGPROBS, scores.shape[1]))
+    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+
+def _mask_bits(masks: jax.Array, vocab_size: int) -> jax.Array:
+    """uint32 ``[B, ceil(V / 32)]`` -> bool ``[B, V]``, the lowest bit first."""
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)
+    return (bits & jnp.uint32(1)).astype(bool).reshape(masks.shape[0], -1)[:, :vocab_size]

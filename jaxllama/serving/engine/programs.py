@@ -1,0 +1,135 @@
+"""Programs: what an engine compiles, kept in a file for the next engine like it.
+
+    programs = Programs(folder(), device)
+    programs.add({key: Wanted(jitted, arguments, ...), ...})     read, or compiled and kept
+    programs.get(key)                   what is called with the arguments, or None
+
+jax's cache of compiled programs is asked with a program's lowered text.  For the fifty programs of
+an engine on a GPU tracing and lowering are most of a second start: Python, a kernel's operations
+one by one, which no threads share.  So what was compiled is kept as a whole, under a name that says
+all that it follows from: this code, jax and its settings, the device, the arguments' shapes.
+
+Left out: CPUs, whose programs call functions that exist once they were traced
+(``pallas_kernels/cpu``), and meshes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import tempfile
+from collections.abc import Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import serialize_executable
+
+import jaxllama
+import pallas_kernels
+from jaxllama import compiler_options
+from jaxllama.config import ModelConfig
+
+KEPT = 8  # files: other sizes, other models
+
+
+class Wanted(NamedTuple):
+    """A jitted function and what it is compiled for.  cfg: its first argument, if it takes one;
+    static: those that it is told by name."""
+
+    jitted: Any
+    arguments: tuple[Any, ...]
+    cfg: ModelConfig | None = None
+    static: Mapping[str, Any] = MappingProxyType({})
+
+    def lower(self) -> Any:
+        first = () if self.cfg is None else (self.cfg,)
+        return self.jitted.lower(*first, *self.arguments, **self.static)
+
+    def facts(self) -> tuple[Any, ...]:
+        leaves, structure = jax.tree.flatten(self.arguments)
+        kinds = [(leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", None)) for leaf in leaves]
+        return self.jitted.__name__, str(structure), kinds, self.cfg, dict(self.static)
+
+
+def folder() -> Path | None:
+    """Beside jax's compiled programs, for those of a GPU; None where nothing is kept."""
+    config: Any = jax.config  # its options are made at import, where no type checker sees them
+    known = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
+    on_gpu = jax.default_backend() == "gpu"
+    return Path(known) / "engines" if on_gpu and known and os.path.isdir(known) else None
+
+
+class Programs:
+    """folder: where they are kept, None for nowhere.  device: where those run that are kept."""
+
+    def __init__(self, folder: Path | None, device: Any) -> None:
+        self._folder, self._device = folder, device
+        self._made: dict[Hashable, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def get(self, key: Hashable) -> Any:
+        return self._made.get(key)
+
+    def add(self, wanted: Mapping[Hashable, Wanted]) -> None:
+        """Read them all, or compile them side by side and keep them; once."""
+        if wanted.keys() <= self._made.keys():
+            return
+        path = None if self._folder is None else self._folder / name(wanted, self._device)
+        kept = None if path is None else read(path)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            if kept is not None:
+                made = list(pool.map(self._load, kept))
+            else:
+                lowered = (one.lower() for one in wanted.values())
+                made = [work.result() for work in [pool.submit(one.compile) for one in lowered]]
+                if path is not None:
+                    keep(path, list(pool.map(serialize_executable.serialize, made)))
+        self._made.update(zip(wanted, made, strict=True))
+
+    def _load(self, kept: tuple[bytes, Any, Any]) -> Any:
+        return serialize_executable.deserialize_and_load(*kept, execution_devices=[self._device])
+
+
+def name(wanted: Mapping[Hashable, Wanted], device: Any) -> str:
+    """The file of these programs on a jax.Device: of all that they follow from."""
+    digest = hashlib.sha256()
+    for package in (jaxllama, pallas_kernels):
+        root = Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode())
+            digest.update(path.read_bytes())
+    flags = os.environ.get("XLA_FLAGS"), sorted(jax.config.values.items())
+    where = jax.__version__, device.client.platform_version, device.device_kind
+    digest.update(repr((where, flags, compiler_options.for_device())).encode())
+    for key, one in wanted.items():
+        digest.update(repr((key, one.facts())).encode())
+    return f"engine-{digest.hexdigest()[:32]}.pickle"
+
+
+def read(path: Path) -> list[tuple[bytes, Any, Any]] | None:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return pickle.loads(data)
+
+
+def keep(path: Path, programs: list[tuple[bytes, Any, Any]]) -> None:
+    """Whole or not at all, and not in a folder that cannot be written to; the oldest go."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            pickle.dump(programs, file)
+        os.replace(file.name, path)
+        known = sorted(path.parent.glob("engine-*.pickle"), key=lambda one: one.stat().st_mtime)
+        for old in known[:-KEPT]:
+            old.unlink()
