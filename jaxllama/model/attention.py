@@ -12,7 +12,8 @@ cuts the past; on a CPU both are one handler (``pallas_kernels.cpu.prefill``).
 
 One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
 attention.  Tokens to be verified (``At.drafted``) are such rows too, several of one cache row: all
-are written first, and then read the row together (``decode_attention`` of several tokens).
+are written first, and then read the row together (``decode_attention`` of several tokens; more of
+them than its kernel takes, and exact ones, each by itself).
 
 Which tokens read V sparsely (``ModelConfig.attn_sparsity``) the caller says, because it is a matter
 of what a token is, not of how many come at once: generated tokens do, a prompt's do not.
@@ -55,7 +56,7 @@ from pallas_kernels.attention.blockwise import (
     load,
     weighted_values,
 )
-from pallas_kernels.attention.op import decode_attention
+from pallas_kernels.attention.op import MOST_ROWS, decode_attention
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import (
     from_cache_basis,
@@ -257,7 +258,9 @@ def _verify(
     )
     pages = KVCache(*kv)
     cache = jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
-    if at.exact:
+    has_kernel = cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0)
+    too_many = drafted * cfg.n_heads > MOST_ROWS * cfg.n_kv_heads
+    if at.exact or (too_many and has_kernel and jax.default_backend() == "gpu"):
         return _query(cfg, q, pages, at._replace(table=shared)), cache
 
     rows = [x.reshape(n_rows, drafted, *x.shape[1:]) for x in (q, at.positions[:, 0], at.lengths)]

@@ -52,9 +52,10 @@ def plan(call) -> Plan:
     tiles, depth, warps = {16: (1, 1, 8), 8: (2, 1, 16), 4: (2, 2, 16)}[codes.bits]
     fuls = 1
     if q.ndim == 4 and group > HEADS:  # several tokens: a block has an SM's registers to itself
-        tiles, warps, fuls = 1, 8, FULS[codes.head_dim]
+        # Few warps to a head, of which 8 make whole teams.
+        least = -(-group // (HEADS * FULS[codes.head_dim]))
+        tiles, warps, fuls = 1, 8, -(-group // (HEADS << (least - 1).bit_length()))
     subs = -(-group // (HEADS * fuls))
-    fuls = -(-group // (HEADS * subs)) if fuls > 1 else 1
     # A team reads neighbouring heads of the same tokens: what it copies per token is one run.
     widest = max(d for d in range(1, n_kv + 1) if n_kv % d == 0 and d * subs <= 8)
     longest = {16: max(512, min(1024, capacity // 128)), 8: 512, 4: 1024}[codes.bits]
@@ -81,8 +82,10 @@ def plan(call) -> Plan:
             plan = dataclasses.replace(plan, depth=plan.depth - 1)
         elif plan.warps > 8:
             plan = dataclasses.replace(plan, warps=8)
-        else:
+        elif plan.tiles > 1:
             plan = dataclasses.replace(plan, tiles=plan.tiles // 2)
+        else:
+            raise AssertionError(f"{plan} does not fit the shared memory")
     return plan
 
 
