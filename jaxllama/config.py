@@ -24,6 +24,7 @@ LayerType = Literal["attention", "gla", "delta"]
 Norm = Literal["rms", "layer"]
 QKNorm = Literal["none", "head", "full"]
 Activation = Literal["silu", "gelu_tanh", "gelu"]
+FeatureMap = Literal["none", "elu", "relu", "sqrelu", "sigmoid", "logsigmoid", "silu", "gelu_tanh"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,12 @@ class GLAConfig:
 
     Key width is ``expand_k * d_model`` and value width ``expand_v * d_model``, over ``n_heads``;
     with ``n_kv_heads < n_heads`` keys, values and gates are shared by groups of query heads.
+
+    decay: one number a key "channel", from a product of rank ``gate_low_rank_dim``, one a "head"
+    (simple GLA), or "none" (linear attention, arXiv 2006.16236).  feature_map: of q and k, "elu"
+    being elu(x) + 1, with the ``normalizer`` each answer is divided by q z_t, z_t the keys' own sum
+    as the state decays.  output_norm of a head is RMSNorm or LayerNorm, with a weight if
+    ``norm_weight``; the output gate's product has a bias if ``gate_bias``.
     """
 
     n_heads: int
@@ -97,8 +104,19 @@ class GLAConfig:
     conv_size: int = 4
     use_output_gate: bool = True
     norm_eps: float = 1e-5
+    decay: Literal["channel", "head", "none"] = "channel"
+    feature_map: FeatureMap = "none"
+    normalizer: bool = False
+    output_norm: Norm = "rms"
+    norm_weight: bool = True
+    gate_bias: bool = False
 
     def __post_init__(self) -> None:
+        _check_literals(self)
+        _require(
+            self.use_output_gate or not self.gate_bias,
+            "gla.gate_bias", True, "needs gla.use_output_gate",
+        )  # fmt: skip
         for key in ("n_heads", "n_kv_heads", "gate_low_rank_dim", "conv_size"):
             _require(getattr(self, key) > 0, f"gla.{key}", getattr(self, key), "must be positive")
         _require(

@@ -365,7 +365,7 @@ class LanguageModel:
                 ended[open_rows] = False
                 state = dataclasses.replace(state, done=state.done | jnp.asarray(ended))
         figures = np.zeros((2, len(rows)), int)
-        if isinstance(state, speculative.State):
+        if drafting is not None:
             figures = fetch((state.drafted, state.accepted))
         results = []
         for row, reader in enumerate(readers):

@@ -20,7 +20,10 @@ of a row needs, of a few compiled widths.  With ``draft_tokens`` 0 each row asks
 twice as many after a draft of which a token stayed, half after one of which none did, and after the
 last of those none for 2, 4, 8, ... 64 turns.
 
-Left out: trees; sampling rules that are not by position; the serving engine.
+``proposed``, ``read``, ``settled`` are its parts for who runs the pass otherwise (``offload``);
+``in_width``, ``verdict`` and ``sampled`` those that the serving engine's loop has of it.
+
+Left out: trees; sampling rules that are not by position.
 """
 
 from __future__ import annotations
@@ -256,6 +259,10 @@ class State:
 
     __repr__ = short_repr
 
+    def is_live(self, limit: jax.Array | int) -> jax.Array:
+        """bool ``[B]``: rows that want more tokens, up to ``limit``."""
+        return ~self.done & (self.counts < limit)
+
     @property
     def tokens(self) -> jax.Array:
         """int32 ``[B, room]``, of which the first ``counts[b]`` are there."""
@@ -310,29 +317,50 @@ def advance(
     """Run turns until every row has ``until`` tokens or has stopped; a row may be further then, up
     to ``limit``."""
 
-    def is_live(state: State) -> jax.Array:
-        return ~state.done & (state.counts < limit)
-
     def unfinished(state: State) -> jax.Array:
-        return jnp.any(is_live(state) & (state.counts < until))
+        return jnp.any(state.is_live(limit) & (state.counts < until))
 
     def turn(state: State) -> State:
-        room = jnp.where(is_live(state), limit - state.counts - 1, 0)
-        wanted = jnp.where(state.pace.wait > 0, 0, jnp.minimum(state.pace.tokens, room))
-        ask = Ask(
-            state.text, state.prompt + state.counts, wanted, plan.most, sampling, state.history
-        )
-        draft = plan.draft.propose(draft_params, state.kept, ask)
-        state = dataclasses.replace(state, kept=draft.kept)
+        state, draft = proposed(plan, draft_params, state, sampling, limit)
         needed = jnp.max(draft.lengths) + 1
 
-        def verified(width: int, state: State) -> State:
-            live = is_live(state).astype(jnp.int32)
-            return _pass(cfg, plan, params, state, draft, live, width, sampling, stop_ids)
+        def one_pass(width: int, state: State) -> State:
+            live = state.is_live(limit).astype(jnp.int32)
+            inputs, count = read(state, draft, width), live * (1 + draft.lengths)
+            scores, proposal = verify(cfg, params, inputs, count, state.cache, plan.exact)
+            state, new = settled(plan, state, draft, scores, live, sampling, stop_ids)
+            return dataclasses.replace(state, cache=decoder.commit(proposal, new, plan.exact))
 
-        return in_width(plan.widths, needed, verified, state)
+        return in_width(plan.widths, needed, one_pass, state)
 
     return lax.while_loop(unfinished, turn, state)
+
+
+def proposed(
+    plan: Plan,
+    draft_params: Params | None,
+    state: State,
+    sampling: SamplingParams,
+    limit: jax.Array | int,
+) -> tuple[State, Drafted]:
+    """(the state with what the draft keeps, what live rows propose)."""
+    room = jnp.where(state.is_live(limit), limit - state.counts - 1, 0)
+    wanted = jnp.where(state.pace.wait > 0, 0, jnp.minimum(state.pace.tokens, room))
+    ask = Ask(state.text, state.prompt + state.counts, wanted, plan.most, sampling, state.history)
+    draft = plan.draft.propose(draft_params, state.kept, ask)
+    return dataclasses.replace(state, kept=draft.kept), draft
+
+
+def read(state: State, draft: Drafted, width: int) -> jax.Array:
+    """What a pass reads, int32 ``[B, width]``: each row's newest token and its draft."""
+    size = (state.prompt + state.counts)[:, None]
+    newest = jnp.take_along_axis(state.text, size - 1, axis=1)
+    return jnp.concatenate([newest, _following(draft, width)[:, :-1]], axis=1)
+
+
+def _following(draft: Drafted, width: int) -> jax.Array:
+    """What should follow each token that a pass reads."""
+    return jnp.pad(draft.tokens, ((0, 0), (0, 1)))[:, :width]
 
 
 def in_width(
@@ -354,27 +382,21 @@ def in_width(
     return once[0]
 
 
-def _pass(
-    cfg: ModelConfig,
+def settled(
     plan: Plan,
-    params: Params,
     state: State,
     draft: Drafted,
+    scores: jax.Array,
     live: jax.Array,
-    width: int,
     sampling: SamplingParams,
     stop_ids: jax.Array,
-) -> State:
-    """Verify, sample and commit: every row that is live gets a token, and one for each token of its
-    draft up to the first that is not the model's."""
+) -> tuple[State, jax.Array]:
+    """What a pass that gave ``scores [B, T, V]`` brings: every row that is ``live`` (1 or 0) gets a
+    token, and one for each token of its draft up to the first that is not the model's.  (The state,
+    whose cache is to take so many of the tokens read; how many, ``[B]``.)"""
+    width = scores.shape[1]
     rows, place = jnp.arange(live.shape[0])[:, None], jnp.arange(width, dtype=jnp.int32)[None, :]
-    size = (state.prompt + state.counts)[:, None]
-    newest = jnp.take_along_axis(state.text, size - 1, axis=1)
-    drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))[:, :width]  # what should follow each
-    inputs = jnp.concatenate([newest, drafted[:, : width - 1]], axis=1)
-    scores, proposal = verify(
-        cfg, params, inputs, live * (1 + draft.lengths), state.cache, plan.exact
-    )
+    size, drafted = (state.prompt + state.counts)[:, None], _following(draft, width)
     tokens, logprobs = sampled(scores, sampling, size + place, drafted, state.history)
 
     stops = jnp.any(tokens[:, :, None] == stop_ids, axis=2)
@@ -384,19 +406,18 @@ def _pass(
     written = jnp.where(is_new, size + place, state.text.shape[1])
     counted = jnp.where(is_new, state.counts[:, None] + place, state.logprobs.shape[1])
     count = live * draft.lengths
-    return State(
+    after = dataclasses.replace(
+        state,
         text=state.text.at[rows, written].set(tokens, mode="drop"),
-        prompt=state.prompt,
         logprobs=state.logprobs.at[rows, counted].set(logprobs, mode="drop"),
         counts=state.counts + new,
         done=state.done | ends,
         drafted=state.drafted + count,
         accepted=state.accepted + jnp.minimum(accepted, new),
         pace=state.pace.after(count, accepted, plan.most) if plan.adaptive else state.pace,
-        cache=decoder.commit(proposal, new, plan.exact),
         history=history,
-        kept=state.kept,
     )
+    return after, new
 
 
 def verdict(

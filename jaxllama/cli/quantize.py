@@ -36,6 +36,9 @@ def options(sub: Parser) -> None:
                           "--calibration, measures no errors (default 32)")  # fmt: skip
     sub.add_argument("--window", type=Number(least=2), default=512, metavar="N",
                      help="tokens of each (default %(default)s)")  # fmt: skip
+    sub.add_argument("--tune", type=Number(int, 0), default=0, metavar="N",
+                     help="steps of end-to-end tuning of scales and norms behind it, a window "
+                          "each (default none)")  # fmt: skip
     sub.add_argument("--report", type=OutFile((".json", ".png")), action="append", default=[],
                      metavar="FILE",
                      help="every weight's errors, .json or .png; may be given again")  # fmt: skip
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     text = None if args.calibration is None else common.read_text(args.calibration)
     request = checkpoint.Request(
         args.out, args.scheme, args.method, args.format, text, args.samples, args.window,
-        tuple(args.report),
+        tuple(args.report), args.tune,
     )  # fmt: skip
     cfg = read_config(args.model, **common.source(args))
     checkpoint.check(cfg, request, args.dtype or default_dtype())

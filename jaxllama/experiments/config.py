@@ -1,7 +1,7 @@
 """An experiment's TOML file: checked whole, and expanded into points.
 
     title = "Schemes by perplexity"      # heading of the table
-    workload = "quality"                 # quality | speed | train | offload
+    workload = "quality"                 # quality | speed | train | offload | learn
     seeds = [0, 1, 2]                    # a point is measured once a seed; the spread is the noise
     [models.tiny]                        # models without a preset: configs/models' keys
     [settings]                           # the workload's; a list is an axis of the grid
@@ -9,7 +9,7 @@
     scheme = ["none", "w8a16"]
     [[case]]                             # any number: these settings instead, grids one by one
     [table]                              # columns = [...]: settings and results, in this order
-    [[picture]]                          # x, y, by, x_scale, y_scale, title
+    [[picture]]                          # x, y, by, where, x_scale, y_scale, title
 
 A setting that is a list by its type is an axis when it is a list of lists.  Settings of a nested
 table are named with dots ("optimizer.warmup_steps").  Paths are relative to the file.  Two points
@@ -44,7 +44,7 @@ class Table:
 @dataclasses.dataclass(frozen=True)
 class Picture:
     """``y`` over ``x``, one line for every combination of ``by``; each names a setting or a result,
-    and results that are lists are curves."""
+    and results that are lists are curves.  where: only points with these settings."""
 
     x: str
     y: str
@@ -52,6 +52,7 @@ class Picture:
     x_scale: Literal["linear", "log"] = "linear"
     y_scale: Literal["linear", "log"] = "linear"
     title: str = ""
+    where: dict = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +153,10 @@ def _experiment(path: Path, data: dict[str, Any]) -> Experiment:
     for picture in file.picture:
         for key in picture.by:
             _known(key, keys, "picture.by")
+        for key, value in picture.where.items():
+            _known(key, keys, "picture.where")
+            if not any(flat.get(key) == value for flat in flats):
+                raise JaxLlamaError(f"picture.where: no point has {key} = {value!r}")
     return Experiment(
         path.resolve(), file.title, file.workload, file.seeds, models, tuple(points.values()),
         tuple(axes), file.table.columns, file.picture,

@@ -38,7 +38,9 @@ def draw(experiment: Experiment, rows: Sequence[Row], directory: Path) -> list[P
         return []
     paths = []
     for index, picture in enumerate(experiment.pictures):
-        series = _series(picture, rows)
+        only = picture.where.items()
+        shown = [row for row in rows if all(value(row, key) == one for key, one in only)]
+        series = _series(picture, shown)
         columns = 1 if max(map(len, series)) > 30 else 3
         legend_rows = -(-len(series) // columns) if picture.by else 0
         figure = Figure(figsize=(7, 4.3 + 0.22 * legend_rows), layout="constrained")
@@ -50,7 +52,7 @@ def draw(experiment: Experiment, rows: Sequence[Row], directory: Path) -> list[P
             ylabel=picture.y.replace("_", " "),
             title=picture.title or experiment.title,
         )
-        _scale(axes, picture, rows)
+        _scale(axes, picture, shown)
         axes.grid(alpha=0.3)
         if picture.by:
             figure.legend(loc="outside lower center", fontsize="small", ncols=columns)

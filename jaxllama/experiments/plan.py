@@ -23,6 +23,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.experiments.config import Experiment, Point
 from jaxllama.experiments.run import finished
 from jaxllama.experiments.settings import (
+    LearnSettings,
     OffloadSettings,
     QualitySettings,
     SpeedSettings,
@@ -99,7 +100,9 @@ def cost(experiment: Experiment, point: Point) -> Cost | None:
     if cfg is None:
         return None
     if isinstance(settings, TrainSettings):
-        return _training(cfg, settings)
+        return _training(cfg, settings.config, 1)
+    if isinstance(settings, LearnSettings):
+        return _training(cfg, settings, len(settings.learning_rates))
     shapes = _weights(cfg, settings)
     n = _parameters(cfg)
     weights = tree_bytes(shapes)
@@ -132,12 +135,12 @@ def _decode(settings: SpeedSettings | OffloadSettings) -> tuple[int, int, int]:
     return settings.prompt_tokens, settings.batch, 2
 
 
-def _training(cfg: ModelConfig, settings: TrainSettings) -> Cost:
+def _training(cfg: ModelConfig, config: Any, models: int) -> Cost:
+    """config: a TrainConfig, or what has its steps and batches."""
     from jaxllama.training import flops_per_token
 
-    config = settings.config
-    n = _parameters(cfg)
-    tokens = config.steps * config.batch_size * config.sequence_length
+    n = _parameters(cfg) * models
+    tokens = config.steps * config.batch_size * config.sequence_length * models
     work = flops_per_token(cfg, config.sequence_length) * tokens
     state = _ADAM * 4 * n
     shape = f"{_shape(cfg)}, {tokens:,} tokens, weights with gradients and moments"

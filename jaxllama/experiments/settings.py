@@ -1,7 +1,7 @@
 """The settings of each workload: frozen dataclasses that refuse what cannot be.
 
     quality   QualitySettings     speed   SpeedSettings     offload   OffloadSettings
-    train     TrainSettings, around ``training.TrainConfig``
+    train     TrainSettings, around ``training.TrainConfig``             learn     LearnSettings
 
 Contract: a field's type and ``__post_init__`` say everything that is allowed without loading
 anything; messages name the key.
@@ -21,7 +21,7 @@ from jaxllama.quantization.scheme import parse
 Method = Literal["rtn", "awq", "gptq", "smoothquant"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 KVDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "fp8"]
-Workload = Literal["quality", "speed", "train", "offload"]
+Workload = Literal["quality", "speed", "train", "offload", "learn"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,12 +127,48 @@ class TrainSettings:
     tokenizer: str = "bytes"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnSettings:
+    """``learning.learn``'s: a model of bytes, one under ``[models]``, trained on ``text``, a file
+    or "bible", at each of the ``learning_rates``, ``facts`` facts in every row.
+
+    held_tokens: of each of the two parts at the text's end that are not trained on.  distances:
+    of recall, in bytes, each from ``trials`` rows.
+    """
+
+    model: str
+    text: str
+    learning_rates: tuple[float, ...]
+    steps: int
+    batch_size: int
+    sequence_length: int
+    distances: tuple[int, ...]
+    held_tokens: int = 32768
+    facts: int = 8
+    trials: int = 128
+
+    def __post_init__(self) -> None:
+        for key, least in (("batch_size", 1), ("sequence_length", 2), ("facts", 1), ("trials", 1),
+                           ("steps", 20)):  # fmt: skip
+            at_least(self, key, least)
+        if self.steps % 20:
+            raise JaxLlamaError(f"steps = {self.steps}: must be a multiple of 20")
+        most = min(64, self.sequence_length // 4)
+        if self.facts > most:
+            raise JaxLlamaError(f"facts = {self.facts}: must be at most {most}")
+        for key, least in (("learning_rates", 0.0), ("distances", 1)):
+            values = getattr(self, key)
+            if not values or not all(value > least for value in values):
+                raise JaxLlamaError(f"{key} = {list(values)}: one or more above {least}")
+
+
 BIBLE = "bible"
 FILES = ("text", "calibration")  # settings that are files, whose contents the numbers depend on
 SETTINGS: dict[str, Any] = {
     "quality": QualitySettings,
     "speed": SpeedSettings,
     "offload": OffloadSettings,
+    "learn": LearnSettings,
 }
 
 

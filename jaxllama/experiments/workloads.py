@@ -29,6 +29,7 @@ from jaxllama.experiments.config import Experiment
 from jaxllama.experiments.settings import (
     BIBLE,
     FILES,
+    LearnSettings,
     ModelSettings,
     OffloadSettings,
     QualitySettings,
@@ -199,12 +200,24 @@ def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: 
     }
 
 
+def learn(experiment: Experiment, settings: LearnSettings, seed: int, room: Path) -> Results:
+    """``learning.learn`` of a model under ``[models]``."""
+    from jaxllama.experiments import learning
+    from jaxllama.training.corpus import bible
+
+    enable_compilation_cache()
+    is_bible = settings.text == BIBLE
+    text = bible().encode() if is_bible else experiment.find(settings.text).read_bytes()
+    return learning.learn(experiment.models[settings.model], text, settings, seed)
+
+
 Function = Callable[[Experiment, Any, int, Path], Results]
 WORKLOADS: dict[str, Function] = {
     "quality": quality,
     "speed": speed,
     "train": train,
     "offload": offload,
+    "learn": learn,
 }
 
 
@@ -233,6 +246,11 @@ def _models(experiment: Experiment, settings: Any) -> list[str]:
         tokenizer = None if settings.text is None else settings.tokenizer
         names = [config.init_from, teacher, None if tokenizer == "bytes" else tokenizer]
         return [name for name in names if name is not None]
+    if isinstance(settings, LearnSettings):
+        if settings.model not in experiment.models:
+            known = ", ".join(experiment.models)
+            raise JaxLlamaError(f"model = {settings.model!r}: not under [models]; there: {known}")
+        return []
     if is_random(experiment, settings) and model_config(experiment, settings) is None:
         raise JaxLlamaError(_no_preset(experiment, settings.model))
     names = {settings.model, getattr(settings, "reference", None)} - {None, *experiment.models}

@@ -194,7 +194,7 @@ def _init_layer(
 
 
 def _state_sizes(cfg: ModelConfig, kind: str) -> tuple[int, int, int, int, tuple[int, ...]]:
-    """(H, Dk, Dv, taps of the convolutions, features of each) of a layer with a state."""
+    """(H, Dk, columns, taps of the convolutions, features of each) of a layer with a state."""
     if kind == "delta":
         assert cfg.delta is not None
         heads, d_k, d_v = cfg.delta.n_heads, cfg.delta.d_k, cfg.delta.d_v
@@ -203,7 +203,8 @@ def _state_sizes(cfg: ModelConfig, kind: str) -> tuple[int, int, int, int, tuple
     d_k, d_v = cfg.gla_head_dims
     heads, kv_heads = cfg.gla.n_heads, cfg.gla.n_kv_heads
     taps = cfg.gla.conv_size if cfg.gla.use_short_conv else 0
-    return heads, d_k, d_v, taps, (heads * d_k, kv_heads * d_k, kv_heads * d_v)
+    d_state = d_v + cfg.gla.normalizer  # the keys' sum is a column of the state
+    return heads, d_k, d_state, taps, (heads * d_k, kv_heads * d_k, kv_heads * d_v)
 
 
 def _zeros(like: QTensor) -> QTensor:

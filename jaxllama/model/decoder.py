@@ -174,6 +174,18 @@ def positions_of(
     return positions, Ropes(cfg.ropes, tuple(tables))
 
 
+def places_of(
+    cfg: ModelConfig, start: jax.Array, lengths: jax.Array, width: int
+) -> tuple[jax.Array, jax.Array, Ropes | None]:
+    """Of ``lengths[B]`` tokens from ``start[B]`` on, each of up to ``width`` a row by itself:
+    (positions ``[B width, 1]``, which there are, int32 ``[B width]``, RoPE tables or None)."""
+    place = jnp.arange(width, dtype=jnp.int32)[None, :]
+    first = (start[:, None] + place).reshape(-1)
+    is_new = (place < lengths[:, None]).astype(jnp.int32).reshape(-1)
+    positions, rope = positions_of(cfg, first, first + is_new, 1)
+    return positions, is_new, rope
+
+
 def whole_rows(cfg: ModelConfig, batch: int, length: int) -> At:
     """Of rows without padding or a past."""
     lengths = jnp.full((batch,), length, jnp.int32)
@@ -284,11 +296,8 @@ def propose(
     if ROWS in params:
         params = for_rows(params, jnp.repeat(params[ROWS], width))
     params = chosen(params)
-    place = jnp.arange(width, dtype=jnp.int32)[None, :]
-    start = (cache.lengths[:, None] + place).reshape(-1)
-    is_new = (place < lengths[:, None]).astype(jnp.int32).reshape(-1)
-    positions, rope = positions_of(cfg, start, start + is_new, 1)
-    at = At(positions, is_new, rope, True, cache.table, drafted=width, exact=exact)
+    places = places_of(cfg, cache.lengths, lengths, width)
+    at = At(*places, True, cache.table, drafted=width, exact=exact)
     stream = Stream(embed_tokens(cfg, params, tokens.reshape(-1, 1), activation_dtype(params)))
     stream, states = walk(cfg, params, stream, cache.layers, at, block_once)
     x = final_norm(cfg, params, stream).reshape(batch, width, -1)

@@ -1,9 +1,14 @@
 """Gated Linear Attention: the mixer of a GLA layer, chunkwise in prefill, one step in decode.
 
     q, k, v    = projections of x, each optionally through a short causal convolution and SiLU
+    q, k       = feature_map(q), feature_map(k)                optional
     log_decay  = logsigmoid(low-rank projection of x) / gate_logit_normalizer, at least clamp_min
     o          = gla(q, k, v, log_decay)                       per head, scale Dk ** -0.5
+    o          = o / (q z)                                     optional, z the sum of keys
     y          = out(norm(o) * silu(gate(x)))                  norm per head; the gate is optional
+
+Simple GLA's decay is one number a head, plain linear attention's is none.  The sum of keys decays
+as the state does: it is the state's last column, that of a value which is always 1.
 
 With fewer kv heads than heads, each key, value and decay serves ``n_heads // n_kv_heads``
 consecutive query heads.  The state of a row does not grow with its context: one ``[Dk, Dv]`` matrix
@@ -12,8 +17,9 @@ a head, and with convolutions the last ``conv_size - 1`` inputs of each.
 In a decode step of few rows on Hopper it is three kernels: the projections with the norm before
 them, ``gla.token``, and the output product with the residual.
 
-Source: arXiv 2312.06635, section 4.4; parameters and their order are those of
-flash-linear-attention's ``gla`` layers.  Left out: feature maps, biases of the convolutions.
+Sources: arXiv 2312.06635, section 4.4; 2006.16236 (feature maps, normalizer); parameters and their
+order are those of flash-linear-attention's ``gla`` layers.  Left out: feature maps with parameters,
+gates of values, biases of the convolutions.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxllama.config import ModelConfig
+from jaxllama.config import GLAConfig, ModelConfig
 from jaxllama.model.attention import At
 from jaxllama.model.cache import GLAState, GLATokens
 from jaxllama.model.linear import Params, linear
@@ -33,6 +39,8 @@ from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.gla.token import fusible, gla_token
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
+
+_LEAST = 1e-10  # what is added to a normalizer, as flash-linear-attention does
 
 
 def widths(cfg: ModelConfig) -> dict[str, int]:
@@ -43,7 +51,8 @@ def widths(cfg: ModelConfig) -> dict[str, int]:
     sizes = {"q": gla.n_heads * d_k, "k": gla.n_kv_heads * d_k, "v": gla.n_kv_heads * d_v}
     if gla.use_output_gate:
         sizes["g"] = gla.n_heads * d_v
-    return {**sizes, "gk_0": gla.gate_low_rank_dim}
+    decay = {"channel": {"gk_0": gla.gate_low_rank_dim}, "head": {"gk": gla.n_heads}, "none": {}}
+    return {**sizes, **decay[gla.decay]}
 
 
 def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
@@ -99,6 +108,10 @@ def _token(
     """``_recur`` of one token as one kernel, or None where there is none."""
     gla = cfg.gla
     assert gla is not None
+    plain = (gla.decay, gla.feature_map, gla.normalizer, gla.output_norm, gla.norm_weight,
+             gla.gate_bias) == ("channel", "none", False, "rms", True, False)  # fmt: skip
+    if not plain:
+        return None
     names = ("q", "k", "v", "gk_0", "g")[: 5 if gla.use_output_gate else 4]
     rows = [streams[name]._replace(rows=streams[name].rows[:, 0]) for name in names]
     decay = p["gk_1"]["weight"], p["gk_1"]["bias"]
@@ -136,26 +149,58 @@ def _recur(
 def _heads(
     cfg: ModelConfig, p: Params, streams: dict[str, Columns]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """q, k, v and log_decay ``[B, T, H, D]`` of the streams."""
+    """q, k, v and log_decay ``[B, T, H, D]`` of the streams, as the recursion takes them."""
     settings = cfg.gla
     assert settings is not None
-    d_k, _ = cfg.gla_head_dims
     heads, kv_heads = settings.n_heads, settings.n_kv_heads
     batch, n_new, _ = streams["q"].rows.shape
     q, k, v = (
         streams[name].value.reshape(batch, n_new, n, -1)
         for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
     )
-    logits = linear(streams["gk_0"].value, p["gk_1"])
+    if settings.feature_map != "none":
+        q, k = (_feature(settings.feature_map, x) for x in (q, k))
+    if settings.normalizer:  # sums of as many terms as there are tokens, and their quotient
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+    log_decay = _log_decay(settings, p, streams, k)
+    if kv_heads < heads:
+        k, v = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+        if log_decay.shape[2] < heads:
+            log_decay = jnp.repeat(log_decay, heads // kv_heads, axis=2)
+    return q, k, v, jnp.broadcast_to(log_decay, k.shape)
+
+
+def _log_decay(
+    settings: GLAConfig, p: Params, streams: dict[str, Columns], k: jax.Array
+) -> jax.Array:
+    """float32, ``[B, T, Hkv, Dk]``, or of a head ``[B, T, H, 1]``."""
+    if settings.decay == "none":
+        return jnp.zeros(k.shape, jnp.float32)
+    if settings.decay == "head":
+        logits = streams["gk"].value[..., None]
+    else:
+        logits = linear(streams["gk_0"].value, p["gk_1"]).reshape(k.shape)
     log_decay = jax.nn.log_sigmoid(logits.astype(jnp.float32)) / settings.gate_logit_normalizer
     if settings.clamp_min is not None:
         log_decay = jnp.maximum(log_decay, settings.clamp_min)
-    log_decay = log_decay.reshape(batch, n_new, kv_heads, d_k)
-    if kv_heads < heads:
-        k, v, log_decay = (
-            jnp.repeat(stream, heads // kv_heads, axis=2) for stream in (k, v, log_decay)
-        )
-    return q, k, v, log_decay
+    return log_decay
+
+
+_FEATURE_MAPS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "elu": lambda x: jnp.where(x >= 0, x + 1, jnp.exp(jnp.minimum(x, 0))),
+    "relu": jax.nn.relu,
+    "sqrelu": lambda x: jnp.square(jax.nn.relu(x)),
+    "sigmoid": jax.nn.sigmoid,
+    "logsigmoid": jax.nn.log_sigmoid,
+    "silu": jax.nn.silu,
+    "gelu_tanh": jax.nn.gelu,
+}
+
+
+def _feature(name: str, x: jax.Array) -> jax.Array:
+    """In float32, cast once."""
+    return _FEATURE_MAPS[name](x.astype(jnp.float32)).astype(x.dtype)
 
 
 def _gla_step(
@@ -183,9 +228,17 @@ def moving(moves: jax.Array, *operands: jax.Array) -> Iterator[jax.Array]:
 
 
 def _gated(cfg: ModelConfig, p: Params, streams: dict[str, Columns], o: jax.Array) -> jax.Array:
-    assert cfg.gla is not None
-    gate = streams["g"].value.reshape(o.shape) if cfg.gla.use_output_gate else None
-    return gated_norm(o, p["g_norm"]["weight"], cfg.gla.norm_eps, gate)
+    """The recursion's answers ``[B, T, H, Dv]`` between it and the output's product."""
+    gla, dtype = cfg.gla, streams["q"].rows.dtype
+    assert gla is not None
+    if gla.normalizer:
+        o = (o[..., :-1] / (o[..., -1:] + _LEAST)).astype(dtype)
+    gate = streams["g"].value.reshape(o.shape) if gla.use_output_gate else None
+    weight = p["g_norm"]["weight"] if gla.norm_weight else jnp.ones(o.shape[-1:], dtype)
+    if gla.output_norm == "layer":
+        o = o.astype(jnp.float32)
+        o = o - jnp.mean(o, axis=-1, keepdims=True)  # of what is left the RMS is the deviation
+    return gated_norm(o, weight, gla.norm_eps, gate).astype(dtype)
 
 
 def by_row(x: jax.Array, at: At) -> jax.Array:

@@ -89,8 +89,8 @@ def norm_linear(
     """``norm(stream) @ weight.T + bias``: (``[..., out]``, the stream).
 
     scale: the norm's parameters, None where there is no norm.
-    linear: one layer, or several that read the same input and have no bias: then a list of
-        ``Columns``, which may lie in fewer arrays.
+    linear: one layer, or several that read the same input: then a list of ``Columns``, which may
+        lie in fewer arrays.
     into: this layer's weight is gate and up, and the result ``activation(gate) * up`` is for that
         layer, quantized where it wants it so.
     """
@@ -120,14 +120,31 @@ def norm_linear(
 def _norm_linears(
     stream: Stream, scale: Params | None, linears: Sequence[Params], cfg: ModelConfig
 ) -> tuple[list[Columns], Stream]:
-    adapted = any(_lora(linear) is not None for linear in linears)
-    if scale is not None and cfg.norm == "rms" and not adapted:
+    if any(_lora(linear) is not None for linear in linears):
+        normed, stream = norm(stream, scale, cfg)
+        return columns(normed, linears), stream
+    if scale is not None and cfg.norm == "rms":
         stream, gamma = _rounded(stream), (scale["weight"], cfg.norm_eps)
         weights = tuple(linear["weight"] for linear in linears)
         if stream.pending is None and all_fusible(stream.x, weights, norm=gamma):
-            return blocks_matmul(stream.x, weights, norm=gamma), stream
+            made = blocks_matmul(stream.x, weights, norm=gamma)
+            biased = (linear.get("bias") for linear in linears)
+            return list(map(_biased, made, biased)), stream
+    # The input is quantized once for all that want the same codes.
+    wanted, dtype = [input_codes(linear) for linear in linears], stream.x.dtype
+    if len(set(wanted)) == 1:
+        normed, stream = norm(stream, scale, cfg, wanted[0])
+        return columns(normed, linears, dtype), stream
     normed, stream = norm(stream, scale, cfg)
-    return columns(normed, linears), stream
+    assert isinstance(normed, jax.Array)
+    inputs = {codes: _quantized(normed, codes) for codes in dict.fromkeys(wanted)}
+    made = [columns(inputs[codes], [linear], dtype)[0]
+            for codes, linear in zip(wanted, linears, strict=True)]  # fmt: skip
+    return made, stream
+
+
+def _biased(y: Columns, bias: jax.Array | None) -> Columns:
+    return y if bias is None else Columns(y.value + bias.astype(y.rows.dtype), 0, y.width)
 
 
 def linear_add(
@@ -273,9 +290,9 @@ def product(
     return _gated(y, into, cfg)
 
 
-def columns(x: jax.Array, linears: Sequence[Params]) -> list[Columns]:
+def columns(x: Input, linears: Sequence[Params], dtype: DTypeLike | None = None) -> list[Columns]:
     """``linear`` of several, each in an array of its own."""
-    products = [linear(x, params) for params in linears]
+    products = [linear(x, params, dtype) for params in linears]
     return [Columns(y, 0, y.shape[-1]) for y in products]
 
 

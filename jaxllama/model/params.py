@@ -162,6 +162,15 @@ class DeltaNames:
 
 
 @dataclasses.dataclass(frozen=True)
+class GLANames:
+    """Of a GLA layer.  norms: of a head's output, of which a file has one; the first is the name
+    beside an output gate, where nothing else is known."""
+
+    decay: str = "gk_proj"
+    norms: tuple[str, ...] = ("g_norm_swish_gate", "g_norm")
+
+
+@dataclasses.dataclass(frozen=True)
 class Names:
     """What a checkpoint family calls the parts of a decoder; ``layer`` takes the index.  ``mixer``
     and ``mlp`` go before their tensors' names.  One name for ``qkv`` or ``gate_up``: the file has
@@ -182,6 +191,7 @@ class Names:
     o: str = "o_proj"
     down: str = "down_proj"
     delta: DeltaNames | None = None
+    gla: GLANames = GLANames()
 
 
 LLAMA = Names()
@@ -208,6 +218,21 @@ _KIMI = dataclasses.replace(
 # By ``cfg.stored.family``; LLAMA for those that are not here.
 FAMILIES = {
     "gla": FLA,
+    "simple_gla": FLA,
+    "linear_attn": dataclasses.replace(FLA, gla=GLANames(norms=("norm",))),
+    "gla_paper": Names(
+        embed="transformer.wte",
+        layer="transformer.h.{}",
+        mixer_norm="ln_1",
+        mixer="attn.",
+        mlp_norm="ln_2",
+        mlp="",
+        norm="transformer.ln_f",
+        gate_up=("w1", "w3"),
+        down="w2",
+        o="out_proj",
+        gla=GLANames(decay="k_gate"),
+    ),
     **dict.fromkeys(
         ("gated_deltanet", "kda", "delta_net"), dataclasses.replace(FLA, delta=_FLA_DELTA)
     ),
@@ -234,7 +259,7 @@ def param_table(
     names: another container's (GGUF), instead of those of the family's Hugging Face directories.
     """
     if names is None:
-        names = FLA if "gla" in cfg.layer_types else FAMILIES.get(cfg.stored.family, LLAMA)
+        names = FAMILIES.get(cfg.stored.family, FLA if "gla" in cfg.layer_types else LLAMA)
     d, stored = cfg.d_model, cfg.stored
     table: dict[Path, Param] = {
         ("embed", "weight"): one(
@@ -248,7 +273,7 @@ def param_table(
         elif kind == "delta":
             mixer = _delta(cfg, f"{prefix}.", names.delta or _FLA_DELTA)
         else:
-            mixer = _gla(cfg, f"{prefix}.{names.mixer}", present)
+            mixer = _gla(cfg, f"{prefix}.{names.mixer}", names, present)
         mlp = _mlp(cfg, f"{prefix}.{names.mlp}", names, present)
         norm = functools.partial(_norm, cfg)
         if cfg.pre_norms:
@@ -371,7 +396,9 @@ def _back(
     return table
 
 
-def _gla(cfg: ModelConfig, prefix: str, present: Collection[str]) -> dict[Path, Param]:
+def _gla(
+    cfg: ModelConfig, prefix: str, names: Names, present: Collection[str]
+) -> dict[Path, Param]:
     """The parameters of one GLA mixer."""
     gla = cfg.gla
     assert gla is not None
@@ -379,7 +406,7 @@ def _gla(cfg: ModelConfig, prefix: str, present: Collection[str]) -> dict[Path, 
     q, k, v = gla.n_heads * d_k, gla.n_kv_heads * d_k, gla.n_kv_heads * d_v
     d, out = cfg.d_model, gla.n_heads * d_v
     table: dict[Path, Param] = {
-        ("q", "weight"): one(f"{prefix}q_proj.weight", q, d),
+        ("q", "weight"): one(f"{prefix}q_proj.weight", q, d, fold={"scale": cfg.stored.query}),
         ("k", "weight"): one(f"{prefix}k_proj.weight", k, d),
         ("v", "weight"): one(f"{prefix}v_proj.weight", v, d),
     }
@@ -390,17 +417,24 @@ def _gla(cfg: ModelConfig, prefix: str, present: Collection[str]) -> dict[Path, 
             table[f"{name}_conv", "weight"] = Param(
                 (source,), (width, gla.conv_size), std=gla.conv_size**-0.5
             )
-    rank = gla.gate_low_rank_dim
-    table["gk_0", "weight"] = one(f"{prefix}gk_proj.0.weight", rank, d)
-    table["gk_1", "weight"] = one(f"{prefix}gk_proj.1.weight", k, rank)
-    table["gk_1", "bias"] = one(f"{prefix}gk_proj.1.bias", k, std=0.0)
-    norm = f"{prefix}g_norm"
+    rank, decay = gla.gate_low_rank_dim, f"{prefix}{names.gla.decay}"
+    if gla.decay == "channel":
+        table["gk_0", "weight"] = one(f"{decay}.0.weight", rank, d)
+        table["gk_1", "weight"] = one(f"{decay}.1.weight", k, rank)
+        table["gk_1", "bias"] = one(f"{decay}.1.bias", k, std=0.0)
+    elif gla.decay == "head":
+        table["gk", "weight"] = one(f"{decay}.weight", gla.n_heads, d)
+        table["gk", "bias"] = one(f"{decay}.bias", gla.n_heads, std=0.0)
     if gla.use_output_gate:
         table["g", "weight"] = one(f"{prefix}g_proj.weight", out, d)
-        if f"{norm}.weight" not in present:
-            norm = f"{prefix}g_norm_swish_gate"
-    table["g_norm", "weight"] = one(f"{norm}.weight", d_v, mean=1.0, std=0.0)
-    return table | _back("o", f"{prefix}o_proj", d, out, False)
+        if gla.gate_bias:
+            table["g", "bias"] = one(f"{prefix}g_proj.bias", out, std=0.0)
+    if gla.norm_weight:
+        norms = [f"{prefix}{name}" for name in names.gla.norms]
+        plain = norms[0] if gla.use_output_gate else norms[-1]
+        norm = next((name for name in norms if f"{name}.weight" in present), plain)
+        table["g_norm", "weight"] = one(f"{norm}.weight", d_v, mean=1.0, std=0.0)
+    return table | _back("o", f"{prefix}{names.o}", d, out, False)
 
 
 def _delta(cfg: ModelConfig, layer: str, names: DeltaNames) -> dict[Path, Param]:

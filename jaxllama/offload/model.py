@@ -32,6 +32,8 @@ from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.offload import units as programs
+from jaxllama.offload.draft import OffloadedDrafting
+from jaxllama.offload.draft import check as check_draft
 from jaxllama.offload.planner.accounting import check_host
 from jaxllama.offload.planner.cost import Task
 from jaxllama.offload.policy import Policy
@@ -137,10 +139,13 @@ class OffloadedModel(LanguageModel):
 
     # LanguageModel's hooks
 
-    def drafting(self, draft: Any, draft_tokens: Any) -> None:
-        """Refuses a draft."""
-        if draft is not None or draft_tokens:
-            raise JaxLlamaError("policy and draft exclude each other: each pass is one token")
+    def drafting(self, draft: Any, draft_tokens: Any) -> OffloadedDrafting | None:
+        """Raises JaxLlamaError for a policy that verifies no drafts too."""
+        drafting = super().drafting(draft, draft_tokens)
+        if drafting is None:
+            return None
+        check_draft(self.policy)
+        return OffloadedDrafting(drafting.plan, drafting.params)
 
     def _cache_options(self, kv_dtype: Any, chunk: int | None) -> tuple[Any, int]:
         """By default what the policy says; an other value than the policy's is a JaxLlamaError."""

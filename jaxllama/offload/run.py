@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 
 from jaxllama import generation
 from jaxllama.generation import GenerateState
-from jaxllama.model.cache import Cache, KVCache, init_cache
+from jaxllama.model.cache import Cache, GLAState, KVCache, init_cache
 from jaxllama.model.decoder import layer_config
 from jaxllama.offload import cpu_attention, sparse_cache
 from jaxllama.offload import units as programs
@@ -49,7 +50,9 @@ class Piece:
 
 @dataclasses.dataclass
 class Batch:
-    """Rows that one program computes.  hidden: of each piece, possibly stored."""
+    """Rows that one program computes.  hidden: of each piece, possibly stored.  Of a pass that
+    verifies drafts: how wide it is, its logits ``[B width, V]``, and by layers what recurrent
+    states may take (``GLATokens``)."""
 
     state: GenerateState
     sampling: SamplingParams
@@ -57,6 +60,9 @@ class Batch:
     pieces: list[Piece]
     hidden: Any = None
     live: bool = True  # a row still wants tokens
+    drafted: int | None = None
+    scores: jax.Array | None = None
+    tokens: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def lengths(self) -> jax.Array:
@@ -94,13 +100,16 @@ class Run:
         }  # fmt: skip
         self.filled, self.steps = tokens.shape[1], 0
         self.rows = tokens.shape[0]
-        self.batches = [self._batch(*part, chunk) for part in self._cut(tokens, lengths, sampling)]
+        self.batches = [self._batch(*part, chunk) for part in self.cut(tokens, lengths, sampling)]
         self._known: dict[int, Pending] = {}  # a tied table that was loaded last
         self._overlapped = Overlapped(model.store.lanes) if self.policy.overlap else None
 
     # Rows to batches
 
-    def _cut(self, tokens: jax.Array, lengths: jax.Array, sampling: SamplingParams):
+    def cut(
+        self, tokens: jax.Array, lengths: jax.Array, sampling: SamplingParams | None = None
+    ) -> Iterator[tuple[Any, ...]]:
+        """The run's rows, batch by batch; the last is filled up with rows of length 0."""
         count = -(-self.rows // self.policy.gpu_batch_size)
         size = -(-self.rows // count)
         empty = count * size - self.rows
@@ -171,6 +180,25 @@ class Run:
             batch = self.batches[index]
             if self.steps > 0:
                 batch.pieces = [Piece(*_next_piece(self.cfg, self.capacity, batch.state))]
+        self._walk()
+        self.filled += 1
+
+    def verify(
+        self, pieces: dict[int, Piece], width: int
+    ) -> dict[int, tuple[jax.Array, dict[int, Any]]]:
+        """One pass of these batches' pieces, ``width`` tokens of a row at a time: of each batch its
+        logits ``[B width, V]``, and by layers what recurrent states may take; attention's tokens
+        are in its cache, past its length."""
+        for index, piece in pieces.items():
+            batch = self.batches[index]
+            batch.pieces, batch.drafted, batch.tokens = [piece], width, {}
+        self._walk()
+        return {index: (self.batches[index].scores, self.batches[index].tokens) for index in pieces}
+
+    def _walk(self) -> None:
+        """The active batches' pieces through all units."""
+        for index in self.active_batches():
+            batch = self.batches[index]
             if not self._embeds_by_unit():
                 self.store_hidden(
                     index, [self.model.embed_tokens(piece.tokens) for piece in batch.pieces]
@@ -180,7 +208,6 @@ class Run:
         else:
             self._overlapped.step(self, last=self.steps + 1 >= self.limit)
         self.steps += 1
-        self.filled += 1
 
     def end_rows(self, done: np.ndarray | None = None) -> None:
         """See which rows have stopped; done ``[B]``: those that the caller wants to stop."""
@@ -264,7 +291,7 @@ class Run:
                 hidden = None
             else:
                 hidden, cache = self._layer(unit, batch, weights, cache, hidden)
-            out.append(batch.state.tokens if hidden is None else hidden)
+            out.append((batch.state.tokens, batch.scores) if hidden is None else hidden)
         return cache, hidden
 
     def _layer(
@@ -282,15 +309,26 @@ class Run:
                 x, cache = sparse_cache.decode_layer(cfg, store, weights, x, cache, *at)
                 part = "feed"
             if part != "feed":
-                x, cache = programs.run_layer(
-                    cfg, kind, part, weights, x, cache, *at, sparse=self.steps > 0
-                )
+                stays = batch.drafted is not None and isinstance(cache, GLAState)
+                run = programs.verify_layer if stays else programs.run_layer
+                x, new = run(
+                    cfg, kind, part, weights, x, cache, *at,
+                    sparse=self.steps > 0, drafted=batch.drafted,
+                )  # fmt: skip
+                if stays:
+                    batch.tokens[unit.layer] = new
+                else:
+                    cache = new
             elif unit.kind != "mix":
                 x, _ = programs.run_layer(cfg, kind, "feed", weights, x, None, *at)
             results.append(x)
         return results, cache
 
     def _head(self, batch: Batch, weights: Any, hidden: Any) -> None:
+        if batch.drafted is not None:
+            [x] = hidden
+            batch.scores = programs.all_logits(self.cfg, weights, x)[:, 0]
+            return
         last = None
         for piece, x in zip(batch.pieces, hidden, strict=True):
             last = programs.last_hidden(self.cfg, weights, x, piece.lengths, last)

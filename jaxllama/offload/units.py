@@ -95,7 +95,10 @@ def embed_rows(cfg: ModelConfig, dtype: jnp.dtype, rows: jax.Array) -> Stream:
     return Stream(decoder.scale_embedded(cfg, rows.astype(dtype)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="sparse", donate_argnums=5)
+_LAYER = {"static_argnums": (0, 1, 2), "static_argnames": ("sparse", "drafted")}
+
+
+@functools.partial(jax.jit, **_LAYER, donate_argnums=5)
 def run_layer(
     cfg: ModelConfig,
     kind: str,
@@ -108,13 +111,19 @@ def run_layer(
     rope: Rope,
     *,
     sparse: bool = False,
-) -> tuple[Stream, LayerState | None]:
-    """A layer or one of its halves; ``cfg`` and ``kind`` are ``layer_config``'s, sparse is
-    ``At``'s."""
+    drafted: int | None = None,
+) -> tuple[Stream, Any]:
+    """A layer or one of its halves; ``cfg`` and ``kind`` are ``layer_config``'s, sparse and drafted
+    are ``At``'s."""
     if part == "feed":
         return decoder.feed_half(cfg, weights, stream), None
     run = decoder.mix_half if part == "mix" else decoder.block
-    return run(cfg, kind, weights, stream, state, At(positions, lengths, rope, sparse))
+    at = At(positions, lengths, rope, sparse, drafted=drafted)
+    return run(cfg, kind, weights, stream, state, at)
+
+
+# The same where a state is to stay: what verifies a draft gives the tokens that it would take.
+verify_layer = jax.jit(run_layer.__wrapped__, **_LAYER)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -31,7 +31,7 @@ Path = tuple[str, ...]
 
 _BY_ROWS = frozenset(
     """
-    qkv gate_up embed head q k v g gk_1 q_conv k_conv v_conv qkvz ba conv decay f_1 g_1 kv_b
+    qkv gate_up embed head q k v g gk gk_1 q_conv k_conv v_conv qkvz ba conv decay f_1 g_1 kv_b
     """.split()
 )
 _BY_COLUMNS = frozenset(("o", "down"))
@@ -169,7 +169,7 @@ def row_order(cfg: ModelConfig, path: Path, n: int) -> np.ndarray | None:
         return None
     gla = cfg.gla
     assert gla is not None
-    if parent in ("q", "g", "q_conv") or gla.n_kv_heads >= n:
+    if parent in ("q", "g", "gk", "q_conv") or gla.n_kv_heads >= n:
         return None
     d_k, d_v = cfg.gla_head_dims
     return _interleave([(gla.n_kv_heads, d_v if parent in ("v", "v_conv") else d_k)], n)

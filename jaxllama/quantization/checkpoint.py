@@ -40,6 +40,7 @@ from jaxllama.quantization.pipeline import calibrate, check_method
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
 from jaxllama.quantization.scheme import Recipe, is_packed, parse, untie
+from jaxllama.quantization.tune import steps, tune
 from jaxllama.quantization.work import Work, fingerprint
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
@@ -55,7 +56,7 @@ class Request:
     """What to make.  text: of the calibration, the packaged one by default, of which ``samples``
     windows of ``window`` tokens are used, 32 by default; 0 is no calibration and no report of
     errors, and the default of rounding to nearest unless a text or a report is asked for.
-    report: files that end in .json or .png."""
+    report: files that end in .json or .png.  tune: steps of end-to-end tuning, a window each."""
 
     out: Path
     scheme: str
@@ -65,20 +66,26 @@ class Request:
     samples: int | None = None
     window: int = 512
     report: tuple[Path, ...] = ()
+    tune: int = 0
 
     def __post_init__(self) -> None:
         check_method(parse(self.scheme), self.method)
-        is_static = any(one.static for one in parse(self.scheme).schemes)
-        needs_text = self.method != "rtn" or is_static
+        recipe = parse(self.scheme)
+        wants = {
+            "a report": bool(self.report),
+            "fp8-static": any(one.static for one in recipe.schemes),
+            "tuning": self.tune > 0,
+            self.method: self.method != "rtn",
+        }
+        wanted = [name for name, is_so in wants.items() if is_so]
         if self.samples is None:
-            is_wanted = needs_text or self.text is not None or self.report
-            object.__setattr__(self, "samples", _SAMPLES if is_wanted else 0)
-        if self.samples == 0 and (needs_text or self.report):
-            what = "a report" if self.report else "fp8-static" if is_static else self.method
-            raise JaxLlamaError(f"samples = 0: {what} needs at least 1")
+            is_read = bool(wanted) or self.text is not None
+            object.__setattr__(self, "samples", _SAMPLES if is_read else 0)
+        if self.samples == 0 and wanted:
+            raise JaxLlamaError(f"samples = 0: {wanted[0]} needs at least 1")
         if self.format not in packed.FORMATS:
             raise JaxLlamaError(f"format {self.format!r} is not one of {', '.join(packed.FORMATS)}")
-        for name, least in (("samples", 0), ("window", 2)):
+        for name, least in (("samples", 0), ("window", 2), ("tune", 0)):
             if getattr(self, name) < least:
                 raise JaxLlamaError(f"{name} = {getattr(self, name)}: must be at least {least}")
         if self.text is not None and not self.text.strip():
@@ -173,6 +180,7 @@ def quantize_checkpoint(
         raise JaxLlamaError(f"{name}: its weights are already quantized; start from floats")
     check(lm.config, request, lm.dtype)
     recipe, errors, kept, n_tokens = request.recipe, [], 0, 0
+    losses: list[float] = []
     if request.samples == 0:
         params = quantize_params(
             lm.params, recipe, cfg=lm.config, scale_dtype=request.scale_dtype, progress=progress
@@ -181,7 +189,8 @@ def quantize_checkpoint(
     else:
         text = DEFAULT_TEXT.read_text(encoding="utf-8") if request.text is None else request.text
         tokens = windows(lm.tokenizer, text, request.window, request.samples)
-        work, n_tokens = _work(lm, request, tokens), int(tokens.size)
+        order = steps(lm.tokenizer, text, request.window, request.tune)
+        work, n_tokens = _work(lm, request, tokens, order), int(tokens.size)
         kept = len(list(work.folder.glob("layer_*.npz"))) if work.folder.is_dir() else 0
         total = sum(leaf.nbytes for name, part in lm.params.items() if name.startswith("layer_")
                     for leaf in jax.tree.leaves(part))  # fmt: skip
@@ -193,6 +202,14 @@ def quantize_checkpoint(
                 lm.config, lm.params, tokens, recipe, request.method,
                 scale_dtype=request.scale_dtype, work=work, progress=advance,
             )  # fmt: skip
+        if request.tune:
+            with (
+                _pointing_to(work),
+                working("tuning", len(order), progress, unit="steps") as advance,
+            ):
+                params, losses = tune(
+                    lm.config, lm.params, params, order, work=work, progress=advance
+                )
     calibrated = time.perf_counter() - begun
     _check_scales(params)
     with tempfile.TemporaryDirectory() as scratch, _pointing_to(work):
@@ -211,6 +228,7 @@ def quantize_checkpoint(
         "format": request.format,
         "calibration_tokens": n_tokens,
         "layers_kept": kept,
+        "tuning_losses": losses,
         "seconds": calibrated,
         "peak_rss_bytes": peak_rss(),
         "device_peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
@@ -225,7 +243,7 @@ def quantize_checkpoint(
     return report
 
 
-def _work(lm: LanguageModel, request: Request, tokens: np.ndarray) -> Work:
+def _work(lm: LanguageModel, request: Request, *tokens: np.ndarray) -> Work:
     """The folder of finished layers that is this request's and no other's."""
     scales = jnp.dtype(lm.dtype if request.scale_dtype is None else request.scale_dtype).name
     facts = {
@@ -233,7 +251,7 @@ def _work(lm: LanguageModel, request: Request, tokens: np.ndarray) -> Work:
         "format": request.format, "scales": scales, "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
     }  # fmt: skip
-    key = fingerprint(facts, [tokens, *jax.tree.leaves(lm.params)])
+    key = fingerprint(facts, [*tokens, *jax.tree.leaves(lm.params)])
     return Work(request.out.parent / f".{request.out.name}.{key}")
 
 
@@ -284,6 +302,13 @@ def table(report: dict[str, Any]) -> str:
         f"method    {report['method']}, {report['scheme']}, {report['calibration_tokens']} tokens, "
         f"{report['seconds']:.1f} s, peak memory {report['peak_rss_bytes'] / 1e6:.0f} MB",
     ]
+    if losses := report["tuning_losses"]:
+        quarter = -(-len(losses) // 4)
+        first, last = (sum(part) / quarter for part in (losses[:quarter], losses[-quarter:]))
+        lines.append(
+            f"tuned     {len(losses)} steps: KL {first:.4f} nats in the first quarter, {last:.4f} "
+            "in the last; errors below are from before"
+        )
     lines += [f"note      {note}" for note in report["notes"]]
     for kind, entries in kinds.items():
         schemes = " and ".join(Counter(entry["scheme"] for entry in entries))

@@ -6,10 +6,10 @@
 AWQ and SmoothQuant multiply input channel j of a weight by s_j and divide the activation by it.
 The division costs nothing where whatever makes the activation can take it:
 
-    mixer_norm -> qkv, or GLA's q, k, v, g and gk_0,     the norm's weight / s
+    mixer_norm -> qkv, or GLA's q, k, v, g, gk or gk_0,  the norm's weight / s
                   or the delta rule's qkvz, ba, f_0, g_0
     v          -> o                                      v's rows of qkv / s
-    g_norm     -> o (GLA; the delta rule's o_norm)       its weight / s
+    g_norm     -> o (GLA; the delta rule's o_norm)       its weight / s, if it has one
     mlp_norm   -> gate_up                                the norm's weight / s
     up         -> down                                   up's rows of gate_up / s
     norm       -> head                                   the last norm's weight / s
@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
+from jaxllama.model.gla import widths
 
 Layer = dict[str, Any]
 
@@ -109,12 +110,14 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
             *mlp,
         )
     assert cfg.gla is not None
-    readers = ("q", "k", "v", "g", "gk_0") if cfg.gla.use_output_gate else ("q", "k", "v", "gk_0")
     value = np.tile(np.arange(cfg.gla_head_dims[1]), cfg.gla.n_heads)
-    inputs = tuple(f"mixer/{name}" for name in readers)
+    if not cfg.gla.norm_weight:
+        value = np.arange(value.size)
+    inputs = tuple(f"mixer/{name}" for name in widths(cfg))
+    normed = "mixer/g_norm" if cfg.gla.norm_weight else ""
     return (
         Site("mixer/q", inputs, "mixer_norm", None, model),
-        Site("mixer/o", ("mixer/o",), "mixer/g_norm", None, value),
+        Site("mixer/o", ("mixer/o",), normed, None, value),
         *mlp,
     )
 

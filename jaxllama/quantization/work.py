@@ -2,6 +2,7 @@
 
     work = Work(folder);  work.save("layer_3", layer, entries, "layer_4", hidden)
     work.load("layer_3") -> (layer, entries) | None;   work.hidden("layer_4") -> [h, ...]
+    work.save_step(losses, leaves);   work.load_step() -> (losses, leaves) | None
 
 A layer counts as finished when its file is there; files appear whole, by rename, hidden states
 before the layer that they follow.  The folder's name carries ``fingerprint`` of everything that the
@@ -52,8 +53,7 @@ class Work:
     ) -> None:
         """Keep a finished layer and the hidden states behind it; those before it go."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        states = {str(index): batch for index, batch in enumerate(hidden)}
-        _write(self.folder / f"hidden-{following}.npz", states, None)
+        _write(self.folder / f"hidden-{following}.npz", dict(_numbered(hidden)), None)
         _write(self.folder / f"{name}.npz", layer, entries)
         (self.folder / f"hidden-{name}.npz").unlink(missing_ok=True)
 
@@ -62,8 +62,23 @@ class Work:
         return _read(path) if path.is_file() else None
 
     def hidden(self, name: str) -> list[jax.Array]:
-        states, _ = _read(self.folder / f"hidden-{name}.npz")
-        return [states[str(index)] for index in range(len(states))]
+        return self._list(f"hidden-{name}")[1]
+
+    def save_step(self, losses: list[float], leaves: list[jax.Array]) -> None:
+        """Keep what tuning has come to, in place of its earlier steps."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _write(self.folder / "tuned.npz", dict(_numbered(leaves)), losses)
+
+    def load_step(self) -> tuple[list[float], list[jax.Array]] | None:
+        return self._list("tuned") if (self.folder / "tuned.npz").is_file() else None
+
+    def _list(self, name: str) -> tuple[Any, list[jax.Array]]:
+        tree, note = _read(self.folder / f"{name}.npz")
+        return note, [tree[str(index)] for index in range(len(tree))]
+
+
+def _numbered(arrays: list[jax.Array]) -> Iterable[tuple[str, jax.Array]]:
+    return ((str(index), array) for index, array in enumerate(arrays))
 
 
 def _write(path: Path, tree: dict[str, Any], note: Any) -> None:

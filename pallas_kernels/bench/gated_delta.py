@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,8 @@ SHAPES = (  # B, T, Hk, H, Dk, Dv
     (1, 16384, 16, 16, 128, 128),
 )
 STEPS = ((64, 16, 32, 128), (1, 16, 32, 128))  # B, Hk, H, Dk = Dv
-KERNELS = ("chunks", "scan")
+FORWARD = ("chunks", "scan")
+BACKWARD = ("chunks", "scan", "reverse", "gradients")
 
 
 def inputs(b: int, t: int, hk: int, h: int, dk: int, dv: int) -> tuple[jax.Array, ...]:
@@ -60,11 +63,15 @@ def recurrence64(q, k, v, g, beta, scale):
     return jnp.moveaxis(o, 0, 1), state.astype(jnp.float32)
 
 
+def report(shape: tuple, what: str, f: Callable[..., Any], args: tuple, names: tuple) -> None:
+    parts = [f"{x} {device_us(f, [args], only='gated_delta_' + x):.1f}" for x in names]
+    print(f"{shape} {what} {device_us(f, [args]):.1f} us:", *parts, flush=True)
+
+
 def bench_shape(shape: tuple[int, ...], check: bool) -> None:
     x, scale = inputs(*shape), shape[-2] ** -0.5
     forward = jax.jit(functools.partial(kernel.gated_delta_forward, scale=scale))
-    parts = (f"{p} {device_us(forward, [x], only='gated_delta_' + p):.1f}" for p in KERNELS)
-    print(f"{shape} forward {device_us(forward, [x]):.1f} us:", *parts, flush=True)
+    report(shape, "forward", forward, x, FORWARD)
     xla = jax.jit(functools.partial(gated_delta, scale=scale, implementation="xla"))
     print(f"{shape} forward of the XLA form {device_us(xla, [x], 3):.1f} us", flush=True)
     if check:
@@ -72,6 +79,8 @@ def bench_shape(shape: tuple[int, ...], check: bool) -> None:
             want = recurrence64(*x, scale)
         errors = (relative_rms(a, b) for a, b in zip(forward(*x), want, strict=True))
         print(shape, "relative RMS of o, state:", *(f"{e:.2e}" for e in errors), flush=True)
+    backward = jax.jit(lambda *x: kernel.gated_delta_backward(*x, None, scale=scale))
+    report(shape, "backward", backward, (*x, x[2]), BACKWARD)
 
 
 def bench_step(b: int, hk: int, h: int, d: int) -> None:

@@ -2,6 +2,8 @@
 
     unavailable() -> Reason | None         why no handler can run in this process
     register(program) -> name              what ``jax.ffi.ffi_call`` is given
+    registered()                           all that are known to XLA, for a process that takes over
+                                           what this one has compiled
     compiled(program).address              of the handler, for calls by hand
 
 llvmlite (LLVM, no compiler on the user's machine) is imported when the first of these is asked.
@@ -34,6 +36,7 @@ from pallas_kernels.dispatch import Reason
 
 # Programs are traced by several threads, and XLA takes a name once.
 _one_at_a_time = threading.RLock()
+_known: dict[Program, None] = {}
 
 
 def unavailable() -> Reason | None:
@@ -76,7 +79,21 @@ class Compiled:
 def register(program: Program) -> str:
     """XLA's name of the program's handler on this process's target."""
     with _one_at_a_time:
+        _known[program] = None
         return _registered(program, host()).name
+
+
+def identity() -> str:
+    """What code for this machine's CPU, XLA's too, follows from beside its source."""
+    from llvmlite import binding
+
+    features = binding.get_host_cpu_features().flatten()
+    return repr((host(), binding.get_host_cpu_name(), features))
+
+
+def registered() -> tuple[Program, ...]:
+    with _one_at_a_time:
+        return tuple(_known)
 
 
 @functools.cache

@@ -3,7 +3,9 @@
 ``kernel_chunks`` does what a chunk's tokens do among themselves, all chunks at once, and
 ``kernel_scan`` passes the state over the chunks.  Where there are too few heads to fill the GPU a
 row is cut into segments, whose first states follow from a scan of each from zero, and of the
-identity, which finds the matrix that the segment multiplies its first state by.
+identity, which finds the matrix that the segment multiplies its first state by.  Backwards
+``gradients_kernel_scan`` passes the state's gradient back over the chunks, and
+``gradients_kernel_chunks`` finds the others.
 
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed; one number a head), beta and states; T
 of any length; Dk 64 or 128; Dv a multiple of 64, padded here with channels of zeros to one of 128
@@ -12,12 +14,13 @@ sequences) is log_decay = -inf at the first token of the new segment.
 
 Memory's floor for the two passes is 0.281 ms at (8, 4096, 16 and 16 heads, 128, 128) and 0.187 with
 4 key heads.  Result on one H200: 0.345 and 0.298 ms; errors against the float64 recursion: o 3e-3,
-state 2.4e-3 relative RMS.  The table, and a backward pass: NOTES.md.  Command: ``python -m
+state 2.4e-3 relative RMS.  The table, and the backward pass: NOTES.md.  Command: ``python -m
 pallas_kernels.bench.gated_delta``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import ClassVar
 
@@ -26,6 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.gated_delta.gradients_kernel_chunks import CHANNELS, chunk_gradients
+from pallas_kernels.gated_delta.gradients_kernel_scan import reverse_scan
 from pallas_kernels.gated_delta.kernel_chunks import chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
 from pallas_kernels.gla import kernel as gla
@@ -34,8 +39,15 @@ from pallas_kernels.gla.kernel import padded
 from pallas_kernels.gla.step_kernel import operands_reason
 
 
+@dataclasses.dataclass(frozen=True)
 class Plan(gla.Plan):
+    """backward: whether the gradients have kernels too."""
+
     kernel: ClassVar[str] = "gated_delta_mosaic"
+    backward: bool
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, gradients by {'kernels' if self.backward else 'XLA'}"
 
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan | Reason:
@@ -47,7 +59,7 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan
     if log_decay.ndim == q.ndim:
         return Reason("log_decay has a number for every key channel, the kernel takes one a head")
     batch, length, heads, dv = v.shape
-    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)))
+    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)), dv <= CHANNELS)
 
 
 def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
@@ -57,19 +69,31 @@ def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
     return n if n >= 4 else 1
 
 
-def segment_starts(local: jax.Array, transitions: jax.Array, start: jax.Array | None) -> jax.Array:
+def segment_starts(
+    local: jax.Array, transitions: jax.Array, start: jax.Array | None, reverse: bool = False
+) -> jax.Array:
     """States at the segments' starts, [B, H, segments, Dk, Dv], from those at their ends that began
-    at zero and the matrices [B, H, segments, Dk, Dk] by which a segment multiplies its first
-    state."""
+    at zero and the matrices [B, H, segments, Dk, Dk] by which a segment multiplies its first state.
+    reverse: the states' gradients at the segments' ends, from those at their starts."""
+    n = local.shape[2]
     state = jnp.zeros_like(local[:, :, 0]) if start is None else start
-    states = [state]
-    for s in range(local.shape[2] - 1):
-        moved = jnp.einsum(
-            "bhij,bhjv->bhiv", transitions[:, :, s], state, precision=lax.Precision.HIGHEST
-        )
+    states = [state] * n
+    for s in reversed(range(n)) if reverse else range(n):
+        states[s] = state
+        form = "bhji,bhjv->bhiv" if reverse else "bhij,bhjv->bhiv"
+        moved = jnp.einsum(form, transitions[:, :, s], state, precision=lax.Precision.HIGHEST)
         state = moved + local[:, :, s]
-        states.append(state)
     return jnp.stack(states, axis=2)
+
+
+def _starts(operands, start, lengths, segments):
+    """(``start`` of ``scan``, the segments' transitions)."""
+    if segments == 1:
+        return None if start is None else start[:, :, None], None
+    (ends,) = scan(*operands, lengths=lengths, segments=segments, want="transitions")
+    dk, dv = ends.shape[-2], operands[-1].shape[-1]
+    transitions = ends[..., dv : dv + dk]
+    return segment_starts(ends[..., :dv], transitions, start), transitions
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "segments"))
@@ -95,14 +119,61 @@ def gated_delta_forward(
     if lengths is not None:
         lengths = lengths.astype(jnp.int32)
     dv = v.shape[-1]
+    operands = q, k, *chunks(q, k, log_decay, beta, lengths, float(scale)), padded(v)
     n = segments or segments_for(*v.shape[::2], dv, -(-v.shape[1] // CHUNK))
-    v, start = padded(v), padded(initial_state)
-    operands = q, k, *chunks(q, k, log_decay, beta, lengths, float(scale)), v
-    if n > 1:
-        (ends,) = scan(*operands, lengths=lengths, segments=n, want_out=False)
-        local, rest = jnp.split(ends, [v.shape[-1]], axis=-1)
-        start = segment_starts(local, rest[..., : q.shape[-1]], start)
-    elif start is not None:
-        start = start[:, :, None]
+    start, _ = _starts(operands, padded(initial_state), lengths, n)
     o, states = scan(*operands, start=start, lengths=lengths, segments=n)
     return o[..., :dv], states[:, :, -1, :, :dv]
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "segments"))
+def gated_delta_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    log_decay: jax.Array,
+    beta: jax.Array,
+    d_out: jax.Array,
+    d_state: jax.Array | None,
+    *,
+    scale: float,
+    initial_state: jax.Array | None = None,
+    segments: int | None = None,
+) -> tuple[jax.Array, ...]:
+    """Gradients (dq, dk, dv, dlog_decay, dbeta, dinitial_state) from those of o and of the final
+    state, for Dv up to 128.
+
+    Four kernels, six where a row has segments: what a chunk's tokens do among themselves; the
+    states at the chunks' starts; the same scan backwards for the states' gradients and dv; the
+    chunks' gradients.  Where exp(log_decay) is 0 its gradient is 0.
+    """
+    b, t, hk, dk = q.shape
+    width = v.shape[-1]
+    v, d_out, d_state, initial_state = map(padded, (v, d_out, d_state, initial_state))
+    if dk < CHANNELS:
+        q, k = (padded(x) for x in (q, k))
+        d_state, initial_state = (
+            x if x is None else padded(x.mT).mT for x in (d_state, initial_state)
+        )
+    *prepared, inverses = chunks(q, k, log_decay, beta, None, float(scale), save=True)
+    n = segments or segments_for(*v.shape[::2], width, -(-t // CHUNK))
+    operands = q, k, *prepared
+    start, transitions = _starts((*operands, v), initial_state, None, n)
+    states, remainders, _ = scan(*operands, v, start=start, segments=n, want="borders")
+    if n > 1:
+        (local,) = reverse_scan(*operands, d_out, None, segments=n, want_out=False)
+        d_state = segment_starts(local, transitions, d_state, reverse=True)
+    elif d_state is not None:
+        d_state = d_state[:, :, None]
+    d_v, ends, d_initial = reverse_scan(*operands, d_out, d_state, segments=n)
+    d_q, d_k, d_g, d_beta = chunk_gradients(
+        q, k, v, log_decay, beta, inverses, d_v, d_out, states, remainders, ends, prepared[-1],
+        float(scale),
+    )  # fmt: skip
+    if hk != v.shape[2]:
+        d_q, d_k = (
+            jnp.sum(x.reshape(b, t, hk, -1, CHANNELS), axis=3, dtype=jnp.float32).astype(q.dtype)
+            for x in (d_q, d_k)
+        )
+    d_initial = d_initial[:, :, 0, :dk, :width]
+    return d_q[..., :dk], d_k[..., :dk], d_v[..., :width], d_g, d_beta, d_initial

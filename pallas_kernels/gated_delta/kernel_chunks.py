@@ -47,20 +47,20 @@ PART = 64  # key channels of a tile
 _WGMMA = plgpu.Layout.WGMMA
 
 
-def _vectors_call(scale: float, pitch: int):
+def vectors_call(scale: float, pitch: int, want_out: bool = True):
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT((128,))))
     def call(ctx, scratch, decays, betas, out, limit):
         del ctx
         inverse.chunk_vectors(
             p.shared_address(scratch), p.address(decays), p.address(betas),
-            limit.registers.flat[0], pitch, p.address(out), scale,
+            limit.registers.flat[0], pitch, p.address(out) if want_out else None, scale,
         )  # fmt: skip
         p.warpgroup_barrier()
 
     return call
 
 
-def _pairs(array):
+def pairs(array):
     """A [64, 64] array's registers as ``x[tile][half]``, pairs."""
     flat = list(array.registers.reshape(-1))
     return [
@@ -72,7 +72,7 @@ def _pairs(array):
     ]
 
 
-def _array(parts):
+def array(parts):
     layout = _WGMMA.to_mgpu()
     zero = mgpu.FragmentedArray.splat(p.cf(0.0), (CHUNK, CHUNK), layout, is_signed=None)
     registers = zero.registers.copy()
@@ -82,8 +82,9 @@ def _array(parts):
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def _inverse_call(scale: float):
-    """(k k^T, q k^T) -> X^T; overwrites q by P's high and low parts."""
+def _inverse_call(scale: float, save: bool):
+    """(k k^T, q k^T) -> X^T; overwrites q by P's high and low parts, and leaves those of X^T before
+    beta in the tiles if they are to be saved."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(ROWS), plgpu.RefType(ROWS), _WGMMA, _WGMMA),
@@ -93,25 +94,30 @@ def _inverse_call(scale: float):
         del ctx
         scratch, tiles = p.shared_address(scratch_ref), p.shared_address(tiles_ref)
         rows = inverse.Rows()
-        a, weights = inverse.coefficients(rows, scratch, _pairs(kk), _pairs(qk), scale)
+        a, weights = inverse.coefficients(rows, scratch, pairs(kk), pairs(qk), scale)
         p.warpgroup_barrier()  # all warps' products have read q
         inverse.store_split(rows, p.shared_address(q_ref), weights)
         x = inverse.inverse_transposed(rows, tiles, scratch, a)
-        return _array(inverse.scaled_rows(x, rows.by_row(scratch, inverse.BETA)))
+        if save:
+            p.warpgroup_barrier()  # all warps have read A
+            inverse.store_split(rows, tiles, x)
+        return array(inverse.scaled_rows(x, rows.by_row(scratch, inverse.BETA)))
 
     return call
 
 
-def _high_low(x):
+def high_low(x):
     high = x.astype(jnp.bfloat16)
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, parts: int,
-                ragged: bool):  # fmt: skip
+                ragged: bool, save: bool):  # fmt: skip
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
-    keys, weights, decays, q_union, k_union, a_union, scratch, ready = rest
+    keys, weights, decays = rest[:3]
+    inverses = rest.pop(3) if save else None
+    q_union, k_union, a_union, scratch, ready = rest[3:]
     (q_rows, q_sm), (k_rows, k_sm), (a_rows, a_sm) = q_union, k_union, a_union
     head, c, b = (lax.axis_index(name) for name in ("head", "chunk", "row"))
     rows = pl.ds(c * CHUNK, CHUNK)
@@ -122,7 +128,7 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
             at = pl.ds(part * PART, PART)
             plgpu.copy_gmem_to_smem(q.at[b, rows, head // group, at], q_rows.at[part], ready)
             plgpu.copy_gmem_to_smem(k.at[b, rows, head // group, at], k_rows.at[part], ready)
-        _vectors_call(scale, 4 * g.shape[-1])(
+        vectors_call(scale, 4 * g.shape[-1])(
             scratch, g.at[b, rows, head], beta.at[b, rows, head], decays.at[b, head, c],
             jnp.full((128,), limit, jnp.int32),
         )  # fmt: skip
@@ -145,25 +151,31 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
 
         square = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
         kk, qk = pl.run_scoped(products, square, square)
-        x = _inverse_call(scale)(scratch, q_rows, a_rows, kk, qk)
+        x = _inverse_call(scale, save)(scratch, q_rows, a_rows, kk, qk)
         plgpu.commit_smem()
+        if save:
+            for n in range(2):
+                plgpu.copy_smem_to_gmem(a_rows.at[n], inverses.at[b, head, n, rows])
 
         def scores(acc):
-            high, low = _high_low(x)
+            high, low = high_low(x)
             for left, n in ((high, 0), (high, 1), (low, 0)):
                 plgpu.wgmma(acc, left, q_sm.at[n].transpose((1, 0)))
             return acc[...]
 
         to_end = plgpu.load(scratch.at[pl.ds(inverse.TO_END // 4, CHUNK)], layout=_WGMMA.reduce(0))
-        high, low = _high_low(x * lax.broadcast_in_dim(to_end, (CHUNK, CHUNK), [1]))
+        high, low = high_low(x * lax.broadcast_in_dim(to_end, (CHUNK, CHUNK), [1]))
 
         def sums(acc, part):
             plgpu.wgmma(acc, high, k_sm.at[part])
             plgpu.wgmma(acc, low, k_sm.at[part])
             return acc[...]
 
-        a_sm[0] = pl.run_scoped(scores, square).astype(q.dtype)
-        plgpu.commit_smem()  # all warps' products have read P
+        scored = pl.run_scoped(scores, square).astype(q.dtype)
+        if save:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        a_sm[0] = scored
+        plgpu.commit_smem()  # and now P
         for part in range(parts):
             q_sm[part] = pl.run_scoped(functools.partial(sums, part=part), square).astype(q.dtype)
         plgpu.commit_smem()
@@ -176,18 +188,19 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
     pl.when(limit > 0)(work) if ragged else work()
 
 
-def chunks(q, k, log_decay, beta, lengths, scale: float):
+def chunks(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
     """q, k [B, T, Hk, Dk] bf16, log_decay and beta [B, T, H] f32 -> K' [B, H, NC*64, Dk] and M^T
     [B, H, NC*64, 64], bf16, and [B, H, NC, 2, 64] f32: exp(G) and scale * exp(G).
 
     lengths: int32[B] or None.  Chunks that start at or after a row's length are not written.
+    save: also (I + A)^-1, transposed, as two bf16 parts [B, H, 2, NC*64, 64].
     """
     b, t, hk, dk = q.shape
     h = beta.shape[-1]
     nc, parts = -(-t // CHUNK), dk // PART
     body = functools.partial(
         _chunk_body, length=t, scale=scale, group=h // hk, parts=parts,
-        ragged=lengths is not None,
+        ragged=lengths is not None, save=save,
     )  # fmt: skip
 
     def tokens(n):  # one memory: rows of 128 bytes for the copies, tiles for wgmma
@@ -204,6 +217,7 @@ def chunks(q, k, log_decay, beta, lengths, scale: float):
             jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), jnp.bfloat16),
             jax.ShapeDtypeStruct((b, h, nc * CHUNK, CHUNK), jnp.bfloat16),
             jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK), jnp.float32),
+            *([jax.ShapeDtypeStruct((b, h, 2, nc * CHUNK, CHUNK), jnp.bfloat16)] if save else []),
         ),
         name="gated_delta_chunks",
         grid={"head": h, "chunk": nc, "row": b},

@@ -39,8 +39,8 @@ _X_BLOCKS = _A_BLOCKS + 4 * _DIAGONAL
 
 def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
     """By the first warp, of its chunk's tokens: sums of log_decay, beta, decay to the chunk's end
-    (see ``LOG``, ``BETA``, ``TO_END``); and to ``out`` the decay from the chunk's start, as it is
-    and times ``scale``.
+    (see ``LOG``, ``BETA``, ``TO_END``); and to ``out``, if it is there, the decay from the chunk's
+    start, as it is and times ``scale``.
 
     decays, betas: addresses of the first token's float, the next is ``pitch`` bytes on.
     limit: how many tokens there are; those past them decay nothing and have beta = 0.
@@ -72,6 +72,8 @@ def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
         p.store_shared(at, log, LOG)
         p.store_shared(at, beta, BETA)
         p.store_shared(at, [p.exp2(arith.subf(end, y)) for y in log], TO_END)
+        if out is None:
+            return
         decay = [p.exp2(y) for y in log]
         to = p.offset(out, lane, 8)
         p.store_global(to, decay)
@@ -127,6 +129,62 @@ def store_split(rows: Rows, tiles, x) -> None:
 def scaled_rows(x, factors):
     """``x[tile][half]`` times a factor a row."""
     return [[[arith.mulf(y, factors[half]) for y in tile[half]] for half in range(2)] for tile in x]
+
+
+def decays(rows: Rows, scratch, transposed: bool):
+    """exp(G_i - G_j) for j <= i, else 0; transposed: exp(G_j - G_i) for i < j, else 0."""
+    log_row, log_column = rows.by_row(scratch, LOG), rows.by_column(scratch, LOG)
+    out = []
+    for tile in range(8):
+        out.append([])
+        for half in range(2):
+            row = p.add(rows.first, 8 * half)
+            pair = []
+            for e in range(2):
+                column = p.add(p.shift_left(rows.c, 1), 8 * tile + e)
+                between = arith.subf(log_row[half], log_column[tile][e])
+                if transposed:
+                    between = arith.negf(between)
+                there = p.less(row, column) if transposed else p.no(p.less(row, column))
+                decay = p.exp2(p.minimum(between, p.cf(0.0)))
+                pair.append(arith.select(there, decay, p.cf(0.0)))
+            out[tile].append(pair)
+    return out
+
+
+def sum_rows(rows: Rows, to, x) -> None:
+    """Sums of ``x[tile][half]`` over columns: 64 floats at ``to``."""
+    sums = []
+    for half in range(2):
+        total = p.cf(0.0)
+        for tile in x:
+            total = arith.addf(total, arith.addf(*tile[half]))
+        for distance in (1, 2):
+            total = arith.addf(total, p.shuffle_xor(total, distance))
+        sums.append(total)
+
+    def store():
+        for half in range(2):
+            p.store_shared(p.add(to, p.shift_left(rows.first, 2)), [sums[half]], 32 * half)
+
+    p.when(p.less(rows.c, 1), store)
+
+
+def sum_columns(rows: Rows, to, x) -> None:
+    """Sums of ``x[tile][half]`` over each warp's rows: 4 x 64 floats at ``to``."""
+    sums = []
+    for tile in x:
+        pair = [arith.addf(a, b) for a, b in zip(*tile, strict=True)]
+        for distance in (4, 8, 16):
+            pair = [arith.addf(y, p.shuffle_xor(y, distance)) for y in pair]
+        sums.append(pair)
+
+    def store():
+        at = p.add(to, p.shift_left(rows.warp, 8), p.shift_left(rows.c, 3))
+        for tile, pair in enumerate(sums):
+            p.store_shared(at, pair, 32 * tile)
+
+    p.when(p.less(rows.g, 1), store)
 
 
 def coefficients(rows: Rows, scratch, kk, qk, scale: float):

@@ -20,6 +20,7 @@ Floor: 11 bytes per element of q at Dk = Dv = 128 and as many key as value heads
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +32,15 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.gated_delta import remainder
 from pallas_kernels.gated_delta.kernel_chunks import PART
 from pallas_kernels.gla.channels import CHUNK, ROWS, ChannelLane
 from pallas_kernels.gla.gates import BF16_TILE
-from pallas_kernels.gla.scan import VALUE_BLOCK, read_state, write_state
+from pallas_kernels.gla.scan import VALUE_BLOCK, read_state, write_rows, write_state
 from pallas_kernels.launch import launch
 
 STAGES = 3
+Want = Literal["out", "borders", "transitions"]
 _WGMMA = plgpu.Layout.WGMMA
 
 
@@ -73,11 +76,13 @@ def store_transposed(tile, x) -> None:
 
 
 def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks: int, group: int,
-               segments: int, want_out: bool, ragged: bool, initial: bool):  # fmt: skip
+               segments: int, want: Want, ragged: bool, initial: bool):  # fmt: skip
+    want_out = want == "out"
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
     start_state = rest.pop(0) if initial else None
     out = rest.pop(0) if want_out else None
+    borders, remainders = (rest.pop(0), rest.pop(0)) if want == "borders" else (None, None)
     final, q_union, k_union, kt_sm, m_sm, v_union, e_sm, full, empty = rest
     (k_rows, k_sm), (v_rows, v_sm) = k_union, v_union
     q_rows, q_sm = q_union if want_out else (None, None)
@@ -116,7 +121,7 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
         state = read_state(dk, dv)(start_state.at[b, head, segment, :, columns])
     else:
         state = plgpu.layout_cast(jnp.zeros((64, dk), jnp.float32), _WGMMA)
-        if not want_out:
+        if want == "transitions":
             row, column = (
                 plgpu.broadcasted_iota(jnp.int32, (64, dk), axis, layout=_WGMMA) for axis in (0, 1)
             )
@@ -147,6 +152,12 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
 
         square = plgpu.ACC((64, CHUNK), jnp.float32)
         seen, *asked = pl.run_scoped(read, *[square for _ in products])
+        if want == "borders":
+            write_rows(dk, dk)(borders.at[b, head, c, columns], rounded)
+            for part in range(parts):
+                at = slice(PART * part, PART * (part + 1))
+                place = remainders.at[b, head, c, 2 * j + wg, part]
+                remainder.store(place, state[:, at], rounded[:, at])
         values = read_transposed(v_rows.at[slot, wg], mask).astype(jnp.float32)
         rest = inside(values - by_token(e_sm, slot, 0) * seen).astype(jnp.bfloat16)
 
@@ -201,25 +212,36 @@ def tokens(*shape):
 
 def scan(
     q, k, keys, weights, decays, v, *, start=None, lengths=None, segments: int = 1,
-    want_out: bool = True,
+    want: Want = "out",
 ):  # fmt: skip
-    """(o [B, T, H, Dv], states at the segments' ends [B, H, segments, Dk, Dv]) for
-    ``kernel_chunks.chunks``'s results; start: float32, like those states, or None (zeros).
+    """For ``kernel_chunks.chunks``'s results, the last of these being states at the segments' ends,
+    [B, H, segments, Dk, Dv]:
 
-    want_out=False: the states alone, from zero, and 128 columns more, from the identity without
-    values: in the first Dk of them the matrix by which a segment multiplies its first state.
+    "out": o [B, T, H, Dv].
+    "borders": the transposed states at the chunks' starts, bf16 [B, H, NC, Dv, Dk], and what bf16
+        leaves of them, int32 [B, H, NC, Dv/64, Dk/64, ``remainder.WORDS``].
+    "transitions": nothing; the final states start from zero, and 128 columns more from the
+        identity, without values: in the first Dk of them the matrix by which a segment multiplies
+        its first state.
+
+    start: float32 [B, H, segments, Dk, Dv] or None (zeros).
     """
     b, t, h, dv = v.shape
     hk, dk = q.shape[2:]
     nc, parts = -(-t // CHUNK), dk // PART
     body = functools.partial(
-        _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments, want_out=want_out,
+        _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments, want=want,
         ragged=lengths is not None, initial=start is not None,
     )  # fmt: skip
-    width = dv if want_out else dv + VALUE_BLOCK
+    want_out = want == "out"
+    width = dv + (VALUE_BLOCK if want == "transitions" else 0)
     out_type = [jax.ShapeDtypeStruct((b, h, segments, dk, width), jnp.float32)]
     if want_out:
         out_type.insert(0, jax.ShapeDtypeStruct((b, t, h, dv), v.dtype))
+    if want == "borders":
+        codes = (b, h, nc, dv // 64, parts, remainder.WORDS)
+        out_type.insert(0, jax.ShapeDtypeStruct(codes, jnp.int32))
+        out_type.insert(0, jax.ShapeDtypeStruct((b, h, nc, dv, dk), jnp.bfloat16))
     unused = plgpu.SMEM((8,), jnp.float32)
     copies = (2 * parts + 1 if want_out else parts) + 2 + 2
     return launch(

@@ -224,15 +224,51 @@ def _backward(choice: Choice, static: _Static, operands: Any, saved: Any, d_o: j
               d_state: jax.Array) -> tuple[jax.Array | None, ...]:  # fmt: skip
     *inputs, initial_state, lengths = operands
     q, k, v, g, beta, d_o = zero_padding(lengths, *inputs, d_o)
-    scale, normalize_qk, _ = static
     if choice.implementation == "mosaic":
-        saved = _chunked(static, q, k, v, g, beta, initial_state)[1]
-    d_q, d_k, d_v, d_g, d_beta, d_initial = chunked_backward(
-        q, k, v, *_columns(q, g, beta), saved, d_o, d_state, scale=scale, normalize_qk=normalize_qk
-    )
-    gradients = d_q, d_k, d_v, d_g.reshape(g.shape), d_beta.reshape(beta.shape)
+        *gradients, d_initial = _kernel_backward(
+            choice, static, q, k, v, g, beta, initial_state, d_o, d_state
+        )
+    else:
+        *gradients, d_initial = _chunked_gradients(static, q, k, v, g, beta, saved, d_o, d_state)
     d_initial = None if initial_state is None else d_initial
     return (*zero_padding(lengths, *gradients), d_initial, None)
+
+
+def _chunked_gradients(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
+                       beta: jax.Array, borders: jax.Array, d_o: jax.Array,
+                       d_state: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
+    scale, normalize_qk, _ = static
+    d_q, d_k, d_v, d_g, d_beta, d_initial = chunked_backward(
+        q, k, v, *_columns(q, g, beta), borders, d_o, d_state,
+        scale=scale, normalize_qk=normalize_qk,
+    )  # fmt: skip
+    return d_q, d_k, d_v, d_g.reshape(g.shape), d_beta.reshape(beta.shape), d_initial
+
+
+def _gradients_from_inputs(static: _Static, *operands: Any) -> tuple[jax.Array, ...]:
+    q, k, v, g, beta, initial_state, d_o, d_state = operands
+    borders = _chunked(static, q, k, v, g, beta, initial_state)[1]
+    return _chunked_gradients(static, q, k, v, g, beta, borders, d_o, d_state)
+
+
+def _gradients(static: _Static, q: jax.Array, k: jax.Array,
+               *operands: Any) -> tuple[jax.Array, ...]:  # fmt: skip
+    from pallas_kernels.gated_delta import kernel
+
+    scale, normalize_qk, plan = static
+    if not plan.backward:
+        return _gradients_from_inputs(static, q, k, *operands)
+    v, g, beta, initial_state, d_o, d_state = operands
+    pull = None
+    if normalize_qk:
+        (q, k), pull = jax.vjp(lambda *x: tuple(map(_normalized, x)), q, k)
+    d_q, d_k, *rest = kernel.gated_delta_backward(
+        q, k, v, g, beta, d_o, d_state, scale=scale, initial_state=initial_state,
+        segments=plan.segments,
+    )  # fmt: skip
+    if pull is not None:
+        d_q, d_k = pull((d_q, d_k))
+    return d_q, d_k, *rest
 
 
 def _step_xla(static: _Static, *operands: jax.Array) -> _Pair:
@@ -248,5 +284,6 @@ def _step_kernel(static: _Static, q: jax.Array, k: jax.Array, *operands: jax.Arr
     return step_kernel.gated_delta_step(q, k, *operands, scale=scale, plan=plan)
 
 
+_kernel_backward = Op("gated_delta", _gradients_from_inputs, _gradients)
 _gated_delta = Op("gated_delta", _xla, _kernel, forward=_forward, backward=_backward)
 _gated_delta_step = Op("gated_delta_step", _step_xla, _step_kernel)

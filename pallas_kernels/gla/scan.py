@@ -100,7 +100,7 @@ def write_state(dv: int):
     return write
 
 
-def _write_rows(width: int, dk: int):
+def write_rows(width: int, dk: int):
     """A bf16 [64, width] array in WGMMA registers to rows of Dk on the device, without staging.
 
     The four lanes of a row hold two columns each of every 8-column tile; a 4x4 transpose by
@@ -246,7 +246,7 @@ def _scan_body(
                         plgpu.wgmma(acc, rounded, q_sm.at[slot, part].transpose((1, 0)))
                         if want_borders and not stage_borders:
                             target = borders.at[b, head, c, columns, at]
-                            _write_rows(width, dk)(target, rounded)
+                            write_rows(width, dk)(target, rounded)
                         if part + 1 < parts:
                             plgpu.wgmma_wait(0)  # so that one part at a time holds registers
                     for piece in range(pieces):

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from jaxllama.cli import bench, common, domains, experiment, quantize
+from jaxllama.cli import bench, common, domains, experiment, quantize, serve
 from jaxllama.cli import main as cli
 from jaxllama.cli.domains import Number, OutFile, Parser
 
@@ -20,9 +20,11 @@ BAD = {
     common.parse_policy: "120 0 0 0 0 0",
     bench.length: "9:2",
     bench.url: "ftp://x",
+    serve.ngram: "smollm2-135m",
     common.parse_logit_bias: "5=nan",
     common.parse_adapter: "it=/nowhere",
     bench.goodput: "ttft=0",
+    serve.ngram: "smollm2-135m",
     domains.filled: "",
     domains.api_key: "a b ",
     domains.text_file: "/nowhere/x.txt",

@@ -1,4 +1,4 @@
-"""Calls of the gated delta rule, and its values in float64 by the definition."""
+"""Calls of the gated delta rule, and its values and gradients in float64 by the definition."""
 
 from __future__ import annotations
 
@@ -44,6 +44,38 @@ def recurrence(q, k, v, g, beta, state, scale):
         state = state + k[:, t][..., None] * change[..., None, :]
         out.append(scale * np.einsum("bhk,bhkv->bhv", q[:, t], state))
     return np.stack(out, axis=1), state
+
+
+def gradients(q, k, v, g, beta, d_out, d_last, state, scale):
+    """float64 dq, dk, dv, dg, dbeta, dstate."""
+    given = (q, k, v, g, beta, d_out, d_last, state)
+    q, k, v, g, beta, d_out, d_state, state = (np.asarray(x, np.float64) for x in given)
+    heads, group = q.shape[2], v.shape[2] // q.shape[2]
+    q, k = (np.repeat(x, group, axis=2) for x in (q, k))
+    states, out = [], [np.zeros_like(x) for x in (q, k, v, g, beta)]
+    for t in range(q.shape[1]):
+        decayed = np.exp(g[:, t])[..., None, None] * state
+        rest = v[:, t] - np.einsum("bhk,bhkv->bhv", k[:, t], decayed)
+        change = beta[:, t][..., None] * rest
+        state = decayed + k[:, t][..., None] * change[..., None, :]
+        states.append((decayed, rest, change, state))
+    for t in reversed(range(q.shape[1])):
+        decayed, rest, change, state = states[t]
+        out[0][:, t] = scale * np.einsum("bhkv,bhv->bhk", state, d_out[:, t])
+        d_state = d_state + scale * q[:, t][..., None] * d_out[:, t][..., None, :]
+        d_change = np.einsum("bhk,bhkv->bhv", k[:, t], d_state)
+        out[4][:, t] = np.sum(d_change * rest, axis=-1)
+        d_v = beta[:, t][..., None] * d_change
+        out[2][:, t] = d_v
+        out[1][:, t] = np.einsum("bhkv,bhv->bhk", d_state, change)
+        out[1][:, t] -= np.einsum("bhkv,bhv->bhk", decayed, d_v)
+        d_state = d_state - k[:, t][..., None] * d_v[..., None, :]
+        decay = np.exp(g[:, t])
+        out[3][:, t] = np.where(decay == 0, 0, np.sum(d_state * decayed, axis=(-1, -2)))
+        d_state = decay[..., None, None] * d_state
+    for i in range(2):
+        out[i] = out[i].reshape(*out[i].shape[:2], heads, group, -1).sum(axis=3)
+    return (*out, d_state)
 
 
 def relative_rms(x: Any, want: np.ndarray) -> float:

@@ -7,6 +7,7 @@ test decides when rows move.  What was asked and cancelled is kept for the test 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import random
 import threading
 from collections.abc import Callable
@@ -97,7 +98,9 @@ class FakeEngine:
 
     def stats(self) -> Stats:
         n = len(self._live)
-        return Stats(0, 0, n, 16, 0, 100, 0, 0, 0, 0, 0, 0, dict(self.finished), 0, 0, 0)
+        figures = dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0)
+        own = {"running": n, "max_slots": 16, "cache_capacity": 100}
+        return Stats(**{**figures, **own, "finished": dict(self.finished)})
 
     def _loop(self) -> None:
         while True:

@@ -34,6 +34,21 @@ FAMILIES = {
         layer_types=("gla", "gla"),
         gla=GLAConfig(n_heads=4, n_kv_heads=2, expand_k=0.5, expand_v=1.0, use_short_conv=True),
     ),
+    "gla-variant": LLAMA.replace(
+        layer_types=("gla", "gla"),
+        gla=GLAConfig(
+            n_heads=4,
+            n_kv_heads=2,
+            expand_k=0.5,
+            expand_v=1.0,
+            decay="head",
+            feature_map="elu",
+            normalizer=True,
+            output_norm="layer",
+            norm_weight=False,
+            gate_bias=True,
+        ),
+    ),
     "hybrid": LLAMA.replace(layer_types=("gla", "attention"), gla=GLA),
     "delta": LLAMA.replace(
         layer_types=("delta", "attention"), delta=DELTA, attn_gate=True, qk_norm="head"

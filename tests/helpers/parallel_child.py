@@ -56,6 +56,18 @@ FAMILIES = {
         rope=dataclasses.replace(WIDE.rope, scaling="llama3", factor=8.0, original_max_position=16),
     ),
     "gla": WIDE.replace(layer_types=("gla",), gla=GLA),
+    "gla-variant": WIDE.replace(
+        layer_types=("gla",),
+        gla=dataclasses.replace(
+            GLA,
+            decay="head",
+            feature_map="elu",
+            normalizer=True,
+            output_norm="layer",
+            norm_weight=False,
+            gate_bias=True,
+        ),
+    ),
     "delta": WIDE.replace(
         n_layers=2,
         layer_types=("delta", "attention"),

@@ -20,6 +20,7 @@ from jaxllama.offload.store import Store, is_stored
 from jaxllama.offload.timeline import Recorder
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.sampling import Sampling
+from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import packed_bytes, quantize
 from tests.helpers.models import FAMILIES, params_of
 
@@ -258,7 +259,61 @@ def test_the_recorder_sees_every_load(folder):
             assert not any(load.begin < work.begin for load, work in pairs)
 
 
-def test_a_draft_is_refused():
-    lm = offloaded(FAMILIES["gqa"], params_of(FAMILIES["gqa"]), "0 100 100 0 100 0")
-    with pytest.raises(JaxLlamaError, match="policy and draft exclude each other"):
-        lm.generate([[5, 6]], 2, draft="ngram")
+@pytest.mark.parametrize(
+    ("name", "draft", "policy"),
+    [
+        ("mqa-window", "ngram", "30 40 100 0 100 0 gpu_batch_size=3"),
+        ("hybrid", "model", "0 100 100 0 30 40 gpu_batch_size=3 num_gpu_batches=2 sep_layer=true"),
+        ("hybrid", "ngram", "0 0 100 0 100 0 gpu_batch_size=2 num_gpu_batches=2 overlap=false"),
+        pytest.param("gla-conv-groups", "model", "0 100 100 0 100 0", marks=pytest.mark.slow),
+        pytest.param("delta", "ngram", "0 100 100 0 100 0 gpu_batch_size=4",
+                     marks=pytest.mark.slow),
+        pytest.param("mha-tied-bias", "model", "0 0 100 0 0 100 gpu_batch_size=4",
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_draft_changes_no_tokens(folder, name, draft, policy):
+    """Of four rows in batches that do not divide them, with penalties, bias and noise; one of them
+    repeats.  Its own resident twin is right about all that is greedy, in fewer passes."""
+    cfg = FAMILIES[name].replace(eos_token_ids=())
+    params = params_of(cfg)
+    lm, off = LanguageModel(cfg, params, None), offloaded(cfg, params, policy)
+    samplings = [
+        Sampling(logit_bias={5: 50.0}), Sampling(), Sampling(temperature=0.8),
+        Sampling(temperature=0.7, repetition_penalty=1.3, logit_bias={7: 2.0}),
+    ]  # fmt: skip
+    want = lm.generate(PROMPTS, NEW, samplings, seed=3)
+    own = lm if draft == "model" else "ngram"
+    for draft_tokens in (0, 3):
+        got = off.generate(PROMPTS, NEW, samplings, seed=3, draft=own, draft_tokens=draft_tokens)
+        assert [out.tokens for out in got] == [out.tokens for out in want]
+        for out, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(out.logprobs, other.logprobs, atol=1e-4)
+        right = got if draft == "model" else got[:1]
+        assert all(out.accepted > NEW // 2 for out in right)
+        assert draft == "ngram" or all(out.accepted == out.drafted for out in got)
+
+
+def test_an_offloaded_draft_ends_where_stop_strings_do(folder):
+    cfg = FAMILIES["gqa"].replace(vocab_size=256)
+    lm = LanguageModel(cfg, params_of(cfg), Tokenizer.byte_level())
+    off = dataclasses.replace(
+        offloaded(cfg, params_of(cfg), "0 100 100 0 100 0"), tokenizer=lm.tokenizer
+    )
+    sampling = Sampling(temperature=1.0, logit_bias={97: 50.0, 98: 49.0})
+    want = lm.generate(["abab", "ba"], NEW, sampling, stop=["aab"])
+    got = off.generate(["abab", "ba"], NEW, sampling, stop=["aab"], draft="ngram")
+    assert [(out.text, out.tokens, out.finish_reason) for out in got] == [
+        (out.text, out.tokens, out.finish_reason) for out in want
+    ]
+    assert (
+        "".join(off.stream("abab", NEW, sampling, draft="ngram"))
+        == lm.generate(["abab"], NEW, sampling)[0].text
+    )
+
+
+def test_a_draft_is_refused_where_the_cache_is_not_on_the_device():
+    cfg = FAMILIES["gqa"]
+    for policy in ("0 100 50 50 100 0", "0 100 0 100 100 0 cpu_attention=true sep_layer=true"):
+        with pytest.raises(JaxLlamaError, match="policy: a draft needs the whole cache"):
+            offloaded(cfg, params_of(cfg), policy).generate([[5, 6]], 2, draft="ngram")

@@ -1,9 +1,10 @@
 """``config.json`` <-> ModelConfig, for every family of ``hf.families``.
 
 RoPE in both spellings (``rope_theta`` + ``rope_scaling``; ``rope_parameters`` of transformers 5).
-flash-linear-attention's go to ``checkpoints.hf.fla``.  What a file leaves out means what
-transformers takes it to mean; a value that would change the computation and is not supported is a
-JaxLlamaError naming the key; keys that the family's class in transformers ignores are one warning.
+flash-linear-attention's go to ``hf.fla``, those of GLA's authors to ``hf.gla_paper``.  What a file
+leaves out means what transformers takes it to mean; a value that would change the computation and
+is not supported is a JaxLlamaError naming the key; keys that the family's class in transformers
+ignores are one warning.
 ``check_preset`` compares a preset with what a checkpoint says of itself.
 
 Left out: mixtures of experts, encoders, sequence classifiers.
@@ -19,7 +20,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxllama.checkpoints.hf.families import ACTIVATIONS, ALIKE, FAMILIES, Family, stored_of
-from jaxllama.checkpoints.hf.fla import MODELS, config_from_fla, config_to_fla, model_of
+from jaxllama.checkpoints.hf.fla import (
+    MODELS,
+    PAPER,
+    config_from_fla,
+    config_to_fla,
+    model_of,
+)
+from jaxllama.checkpoints.hf.gla_paper import config_from_paper, config_to_paper, is_paper
 from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.config import ModelConfig, RopeConfig
 from jaxllama.errors import JaxLlamaError
@@ -62,11 +70,13 @@ def config_from_hf(
     Raises JaxLlamaError naming the key and its value.
     """
     config = text_config(config)
-    kind = _model_type(config)
+    kind = PAPER if is_paper(config) else _model_type(config)
     ids = {key: (generation or {}).get(key) for key in ("bos_token_id", "eos_token_id")}
     config = {**config, **{key: value for key, value in ids.items() if value is not None}}
     if kind in MODELS:
         return config_from_fla(config, name, kind)
+    if kind == PAPER:
+        return config_from_paper(config, name)
     family = FAMILIES[kind]
     windowed = () if family.window == "none" else ("sliding_window", "layer_types")
     windowed += ("use_sliding_window", "max_window_layers") if family.window == "use" else ()
@@ -143,6 +153,8 @@ def config_to_hf(cfg: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
     """
     if model_of(cfg) is not None:
         return config_to_fla(cfg)
+    if cfg.stored.family == PAPER:
+        return config_to_paper(cfg)
     kind = _hf_model_type(cfg)
     family = FAMILIES[kind]
     result: dict[str, Any] = {

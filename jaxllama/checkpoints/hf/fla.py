@@ -1,13 +1,15 @@
 """flash-linear-attention's models: config.json <-> ModelConfig.
 
-Covers ``GLAForCausalLM``, ``GatedDeltaNetForCausalLM``, ``KDAForCausalLM`` and
-``DeltaNetForCausalLM`` with their ``attn`` layers (hybrids).  A checkpoint writes the norm of a
+Covers ``GLAForCausalLM``, ``LinearAttentionForCausalLM``, ``GatedDeltaNetForCausalLM``,
+``KDAForCausalLM`` and ``DeltaNetForCausalLM`` with their ``attn`` layers (hybrids), and models of
+its layer ``SimpleGatedLinearAttention``, for which it has no class (``simple_gla`` here, named as
+its others are).  A checkpoint writes the norm of a
 head's output under one of two names, and old ones fuse the feed-forward's gate and up into one
 tensor; ``param_table`` is told which tensors there are.  The layer's low-rank width (16) and
 ``gate_logit_normalizer`` (16) are not part of that library's config: it uses its layer's defaults.
 
-Left out: feature maps, value gates, norms without weights, attention residuals, more than one
-``attn`` specification; of Kimi Delta Attention more value heads than key heads.
+Left out: feature maps with parameters, value gates, attention residuals, more than one ``attn``
+specification; of Kimi Delta Attention more value heads than key heads.
 """
 
 from __future__ import annotations
@@ -17,11 +19,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllama.checkpoints.json_reader import JsonReader
-from jaxllama.config import DeltaConfig, GLAConfig, ModelConfig, RopeConfig, Stored
+from jaxllama.config import (
+    DeltaConfig,
+    FeatureMap,
+    GLAConfig,
+    ModelConfig,
+    RopeConfig,
+    Stored,
+)
 from jaxllama.errors import JaxLlamaError
 
 _LOW_RANK, _NORMALIZER = 16, 16.0
 _THETA = 10000.0
+PAPER = "gla_paper"  # of ``hf.gla_paper``
 # What is read of every config.json.
 _KEYS = frozenset(
     """
@@ -34,7 +44,7 @@ _KEYS = frozenset(
 _SAME = ("attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy",
          "fuse_linear_cross_entropy", "use_l2warp")  # fmt: skip
 # What other families add to a block, as these models have it.
-_PLAIN = (
+PLAIN = (
     ("norm", "rms"), ("norm_bias", False), ("pre_norms", True), ("post_norms", False),
     ("qk_norm", "none"), ("parallel_block", False), ("activation", "silu"), ("attn_softcap", None),
     ("logit_softcap", None), ("window_rope", None), ("nope_layers", ()), ("attn_gate", False),
@@ -42,7 +52,6 @@ _PLAIN = (
 # Options that change the computation, with the only value that is supported.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("swish", "silu"),
-    "elementwise_affine": (True,),
     "attnres_block_size": (None,),
 }
 Fields = dict[str, Any]
@@ -63,32 +72,86 @@ class _Model:
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
 
-def _gla(read: JsonReader, n_heads: int) -> Fields:
+# Its feature maps without parameters, as ours; the first name for one of ours is the one written.
+_ACTIVATIONS: dict[str | None, FeatureMap] = {
+    None: "none", "relu": "relu", "sqrelu": "sqrelu", "sigmoid": "sigmoid",
+    "logsigmoid": "logsigmoid", "swish": "silu", "silu": "silu", "gelu": "gelu_tanh",
+}  # fmt: skip
+_KERNELS: dict[str | None, FeatureMap] = {"elu": "elu", "relu": "relu", "identity": "none"}
+
+
+def _linear(
+    read: JsonReader, n_heads: int, expand_k: float, maps: Mapping[str | None, FeatureMap],
+    **facts: Any,
+) -> Fields:  # fmt: skip
+    """What GLA, simple GLA and linear attention have in common."""
+    name = read.config.get("feature_map", next(iter(maps)))
+    if not isinstance(name, str | None) or name not in maps:
+        known = ", ".join(map(repr, maps))
+        raise read.error("feature_map", f"only {known} are supported")
     gla = GLAConfig(
         n_heads=n_heads,
         n_kv_heads=read.size("num_kv_heads", n_heads),
-        expand_k=read.positive("expand_k", 0.5),
+        expand_k=read.positive("expand_k", expand_k),
         expand_v=read.positive("expand_v", 1.0),
         gate_low_rank_dim=_LOW_RANK,
         gate_logit_normalizer=_NORMALIZER,
-        clamp_min=read.number("clamp_min", None),
-        use_short_conv=read.flag("use_short_conv", False),
-        conv_size=read.size("conv_size", 4),
-        use_output_gate=read.flag("use_output_gate", True),
         norm_eps=read.number("norm_eps", 1e-6),
+        feature_map=maps[name],
+        norm_weight=read.flag("elementwise_affine", True),
+        **facts,
     )
     return {"gla": gla}
 
 
+def _gla(read: JsonReader, n_heads: int) -> Fields:
+    return _linear(
+        read, n_heads, 0.5, _ACTIVATIONS,
+        clamp_min=read.number("clamp_min", None),
+        use_short_conv=read.flag("use_short_conv", False),
+        conv_size=read.size("conv_size", 4),
+        use_output_gate=read.flag("use_output_gate", True),
+    )  # fmt: skip
+
+
+def _simple_gla(read: JsonReader, n_heads: int) -> Fields:
+    return _linear(
+        read, n_heads, 1.0, _ACTIVATIONS, decay="head",
+        use_short_conv=read.flag("use_short_conv", True),
+        conv_size=read.size("conv_size", 4),
+    )  # fmt: skip
+
+
+def _linear_attn(read: JsonReader, n_heads: int) -> Fields:
+    if read.config.get("feature_map") is None:
+        raise read.error("feature_map", "means 'elementwise_product', which is not supported")
+    return _linear(
+        read, n_heads, 1.0, _KERNELS, decay="none", use_output_gate=False,
+        normalizer=read.flag("norm_feature_map", False),
+    )  # fmt: skip
+
+
 def _gla_to_fla(cfg: ModelConfig) -> Fields:
-    gla = cfg.gla
-    assert gla is not None
-    _only("gla", (("gla.gate_low_rank_dim", gla.gate_low_rank_dim, _LOW_RANK),
-                  ("gla.gate_logit_normalizer", gla.gate_logit_normalizer, _NORMALIZER),
-                  ("gla.norm_eps", gla.norm_eps, cfg.norm_eps)))  # fmt: skip
-    same = ("clamp_min", "use_short_conv", "conv_size", "use_output_gate", "expand_k", "expand_v")
-    heads = {"num_heads": gla.n_heads, "num_kv_heads": gla.n_kv_heads}
-    return heads | {key: getattr(gla, key) for key in same}
+    gla, kind = cfg.gla, model_of(cfg)
+    assert gla is not None and kind is not None
+    maps = _KERNELS if kind == "linear_attn" else _ACTIVATIONS
+    names = {ours: name for name, ours in reversed(maps.items())}
+    result = {
+        **{key: value for key, value in dataclasses.asdict(gla).items() if key != "decay"},
+        "num_heads": gla.n_heads,
+        "num_kv_heads": gla.n_kv_heads,
+        "norm_eps": cfg.norm_eps,
+        "feature_map": names.get(gla.feature_map, gla.feature_map),
+        "elementwise_affine": gla.norm_weight,
+        "norm_feature_map": gla.normalizer,
+    }
+    result = {key: value for key, value in result.items() if key in (*_KEYS, *MODELS[kind].keys)}
+    read = dataclasses.asdict(MODELS[kind].fields(JsonReader(result), gla.n_heads)["gla"])
+    only(
+        f"flash-linear-attention's {kind}",
+        ((f"gla.{key}", getattr(gla, key), only) for key, only in read.items()),
+    )
+    return result
 
 
 def _delta(read: JsonReader, n_heads: int, v_heads: int, d_k: int, d_v: float, **facts: Any
@@ -151,29 +214,43 @@ def _delta_to_fla(cfg: ModelConfig) -> Fields:
                    "num_v_heads": delta.n_heads}  # fmt: skip
     result |= {} if kind == "kda" else {"use_gate": delta.gate == "full"}
     read = dataclasses.asdict(MODELS[kind].fields(JsonReader(result), delta.n_k_heads)["delta"])
-    _only(kind, ((f"delta.{key}", getattr(delta, key), only) for key, only in read.items()))
+    only(
+        f"flash-linear-attention's {kind}",
+        ((f"delta.{key}", getattr(delta, key), only) for key, only in read.items()),
+    )
     return result
 
 
+_GLA_KEYS = ("num_kv_heads", "expand_k", "expand_v", "feature_map", "elementwise_affine")
+_DELTA_FIXED = {"conv_bias": (False,), "elementwise_affine": (True,)}
 _DELTA_KEYS = ("expand_v", "allow_neg_eigval", "head_dim", "num_v_heads")
 MODELS = {
     "gla": _Model(
         "GLAForCausalLM", "gla", 4, 24,
-        ("num_kv_heads", "expand_k", "expand_v", "clamp_min", "use_output_gate"), _gla, _gla_to_fla,
-        {"feature_map": (None,), "use_gk": (True,), "use_gv": (False,)},
+        (*_GLA_KEYS, "clamp_min", "use_output_gate"), _gla, _gla_to_fla,
+        {"use_gk": (True,), "use_gv": (False,)},
+    ),
+    "simple_gla": _Model(
+        "SimpleGLAForCausalLM", "gla", 4, 24, _GLA_KEYS, _simple_gla, _gla_to_fla,
+        {"conv_bias": (False,), "gate_fn": ("swish", "silu")},
+    ),
+    "linear_attn": _Model(
+        "LinearAttentionForCausalLM", "gla", 4, 24,
+        (*_GLA_KEYS, "norm_feature_map", "tie_feature_map_qk"), _linear_attn, _gla_to_fla,
+        {"norm_q": (False,), "norm_k": (False,)},
     ),
     "gated_deltanet": _Model(
         "GatedDeltaNetForCausalLM", "delta", 6, 21, (*_DELTA_KEYS, "use_gate"), _gated_delta_net,
-        _delta_to_fla, {"conv_bias": (False,)},
+        _delta_to_fla, _DELTA_FIXED,
     ),
     "kda": _Model(
         "KDAForCausalLM", "delta", 16, 24, _DELTA_KEYS, _kda, _delta_to_fla,
-        {"conv_bias": (False,), "safe_gate": (False,), "lower_bound": (None,)},
+        {**_DELTA_FIXED, "safe_gate": (False,), "lower_bound": (None,)},
     ),
     "delta_net": _Model(
         "DeltaNetForCausalLM", "delta", 16, 24, ("expand_k", "use_gate", *_DELTA_KEYS[:2]),
         _delta_net, _delta_to_fla,
-        {"conv_bias": (False,), "use_beta": (True,), "use_output_norm": (True,), "qk_norm": ("l2",),
+        {**_DELTA_FIXED, "use_beta": (True,), "use_output_norm": (True,), "qk_norm": ("l2",),
          "qk_activation": ("silu",)},
     ),
 }  # fmt: skip
@@ -181,8 +258,9 @@ MODELS = {
 
 def model_of(cfg: ModelConfig) -> str | None:
     """Which of ``MODELS`` a config is; None for those of other libraries."""
-    kind = "gla" if "gla" in cfg.layer_types else cfg.stored.family
-    return kind if kind in MODELS else None
+    if cfg.stored.family in MODELS:
+        return cfg.stored.family
+    return "gla" if "gla" in cfg.layer_types and cfg.stored.family != PAPER else None
 
 
 def config_from_fla(config: Mapping[str, Any], name: str, kind: str = "gla") -> ModelConfig:
@@ -223,7 +301,7 @@ def config_from_fla(config: Mapping[str, Any], name: str, kind: str = "gla") -> 
         n_heads=a_heads,
         n_kv_heads=a_kv_heads,
         head_dim=head_dim,
-        d_ff=_d_ff(read, d_model),
+        d_ff=swiglu_width(read, d_model),
         norm_eps=read.number("norm_eps", 1e-6),
         max_position=max_position,
         rope=RopeConfig(theta),
@@ -242,15 +320,14 @@ def _stored(kind: str) -> Stored:
     return Stored() if kind == "gla" else Stored(family=kind)
 
 
-def _only(kind: str, facts: Any) -> None:
-    for key, value, only in facts:
-        if value != only:
-            raise JaxLlamaError(
-                f"{key} = {value!r}: flash-linear-attention's {kind} models only have {only!r}"
-            )
+def only(whose: str, facts: Any) -> None:
+    """facts: (key, value, the only one that these models have)."""
+    for key, value, have in facts:
+        if value != have:
+            raise JaxLlamaError(f"{key} = {value!r}: {whose} models only have {have!r}")
 
 
-def _d_ff(read: JsonReader, d_model: int) -> int:
+def swiglu_width(read: JsonReader, d_model: int) -> int:
     """The stated width, or 2/3 of ``hidden_ratio * d_model`` rounded up to a multiple of 256."""
     if read.config.get("intermediate_size") is not None:
         return read.size("intermediate_size")
@@ -286,8 +363,8 @@ def config_to_fla(cfg: ModelConfig) -> dict[str, Any]:
     model = MODELS[kind]
     attention = [i for i, layer in enumerate(cfg.layer_types) if layer == "attention"]
     mixer = model.to_fla(cfg)
-    _only(
-        kind,
+    only(
+        f"flash-linear-attention's {kind}",
         (
             ("embedding_scale", cfg.embedding_scale, False),
             ("o_bias", cfg.o_bias, False),
@@ -295,7 +372,7 @@ def config_to_fla(cfg: ModelConfig) -> dict[str, Any]:
             ("rope.scaling", cfg.rope.scaling, "none"),
             ("head_dim", cfg.head_dim * cfg.n_heads if attention else cfg.d_model, cfg.d_model),
             ("window_layers", cfg.window_layers, ()),
-            *((key, getattr(cfg, key), only) for key, only in _PLAIN),
+            *((key, getattr(cfg, key), only) for key, only in PLAIN),
             ("stored", cfg.stored, _stored(kind)),
         ),
     )

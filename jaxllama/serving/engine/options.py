@@ -25,8 +25,9 @@ PREFILL_TOKENS = 2048
 # what a row may hold, so one for a context of 131,072 would serve short rows badly, and up to 2,048
 # tokens of an int8 cache no row is cut into chunks.
 SHORT_CONTEXTS = (2048, 8192)
-# Most tokens of a pass in which rows draft, on a CPU and else: more are bound by arithmetic.
-DRAFTING_TOKENS = {True: 16, False: 128}
+# Most tokens of a pass in which rows draft, on a CPU and else: what more of them cost, and what it
+# costs to look for drafts that are not there, is no longer little beside a plain step.
+DRAFTING_TOKENS = {True: 16, False: 64}
 # Of the host's memory for the cache, where nothing is asked for.
 CPU_CACHE_BYTES = 2**30
 

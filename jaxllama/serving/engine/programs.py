@@ -7,19 +7,22 @@
 jax's cache of compiled programs is asked with a program's lowered text.  For the fifty programs of
 an engine on a GPU tracing and lowering are most of a second start: Python, a kernel's operations
 one by one, which no threads share.  So what was compiled is kept as a whole, under a name that says
-all that it follows from: this code, jax and its settings, the device, the arguments' shapes.
+all that it follows from: this code, jax and its settings, the device, the arguments' shapes.  On a
+CPU programs call handlers that exist once they were registered (``pallas_kernels/cpu``): those are
+kept with them.
 
-Left out: CPUs, whose programs call functions that exist once they were traced
-(``pallas_kernels/cpu``), and meshes.
+Left out: meshes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import pickle
 import tempfile
+import warnings
 from collections.abc import Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,8 +36,9 @@ import jaxllama
 import pallas_kernels
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
+from pallas_kernels.cpu import jit
 
-KEPT = 8  # files: other sizes, other models
+KEPT = 4  # files: other sizes, other models; half a GB for an 8B model's engine on a GPU
 
 
 class Wanted(NamedTuple):
@@ -57,11 +61,19 @@ class Wanted(NamedTuple):
 
 
 def folder() -> Path | None:
-    """Beside jax's compiled programs, for those of a GPU; None where nothing is kept."""
+    """Beside jax's compiled programs; None where nothing is kept."""
     config: Any = jax.config  # its options are made at import, where no type checker sees them
     known = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
-    on_gpu = jax.default_backend() == "gpu"
-    return Path(known) / "engines" if on_gpu and known and os.path.isdir(known) else None
+    # Without handlers nothing is known of a CPU by which to tell it from another.
+    is_told = jax.default_backend() != "cpu" or jit.unavailable() is None
+    return Path(known) / "engines" if is_told and known and os.path.isdir(known) else None
+
+
+class Kept(NamedTuple):
+    """handlers: of the CPU, that the programs call.  programs: what jax makes of each."""
+
+    handlers: tuple[Any, ...]
+    programs: list[tuple[bytes, Any, Any]]
 
 
 class Programs:
@@ -82,19 +94,39 @@ class Programs:
         if wanted.keys() <= self._made.keys():
             return
         path = None if self._folder is None else self._folder / name(wanted, self._device)
-        kept = None if path is None else read(path)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            if kept is not None:
-                made = list(pool.map(self._load, kept))
-            else:
+            made = None if path is None else self._kept(path, pool)
+            if made is None:
                 lowered = (one.lower() for one in wanted.values())
                 made = [work.result() for work in [pool.submit(one.compile) for one in lowered]]
                 if path is not None:
-                    keep(path, list(pool.map(serialize_executable.serialize, made)))
+                    _keep(path, made, pool)
         self._made.update(zip(wanted, made, strict=True))
 
-    def _load(self, kept: tuple[bytes, Any, Any]) -> Any:
-        return serialize_executable.deserialize_and_load(*kept, execution_devices=[self._device])
+    def _kept(self, path: Path, pool: ThreadPoolExecutor) -> list[Any] | None:
+        """None where there are none, or, as jax does it, a warning, where they cannot be used."""
+        load = functools.partial(
+            serialize_executable.deserialize_and_load, execution_devices=[self._device]
+        )
+        try:
+            kept = read(path)
+            if kept is None:
+                return None
+            for handler in kept.handlers:
+                jit.register(handler)
+            return list(pool.map(lambda one: load(*one), kept.programs))
+        except (pickle.UnpicklingError, EOFError, ValueError, jax.errors.JaxRuntimeError) as error:
+            warnings.warn(f"{path}: compiling again: {error}", stacklevel=3)
+            return None
+
+
+def _keep(path: Path, made: list[Any], pool: ThreadPoolExecutor) -> None:
+    try:
+        programs = list(pool.map(serialize_executable.serialize, made))
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        warnings.warn(f"the next start will lower them again: {error}", stacklevel=3)
+    else:
+        keep(path, Kept(jit.registered(), programs))
 
 
 def name(wanted: Mapping[Hashable, Wanted], device: Any) -> str:
@@ -107,13 +139,14 @@ def name(wanted: Mapping[Hashable, Wanted], device: Any) -> str:
             digest.update(path.read_bytes())
     flags = os.environ.get("XLA_FLAGS"), sorted(jax.config.values.items())
     where = jax.__version__, device.client.platform_version, device.device_kind
+    where += (jit.identity(),) if device.platform == "cpu" else ()
     digest.update(repr((where, flags, compiler_options.for_device())).encode())
     for key, one in wanted.items():
         digest.update(repr((key, one.facts())).encode())
     return f"engine-{digest.hexdigest()[:32]}.pickle"
 
 
-def read(path: Path) -> list[tuple[bytes, Any, Any]] | None:
+def read(path: Path) -> Kept | None:
     try:
         data = path.read_bytes()
     except OSError:
@@ -123,7 +156,7 @@ def read(path: Path) -> list[tuple[bytes, Any, Any]] | None:
     return pickle.loads(data)
 
 
-def keep(path: Path, programs: list[tuple[bytes, Any, Any]]) -> None:
+def keep(path: Path, programs: Kept) -> None:
     """Whole or not at all, and not in a folder that cannot be written to; the oldest go."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

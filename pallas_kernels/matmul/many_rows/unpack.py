@@ -1,4 +1,6 @@
-"""int4 codes to the int8 operand that wgmma takes from registers, on their way multiplied exactly.
+"""int4 codes to the operand that wgmma takes from registers: int8, or bfloat16.
+
+To int8 they are multiplied exactly,
 
     a = (q - zero) * multiple        with  -128 <= a <= 127  for every code (``rounding.multiples``)
 
@@ -8,8 +10,15 @@ way; flipping each byte's top bit makes it a.  For 8 weights 12 instructions, 4 
 
 A thread's four columns of wgmma's 8-bit operand are 2 bytes of codes, the quad's 8 bytes in a row
 of 64; a swizzle of 64 bytes spreads the warp's eight rows over all banks, so nothing is exchanged
-between lanes.  Sources: QServe (arXiv 2405.04532) for scales in two levels, LiquidGEMM (2509.01229)
-for the arithmetic.
+between lanes.
+
+Of wgmma's 16-bit operand a thread has two columns of eight, which are one byte of codes: times
+0x1001 it has one code at the foot of each half word, which under a constant exponent is 136 + q.
+136 + zero is taken off exactly, so a zero point from -8 to 119 costs nothing, and the product with
+the scale is rounded once.
+
+Sources: QServe (arXiv 2405.04532) for scales in two levels, LiquidGEMM (2509.01229) for the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -29,6 +38,8 @@ from pallas_kernels.ptx import Value
 
 _LOW, _EIGHTS, _SIGNS = 0x0F0F0F0F, 0x08080808, 0x80808080
 _PITCH = 64  # bytes of a row of codes
+_PAIR = 0x000F000F
+_BIASED = 0x43084308  # bfloat16's 136, twice: 128 + (q ^ 8) is 136 + q
 
 
 def offset_of(multiple: Value, zero: Value | None) -> Value:
@@ -46,6 +57,17 @@ def eight(first: Value, second: Value, multiple: Value, offset: Value) -> list[V
         arith.xori(arith.addi(arith.muli(u, multiple), offset), p.ci(_SIGNS)) for u in (even, odd)
     )
     return [p.permute(even, odd, 0x5140), p.permute(even, odd, 0x7362)]
+
+
+def below_of(zero: Value | None) -> Value:
+    """136 + zero, twice: as a code, so a zero is a small integer under a constant exponent."""
+    return p.ci(_BIASED) if zero is None else p.add(p.mul(zero, 0x10001), p.ci(_BIASED))
+
+
+def pair(byte: Value, scale: Value, below: Value, above: Value | None) -> Value:
+    """(136 + q - below) * scale + above of a byte's two codes; all but the byte are pairs."""
+    code = p.sub_pairs(p.and_xor(p.mul(byte, 0x1001), _PAIR, _BIASED), below)
+    return p.mul_pairs(code, scale) if above is None else p.fma_pairs(code, scale, above)
 
 
 def row_words(load: Callable[[int, int], Value], multiple: Value, offset: Value) -> list[Value]:
@@ -69,32 +91,91 @@ def to_int8(codes, multiples, zeros=None) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
     def widen(ctx, codes, *vectors):
         del ctx
-        thread = arith.andi(p.register("tid.x"), p.ci(127))
-        in_eight = arith.andi(p.shift_right(thread, 2), p.ci(7))
-        row = p.add(p.mul(p.shift_right(thread, 5), 16), in_eight)
-        quad = p.mul(arith.andi(thread, p.ci(3)), 2)
-        base = p.add(p.shared_address(codes), p.mul(row, _PITCH), quad)
+        row, in_eight, quad = _place()
+        base = p.add(p.shared_address(codes), p.mul(row, _PITCH), p.mul(quad, 2))
         swizzle = arith.andi(p.shift_right(in_eight, 1), p.ci(3))
         places = [p.add(base, p.mul(arith.xori(swizzle, p.ci(c)), 16)) for c in range(4)]
         rows = []
         for half in range(2):
-            at = arith.index_cast(ir.IndexType.get(), p.add(row, 8 * half))
-            multiple, *zero = (arith.extsi(p.i32(), memref.load(v, [at])) for v in vectors)
+            at = p.add(row, 8 * half)
+            multiple, *zero = (arith.extsi(p.i32(), _of_row(v, at)) for v in vectors)
             offset = offset_of(multiple, *zero or (None,))
 
             def load(chunk, part, half=half):
                 return p.load_shared_narrow(places[chunk], "u16", 8 * _PITCH * half + 8 * part)
 
             rows.append(row_words(load, multiple, offset))
-        kind = ir.IntegerType.get_signless(8)
-        out = mgpu.FragmentedArray.splat(
-            mgpu.utils.c(0, kind), (64, 128), layout.to_mgpu(), is_signed=True
-        )
-        registers, of_one = out.registers.copy(), ir.VectorType.get((1,), p.i32())
-        for i in range(registers.size):  # columns of 16, then the rows' halves
-            word = vector.broadcast(of_one, rows[i % 2][i // 2])
-            place = np.unravel_index(i, registers.shape)
-            registers[place] = vector.bitcast(registers[place].type, word)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+        return _operand(rows, layout, (64, 128), ir.IntegerType.get_signless(8), True)
 
     return widen(*refs)
+
+
+def to_bfloat16(codes, scales, zeros=None) -> jax.Array:
+    """``[64, 64]`` bfloat16 in wgmma's layout, of a warpgroup's rows in shared memory.
+
+    codes: bytes ``[64, 32]``, swizzled by 32.  scales: ``[64]`` bfloat16, strided; zeros: too (they
+    are added last), or int8 (taken off the codes).
+    """
+    layout = plgpu.Layout.WGMMA
+    refs = (codes, scales) if zeros is None else (codes, scales, zeros)
+    out_type = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout)
+    pitch, integers = _PITCH // 2, zeros is not None and zeros.dtype == jnp.int8
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
+    def widen(ctx, codes, scales, *zeros):
+        del ctx
+        row, in_eight, quad = _place()
+        base = p.add(p.shared_address(codes), p.mul(row, pitch), quad)
+        swizzle = p.mul(p.shift_right(in_eight, 2), 16)
+        places = [p.add(base, arith.xori(swizzle, p.ci(16 * c))) for c in range(2)]
+        rows = []
+        for half in range(2):
+            at = p.add(row, 8 * half)
+            scale, zero, above = _twice(_of_row(scales, at)), None, None
+            if integers:
+                zero = arith.extsi(p.i32(), _of_row(zeros[0], at))
+            elif zeros:
+                above = _twice(_of_row(zeros[0], at))
+            below = below_of(zero)
+            mine = (
+                p.load_shared_narrow(place, "u8", 8 * pitch * half + 4 * i)
+                for place in places
+                for i in range(4)
+            )
+            rows.append([pair(byte, scale, below, above) for byte in mine])
+        return _operand(rows, layout, (64, 64), ir.BF16Type.get(), None)
+
+    return widen(*refs)
+
+
+def _place() -> tuple[Value, Value, Value]:
+    """A thread's first row of 64, its place among eight, and the lane's among the row's four."""
+    thread = arith.andi(p.register("tid.x"), p.ci(127))
+    in_eight = arith.andi(p.shift_right(thread, 2), p.ci(7))
+    row = p.add(p.mul(p.shift_right(thread, 5), 16), in_eight)
+    return row, in_eight, arith.andi(thread, p.ci(3))
+
+
+def _of_row(of_rows: Value, row: Value) -> Value:
+    return memref.load(of_rows, [arith.index_cast(ir.IndexType.get(), row)])
+
+
+def _twice(half: Value) -> Value:
+    """A pair of one 16-bit float."""
+    word = arith.extui(p.i32(), arith.bitcast(ir.IntegerType.get_signless(16), half))
+    return p.permute(word, word, 0x1010)
+
+
+def _operand(rows, layout, shape: tuple[int, int], kind: ir.Type, is_signed: bool | None):
+    """wgmma's operand of the words of a thread's two rows."""
+    out = mgpu.FragmentedArray.splat(
+        mgpu.utils.c(0, kind), shape, layout.to_mgpu(), is_signed=is_signed
+    )
+    registers, of_one = out.registers.copy(), ir.VectorType.get((1,), p.i32())
+    for i in range(registers.size):  # columns of 16 bytes, then the rows' halves
+        word = vector.broadcast(of_one, rows[i % 2][i // 2])
+        place = np.unravel_index(i, registers.shape)
+        registers[place] = vector.bitcast(registers[place].type, word)
+    return mgpu.FragmentedArray(
+        _registers=registers, _layout=layout.to_mgpu(), _is_signed=is_signed
+    )

@@ -19,7 +19,8 @@ through shared memory.
 
 The two warpgroups fall into step by themselves: while one turns codes into floats the other's
 wgmmas keep the tensor cores busy.  Two slots cost ~270 instructions a thread (int4: two shuffles
-and a permute 32 bits, then LOP3, subtract, multiply a pair) against 2 x 1024 cycles of wgmma.
+and a permute 32 bits, then LOP3, subtract, multiply a pair; with ``stored`` scales a load of a byte
+and a multiplication instead of those, ``unpack``) against 2 x 1024 cycles of wgmma.
 The activations are multicast to the two blocks of a cluster, which lie side by side in N.
 
 Up to 64 tokens blocks are short of work rather than of operands: ``parts`` lets more warpgroups
@@ -27,7 +28,7 @@ take turns at the slots, ``split`` gives the two blocks of a cluster half of K e
 vectors come once a tile, as they are stored (``stored``).
 
 Floor: XLA's bf16 product, 840 TFLOP/s at K = 4096, N = 14336, M = 8192 on an H200 (humming 702 in
-the same run); int4 in groups of 128 785, int8 758; M = 64 23.0 us.  What was tried:
+the same run); int4 in groups of 128 785, int8 758; M = 64 21.9 us.  What was tried:
 ``matmul/NOTES.md``; ``python -m pallas_kernels.bench.prefill``.
 """
 
@@ -73,6 +74,7 @@ class Scheme:
     bias: bool
     token: bool  # per row of x, in the epilogue
     codes: bool  # x is int8, and so are the weights that it is multiplied by
+    unpacked: bool  # int4 becomes the operand byte by byte (``unpack``)
 
     @property
     def groups_per_slot(self) -> int:
@@ -93,7 +95,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
     token = refs.pop(0) if scheme.token else None
     out, x_buffer, w_buffer, s_sm, z_sm, o_buffer, r_sm, b_sm, t_sm, sum_sm, *barriers = refs
     (x_rows, x_sm), (o_rows, o_sm) = map(pipeline.views, (x_buffer, o_buffer))
-    w_sm, w_bytes = pipeline.views(w_buffer) if scheme.codes else (w_buffer, None)
+    w_sm, w_bytes = pipeline.views(w_buffer) if scheme.unpacked else (w_buffer, None)
     block_k, acc_dtype = scheme.block, jnp.int32 if scheme.codes else jnp.float32
     full, empty, r_full, r_empty, sum_full, sum_empty, *peer = barriers
     wg, pair, k_part = (lax.axis_index(axis) for axis in ("wg", "pair", "part"))
@@ -194,9 +196,10 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
 
         def dequantized(t, j, at):
             """The slot's weights as wgmma's register operand, in x's dtype."""
-            if scheme.codes:
+            if scheme.unpacked:
+                widen = unpack.to_int8 if scheme.codes else unpack.to_bfloat16
                 zeros = None if zero is None else stored_at(z_sm, t, j)
-                return unpack.to_int8(w_bytes.at[at, mine], stored_at(s_sm, t, j), zeros)
+                return widen(w_bytes.at[at, mine], stored_at(s_sm, t, j), zeros)
             wide = plgpu.Layout.WGMMA_UPCAST_2X
             if w.dtype == jnp.int4:
                 wide = plgpu.Layout.WGMMA_UPCAST_4X
@@ -340,7 +343,8 @@ def weight_matmul(
     kind = None if zero is None else "float" if float_zero else "int"
     ends = row is not None, bias is not None, token is not None
     codes = x.dtype == jnp.int8
-    scheme = Scheme(group, tile.block, scale is not None, kind, *ends, codes)
+    unpacked = w.dtype == jnp.int4 and tile.stored and group % tile.block == 0
+    scheme = Scheme(group, tile.block, scale is not None, kind, *ends, codes, unpacked)
     bits = 4 if w.dtype == jnp.int4 else 8
     unused = plgpu.SMEM((32,), jnp.float32)
     across = tile.rows // 64
@@ -379,7 +383,7 @@ def weight_matmul(
     w_slots = plgpu.SMEM(
         (tile.stages, tile.rows, tile.block), w.dtype, transforms=tiled(w.dtype, slot_bytes)
     )
-    if codes:
+    if unpacked:
         plain_bytes = plgpu.SMEM((tile.stages, tile.rows, slot_bytes), jnp.int8)
         w_slots = plgpu.RefUnion(w_slots, plain_bytes)
     scratch = [

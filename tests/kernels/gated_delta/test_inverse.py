@@ -17,10 +17,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 if VERSION >= (0, 11, 2):
-    from pallas_kernels.gated_delta import kernel_inverse
+    from pallas_kernels.gated_delta import gradients_kernel_sums as sums
+    from pallas_kernels.gated_delta import kernel_inverse, remainder
     from pallas_kernels.gla import channels
 
-TILES, SCRATCH, VECTORS, OUT = 1024, 18432, 32768, 40960
+TILES, SCRATCH, VECTORS, OUT, TABLE = 1024, 18432, 32768, 40960, 49152
 
 
 def fragments(x):
@@ -48,7 +49,7 @@ def run(work):
     block = warp_emulator.Block(128, 1 << 16)
     names = warp_emulator._modules(block)
     with contextlib.ExitStack() as patches:
-        for module in (kernel_inverse, channels):
+        for module in (kernel_inverse, channels, sums, remainder):
             patches.enter_context(mock.patch.multiple(module, **names))
         return work(block)
 
@@ -114,3 +115,73 @@ def test_vectors_and_coefficients(limit):
     np.testing.assert_allclose(out, np.concatenate([start, start / 2]), rtol=1e-3, atol=1e-30)
     np.testing.assert_allclose(a, np.tril(kk * decay, -1) * b[:, None], rtol=1e-3, atol=1e-30)
     np.testing.assert_allclose(weights, np.tril(qk * decay) * 0.5, rtol=1e-3, atol=1e-30)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_decays_and_their_sums(transposed):
+    rng = np.random.default_rng(2)
+    log = np.cumsum(-rng.uniform(size=64)).astype(np.float32)
+
+    def work(block):
+        block.store(block.c(SCRATCH) + 4 * np.arange(128, dtype=np.uint32) % 256,
+                    [np.resize(log, 128)])  # fmt: skip
+        rows = kernel_inverse.Rows()
+        x = kernel_inverse.decays(rows, block.c(SCRATCH), transposed)
+        kernel_inverse.sum_rows(rows, block.c(TABLE), x)
+        kernel_inverse.sum_columns(rows, block.c(TABLE + 256), x)
+        return matrix(x), block.memory.view(np.float32)[TABLE // 4 :][:320].copy()
+
+    x, table = run(work)
+    between = np.exp2(np.minimum(log[:, None].astype(np.float64) - log, 0))
+    want = np.tril(between, -1).T if transposed else np.tril(between)
+    np.testing.assert_allclose(x, want, rtol=1e-4)
+    np.testing.assert_allclose(table[:64], want.sum(1), rtol=1e-4)
+    np.testing.assert_allclose(table[64:].reshape(4, 64).sum(0), want.sum(0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [64, 37])
+def test_the_last_step(limit):
+    rng = np.random.default_rng(3)
+    heads, head = 3, 2
+    table = rng.normal(size=(sums.TABLE_ROWS, 64)).astype(np.float32)
+    beta, g = rng.uniform(size=64).astype(np.float32), -rng.uniform(size=(64, heads))
+    g[5, head] = -np.inf
+
+    def work(block):
+        for at, x in ((SCRATCH + kernel_inverse.BETA, beta), (TABLE, table),
+                      (VECTORS, g.astype(np.float32))):  # fmt: skip
+            raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+            block.memory[at : at + len(raw)] = raw
+        decays, d_g, d_b = (block.c(at + 4 * head, np.int64) for at in (VECTORS, OUT, OUT + 1024))
+        sums.finish(block.c(SCRATCH), block.c(TABLE), decays, d_g, d_b, block.c(limit), 4 * heads)
+        floats = block.memory.view(np.float32)[OUT // 4 :]
+        return floats[: 64 * heads].reshape(64, heads), floats[256:][: 64 * heads].reshape(
+            64, heads
+        )
+
+    d_g, d_b = run(work)
+    by_warp = [table[at : at + 4].sum(0) for at in (sums.BY_SCORES, sums.BY_KEYS)]
+    moved = table[sums.FROM : sums.FROM + 2].sum(0) - by_warp[0] + beta * by_warp[1]
+    whole = table[[sums.STATES, sums.STATES + 1, sums.TO_END, sums.TO_END + 1]].sum()
+    want = np.where(np.isinf(g[:, head]), 0, np.cumsum(moved[::-1])[::-1] + whole)
+    np.testing.assert_allclose(d_g[:limit, head], want[:limit], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        d_b[:limit, head], (table[sums.BETAS] + by_warp[1])[:limit], rtol=1e-5
+    )
+    assert np.all(np.isnan(d_g[limit:, head])) and np.all(np.isnan(d_g[:, 0]))
+
+
+def test_four_bits_of_what_bf16_leaves():
+    rng = np.random.default_rng(4)
+    x = (rng.normal(size=(8, 128)) * np.exp2(rng.integers(-60, 60, (8, 128)))).astype(np.float32)
+    x[0, :4] = 0.0, 1.0 + 2.0**-8, -1.0 - 3 * 2.0**-8, 2.0 - 2.0**-9  # ties, and a power of two
+
+    def work(block):
+        p = warp_emulator._modules(block)["p"]
+        wide = [p.bits(p.widen(p.pack(y, y))) for y in x]
+        codes = [remainder.code(*pair) for pair in zip(x, wide, strict=True)]
+        assert all(np.all(y < 16) for y in codes)
+        word = sum(y << np.uint32(4 * n) for n, y in enumerate(codes))
+        return np.stack([remainder.decoded(word, n, y) for n, y in enumerate(wide)])
+
+    assert np.max(np.abs(run(work) - x) - np.abs(x) * 2.0**-12) <= 1e-38

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers.delta_cases import case, recurrence, relative_rms
+from tests.helpers.delta_cases import case, gradients, recurrence, relative_rms
 
 CHUNK = 64
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
@@ -21,21 +21,50 @@ if VERSION >= (0, 11, 2):
     from pallas_kernels.gated_delta import kernel
 
 
-def test_a_chunks_products():
-    """What the kernels multiply, against the recursion."""
-    given = case((1, CHUNK, 1, 1, 8, 6), "weak")
-    q, k, v, g, beta, state = (np.squeeze(np.asarray(x, np.float64)) for x in given)
-    scale = 0.4
+def test_a_chunks_products_and_gradients():
+    """What the kernels multiply, against the recursion and its transpose."""
+    (q, k, v, g, beta, state) = (
+        np.asarray(x, np.float64)[0] for x in case((1, CHUNK, 1, 1, 8, 6), "weak")
+    )
+    scale, rng = 0.4, np.random.default_rng(1)
+    d_o, d_last = rng.normal(size=(CHUNK, 6)), rng.normal(size=(8, 6))
+    given = (x[None] for x in (q, k, v, g, beta))
+    wide = d_o[None, :, None]
+    want = gradients(*given, wide, d_last[None, None], state[None], scale)
+    want = [np.squeeze(x) for x in want]
+    o, last = recurrence(*(x[None] for x in (q, k, v, g, beta, state)), scale)
+    q, k, v, g, beta, state = q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state[0]
+
     log = np.cumsum(g)
     e, to_end = np.exp(log)[:, None], np.exp(log[-1] - log)[:, None]
     decay = np.tril(np.exp(np.minimum(log[:, None] - log, 0)))
-    a = beta[:, None] * (k @ k.T) * np.tril(decay, -1)
-    x = np.linalg.inv(np.eye(CHUNK) + a) * beta
-    m, keys = scale * (q @ k.T) * decay @ x, x.T @ (to_end * k)
+    below = np.tril(decay, -1)
+    a, scores = beta[:, None] * (k @ k.T) * below, scale * (q @ k.T) * decay
+    t = np.linalg.inv(np.eye(CHUNK) + a)
+    x = t * beta
+    m, keys = scores @ x, x.T @ (to_end * k)
     rest = v - e * (k @ state)
-    o, last = (np.squeeze(y) for y in recurrence(*given, scale))
-    np.testing.assert_allclose(scale * e * (q @ state) + m @ rest, o, atol=1e-10)
-    np.testing.assert_allclose(e[-1] * state + keys.T @ rest, last, atol=1e-10)
+    np.testing.assert_allclose(scale * e * (q @ state) + m @ rest, o[0, :, 0], atol=1e-10)
+    np.testing.assert_allclose(e[-1] * state + keys.T @ rest, last[0, 0], atol=1e-10)
+
+    d_rest = m.T @ d_o + keys @ d_last
+    d_m, d_keys = d_o @ rest.T, rest @ d_last.T
+    asked, seen = scale * e * (d_o @ state.T), e * (d_rest @ state.T)
+    d_scores = np.tril(d_m @ x.T)
+    d_x = scores.T @ d_m + to_end * (k @ d_keys.T)
+    d_end = to_end * (x @ d_keys)
+    d_a = -np.tril(t.T @ (d_x * beta) @ t.T, -1)
+    d_beta = np.sum(t * d_x, 0) + np.sum(d_a * (k @ k.T) * below, 1)
+    d_qk, d_kk = scale * d_scores * decay, d_a * beta[:, None] * below
+    d_q = asked + d_qk @ k
+    d_k = -seen + d_qk.T @ q + (d_kk + d_kk.T) @ k + d_end
+    moved = d_a * a + d_scores * scores
+    d_log = np.sum(moved, 1) - np.sum(moved, 0) + np.sum(asked * q - (seen + d_end) * k, 1)
+    d_log[-1] += np.sum(d_end * k) + e[-1, 0] * np.sum(state * d_last)
+    d_g = np.cumsum(d_log[::-1])[::-1]
+    d_state = e[-1] * d_last + scale * (e * q).T @ d_o - (e * k).T @ d_rest
+    for got, expected in zip((d_q, d_k, d_rest, d_g, d_beta, d_state), want, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-9)
 
 
 def operands(b, t, hk, h, dk, dv, dtype=jnp.bfloat16):
@@ -67,15 +96,17 @@ def test_segments_where_four_of_them_fit(rows, heads, dv, chunks, segments):
     assert kernel.segments_for(rows, heads, dv, chunks) == segments
 
 
-def test_segment_starts_equal_the_plain_recursion():
+@pytest.mark.parametrize("reverse", [False, True])
+def test_segment_starts_equal_the_plain_recursion(reverse):
     rng = np.random.default_rng(0)
     local, transitions = rng.normal(size=(1, 2, 3, 4, 5)), rng.normal(size=(1, 2, 3, 4, 4))
     state = rng.normal(size=(1, 2, 4, 5))
     given = (jnp.asarray(x, jnp.float32) for x in (local, transitions, state))
-    starts = kernel.segment_starts(*given)
-    for s in range(3):
+    starts = kernel.segment_starts(*given, reverse=reverse)
+    for s in (2, 1, 0) if reverse else (0, 1, 2):
         np.testing.assert_allclose(starts[:, :, s], state, rtol=1e-4, atol=1e-4)
-        state = transitions[:, :, s] @ state + local[:, :, s]
+        moves = transitions[:, :, s].swapaxes(-1, -2) if reverse else transitions[:, :, s]
+        state = moves @ state + local[:, :, s]
 
 
 def lowered(f, *args) -> str:
@@ -99,6 +130,15 @@ def test_short_ragged_rows_lower():
         *operands(2, 10, 2, 4, 64, 64), state, lengths,
     )  # fmt: skip
     assert text.count("@mosaic_gpu_v2(") == 2
+
+
+@pytest.mark.parametrize(
+    "shape, kernels", [((8, 4096, 8, 16, 128, 128), 4), ((1, 16384, 16, 16, 64, 64), 6)]
+)
+def test_backward_lowers(shape, kernels):
+    x = operands(*shape)
+    text = lowered(lambda *x: kernel.gated_delta_backward(*x, None, scale=0.1), *x, x[2])
+    assert text.count("@mosaic_gpu_v2(") == kernels
 
 
 # --- Values, on the GPU ---------------------------------------------------------------------------
@@ -125,6 +165,26 @@ def test_values(shape, kind, segments):
         for a, b, c in zip(got, again, want, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
             assert relative_rms(a, c) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape, kind, segments",
+    [((1, 512, 4, 4, 128, 128), "equal", 1)]
+    + [x for x in CASES if x[0][-1] <= 128 and x[1] != "near"],  # near: README.md
+)
+def test_gradients(shape, kind, segments):
+    *x, state = case(shape, kind)
+    rng = np.random.default_rng(9)
+    d_out = jnp.asarray(rng.normal(size=x[2].shape), jnp.bfloat16)
+    d_last = jnp.asarray(rng.normal(size=state.shape), jnp.float32)
+    got = kernel.gated_delta_backward(
+        *x, d_out, d_last, scale=0.1, initial_state=state, segments=segments
+    )
+    want = gradients(*x, d_out, d_last, state, 0.1)
+    names = ("q", "k", "v", "log_decay", "beta", "state")
+    errors = {n: relative_rms(a, b) for n, a, b in zip(names, got, want, strict=True)}
+    assert all(error < 5e-3 for error in errors.values()), errors
 
 
 @pytest.mark.gpu

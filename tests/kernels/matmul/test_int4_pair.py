@@ -17,6 +17,7 @@ from pallas_kernels.matmul.many_rows import plan as planning
 from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import multiples
+from tests.helpers import warp_emulator
 from tests.kernels.matmul.test_quantized_matmul_prefill import (
     BF16,
     F32,
@@ -152,6 +153,21 @@ def test_every_code_unpacks_to_its_byte(monkeypatch):
                 made = unpack.eight(*halves, factor, unpack.offset_of(factor, held))
             got = np.concatenate([word.view(np.int8).reshape(-1, 4) for word in made], 1)
             np.testing.assert_array_equal(got, (codes - shift) * multiple)
+
+
+@pytest.mark.parametrize("zero", [None, *range(-8, 8)])
+def test_every_byte_is_two_floats(monkeypatch, zero):
+    """For the 16-bit operand: exact, and rounded once by the scale."""
+    monkeypatch.setattr(unpack, "p", warp_emulator.registers(256))
+    byte, scale = np.arange(256, dtype=np.uint32), np.float32(jnp.asarray(0.0137, BF16))
+    scales = np.full((256, 2), scale).astype(np.dtype(BF16)).view(np.uint32)[:, 0]
+    held = None if zero is None else np.full(256, zero & 0xFFFFFFFF, np.uint32)
+    with np.errstate(over="ignore"):
+        made = unpack.pair(byte, scales, unpack.below_of(held), None)
+    codes = np.stack([byte & 15, byte >> 4], 1).astype(np.int64)
+    steps = np.where(codes > 7, codes - 16, codes) - (zero or 0)
+    got = made.view(np.uint16).view(np.dtype(BF16)).reshape(256, 2)
+    np.testing.assert_array_equal(got, (steps * scale).astype(np.dtype(BF16)))
 
 
 def call_of(m, n, k, *, levels=2, codes=I8, group=128, zeros=True, out=BF16):

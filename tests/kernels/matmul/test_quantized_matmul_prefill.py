@@ -162,9 +162,9 @@ def test_lowers_for_every_grouping(group, zeros, x_dtype):
     vector = shaped((512, 4096 // group), x_dtype)
     zero = None if zeros is None else shaped(vector.shape, x_dtype if zeros == BF16 else I8)
     w = QTensor(shaped((512, 4096), I4), vector, zero)
-    x, bias = shaped((300, 4096), x_dtype), shaped((512,), x_dtype)
-    f = functools.partial(matmul, out_dtype=x_dtype)
-    assert "mosaic_gpu" in lowered(f, x, w, bias)
+    f, bias = functools.partial(matmul, out_dtype=x_dtype), shaped((512,), x_dtype)
+    for m in (64, 300):
+        assert "mosaic_gpu" in lowered(f, shaped((m, 4096), x_dtype), w, bias)
 
 
 @pytest.mark.parametrize(
@@ -386,10 +386,14 @@ def test_plain_swiglu():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", [tile for tile, _ in planning.FEW_WEIGHT])
-def test_weight_tiles_of_few_rows(tile):
+@pytest.mark.parametrize("dtype,group,zeros", [
+    (I4, 128, None), (I4, 128, "int"), (I4, 64, "float"), (I4, 32, "int"), (I8, 128, "int"),
+])  # fmt: skip
+def test_weight_tiles_of_few_rows(tile, dtype, group, zeros):
     """Scales and zeros as they are stored, several tiles a block, sums across warpgroups and
     blocks; twice the same bits."""
-    x, w, bias = weight_only(50, 17416, 1024, I4, 128, "int")
+    x, w, bias = weight_only(50, 17416, 2048, dtype, group, zeros)
+    assert planning.weight_plan(Call.of(x, w, BF16, bias=bias), tile).stored
     run = jax.jit(lambda x, w, b: matmul(x, w, b, BF16, tile))
     got = run(x, w, bias)
     assert error(got, expected(x, w, bias)) < 4e-3

@@ -24,7 +24,7 @@ from jaxllama.serving.engine import runner
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.grammar import Matcher
 from jaxllama.serving.engine.options import EngineOptions, ResolvedOptions
-from jaxllama.serving.engine.programs import KEPT, Wanted, keep, name, read
+from jaxllama.serving.engine.programs import KEPT, Kept, Wanted, keep, name, read
 from jaxllama.serving.engine.request import (
     EngineClosed,
     EngineFailed,
@@ -252,14 +252,14 @@ def test_a_row_whose_drafts_are_right_takes_fewer_steps():
     host, as ``min_tokens`` is, goes token by token."""
     eng, prompt = engine("llama", draft="ngram"), PROMPTS[4]
     calls = {}
-    for who, sampling in (("right", SAMPLINGS[5]), ("wrong", jl.Sampling(temperature=5.0))):
+    for kind, sampling in (("right", SAMPLINGS[5]), ("wrong", jl.Sampling(temperature=5.0))):
         before = eng.stats()
-        request = Request(who, prompt * 2, MAX_NEW, sampling, ignore_eos=True)
-        events = eng.generate([request])[name]
-        calls[who] = len(events)
+        request = Request(kind, prompt * 2, MAX_NEW, sampling, ignore_eos=True)
+        events = eng.generate([request])[kind]
+        calls[kind] = len(events)
         drafted = eng.stats().drafted_tokens - before.drafted_tokens
         accepted = eng.stats().accepted_tokens - before.accepted_tokens
-        assert accepted >= 16 if name == "right" else drafted == 7
+        assert accepted >= 16 if kind == "right" else drafted == 7
     assert calls == {"right": 3, "wrong": MAX_NEW // OPTIONS["steps_per_call"]}
     least = Request("least", prompt, 12, SAMPLINGS[5], min_tokens=4, stop_token_ids=(5,))
     events = eng.generate([least])["least"]
@@ -340,6 +340,10 @@ def test_a_second_engine_takes_the_first_ones_programs(tmp_path, monkeypatch):
         second = made()
         assert second.generate(requests) == written
         assert second.stats().compilations == 0
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match="compiling again"):
+        assert made().generate(requests) == written
     wanted, home = second.runner._wanted(), jax.devices()[0]
     key, one = wanted.popitem()
     others = [one, one._replace(static={**one.static, "width": 2}), one._replace(cfg=None)]
@@ -348,10 +352,10 @@ def test_a_second_engine_takes_the_first_ones_programs(tmp_path, monkeypatch):
 
 def test_only_the_newest_programs_are_kept(tmp_path):
     for number in range(KEPT + 2):
-        keep(tmp_path / "engines" / f"engine-{number}.pickle", [(b"", None, None)])
+        keep(tmp_path / "engines" / f"engine-{number}.pickle", Kept((), [(b"x", None, None)]))
     assert len(list((tmp_path / "engines").iterdir())) == KEPT
     newest = tmp_path / "engines" / f"engine-{KEPT + 1}.pickle"
-    assert read(newest) == [(b"", None, None)] and read(tmp_path / "none") is None
+    assert read(newest) == Kept((), [(b"x", None, None)]) and read(tmp_path / "none") is None
 
 
 def test_likeliest_tokens_are_reported():

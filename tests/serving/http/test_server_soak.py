@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.helpers.http_server import serve, tiny_checkpoint
 from tests.helpers.models import GLA, LLAMA
 
-REQUESTS, AT_ONCE = 2000, 32
+REQUESTS, AT_ONCE = 10_000, 32
 CFG = LLAMA.replace(vocab_size=260)
 BAD = (b"{", b"[]", b'{"model": "tiny"}', b'{"model": "tiny", "prompt": "", "n": 1}',
        b'{"model": "gpt-4", "prompt": "a"}', b'{"model": "tiny", "prompt": "a", "n": 0}',

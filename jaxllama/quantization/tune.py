@@ -1,0 +1,218 @@
+"""End-to-end tuning: scales and norms of a quantized model learn from its floats' predictions.
+
+    tune(cfg, exact, params, tokens) -> (params, losses)
+
+A layer-by-layer method knows one product's error and not what later layers make of it; this one
+sees the logits.  The codes stay; every scale becomes s (1 + a) and every norm's weight g (1 + b),
+and a and b descend by Adam, along half a cosine, on
+
+    KL(exact || quantized), the mean over a window's positions, one window a step
+
+Sources: scales end to end behind a layer-wise method (EfficientQAT, arXiv 2407.11062, its second
+phase), the model as its own teacher (LLM-QAT, 2305.17888), norms besides (Norm Tweaking,
+2309.02784).  The backward pass goes layer by layer through two programs that all layers of a kind
+share, recomputes each layer from its input and updates it before it goes on (LOMO, 2306.09782):
+memory is the two models, one layer's gradients and the borders between layers.
+
+Products with quantized activations are tuned as if those were floats.  Left out: the codes, the
+head, the embedding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxllama.config import ModelConfig
+from jaxllama.model.decoder import block, final_norm, head, layer_config, logits, whole_rows
+from jaxllama.model.linear import Stream
+from jaxllama.quantization.calibration import advance, embed, windows
+from jaxllama.quantization.work import Work
+from jaxllama.text.tokenizer import Tokenizer
+from pallas_kernels.qtensor import QTensor, dequantize
+
+RATE = 1e-3  # shares of a scale or a norm in the first step
+_RULE = optax.scale_by_adam(b2=0.95)
+_POSITIONS = 64  # whose logits exist at a time
+_KEPT = 8  # steps between what a killed run goes on from
+
+Learned = dict[str, jax.Array]  # by path: of a scale ``[N, groups]`` or a norm ``[D]``, less 1
+
+
+def tune(
+    cfg: ModelConfig,
+    exact: dict[str, Any],
+    params: dict[str, Any],
+    tokens: np.ndarray,
+    *,
+    work: Work | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> tuple[dict[str, Any], list[float]]:
+    """(``params`` with its layers' scales and its norms learned, the loss of every step).
+
+    exact: the parameters in floats; tokens: int32 ``[n, T]``, each row one step, in order.  With
+    ``work`` a killed run goes on from where it was, to the same bits.  progress is told of steps.
+    """
+    names = [f"layer_{index}" for index in range(cfg.n_layers)]
+    kinds = [layer_config(cfg, index) for index in range(cfg.n_layers)]
+    parts = {name: params[name] for name in names} | {"last": {"norm": params["norm"]}}
+    learned = {name: _nothing(part) for name, part in parts.items()}
+    state = {name: _RULE.init(part) for name, part in learned.items()}
+    losses: list[float] = []
+    stored = None if work is None else work.load_step()
+    if stored is not None:
+        losses, leaves = stored
+        learned, state = jax.tree.unflatten(jax.tree.structure((learned, state)), leaves)
+        progress(len(losses))
+    heads = tuple({"norm": of["norm"], "head": head(of)} for of in (exact, params))
+    for index in range(len(losses), len(tokens)):
+        row = tokens[index : index + 1]
+        rate = jnp.float32(RATE * (0.5 + 0.5 * math.cos(math.pi * index / len(tokens))))
+        wanted, (h,) = embed(cfg, exact, row), embed(cfg, params, row)
+        borders = []
+        for name, kind in zip(names, kinds, strict=True):
+            wanted = advance(*kind, exact[name], wanted)
+            borders.append(h)
+            h = _forward(*kind, parts[name], learned[name], h)
+        loss, grad, learned["last"], state["last"] = _last(
+            cfg, heads, learned["last"], state["last"], wanted[0], h, rate
+        )
+        for name, kind in reversed(list(zip(names, kinds, strict=True))):
+            grad, learned[name], state[name] = _backward(
+                *kind, parts[name], learned[name], state[name], borders.pop(), grad, rate
+            )
+        losses.append(float(loss))
+        if work is not None and (index + 1) % _KEPT == 0:
+            work.save_step(losses, jax.tree.leaves((learned, state)))
+        progress(1)
+    out = {name: _applied(part, learned[name]) for name, part in parts.items()}
+    return {**params, **out.pop("last"), **out}, losses
+
+
+def steps(tokenizer: Tokenizer | None, text: str, window: int, count: int) -> np.ndarray:
+    """``count`` windows of the text in a shuffled order, int32 ``[count, window]``: evenly spread
+    over it, or where it has fewer, all of them once and again."""
+    rows = windows(tokenizer, text, window, max(count, 1))
+    rng = np.random.default_rng(0)
+    epochs = [rng.permutation(rows) for _ in range(1 + count // len(rows))]
+    return np.concatenate(epochs)[:count]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward(cfg: ModelConfig, kind: str, layer: Any, learned: Learned, h: jax.Array) -> jax.Array:
+    return _through(cfg, kind, layer, learned, h)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4, 6))
+def _backward(
+    cfg: ModelConfig, kind: str, layer: Any, learned: Learned, state: Any, h: jax.Array,
+    grad: jax.Array, rate: jax.Array,
+) -> tuple[jax.Array, Learned, Any]:  # fmt: skip
+    """(the gradient before a layer, of the one behind it; what the layer has learned; Adam's)."""
+    _, pull = jax.vjp(functools.partial(_through, cfg, kind, layer), learned, h)
+    grads, before = pull(grad)
+    return before, *_moved(learned, state, grads, rate)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+def _last(
+    cfg: ModelConfig, heads: tuple[Any, Any], learned: Learned, state: Any, wanted: jax.Array,
+    h: jax.Array, rate: jax.Array,
+) -> tuple[jax.Array, jax.Array, Learned, Any]:  # fmt: skip
+    """The same of the last norm, behind the loss."""
+    exact, params = (_plain(of, h.dtype) for of in heads)
+
+    def loss(learned: Learned, h: jax.Array) -> jax.Array:
+        return _divergence(cfg, (exact, _applied(params, learned)), wanted, h)
+
+    value, (grads, before) = jax.value_and_grad(loss, argnums=(0, 1))(learned, h)
+    return value, before, *_moved(learned, state, grads, rate)
+
+
+def _through(cfg: ModelConfig, kind: str, layer: Any, learned: Learned, h: jax.Array) -> jax.Array:
+    layer = _plain(_applied(layer, learned, jnp.float32), h.dtype)
+    at = whole_rows(cfg, *h.shape[:2])
+    return block(cfg, kind, layer, Stream(h), None, at)[0].total
+
+
+def _plain(part: Any, dtype: Any) -> Any:
+    """The floats that it stands for: a product with them is one that can be differentiated."""
+
+    def one(leaf: Any) -> Any:
+        return dequantize(leaf, dtype) if _is_packed(leaf) else leaf
+
+    return jax.tree.map(one, part, is_leaf=_is_packed)
+
+
+def _moved(learned: Learned, state: Any, grads: Learned, rate: jax.Array) -> tuple[Learned, Any]:
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+        moves, state = _RULE.update(grads, state, learned)
+    return jax.tree.map(lambda a, move: a - rate * move, learned, moves), state
+
+
+def _is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, QTensor)
+
+
+def _nothing(part: Any) -> Learned:
+    """What is learned of a layer's quantized weights and its norms, at first."""
+    leaves = jax.tree_util.tree_leaves_with_path(part, is_leaf=_is_packed)
+    return {
+        _path(keys): jnp.zeros((_outer(leaf) if _is_packed(leaf) else leaf).shape, jnp.float32)
+        for keys, leaf in leaves
+        if _is_packed(leaf) or keys[-2].key.endswith("norm")
+    }
+
+
+def _outer(w: QTensor) -> jax.Array:
+    """The scales that are floats: of the groups, or of the rows above them."""
+    return w.scale if w.unit is None else w.unit
+
+
+def _applied(part: Any, learned: Learned, dtype: Any = None) -> Any:
+    """The layer with what was learned; dtype: of the scales, by default their own."""
+
+    def one(keys: Any, leaf: Any) -> Any:
+        if _path(keys) not in learned:
+            return leaf
+        old = _outer(leaf) if _is_packed(leaf) else leaf
+        new = old.astype(jnp.float32) * (1.0 + learned[_path(keys)])
+        if not _is_packed(leaf):
+            return new.astype(old.dtype)
+        field = "scale" if leaf.unit is None else "unit"
+        return dataclasses.replace(leaf, **{field: new.astype(dtype or old.dtype)})
+
+    return jax.tree_util.tree_map_with_path(one, part, is_leaf=_is_packed)
+
+
+def _path(keys: Any) -> str:
+    return "/".join(entry.key for entry in keys)
+
+
+def _divergence(
+    cfg: ModelConfig, models: tuple[Any, Any], wanted: jax.Array, got: jax.Array
+) -> jax.Array:
+    """The mean of KL(exact || quantized) over positions, ``_POSITIONS`` at a time, of the streams
+    ``[B, T, D]`` behind their last blocks; models: the norm and the head of each."""
+
+    @jax.checkpoint
+    def one(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+        p, q = (
+            jax.nn.log_softmax(logits(cfg, of, final_norm(cfg, of, Stream(x))))
+            for of, x in zip(models, pair, strict=True)
+        )
+        return jnp.sum(jnp.where(p > -jnp.inf, jnp.exp(p) * (p - q), 0.0))
+
+    count = wanted.size // wanted.shape[-1]
+    size = next(size for size in range(min(_POSITIONS, count), 0, -1) if count % size == 0)
+    pairs = (x.reshape(count // size, size, -1) for x in (wanted, got))
+    return jnp.sum(lax.map(one, tuple(pairs))) / count

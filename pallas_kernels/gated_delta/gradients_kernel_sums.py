@@ -1,0 +1,127 @@
+"""Register work of ``gradients_kernel``: decays between tokens, sums, and a chunk's last step.
+
+Everything here is called from Pallas, through ``plgpu.inline_mgpu``, by a whole warpgroup.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ptx as p
+from pallas_kernels.gated_delta import kernel_inverse as inverse
+from pallas_kernels.gated_delta.kernel_chunks import array, pairs
+from pallas_kernels.gla.channels import CHUNK
+from pallas_kernels.ptx import LOG2E
+
+_WGMMA = plgpu.Layout.WGMMA
+
+# Rows of the table of sums, 64 floats each: of each warpgroup, or of each warp, or one.
+FROM, STATES, TO_END, BY_SCORES, BY_KEYS, BETAS = 0, 2, 4, 6, 10, 14
+TABLE_ROWS = 15
+
+
+@plgpu.inline_mgpu()
+def block_barrier(ctx) -> None:
+    del ctx
+    p.barrier()
+
+
+def decays_call(transposed: bool):
+    """D_ij for j <= i, else 0; transposed: D_ji for i < j, else 0."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=_WGMMA),
+    )
+    def call(ctx, scratch_ref):
+        del ctx
+        rows, scratch = inverse.Rows(), p.shared_address(scratch_ref)
+        return array(inverse.decays(rows, scratch, transposed))
+
+    return call
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
+def sum_rows(ctx, to, x) -> None:
+    """A [64, 64] array's sums over columns: 64 floats."""
+    del ctx
+    inverse.sum_rows(inverse.Rows(), p.shared_address(to), pairs(x))
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
+def sum_columns(ctx, to, x) -> None:
+    """A [64, 64] array's sums over every warp's 16 rows: 4 x 64 floats."""
+    del ctx
+    inverse.sum_columns(inverse.Rows(), p.shared_address(to), pairs(x))
+
+
+def finish_call(pitch: int):
+    """The gradients of log_decay and beta from the table."""
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 5, plgpu.Layout.WG_SPLAT((128,))))
+    def call(ctx, scratch, table, decays, d_decays, d_betas, limit):
+        del ctx
+        finish(
+            p.shared_address(scratch), p.shared_address(table), p.address(decays),
+            p.address(d_decays), p.address(d_betas), limit.registers.flat[0], pitch,
+        )  # fmt: skip
+
+    return call
+
+
+def finish(scratch, table, decays, d_decays, d_betas, limit, pitch: int) -> None:
+    """By the first warp of the warpgroup: a lane has two tokens, the last lane the first ones."""
+    thread = p.masked(p.register("tid.x"), 127)
+
+    def work():
+        lane = p.masked(thread, 31)
+        first = p.add(p.ci(62), p.mul(lane, -2))
+        at = p.shift_left(first, 2)
+
+        def entries(row: int):
+            return p.load_shared(p.add(table, at), 2, 256 * row, "f32")
+
+        def by_warp(row: int):
+            x = entries(row)
+            for w in range(1, 4):
+                x = [arith.addf(a, b) for a, b in zip(x, entries(row + w), strict=True)]
+            return x
+
+        beta = p.load_shared(p.add(scratch, at), 2, inverse.BETA, "f32")
+        keys, scores = by_warp(BY_KEYS), by_warp(BY_SCORES)
+        moved = [
+            arith.addf(arith.subf(a, b), p.fma(c, k, d))
+            for a, b, c, k, d in zip(
+                entries(FROM), scores, beta, keys, entries(FROM + 1), strict=True
+            )
+        ]
+        parts = [entries(row) for row in (STATES, STATES + 1, TO_END, TO_END + 1)]
+        parts = [arith.addf(*pair) for pair in parts]
+        whole = arith.addf(arith.addf(*parts[:2]), arith.addf(*parts[2:]))
+        for distance in (1, 2, 4, 8, 16):
+            whole = arith.addf(whole, p.shuffle_xor(whole, distance))
+        total = arith.addf(*moved)
+        for distance in (1, 2, 4, 8, 16):
+            other = p.shuffle_up(total, distance)
+            there = p.no(p.less(lane, distance))
+            total = arith.select(there, arith.addf(total, other), total)
+        after = arith.select(p.less(lane, 1), p.cf(0.0), p.shuffle_up(total, 1))
+        later = arith.addf(arith.addf(after, whole), moved[1])
+        d_decay = [arith.addf(later, moved[0]), later]
+        d_beta = [arith.addf(a, b) for a, b in zip(entries(BETAS), keys, strict=True)]
+        for e in range(2):
+            token = p.add(first, e)
+
+            def store(token=token, e=e):
+                (g,) = p.load_global(p.offset(decays, token, pitch), 1, 0, "f32")
+                decay = p.exp2(arith.mulf(g, p.cf(LOG2E)))
+                alive = arith.cmpf(arith.CmpFPredicate.OGT, decay, p.cf(0.0))
+                value = arith.select(alive, d_decay[e], p.cf(0.0))
+                p.store_global(p.offset(d_decays, token, pitch), [value])
+                p.store_global(p.offset(d_betas, token, pitch), [d_beta[e]])
+
+            p.when(p.below(token, limit), store)
+
+    p.when(p.less(thread, 32), work)

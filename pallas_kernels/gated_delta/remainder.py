@@ -1,0 +1,80 @@
+"""What bf16 leaves of a float32, in four bits: a state that is stored twice keeps twelve bits.
+
+The integer difference between a number's bits and those of its bf16 lies within half a unit of
+bf16's last place; the four bits say which sixteenth of that unit.  A
+thread has 32 entries of a [64, 64] array: four words of codes.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ptx as p
+from pallas_kernels.gla.channels import thread_in_warpgroup
+
+WORDS = 4 * 128  # of a [64, 64] array
+LAYOUT = plgpu.Layout.WG_STRIDED((WORDS,), vec_size=4)  # of a thread's codes
+_HALF = 1 << 15  # half a unit of bf16's last place
+_WGMMA = plgpu.Layout.WGMMA
+
+
+def code(value, wide):
+    """(value - bf16) in sixteenths of bf16's last place, and 8; ``wide``: the bf16's bits as a
+    float32's."""
+    left = p.smaller(arith.subi(p.bits(value), wide), p.ci(_HALF - 1))
+    return p.shift_right(p.add(left, _HALF), 12)
+
+
+def decoded(word, n: int, wide):
+    """The float32 that the n-th code of ``word`` belongs to, but for half a sixteenth."""
+    shift = 12 - 4 * n
+    moved = p.shift_left(word, shift) if shift >= 0 else p.shift_right(word, -shift)
+    return p.from_bits(p.add(wide, p.masked(moved, 0xF000), 2048 - _HALF))
+
+
+def widened(word):
+    """A pair of bf16 as the bits of two float32."""
+    return p.shift_left(word, 16), p.masked(word, 0xFFFF0000)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA, _WGMMA))
+def store(ctx, to, x, rounded) -> None:
+    """The codes of x, float32 [64, 64], given its bf16, to int32 [WORDS] on the device."""
+    del ctx
+    words = []
+    pairs = zip(x.registers.reshape(-1), rounded.registers.reshape(-1), strict=True)
+    for i, (pair, half) in enumerate(pairs):
+        wide = widened(mgpu.utils.bitcast(half, p.i32()))
+        codes = [code(llvm.extractelement(pair, p.ci(e)), wide[e]) for e in range(2)]
+        both = arith.ori(codes[0], p.shift_left(codes[1], 4))
+        if i % 4:
+            words[-1] = arith.ori(words[-1], p.shift_left(both, 8 * (i % 4)))
+        else:
+            words.append(both)
+    p.store_global(p.offset(p.address(to), thread_in_warpgroup(), 16), words)
+
+
+@plgpu.inline_mgpu(
+    arg_types=(LAYOUT, _WGMMA),
+    return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.float32, layout=_WGMMA),
+)
+def joined(ctx, codes, rounded):
+    """x, to twelve bits, from its bf16 and what ``store`` left."""
+    del ctx
+    layout = _WGMMA.to_mgpu()
+    zero = mgpu.FragmentedArray.splat(p.cf(0.0), (64, 64), layout, is_signed=None)
+    registers = zero.registers.copy()
+    (codes,) = codes.registers.flat
+    words = [llvm.extractelement(codes, p.ci(n)) for n in range(4)]
+    kind = ir.VectorType.get((2,), p.f32())
+    pairs = []
+    for i, half in enumerate(rounded.registers.reshape(-1)):
+        wide = widened(mgpu.utils.bitcast(half, p.i32()))
+        values = [decoded(words[i // 4], 2 * (i % 4) + e, wide[e]) for e in range(2)]
+        pairs.append(vector.from_elements(kind, values))
+    registers.reshape(-1)[:] = pairs
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

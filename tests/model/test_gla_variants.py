@@ -1,0 +1,308 @@
+"""GLA's kin against a float64 recurrence in torch that shares no code: its authors' own models
+(LayerNorm, a gate with a bias, no decay), flash-linear-attention's feature maps, linear attention
+with its normalizer, simple GLA; under the names of their files, saved and loaded; and that the
+variants work wherever GLA does.
+
+The identities that every model keeps run over them in test_model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import jaxllama as jl
+from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
+from jaxllama.errors import JaxLlamaError
+from jaxllama.model import linear
+from jaxllama.model.decoder import layer_config, mix_half, whole_rows
+from jaxllama.quantization import sites
+from jaxllama.serving.engine.request import Request
+from pallas_kernels.gla.op import gla
+from pallas_kernels.gla.reference import gla_recurrent
+from tests.helpers.models import FAMILIES, relative_error, tokens_of
+from tests.helpers.seeded import seeded_params
+
+PROMPT, NEW = 20, 24
+_BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
+         "norm_eps": 1e-5, "eos_token_id": None, "num_heads": 4}  # fmt: skip
+_PAPER = {"model_type": "gla", "architectures": ["GLAForCausalLM"], "d_model": 32, "n_head": 2,
+          "n_layer": 2, "vocab_size": 64, "eos_token_id": None}  # fmt: skip
+FILES = {
+    "paper": _PAPER,
+    "paper-ungated": {**_PAPER, "use_gk": False, "tie_word_embeddings": True},
+    "gla-relu": {"feature_map": "relu", "num_kv_heads": 2},
+    "gla-swish": {"feature_map": "swish", "use_short_conv": True},
+    "gla-sqrelu": {"feature_map": "sqrelu", "elementwise_affine": False},
+    "gla-sigmoid": {"feature_map": "sigmoid", "use_output_gate": False},
+    "gla-logsigmoid": {"feature_map": "logsigmoid", "clamp_min": -0.1},
+    "gla-gelu": {"feature_map": "gelu"},
+    "simple_gla": {"use_short_conv": True, "num_kv_heads": 2},
+    "simple_gla-plain": {"use_short_conv": False, "expand_k": 0.5, "feature_map": "relu"},
+    "linear_attn": {"feature_map": "elu", "norm_feature_map": True},
+    "linear_attn-relu": {"feature_map": "relu", "num_kv_heads": 2, "elementwise_affine": False},
+    "linear_attn-identity": {"feature_map": "identity"},
+}  # fmt: skip
+
+
+def config_of(name):
+    kind = name.partition("-")[0]
+    return FILES[name] if kind == "paper" else {**_BASE, "model_type": kind, **FILES[name]}
+
+
+def reference(config, tensors, tokens):
+    """Logits ``[T, V]`` of one row, token by token, in float64."""
+    torch = pytest.importorskip("torch")
+    functional = torch.nn.functional
+    w = {name: torch.from_numpy(x).double() for name, x in tensors.items()}
+    is_paper, kind = "n_head" in config, config["model_type"]
+    eps, heads = (1e-5, config["n_head"]) if is_paper else (config["norm_eps"], config["num_heads"])
+    maps = {
+        "elu": lambda x: functional.elu(x) + 1, "relu": torch.relu, "sigmoid": torch.sigmoid,
+        "swish": functional.silu, "logsigmoid": functional.logsigmoid,
+        "sqrelu": lambda x: torch.relu(x) ** 2, "identity": lambda x: x,
+        "gelu": lambda x: functional.gelu(x, approximate="tanh"),
+    }  # fmt: skip
+    feature = maps[config.get("feature_map") or "identity"]
+
+    def norm(x, name):
+        weight = w.get(name, 1.0)
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+    def project(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+    def convolved(x, name):
+        if f"{name}.weight" not in w:
+            return x
+        taps = w[f"{name}.weight"]
+        padded = functional.pad(x.T[None], (taps.shape[-1] - 1, 0))
+        return functional.silu(functional.conv1d(padded, taps, groups=taps.shape[0])[0].T)
+
+    def mixer(x, at):
+        n = len(x)
+        q, k, v = (convolved(project(x, f"{at}.{s}_proj"), f"{at}.{s}_conv1d") for s in "qkv")
+        groups = heads // config.get("num_kv_heads", heads)
+        d_k = q.shape[1] // heads
+
+        def by_head(y):
+            return y.reshape(n, heads // groups, -1).repeat_interleave(groups, 1)
+
+        q, k, v = feature(q.reshape(n, heads, d_k)), feature(by_head(k)), by_head(v)
+        decay = torch.ones(n, heads, 1).double()
+        for first, second in (("gk_proj.0", "gk_proj.1"), ("k_gate.0", "k_gate.1")):
+            if f"{at}.{first}.weight" in w:
+                low = project(project(x, f"{at}.{first}"), f"{at}.{second}")
+                log = functional.logsigmoid(low) / 16
+                decay = by_head(log.clamp_min(config.get("clamp_min", -torch.inf)).exp())
+        if kind == "simple_gla":
+            decay = (functional.logsigmoid(project(x, f"{at}.gk_proj")) / 16).exp()[..., None]
+        scale = (x.shape[1] // heads if is_paper else d_k) ** -0.5
+        state, z, out = torch.zeros(heads, d_k, v.shape[-1]).double(), 0, []
+        for t in range(n):
+            state = decay[t][..., None] * state + k[t][..., None] * v[t][:, None]
+            z = decay[t] * z + k[t]
+            o = torch.einsum("hd,hde->he", q[t], state) * scale
+            if config.get("norm_feature_map"):
+                o = o / ((q[t] * z).sum(-1, keepdim=True) * scale + 1e-10)
+            out.append(o)
+        o = torch.stack(out)
+        if is_paper:
+            o = functional.layer_norm(o, o.shape[-1:], eps=eps)
+        else:
+            names = [f"{at}.{name}.weight" for name in ("g_norm_swish_gate", "g_norm", "norm")]
+            o = norm(o, next((name for name in names if name in w), ""))
+        o = o.reshape(n, -1)
+        if f"{at}.g_proj.weight" in w:
+            o = o * functional.silu(project(x, f"{at}.g_proj"))
+        return project(o, f"{at}.out_proj" if is_paper else f"{at}.o_proj")
+
+    embed, layers, first, second, last = (
+        ("transformer.wte", "transformer.h", "ln_1", "ln_2", "transformer.ln_f") if is_paper else
+        ("model.embeddings", "model.layers", "attn_norm", "mlp_norm", "model.norm")
+    )  # fmt: skip
+    names = ("w1", "w3", "w2") if is_paper else [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
+    x = w[f"{embed}.weight"][torch.from_numpy(tokens).long()]
+    for layer in range(2):
+        at = f"{layers}.{layer}"
+        x = x + mixer(norm(x, f"{at}.{first}.weight"), f"{at}.attn")
+        y = norm(x, f"{at}.{second}.weight")
+        gate, up = (project(y, f"{at}.{name}") for name in names[:2])
+        x = x + project(functional.silu(gate) * up, f"{at}.{names[2]}")
+    head = w.get("lm_head.weight", w[f"{embed}.weight"])
+    return (norm(x, f"{last}.weight") @ head.T).numpy()
+
+
+SLOW = "paper gla-sqrelu gla-sigmoid gla-logsigmoid gla-gelu simple_gla-plain linear_attn-identity"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW.split() else ()) for n in FILES]
+)
+def test_models_of_files_are_the_recurrence_s(name, tmp_path):
+    """Logits and greedy tokens, and that saving and loading changes nothing."""
+    config = config_of(name)
+    cfg = config_from_hf(config, "tiny")
+    assert config_from_hf(config_to_hf(cfg), "tiny") == cfg
+    directory = hf.save(tmp_path / "tiny", cfg, seeded_params(cfg, seed=5))
+    loaded, params = hf.load(directory)
+    assert loaded == cfg
+    prompt = np.asarray(tokens_of(cfg, 1, PROMPT))
+    state = jl.generate(
+        cfg, params, jnp.asarray(prompt), jnp.array([PROMPT], jnp.int32),
+        jl.init_cache(cfg, 1, PROMPT + NEW, dtype=jnp.float32), jl.Sampling(), 0, NEW,
+    )  # fmt: skip
+    tokens = np.concatenate([prompt[0], np.asarray(state.tokens[0])])
+    want = reference(config, load_file(directory / "model.safetensors"), tokens)
+    got = jl.logits(cfg, params, jnp.asarray(tokens)[None], jnp.array([len(tokens)], jnp.int32))
+    assert relative_error(got[0], want) <= 1e-5
+    assert want[PROMPT - 1 : -1].argmax(-1).tolist() == tokens[PROMPT:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("paper", {"use_gv": True}, "use_gv = True: only False"),
+        ("paper", {"n_head": 3}, "gla.expand_k = 0.5"),
+        ("gla-relu", {"feature_map": "bias_gelu"}, "feature_map = 'bias_gelu': only None, 'relu'"),
+        ("gla-relu", {"use_gk": False}, "use_gk = False: only True"),
+        ("simple_gla", {"gate_fn": "relu"}, "gate_fn = 'relu'"),
+        ("linear_attn", {"feature_map": "hedgehog"}, "feature_map = 'hedgehog': only 'elu'"),
+        ("linear_attn", {"feature_map": None}, "feature_map = None: means 'elementwise_product'"),
+        ("linear_attn", {"norm_q": True}, "norm_q = True: only False"),
+    ],
+)
+def test_what_a_file_says_and_we_have_not_is_named(name, change, message):
+    with pytest.raises(JaxLlamaError, match=message):
+        config_from_hf({**config_of(name), **change}, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("paper", {"output_norm": "rms"}, "gla.output_norm = 'rms': the GLA paper's models"),
+        ("gla-relu", {"normalizer": True}, "gla.normalizer = True: flash-linear-attention's gla"),
+        ("gla-relu", {"feature_map": "elu"}, "feature_map = 'elu'"),
+        ("linear_attn", {"decay": "head"}, "gla.decay = 'head': .*linear_attn models"),
+    ],
+)
+def test_a_layer_that_no_file_has_words_for_is_named(name, change, message):
+    cfg = config_from_hf(config_of(name), "x")
+    cfg = cfg.replace(gla=dataclasses.replace(cfg.gla, **change))
+    with pytest.raises(JaxLlamaError, match=message):
+        config_to_hf(cfg)
+
+
+def test_a_bias_needs_its_gate():
+    with pytest.raises(JaxLlamaError, match="gla.gate_bias = True: needs gla.use_output_gate"):
+        dataclasses.replace(FAMILIES["gla"].gla, use_output_gate=False, gate_bias=True)
+
+
+VARIANTS = ["paper", "simple_gla", "linear_attn"]
+
+
+def prompts(cfg):
+    row = np.asarray(tokens_of(cfg, 1, 40)[0]).tolist()
+    return [row, row[:33] + [5, 6, 7], row[:3]]
+
+
+@pytest.mark.parametrize("name", ["paper", pytest.param("linear_attn", marks=pytest.mark.slow)])
+def test_the_engine_and_offloading_give_the_same_tokens(name, tmp_path):
+    cfg = config_from_hf(config_of(name), "tiny")
+    hf.save(tmp_path / "tiny", cfg, seeded_params(cfg, seed=5))
+    lm = jl.load(tmp_path / "tiny", "float32")
+    want = [one.tokens for one in lm.generate(prompts(cfg), max_new_tokens=6)]
+    drafted = lm.generate(prompts(cfg), max_new_tokens=6, draft="ngram", draft_tokens=2)
+    assert [one.tokens for one in drafted] == want
+    engine, got = jl.Engine(lm, max_slots=2, max_len=64, prefill_chunk=16, page_size=16), {}
+    for row, prompt in enumerate(prompts(cfg)):
+
+        def listen(event, row=row):
+            got.setdefault(row, []).extend(event.tokens)
+
+        engine.submit(Request(str(row), tuple(prompt), 6), listen)
+        while engine.step():
+            pass
+    assert [got[row] for row in range(3)] == want
+    away = jl.load(tmp_path / "tiny", "float32", policy=jl.Policy.parse("50 50 0 100 100 0"))
+    assert [one.tokens for one in away.generate(prompts(cfg), max_new_tokens=6)] == want
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_in_16_bits(name, dtype):
+    cfg = config_from_hf(config_of(name), "tiny")
+    params = jax.tree.map(jnp.asarray, seeded_params(cfg, seed=5))
+    tokens, lengths = tokens_of(cfg, 1, 24), jnp.array([24], jnp.int32)
+    want = jl.logits(cfg, params, tokens, lengths)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    got = jl.logits(cfg, narrow, tokens, lengths)
+    assert relative_error(got, want) < {"float16": 0.01, "bfloat16": 0.08}[dtype]
+    _, cache = jl.prefill(
+        cfg, narrow, tokens[:, :23], lengths - 1, jl.init_cache(cfg, 1, 24, dtype=dtype)
+    )
+    last, _ = jl.decode_step(cfg, narrow, tokens[:, 23], cache)
+    assert relative_error(last, got[:, -1]) < {"float16": 0.01, "bfloat16": 0.08}[dtype]
+
+
+@pytest.mark.parametrize("name", ["gla", "delta", "linear_attn"])
+def test_w8a8_quantizes_a_layer_s_input_once(name, monkeypatch):
+    """And stays near the floats."""
+    cfg = FAMILIES[name] if name in FAMILIES else config_from_hf(config_of(name), "tiny")
+    params = jax.tree.map(jnp.asarray, seeded_params(cfg, seed=5))
+    codes = jl.quantize_params(params, "w8a8", cfg=cfg)
+    tokens, lengths = tokens_of(cfg, 1, 30), jnp.array([30], jnp.int32)
+    got, want = (jl.logits(cfg, leaves, tokens, lengths) for leaves in (codes, params))
+    assert jnp.sqrt(jnp.mean((got - want) ** 2) / jnp.mean(want**2)) < 0.05
+    calls, tokens_op, norm_op = [], linear.quantize_tokens, linear.rms_norm
+
+    def quantize_tokens(*operands, **options):
+        calls.append("alone")
+        return tokens_op(*operands, **options)
+
+    def rms_norm(*operands, quantize=None, **options):
+        calls.extend(["norm"] * (quantize is not None))
+        return norm_op(*operands, quantize=quantize, **options)
+
+    monkeypatch.setattr(linear, "quantize_tokens", quantize_tokens)
+    monkeypatch.setattr(linear, "rms_norm", rms_norm)
+    one, kind = layer_config(cfg, 0)
+    x = linear.Stream(jnp.ones((1, 5, cfg.d_model), jnp.float32))
+    mix_half(one, kind, codes["layer_0"], x, None, whole_rows(one, 1, 5))
+    # The projections' input, in the norm where no float is wanted beside it; the output product's.
+    assert calls == ["norm" if name == "linear_attn" else "alone", "alone"]
+
+
+def test_scales_of_channels_leave_the_function_alone():
+    """What AWQ and SmoothQuant fold; a head's norm without a weight takes none."""
+    for name in ("paper", "simple_gla"):
+        cfg = config_from_hf(config_of(name), "tiny")
+        params = jax.tree.map(jnp.asarray, seeded_params(cfg, seed=5))
+        tokens, lengths = tokens_of(cfg, 1, 12), jnp.array([12], jnp.int32)
+        want = jl.logits(cfg, params, tokens, lengths)
+        for index, kind in enumerate(cfg.layer_types):
+            scales = {
+                site.name: jnp.exp(jax.random.normal(jax.random.key(n), (site.n_channels,)))
+                for n, site in enumerate(sites.sites(cfg, kind))
+                if site.source
+            }
+            layer = sites.fold(cfg, kind, params[f"layer_{index}"], scales)
+            params = {**params, f"layer_{index}": layer}
+        assert relative_error(jl.logits(cfg, params, tokens, lengths), want) < 1e-4
+
+
+def test_heads_of_512():
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 1, 130, 1, 512)).astype(np.float32)
+    v = rng.standard_normal((1, 130, 1, 64)).astype(np.float32)
+    log_decay = -np.abs(rng.standard_normal(q.shape)).astype(np.float32)
+    operands = [jnp.asarray(x) for x in (q, k, v, log_decay)]
+    o, state = gla(*operands)
+    want_o, want_state = gla_recurrent(*operands)
+    assert relative_error(o, want_o) < 1e-5 and relative_error(state, want_state) < 1e-5

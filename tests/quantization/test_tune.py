@@ -1,0 +1,181 @@
+"""End-to-end tuning: predictions come closer on text that it has not seen, codes stay, a step is
+what whole-model autodiff makes of it, a killed run goes on to the same bits, and what is exported
+is what was tuned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from jaxllama.bench.evaluate import perplexity
+from jaxllama.cli.main import main
+from jaxllama.language_model import LanguageModel
+from jaxllama.quantization import tune as tuning
+from jaxllama.quantization.checkpoint import Request, quantize_checkpoint, table
+from jaxllama.quantization.quantize import quantize_params
+from jaxllama.quantization.tune import steps, tune
+from jaxllama.quantization.work import Work
+from jaxllama.text.tokenizer import Tokenizer
+from pallas_kernels.qtensor import QTensor, dequantize
+from tests.helpers.models import LLAMA, relative_error
+from tests.helpers.seeded import seeded_params
+
+TEXT = (Path(__file__).parents[1] / "golden" / "english.txt").read_text(encoding="utf-8")
+CUT = len(TEXT) // 2
+CFG = LLAMA.replace(
+    vocab_size=256, d_model=64, n_heads=2, n_kv_heads=1, head_dim=32, d_ff=64, max_position=512
+)
+
+
+def is_packed(leaf) -> bool:
+    return isinstance(leaf, QTensor)
+
+
+def plain(params):
+    return jax.tree.map(
+        lambda leaf: dequantize(leaf) if is_packed(leaf) else leaf, params, is_leaf=is_packed
+    )
+
+
+def same(one, other) -> bool:
+    return all(map(np.array_equal, *map(jax.tree.leaves, (one, other))))
+
+
+@pytest.fixture(scope="module")
+def lm() -> LanguageModel:
+    return LanguageModel(CFG, jax.device_put(seeded_params(CFG)), Tokenizer.byte_level())
+
+
+@pytest.fixture(scope="module")
+def rounded(lm):
+    return quantize_params(lm.params, "w4a16", cfg=CFG)
+
+
+@pytest.fixture(scope="module")
+def tokens(lm) -> np.ndarray:
+    return steps(lm.tokenizer, TEXT[:CUT], 64, 24)
+
+
+def kl(lm, params) -> float:
+    one = dataclasses.replace(lm, params=params)
+    return perplexity(one, TEXT[CUT:], 64, reference=lm)["kl"]
+
+
+def test_predictions_come_closer_on_unseen_text(lm, tokens, rounded):
+    tuned, losses = tune(CFG, lm.params, rounded, tokens)
+    assert len(losses) == 24 and np.mean(losses[-6:]) < 0.75 * np.mean(losses[:6])
+    assert kl(lm, tuned) < 0.8 * kl(lm, rounded)
+    before, after = (tree["layer_0"]["mlp"]["down"]["weight"] for tree in (rounded, tuned))
+    assert same((before.q, before.zero), (after.q, after.zero))
+    assert after.scale.dtype == before.scale.dtype and not same(before.scale, after.scale)
+    assert same(rounded["head"], tuned["head"]) and not same(rounded["norm"], tuned["norm"])
+
+
+def test_scales_in_two_levels_stay_int8(lm, tokens):
+    rounded = quantize_params(lm.params, "w4a8", cfg=CFG)
+    tuned, _ = tune(CFG, lm.params, rounded, tokens)
+    before, after = (tree["layer_1"]["mixer"]["qkv"]["weight"] for tree in (rounded, tuned))
+    assert same((before.q, before.scale), (after.q, after.scale)) and after.activations == "int8"
+    assert not same(before.unit, after.unit)
+    assert kl(lm, tuned) < kl(lm, rounded)
+
+
+def test_a_step_is_whole_model_autodiff(lm, rounded, tokens, monkeypatch):
+    """Plain gradient descent, so that what is learned in one step is the gradient."""
+    import optax
+
+    monkeypatch.setattr(tuning, "_RULE", optax.identity())
+    jax.clear_caches()
+    tuned, (loss,) = tune(CFG, lm.params, rounded, tokens[:1])
+    monkeypatch.undo()
+    jax.clear_caches()
+    row, lengths = jnp.asarray(tokens[:1]), jnp.asarray([64])
+    p = jax.nn.log_softmax(_all_logits(lm.params, row, lengths))
+
+    def direct(scale, norm):
+        params = plain(rounded)
+        w = dataclasses.replace(rounded["layer_0"]["mlp"]["down"]["weight"], scale=scale)
+        params["layer_0"]["mlp"]["down"] = {"weight": dequantize(w)}
+        params["layer_1"]["mixer_norm"] = {"weight": norm}
+        q = jax.nn.log_softmax(_all_logits(params, row, lengths))
+        return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=-1))
+
+    scale = rounded["layer_0"]["mlp"]["down"]["weight"].scale
+    norm = rounded["layer_1"]["mixer_norm"]["weight"]
+    want, grads = jax.value_and_grad(direct, argnums=(0, 1))(scale, norm)
+    assert loss == pytest.approx(float(want), rel=1e-5)
+    got = tuned["layer_0"]["mlp"]["down"]["weight"].scale, tuned["layer_1"]["mixer_norm"]["weight"]
+    for new, old, grad in zip(got, (scale, norm), grads, strict=True):
+        # of 1 + a, a from 0: d/da = old * d/d(scale); the share learned is minus the rate times it
+        assert relative_error((new / old - 1) / -tuning.RATE, old * grad) < 2e-2
+
+
+def _all_logits(params, row, lengths):
+    from jaxllama.model.decoder import forward, logits
+
+    hidden = forward(CFG, params, row, lengths, None, sparse=False)[0]
+    return logits(CFG, params, hidden)[0]
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(lm, rounded, tokens, tmp_path):
+    want, want_losses = tune(CFG, lm.params, rounded, tokens[:20])
+    work, seen = Work(tmp_path / "work"), []
+
+    def die(_: int) -> None:
+        seen.append(1)
+        if len(seen) == 19:
+            raise Killed
+
+    with pytest.raises(Killed):
+        tune(CFG, lm.params, rounded, tokens[:20], work=work, progress=die)
+    told = []
+    got, losses = tune(CFG, lm.params, rounded, tokens[:20], work=work, progress=told.append)
+    assert told == [16, 1, 1, 1, 1] and losses == want_losses and same(got, want)
+
+
+@pytest.mark.parametrize("format", ["awq", "gptq", "compressed-tensors"])
+def test_what_is_exported_is_what_was_tuned(lm, tokens, format, tmp_path):
+    plan = "w4a16-zero,head=none" if format == "awq" else "w4a16,head=none"
+    how = {"method": "rtn", "text": TEXT, "samples": 4, "window": 64, "tune": 8}
+    for one in ("native", format):
+        quantize_checkpoint(lm, Request(tmp_path / one, plan, format=one, **how))
+    native, exported = (jl.load(tmp_path / one, exact=True).params for one in ("native", format))
+    row, lengths = jnp.asarray(tokens[:1]), jnp.asarray([64])
+    one, other = (jl.logits(CFG, params, row, lengths) for params in (native, exported))
+    # float16's scales, and codes that are computed against them, where the format has those
+    assert relative_error(one, other) < (1e-6 if format == "compressed-tensors" else 2e-2)
+
+
+def test_the_command_says_what_it_tuned(lm, tmp_path, capsys):
+    from jaxllama.checkpoints.hf import load as hf
+
+    folder = hf.save(tmp_path / "tiny", CFG, lm.params, lm.tokenizer.save(tmp_path))
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    words = ["quantize", "--model", str(folder), "--calibration", str(tmp_path / "text.txt"),
+             "--samples", "4", "--window", "64", "--tune", "8"]  # fmt: skip
+    assert main([*words, "--out", str(tmp_path / "q"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["tuning_losses"]) == 8 and "tuned     8 steps: KL " in table(report)
+    assert kl(lm, jl.load(tmp_path / "q", exact=True).params) < 1
+    assert main([*words[:-2], "--samples", "0", "--tune", "8", "--out", str(tmp_path / "r")]) == 2
+    assert "samples = 0: tuning needs at least 1" in capsys.readouterr().err
+
+
+def test_steps_go_round_the_text_in_another_order(lm):
+    whole = np.asarray(lm.tokenizer.encode("abcdefghijklmnop" * 4))
+    rows = steps(lm.tokenizer, "abcdefghijklmnop" * 4, 16, 10)
+    assert rows.shape == (10, 16) and len(whole) >= 64
+    some = steps(lm.tokenizer, TEXT, 64, 5)
+    again = steps(lm.tokenizer, TEXT, 64, 5)
+    assert np.array_equal(some, again) and len({row.tobytes() for row in some}) == 5
