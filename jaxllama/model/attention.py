@@ -12,7 +12,8 @@ cuts the past; on a CPU both are one handler (``pallas_kernels.cpu.prefill``).
 
 One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
 attention.  Tokens to be verified (``At.drafted``) are such rows too, several of one cache row: all
-are written first, and then read by the same kernels.
+are written first, and then read the row together (``decode_attention`` of several tokens; more of
+them than its kernel takes, and exact ones, each by itself).
 
 Which tokens read V sparsely (``ModelConfig.attn_sparsity``) the caller says, because it is a matter
 of what a token is, not of how many come at once: generated tokens do, a prompt's do not.
@@ -55,7 +56,7 @@ from pallas_kernels.attention.blockwise import (
     load,
     weighted_values,
 )
-from pallas_kernels.attention.op import decode_attention
+from pallas_kernels.attention.op import MOST_ROWS, decode_attention
 from pallas_kernels.attention.rope_attention import rope_and_attend
 from pallas_kernels.attention.rope_cache import (
     from_cache_basis,
@@ -246,9 +247,10 @@ def _verify(
     n_rows = qkv.shape[0] // drafted
     if at.table is None:
         pages, table = _as_pages(cache)
+        # A constant: no layer has a kernel that makes it.
+        shared = jnp.asarray(np.repeat(table, drafted, axis=0))
     else:
-        pages, table = cache, at.table
-    shared = jnp.repeat(table, drafted, axis=0)
+        pages, shared = cache, jnp.repeat(at.table, drafted, axis=0)
     slots = jnp.where(at.lengths > 0, at.positions[:, 0], capacity_of(pages.k, shared))
     turns = (table[:, 0] for table in at.rope.of(cfg.rope))
     q, *kv = rope_and_write(
@@ -257,34 +259,35 @@ def _verify(
     pages = KVCache(*kv)
     cache = jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
     has_kernel = cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0)
-    if at.exact or (has_kernel and jax.default_backend() == "gpu"):
+    too_many = drafted * cfg.n_heads > MOST_ROWS * cfg.n_kv_heads
+    if at.exact or (too_many and has_kernel and jax.default_backend() == "gpu"):
         return _query(cfg, q, pages, at._replace(table=shared)), cache
 
-    # XLA would copy what the table names once for each token; the tokens of a row read it once.
     rows = [x.reshape(n_rows, drafted, *x.shape[1:]) for x in (q, at.positions[:, 0], at.lengths)]
     q, positions, is_new = rows
     own = at._replace(positions=positions, lengths=jnp.sum(is_new, axis=1), table=at.table)
-    seen, block = jnp.where(is_new > 0, positions, -1), None
-    if jax.default_backend() == "cpu":
-        block = CPU_DECODE_BLOCK
+    seen = jnp.where(is_new > 0, positions + 1, 0)
+    window, cap = cfg.sliding_window, cfg.attn_softcap
 
     def dense() -> jax.Array:
+        if cap is None:
+            return decode_attention(q, cache.k, cache.v, seen, table=at.table, window=window)
+        block = CPU_DECODE_BLOCK if jax.default_backend() == "cpu" else None
         out = blockwise_attention(
-            q, cache.k, cache.v, seen, window=cfg.sliding_window, softcap=cfg.attn_softcap,
-            block=block, table=at.table,
-        )  # fmt: skip
+            q, cache.k, cache.v, seen - 1, window=window, softcap=cap, block=block, table=at.table
+        )
         return from_cache_basis(cache.v, out)
 
     return _mixed(cfg, dense, q, cache, own).reshape(qkv.shape[0], *q.shape[2:]), cache
 
 
-def _as_pages(cache: KVCache) -> tuple[KVCache, jax.Array]:
+def _as_pages(cache: KVCache) -> tuple[KVCache, np.ndarray]:
     """A cache without a table as pages, and their table; a page is no longer than what the XLA
     form reads at once, if that divides the rows."""
     rows, capacity = cache.k.shape[:2]
     page = CPU_DECODE_BLOCK if capacity % CPU_DECODE_BLOCK == 0 else capacity
     pages = jax.tree.map(lambda x: x.reshape(-1, page, *x.shape[2:]), cache)
-    return pages, jnp.arange(rows * (capacity // page), dtype=jnp.int32).reshape(rows, -1)
+    return pages, np.arange(rows * (capacity // page), dtype=np.int32).reshape(rows, -1)
 
 
 def _mixed(

@@ -24,6 +24,7 @@ gates of values, biases of the convolutions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -33,6 +34,7 @@ from jaxllama.config import GLAConfig, ModelConfig
 from jaxllama.model.attention import At
 from jaxllama.model.cache import GLAState, GLATokens
 from jaxllama.model.linear import Params, linear
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.gla.token import fusible, gla_token
 from pallas_kernels.matmul.blocks import Columns
@@ -203,15 +205,24 @@ def _feature(name: str, x: jax.Array) -> jax.Array:
 
 def _gla_step(
     q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, moves: jax.Array,
-    state: jax.Array,
+    state: jax.Array, *, form: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """``gla_step`` of the rows that move, bool ``[B]``."""
-    return gla_step(q, *moving(moves, k, v, log_decay), state)
+    return gla_step(*moving(moves, q, k, v, log_decay), state, implementation=form)
+
+
+def _one_of_several(exact: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The step for ``steps``.  XLA makes one kernel of a chain of updates; the kernel of a step,
+    whose bits ``exact`` asks for, would pass over the state for each of them."""
+    fuses = not exact and jax.default_backend() == "gpu"
+    return functools.partial(_gla_step, form="xla" if fuses else None)
 
 
 def moving(moves: jax.Array, *operands: jax.Array) -> Iterator[jax.Array]:
     """Operands ``[B, ...]`` with zeros for the rows that stand still: no decay and nothing added,
-    so that a step can update the state in place without a second copy of it to choose from."""
+    so that a step can update the state in place without a second copy of it to choose from.  They
+    are arrays then, too, and no slices of one, which a kernel refuses where they are not aligned.
+    """
     for x in operands:
         yield jnp.where(moves.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
 
@@ -242,14 +253,14 @@ def _verify(
     (k, v, log_decay) by rows of the cache)."""
     q, *kept = (by_row(x, at) for x in _heads(cfg, p, streams))
     count = jnp.sum(by_row(at.lengths[:, None], at), axis=1)
-    o, _ = steps(_gla_step, (q, *kept), before, count, at.exact)
+    o, _ = steps(_one_of_several(at.exact), (q, *kept), before, count, at.exact)
     return _gated(cfg, p, streams, o.reshape(-1, 1, *o.shape[2:])), tuple(kept)
 
 
 def commit(state: GLAState, tokens: GLATokens, count: jax.Array, exact: bool) -> GLAState:
     """The state after the first ``count[B]`` of the tokens."""
     operands = tokens.k, tokens.k, tokens.v, tokens.log_decay
-    _, after = steps(_gla_step, operands, state.state, count, exact)
+    _, after = steps(_one_of_several(exact), operands, state.state, count, exact)
     return GLAState(after, last_convolved(state, tokens, count))
 
 

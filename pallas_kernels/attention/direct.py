@@ -32,7 +32,7 @@ from pallas_kernels.attention.codes import KIND, Codes
 from pallas_kernels.attention.gather import Gather, write_heads
 from pallas_kernels.attention.pages import Paging
 from pallas_kernels.attention.source import Source, staged_floats
-from pallas_kernels.attention.tile import NEG_INF, TILE
+from pallas_kernels.attention.tile import LEAST, NEG_INF, TILE
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.fused_parts import floats
 from pallas_kernels.launch import in_place, launch
@@ -41,7 +41,6 @@ from pallas_kernels.qtensor import QTensor
 CLUSTER = 8  # the largest that any Hopper GPU takes
 BLOCKS = 64  # of a call: as many clusters of 8 as run at a time
 ROWS, TOKENS = 2, 32768  # at most
-LEAST = -3.0e38  # a maximum of scores that are all -inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +115,12 @@ class _Kernel:
         place = p.add(p.mul(self.warp, self.plan.cluster), self.rank)
         token0 = p.add(first, p.mul(place, TILE))
         query, keys, values = source.first(token0, early=self.window is None)
-        self.queries = tile.Queries(query, self.codes, self.scale, self.kind)
+        self.queries = tile.Queries([query], self.codes, self.scale, self.kind)
         self.write_part(*self.attend(token0, keys, values))
         _, _, _, n, h = self.shape
         first = p.add(p.mul(self.row, n), p.mul(self.head, self.group))
-        write = write_heads(self.out, first, self.lane, self.kind, h)
-        self.gathering.finish(p.less(p.ci(0), self.end), write)
+        line = functools.partial(p.add, first)
+        self.gathering.finish(write_heads(self.out, line, self.lane, self.kind, h))
 
     def adjusted(self, loaded, values: bool):
         """[token g | g + 8][scale, zero][group] of loaded numbers."""
@@ -165,7 +164,8 @@ class _Kernel:
         """One tile; what has been used is loaded again for the tile at ``following``, whose page
         is the table's ``entry``."""
         top, total, zeros, out = state
-        scores = self.queries.scores(keys[0], self.adjusted(keys[1], False))
+        pairs = tile.key_pairs(keys[0], self.codes)
+        scores = self.queries.scores(pairs, self.adjusted(keys[1], False))
         for i in range(4):
             token = p.add(token0, self.g, 8 * (i // 2))
             seen = p.below(token, self.end)
@@ -183,7 +183,7 @@ class _Kernel:
             )
         total = [arith.addf(x, arith.addf(weights[c], weights[c + 2])) for c, x in enumerate(total)]
         right = tile.right_operand(weights, self.adjusted(values[1], True), zeros, codes=self.codes)
-        tile.add_values(out, values[0], right, self.codes)
+        tile.add_values([out], values[0], [right], self.codes)
         values = self.reload(following, entry, values, self.source.next_values)
         return (new_top, total, zeros, out), keys, values
 

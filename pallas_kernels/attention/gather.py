@@ -118,13 +118,14 @@ class Gathering:
             index = p.add(self.warp, first)
             p.when(p.less(index, count), lambda index=index: body(index))
 
-    def finish(self, some, write: Callable) -> None:
-        """By all threads.  some: whether the row has a key; write(head, this lane's columns)."""
+    def finish(self, write: Callable) -> None:
+        """By all threads; write(head, this lane's columns).  A head that has seen no key gives
+        zeros."""
         plan = self.plan
         vector = min(self.columns, 4)
 
         def done(head, whole, x):
-            inverse = p.divide(p.cf(1.0), whole)
+            inverse, some = p.divide(p.cf(1.0), whole), p.less(p.ci(0), p.bits(whole))
             x = [arith.select(some, arith.mulf(v, inverse), p.cf(0.0)) for v in x]
             write(head, hadamard_of_lanes(x, self.lane, 32) if plan.rotated else x)
 
@@ -168,11 +169,11 @@ class Gathering:
             self._each(plan.owned, over_blocks)
 
 
-def write_heads(out_ref, first, lane, kind: str, head_dim: int) -> Callable:
-    """``write`` of a gather: the lane's columns of head ``first + head`` of out [heads, H]."""
+def write_heads(out_ref, line: Callable, lane, kind: str, head_dim: int) -> Callable:
+    """``write`` of a gather: the lane's columns of out [heads, H] in line ``line(head)``."""
 
     def write(head, x):
-        base = p.offset(p.address(out_ref), p.add(first, head), 2 * head_dim)
+        base = p.offset(p.address(out_ref), line(head), 2 * head_dim)
         base = p.offset(base, lane, 2 * head_dim // 32)
         p.store_global(base, packed(x, kind))
 

@@ -1,4 +1,4 @@
-"""Attention of one query token per row over a cache, on Hopper: one pass over the cache's bytes.
+"""Attention of 1 to 16 query tokens a row over a cache, on Hopper: one pass over the cache's bytes.
 
 A team of warps takes steps of 16 (32) tokens of one row, a warp one kv head of them, with the G
 query heads that share it as the narrow side of the mma (``attention.tile``).
@@ -24,6 +24,10 @@ The split depends on the batch, the capacity and the cache's dtype alone, and is
 ``attention.plan``.  Nothing is added atomically: the same bits every time, whatever the
 other rows hold.  Past a row's end the last token is copied once more and its scores are -inf; teams
 with no token leave at once.
+
+The G query heads of several tokens are T * G query rows, each with an end (and with a window a
+first key) of its own; a warp takes ``Plan.fuls`` times eight of them over the words that it read
+once.  Copies end at the row's longest; a query row that has seen no key yet has a finite maximum.
 
 With a block table (``attention.pages``) steps lie in pages: a window's first step begins before it,
 masked, and the entries for the steps that the ring will fetch are carried by the loop.
@@ -58,8 +62,9 @@ from pallas_kernels.attention.plan import (
     team_of,
     units_of,
 )
+from pallas_kernels.attention.query_rows import QueryRows
 from pallas_kernels.attention.ring import Ring, Scales, Tokens, ring_bytes, scale_bytes
-from pallas_kernels.attention.tile import HEADS, NEG_INF, TILE
+from pallas_kernels.attention.tile import HEADS, LEAST, NEG_INF, TILE
 from pallas_kernels.launch import launch
 from pallas_kernels.qtensor import QTensor
 
@@ -82,7 +87,8 @@ class Place(NamedTuple):
 
 
 def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
-    batch, capacity, n_kv, n, h = shape
+    batch, rows, h = shape
+    capacity, n_kv, width = rows.capacity, rows.n_kv, rows.width
     refs = list(refs)
 
     def take(count):
@@ -94,10 +100,9 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
     pages_ref = take(1 if paging else 0)
     (out_ref,), stats_refs = take(1), take(0 if plan.cluster else 1)
     ring_ref, scale_ref, barrier_ref, *gather_refs = refs
-    group = n // n_kv
-    subs = -(-group // HEADS)  # mma-fuls of query heads of a kv head
-    heads, (members, teams) = plan.heads, team_of(plan, group)
-    blocks = blocks_of(plan, capacity, n_kv, group)
+    heads, (members, teams) = plan.heads, team_of(plan, width)
+    fuls, subs = plan.fuls, members // heads  # of a warp; warps of a kv head
+    blocks = blocks_of(plan, capacity, n_kv, width)
 
     def place(**anew) -> Place:
         thread, block = p.register("tid.x", **anew), p.register("ctaid.x", **anew)
@@ -118,12 +123,11 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
 
     thread, warp, lane, g, quad, row, in_row, team, member, sub, own = here = place()
     busy = p.less(team, teams)
-    (length,) = p.load_global(p.offset(p.address(lengths_ref), row, 4), 1)
-    length = p.larger(p.smaller(length, p.ci(capacity)), p.ci(0))
+    fewest, length = rows.span(lengths_ref, row, lane)
     step_tokens = plan.tiles * TILE
     if plan.cluster:
         rank = p.register("cluster_ctarank") if plan.cluster > 1 else p.ci(0)
-        gathering = gather_of(plan, group, codes).on(*gather_refs, thread, rank)
+        gathering = gather_of(plan, width, codes).on(*gather_refs, thread, rank)
         gathering.start()
         first_head, unit, split = share(in_row, team)
         # All teams of the row take steps in turn.
@@ -141,7 +145,7 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
     from_page = pages is not None and window is not None
     seen = begin
     if window is not None:
-        seen = begin = p.larger(begin, p.add(length, -window))
+        seen = begin = p.larger(begin, p.add(fewest, -window))
     if from_page:
         begin = p.masked(begin, -step_tokens)
     begin = p.add(begin, late)
@@ -205,12 +209,17 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
             scales = Scales(plan, codes, n_kv=n_kv, lane=lane, at=at, last=last, adjust=adjust,
                             pages=pages, sources=[sources(k_refs), sources(v_refs)])  # fmt: skip
             coming = scales.load(begin, entries[0])
-        # Heads past the group are copies.
-        query_head = p.add(p.mul(sub, HEADS), p.smaller(g, p.add(p.mul(sub, -HEADS), group - 1)))
-        query_head = p.add(p.mul(row, n), p.mul(head, group), query_head)
-        at = p.offset(p.address(q_ref), query_head, 2 * h)
-        at = p.offset(at, p.mul(quad, 2 * mma_tile.features_of(codes)))
-        queries = mma_tile.Queries(mma_tile.load_heads(at, codes), codes, scale, kind)
+
+        def load_queries(ful):
+            # Rows past the last are copies.
+            number = p.smaller(p.add(p.mul(sub, fuls * HEADS), g, ful * HEADS), p.ci(width - 1))
+            at = p.offset(p.address(q_ref), rows.line(row, head, number), 2 * h)
+            at = p.offset(at, p.mul(quad, 2 * mma_tile.features_of(codes)))
+            return mma_tile.load_heads(at, codes)
+
+        loaded = [load_queries(ful) for ful in range(fuls)]
+        spans = [[span_of(ful, c) for c in range(2)] for ful in range(fuls)]
+        queries = mma_tile.Queries(loaded, codes, scale, kind)
         if codes.quantized:
             scales.store(coming)
 
@@ -221,30 +230,25 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
 
         zero = p.cf(0.0)
         sums = 2 * codes.groups if codes.zeros else 0  # of weights times zero points
+        start = [[p.cf(LEAST)] * 2, [zero] * 2, [zero] * sums, [zero] * (h // 4)]
+        flat, tree = jax.tree.flatten([start] * fuls)
 
         def parts_of(carry):
-            """Entries for the ``depth`` steps to come; slot, parity; what has been summed."""
+            """Entries for the ``depth`` steps to come; slot, parity; [maximum, sum, sum with zero
+            points, outputs] of each ful."""
             ahead, carry = (carry[: plan.depth], carry[plan.depth :]) if pages else (entries, carry)
-            return ahead, *carry[:2], carry[2:4], carry[4:6], carry[6 : 6 + sums], carry[6 + sums :]
+            return ahead, *carry[:2], jax.tree.unflatten(tree, carry[2:])
 
-        def step(token0, carry):
-            ahead, slot, parity, top, total, zeros, out = parts_of(carry)
-            later = [entry_of(p.add(token0, (plan.depth + 1) * apart))] if pages else []
-            coming = scales.load(p.add(token0, apart), ahead[0]) if codes.quantized else None
-            ring.wait(slot, parity, False)
-            scores = []
-            for u in range(plan.tiles):
-                rows = tokens.keys(slot, u)
-                if u == plan.tiles - 1:
-                    ring.release(slot, False)
-                products = queries.scores(rows, numbers_of(u, False))
-                for i in range(4):
-                    token = p.add(token0, k_token, 2 * u + i // 2)
-                    inside = p.below(token, end)
-                    if from_page:
-                        inside = arith.andi(inside, p.at_most(seen, token))
-                    products[i] = arith.select(inside, products[i], p.cf(NEG_INF))
-                scores.append(products)
+        def is_seen(token, ful, c):
+            own_first, own_end = spans[ful][c]
+            inside = p.below(token, own_end)
+            if from_page or (window is not None and rows.tokens > 1):
+                inside = arith.andi(inside, p.at_most(own_first, token))
+            return inside
+
+        def weigh(sofar, scores):
+            """Weights of the step's tiles, and of what was summed up to it what is left."""
+            top, total, zeros, out = sofar
             new_top, fade = mma_tile.maxima(scores, top)
             weights = mma_tile.weights_of(scores, new_top)
             total = [
@@ -257,10 +261,33 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
             ]
             out = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(out)]
             zeros = [arith.mulf(x, fade[i % 2]) for i, x in enumerate(zeros)]
-            right = [
-                mma_tile.right_operand(w, numbers_of(u, True), zeros, codes)
-                for u, w in enumerate(weights)
-            ]
+            return weights, [new_top, total, zeros, out]
+
+        def step(token0, carry):
+            ahead, slot, parity, sofar = parts_of(carry)
+            later = [entry_of(p.add(token0, (plan.depth + 1) * apart))] if pages else []
+            coming = scales.load(p.add(token0, apart), ahead[0]) if codes.quantized else None
+            ring.wait(slot, parity, False)
+            scores = [[] for _ in range(fuls)]
+            for u in range(plan.tiles):
+                words = tokens.keys(slot, u)
+                if u == plan.tiles - 1:
+                    ring.release(slot, False)
+                keys, numbers = mma_tile.key_pairs(words, codes), numbers_of(u, False)
+                for ful in range(fuls):
+                    products = queries.scores(keys, numbers, ful)
+                    for i in range(4):
+                        inside = is_seen(p.add(token0, k_token, 2 * u + i // 2), ful, i % 2)
+                        products[i] = arith.select(inside, products[i], p.cf(NEG_INF))
+                    scores[ful].append(products)
+            weights, sofar = zip(*map(weigh, sofar, scores), strict=True)
+            rights = []  # [tile][ful]
+            for u in range(plan.tiles):
+                numbers = numbers_of(u, True)
+                rights.append([
+                    mma_tile.right_operand(weights[ful][u], numbers, sofar[ful][2], codes)
+                    for ful in range(fuls)
+                ])  # fmt: skip
             if plan.depth == 1:
                 ring.refill(token0, slot, parity, False, ahead[-1])
             else:
@@ -274,35 +301,50 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
                 values = tokens.values(slot, u)
                 if u == plan.tiles - 1:
                     ring.release(slot, True)
-                mma_tile.add_values(out, values, right[u], codes)
+                mma_tile.add_values([out for *_, out in sofar], values, rights[u], codes)
             ring.refill(token0, slot, parity, plan.depth == 1, ahead[-1])
             if codes.quantized:
                 scales.store(coming)
             following = ring.neighbour(slot, parity, 1)
             ahead = [*ahead[1:], *later] if pages else []
-            return [*ahead, *following, *new_top, *total, *zeros, *out]
+            return [*ahead, *following, *jax.tree.leaves(list(sofar))]
 
-        start = [p.ci(0)] * 2 + [p.cf(NEG_INF)] * 2 + [zero] * (2 + sums + h // 4)
-        carry = p.loop(begin, end, apart, (entries[1:] if pages else []) + start, step)
-        _, _, _, top, total, zeros, out = parts_of(carry)
+        first = [*(entries[1:] if pages else []), p.ci(0), p.ci(0)]
+        *_, sofar = parts_of(p.loop(begin, end, apart, first + flat, step))
         if not pages:
-            return write_parts(top, total, zeros, out, here, head, split)
+            return write_parts(sofar, here, head, split)
         # Carried through the loop, this takes a thread past the 128 registers with which two blocks
         # share an SM.
         again = place(volatile=True)
         first, _, chunk = share(again.in_row, again.team)
-        write_parts(top, total, zeros, out, again, p.add(first, again.own), chunk)
+        write_parts(sofar, again, p.add(first, again.own), chunk)
 
-    def write_parts(top, total, zeros, out, here, head, split):
+    def number_of(here, ful, c):
+        """Of the kv head's query rows, the lane's two of a ful."""
+        return p.add(p.mul(here.sub, fuls * HEADS), p.mul(here.quad, 2), ful * HEADS + c)
+
+    def span_of(ful, c):
+        """(first, past the last) key that one of the lane's query rows sees in the team's share."""
+        if rows.tokens == 1:
+            return seen, end
+        number = p.smaller(number_of(here, ful, c), p.ci(width - 1))
+        own = rows.seen(lengths_ref, row, rows.token(number))
+        return None if window is None else p.add(own, -window), p.smaller(own, end)
+
+    def write_parts(sofar, here, head, split):
+        for ful, (top, total, zeros, out) in enumerate(sofar):
+            write_ful(ful, top, total, zeros, out, here, head, split)
+
+    def write_ful(ful, top, total, zeros, out, here, head, split):
         run = mma_tile.run_of(codes)
         for c in range(2):
             whole, *parts = [mma_tile.over_tokens(x) for x in (total[c], *zeros[c::2])]
-            mine_head = p.add(p.mul(here.sub, HEADS), p.mul(here.quad, 2), c)
+            number = number_of(here, ful, c)
 
-            def write(c=c, whole=whole, parts=parts, mine_head=mine_head):
+            def write(c=c, whole=whole, parts=parts, number=number):
                 outputs = mma_tile.head_outputs(out, parts, c, codes)
                 if plan.cluster:
-                    own_head = p.add(p.mul(here.own, group), mine_head)
+                    own_head = p.add(p.mul(here.own, width), number)
                     at, stats = gathering.part(here.team, own_head)
                     at = p.add(at, p.mul(here.g, 4 * run))
                     p.when(p.less(here.g, 1), lambda: p.store_shared(stats, [top[c], whole]))
@@ -310,8 +352,8 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
                         for i in range(0, run, 4):
                             p.store_shared(at, values[i : i + 4], 4 * (first + i))
                     return
-                line = p.mul(p.add(p.mul(here.row, -(-capacity // plan.chunk)), split), n)
-                line = p.add(line, p.mul(head, group), mine_head)
+                chunk = p.add(p.mul(here.row, -(-capacity // plan.chunk)), split)
+                line = rows.line(chunk, head, number)
                 base = p.offset(p.offset(p.address(out_ref), line, 4 * h), here.g, 4 * run)
                 stats = p.offset(p.address(stats_refs[0]), line, 8)
                 p.when(p.less(here.g, 1), lambda: p.store_global(stats, [top[c], whole]))
@@ -319,16 +361,23 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
                     for i in range(0, run, 4):
                         p.store_global(base, values[i : i + 4], 4 * (first + i))
 
-            p.when(p.less(mine_head, group), write)
+            p.when(p.less(number, width), write)
 
     some = arith.andi(busy, p.below(begin, end))
     p.when(some, body)
     if plan.cluster:
-        first = p.mul(own, group)
-        mine = [p.add(first, i) for i in range(group)]
+        first = p.mul(own, width)
+        mine = [p.add(first, i) for i in range(width)]
         p.when(arith.andi(busy, p.no(some)), lambda: gathering.empty(team, mine))
-        first = p.add(p.mul(row, n), p.mul(first_head, group))
-        gathering.finish(p.less(p.ci(0), length), write_heads(out_ref, first, lane, kind, h))
+
+        def line(number):
+            """Of the team's query rows."""
+            if rows.tokens == 1:
+                return rows.line(row, first_head, number)
+            head = p.add(first_head, arith.divui(number, p.ci(width)))
+            return rows.line(row, head, arith.remui(number, p.ci(width)))
+
+        gathering.finish(write_heads(out_ref, line, lane, kind, h))
 
 
 @functools.partial(jax.jit, static_argnames=("window", "scale", "plan"))
@@ -337,10 +386,10 @@ def decode_attention(
     table: jax.Array | None, *, window: int | None, scale: float, plan: Plan,
 ) -> jax.Array:  # fmt: skip
     """See ``pallas_kernels.attention.op``."""
-    batch, n, h = q.shape
+    batch, *tokens, n, h = q.shape
     capacity, n_kv = capacity_of(k, table), k.shape[2]
-    codes = Codes.of(q, k)
-    shape = batch, capacity, n_kv, n, h
+    codes, rows = Codes.of(q, k), QueryRows(*(tokens or [1]), n, n_kv, capacity)
+    shape, n = (batch, rows, h), rows.tokens * n
     body = functools.partial(
         _attend, plan=plan, codes=codes, shape=shape, paging=Paging.of(k, table), window=window,
         scale=scale, kind=KIND[q.dtype.name],
@@ -360,5 +409,6 @@ def decode_attention(
     )  # fmt: skip
     if plan.cluster:
         return result
-    return merge_chunks(*result, lengths, capacity=capacity, chunk=plan.chunk, window=window,
-                        rotated=codes.zeros, out_dtype=q.dtype)  # fmt: skip
+    out = merge_chunks(*result, lengths, capacity=capacity, chunk=plan.chunk, window=window,
+                       rotated=codes.zeros, out_dtype=q.dtype)  # fmt: skip
+    return out.reshape(q.shape)

@@ -28,11 +28,15 @@ def merge_chunks(
     window: int | None, rotated: bool, out_dtype: jnp.dtype,
 ) -> jax.Array:  # fmt: skip
     """``parts [B, chunks, N, H]``, ``stats [B, chunks, N, 2]`` (base-2 maximum and sum), float32
-    -> ``[B, N, H]``, with ``rotated`` rotated by ``hadamard``; a row of length 0 gives zeros."""
+    -> ``[B, N, H]``, with ``rotated`` rotated by ``hadamard``; what sees 0 keys gives zeros.
+
+    lengths: ``[B]``, or ``[B, T]`` of T tokens of N / T heads, one after the other.
+    """
     batch, splits, n, h = parts.shape
     warps = 16 if splits > 32 else 4
     merge = functools.partial(
-        _merge, chunk=chunk, shape=(batch, capacity, n, h), window=window,
+        _merge, chunk=chunk, shape=(capacity, n, h), window=window,
+        heads=batch * n // lengths.size,
         kind=KIND[jnp.dtype(out_dtype).name], warps=warps,
         rotated=rotated,
     )  # fmt: skip
@@ -43,15 +47,17 @@ def merge_chunks(
     )  # fmt: skip
 
 
-def _merge(part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, shape, window, kind,
-           warps, rotated):  # fmt: skip
-    """One block per (row, query head): sum the splits' parts, each faded to the common maximum."""
-    batch, capacity, n, h = shape
+def _merge(part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, shape, heads, window,
+           kind, warps, rotated):  # fmt: skip
+    """One block per (row, query head): sum the splits' parts, each faded to the common maximum;
+    ``heads`` share a length."""
+    capacity, n, h = shape
     splits = -(-capacity // chunk)
     thread, block = p.register("tid.x"), p.register("ctaid.x")
     warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
     row, head = arith.divui(block, p.ci(n)), arith.remui(block, p.ci(n))
-    (length,) = p.load_global(p.offset(p.address(lengths_ref), row, 4), 1)
+    own = arith.divui(block, p.ci(heads))
+    (length,) = p.load_global(p.offset(p.address(lengths_ref), own, 4), 1)
     length = p.larger(p.smaller(length, p.ci(capacity)), p.ci(0))
     first = p.ci(0)
     if window is not None:

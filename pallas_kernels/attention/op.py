@@ -1,4 +1,5 @@
-"""Attention of one query token per row over a cache of keys and values: the op of a decode step.
+"""Attention of the newest tokens of each row over a cache of keys and values: the op of a decode
+step, and of one that verifies a draft.
 
     out[b, n] = softmax_s(scale * q[b, n] . k[b, s, n // G]) v[b, s, n // G],   s < lengths[b]
 
@@ -6,10 +7,13 @@ with G = N / K query heads to a kv head, and with a sliding window only the last
 keys.  Contract: what a cache holds at s >= lengths[b] reaches nobody, NaN included; a row of length
 0 gives zeros; a row's result depends on no other row, and is the same bits every time.
 
+T tokens of a row, each with a length of its own, are T such rows over one cache that is read once:
+the product that a kernel computes has T * G rows, masked each for itself.
+
 A quantized cache is read as it is stored, codes and scales, and never exists as floats in memory.
 
 Source: FlashAttention's online softmax (arXiv 2205.14135), split over keys as in Flash-Decoding.
-Left out: more than one query token (``attention.blockwise`` serves those).
+Left out: a prompt's many query tokens (``attention.blockwise`` serves those).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.blockwise import (
+    CPU_DECODE_BLOCK,
     blockwise_attention,
     capacity_of,
     is_visible,
@@ -41,6 +46,9 @@ _OPERANDS = {
     "lengths": "int32 [B]",
     "table": "int32 [B, M+] ?",
 }
+_SEVERAL = {"q": "float [B, T+, N, H]", "lengths": "int32 [B, T]"}
+MOST_ROWS = 64  # query heads of all tokens, to a kv head
+MOST_TOKENS = 16
 # With a table k and v are pools of pages.
 _PAGED = {"k": "float|QTensor [P, page+, K+, H]", "v": "k|QTensor [P, page, K, H]"}
 
@@ -56,12 +64,15 @@ def decode_attention(
     table: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """``q [B, N, H]`` over ``k, v [B, S, K, H]`` -> ``[B, N, H]`` in q's dtype.
+    """``q [B, N, H]`` over ``k, v [B, S, K, H]`` -> ``[B, N, H]`` in q's dtype; or of several
+    tokens ``q [B, T, N, H]`` -> ``[B, T, N, H]``.
 
     k, v: float arrays, or QTensors as ``rope_cache.quantize_kv`` makes them of int8, int4 or
         float8_e4m3fn.  q is in the cache's basis, as ``rope_and_write`` gives it, and the result
         in the model's (``rope_cache.to_cache_basis``, ``from_cache_basis``).
-    lengths: int32 ``[B]``, keys that each row sees, 0 to S, the newest token's own included.
+    lengths: int32 ``[B]``, keys that each row sees, 0 to S, the newest token's own included; of
+        several tokens ``[B, T]``.  The contract is then of the row: what a cache holds past the
+        longest of its lengths reaches nobody.
     window: of those only the last ``window``.
     scale: of the scores, H ** -0.5 by default.
     table: int32 ``[B, M]``: k and v are pools of pages, ``[P, page, K, H]``, and a row's token t
@@ -79,12 +90,18 @@ def decode_attention(
     """
     _check(q, k, v, lengths, table, window)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    find, on_cpu = lambda: plan(q, k, v, table), lambda: cpu.plan(q, k, table)
+    find, on_cpu = lambda: plan(q, k, v, table), lambda: _cpu_plan(q, k, table)
     found = choose_plan("decode_attention", implementation, find, q, k, v, cpu=on_cpu)
     if is_empty(q, k):  # nobody asks, or there is nothing to see
         return jnp.zeros(q.shape, q.dtype)
     call = window, scale, found
     return _decode_attention(chosen(found, implementation), call, q, k, v, lengths, table)
+
+
+def _cpu_plan(q: jax.Array, k: Cached, table: jax.Array | None) -> Plan | Reason:
+    if q.ndim == 4:
+        return Reason(f"q has {q.shape[1]} tokens a row; the handler takes one")
+    return cpu.plan(q, k, table)
 
 
 def _kernel(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,
@@ -103,10 +120,17 @@ def _kernel(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Arra
 def _xla(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,
          table: jax.Array | None) -> jax.Array:  # fmt: skip
     window, scale, _ = call
+    rows, lengths = _with_tokens(q, lengths)
+    block = CPU_DECODE_BLOCK if jax.default_backend() == "cpu" else None
     out = blockwise_attention(
-        q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale, table=table
+        rows, k, v, lengths - 1, window=window, scale=scale, block=block, table=table
     )
-    return from_cache_basis(v, out[:, 0])
+    return from_cache_basis(v, out.reshape(q.shape))
+
+
+def _with_tokens(q: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(``q [B, T, N, H]``, ``lengths [B, T]``)."""
+    return (q, lengths) if q.ndim == 4 else (q[:, None], lengths[:, None])
 
 
 def attend_at_once(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,
@@ -115,14 +139,13 @@ def attend_at_once(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: j
     run time has no transpose.  What no query sees is zeros: NaN there reaches no gradient."""
     window, scale, _ = call
     capacity = capacity_of(k, table)
+    rows, lengths = _with_tokens(q, lengths)
     position = jnp.arange(capacity, dtype=jnp.int32)[None, :]
-    seen = is_visible(lengths[:, None] - 1, position, window)[:, 0, :, None, None]
+    seen = jnp.any(is_visible(lengths - 1, position, window), axis=1)[:, :, None, None]
     cache = v
     k, v = (jnp.where(seen, load(x, 0, capacity, q.dtype, table), 0) for x in (k, v))
-    out = blockwise_attention(
-        q[:, None], k, v, lengths[:, None] - 1, window=window, scale=scale, block=capacity
-    )
-    return from_cache_basis(cache, out[:, 0])
+    out = blockwise_attention(rows, k, v, lengths - 1, window=window, scale=scale, block=capacity)
+    return from_cache_basis(cache, out.reshape(q.shape))
 
 
 _decode_attention = Op("decode_attention", _xla, _kernel, derivative=attend_at_once)
@@ -145,8 +168,14 @@ def plan(
     if h not in (64, 128, 256):
         return Reason(f"q has heads of {h} features; the kernel takes 64, 128 and 256")
     name = jnp.dtype(k.dtype).name
-    n, n_kv = q.shape[1], k.shape[2]
-    if n // n_kv > 64:
+    tokens = q.shape[1] if q.ndim == 4 else 1
+    n, n_kv = q.shape[-2], k.shape[2]
+    if tokens > MOST_TOKENS or (tokens > 1 and tokens * n // n_kv > MOST_ROWS):
+        return Reason(
+            f"q has {tokens} tokens of {n} heads on {n_kv} kv heads of k; the kernel takes "
+            f"{MOST_TOKENS} tokens and {MOST_ROWS} of their heads to one"
+        )
+    if n // n_kv > MOST_ROWS:
         return Reason(f"q has {n} heads on {n_kv} kv heads of k; the kernel takes 64 to one")
     if not isinstance(k, QTensor) and k.dtype != q.dtype:
         return Reason(f"k and v are {name} where q is {q.dtype.name}")
@@ -163,6 +192,8 @@ def plan(
             return Reason(f"k.scale {k.scale.shape} is not v.scale {v.scale.shape}")
     if isinstance(rows := as_rows(k, table), Reason):
         return rows
+    if q.ndim == 4:
+        return many.plan((q, rows, tokens * n))
     return first_plan((q, rows, n), direct.plan, many.plan)
 
 
@@ -177,6 +208,11 @@ def decode_attention_reference(
     table: jax.Array | None = None,
 ) -> jax.Array:
     """The definition in float32, every score of every row at once; never optimised."""
+    if q.ndim == 4:
+        one = lambda q, lengths: decode_attention_reference(  # noqa: E731
+            q, k, v, lengths, window=window, scale=scale, table=table
+        )
+        return jax.vmap(one, in_axes=1, out_axes=1)(q, lengths)
     batch, n, h = q.shape
     cache = v
     capacity, n_kv = capacity_of(k, table), k.shape[2]
@@ -201,6 +237,7 @@ def decode_attention_reference(
 def _check(q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None,
            window: int | None) -> None:  # fmt: skip
     lines = _OPERANDS if table is None else _OPERANDS | _PAGED
+    lines = lines | _SEVERAL if q.ndim == 4 else lines
     sizes = check("decode_attention", lines, q=q, k=k, v=v, lengths=lengths, table=table)
     if sizes["N"] % sizes["K"]:
         raise ValueError(

@@ -15,6 +15,7 @@ CLUSTER = 8  # the largest cluster that any Hopper GPU takes
 # A row that would be cut into no more chunks than this is one cluster's instead: about as many SMs
 # then work on a long row beside short ones.  Not of int4, which wants long runs of memory.
 FEW_CHUNKS = 4
+FULS = {64: 3, 128: 3, 256: 1}  # of a warp with 255 registers a thread, by a head's features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Plan:
 
     tiles: mma tiles of tokens per step.  depth: steps of keys and of values in the ring.  warps: of
     a block.  heads: kv heads of a team.  cluster: blocks that share a row's steps, and sum their
-    parts; 0: chunks of ``chunk`` tokens to a team, and a second kernel that sums.
+    parts; 0: chunks of ``chunk`` tokens to a team, and a second kernel that sums.  fuls: times
+    eight query rows of a kv head that a warp takes.
     """
 
     kernel: ClassVar[str] = "decode_attention_mosaic"
@@ -33,6 +35,7 @@ class Plan:
     heads: int
     cluster: int
     chunk: int = 0
+    fuls: int = 1
 
 
 def plan(call) -> Plan:
@@ -47,7 +50,12 @@ def plan(call) -> Plan:
     sms = 1 << gpu().sms.bit_length() - 1  # a power of two of blocks fills the GPU
     # Two blocks of 8 warps fit where a thread needs 128 registers by itself; 16 warps force that.
     tiles, depth, warps = {16: (1, 1, 8), 8: (2, 1, 16), 4: (2, 2, 16)}[codes.bits]
-    subs = -(-group // HEADS)
+    fuls = 1
+    if q.ndim == 4 and group > HEADS:  # several tokens: a block has an SM's registers to itself
+        # Few warps to a head, of which 8 make whole teams.
+        least = -(-group // (HEADS * FULS[codes.head_dim]))
+        tiles, warps, fuls = 1, 8, -(-group // (HEADS << (least - 1).bit_length()))
+    subs = -(-group // (HEADS * fuls))
     # A team reads neighbouring heads of the same tokens: what it copies per token is one run.
     widest = max(d for d in range(1, n_kv + 1) if n_kv % d == 0 and d * subs <= 8)
     longest = {16: max(512, min(1024, capacity // 128)), 8: 512, 4: 1024}[codes.bits]
@@ -61,26 +69,29 @@ def plan(call) -> Plan:
         cluster = 1
         while cluster < CLUSTER and 2 * cluster * batch * (n_kv // heads) <= sms:
             cluster *= 2
-        plan = Plan(tiles, depth, warps, heads, cluster)
+        plan = Plan(tiles, depth, warps, heads, cluster, fuls=fuls)
     else:
         if codes.quantized and batch * (n_kv // widest) * capacity < 64 * sms:
             tiles, warps = 1, 8  # so little that one small step is all that a team gets
         splits = max(sms * (warps // (widest * subs)) // (batch * (n_kv // widest)), needed)
         step = tiles * TILE
-        plan = Plan(tiles, depth, warps, widest, 0, -(-capacity // (splits * step)) * step)
+        chunk = -(-capacity // (splits * step)) * step
+        plan = Plan(tiles, depth, warps, widest, 0, chunk, fuls)
     while sum(shared_bytes(plan, group, codes)) > gpu().shared_bytes - 1024:
         if plan.depth > 1:
             plan = dataclasses.replace(plan, depth=plan.depth - 1)
         elif plan.warps > 8:
             plan = dataclasses.replace(plan, warps=8)
-        else:
+        elif plan.tiles > 1:
             plan = dataclasses.replace(plan, tiles=plan.tiles // 2)
+        else:
+            raise AssertionError(f"{plan} does not fit the shared memory")
     return plan
 
 
 def team_of(plan: Plan, group: int) -> tuple[int, int]:
     """(warps of a team, teams of a block)."""
-    members = plan.heads * -(-group // HEADS)
+    members = plan.heads * -(-group // (HEADS * plan.fuls))
     return members, plan.warps // members
 
 

@@ -21,6 +21,7 @@ from pallas_kernels.attention.codes import Codes, as_float16, query_sums_of
 
 LOG2E = math.log2(math.e)
 NEG_INF = float("-inf")
+LEAST = -3.0e38  # a maximum of scores that are all -inf
 TILE = 16  # tokens
 HEADS = 8  # query heads
 
@@ -44,25 +45,28 @@ def features_of(codes: Codes) -> int:
 
 
 class Queries:
-    """A warp's query heads, as the right operand of the scores.
+    """A warp's query heads, as the right operands of the scores, one for each ful of eight.
 
-    raw: what ``load_heads`` gave for head g.  Scores are base 2: ``scale`` and log2(e) are in them.
+    raws: what ``load_heads`` gave for head g of each ful.  Scores are base 2: ``scale`` and log2(e)
+    are in them.
     """
 
-    def __init__(self, raw, codes: Codes, scale: float, kind: str):
+    def __init__(self, raws: list, codes: Codes, scale: float, kind: str):
         self.codes, self.factor = codes, p.cf(scale * LOG2E)
+        chunks = [loaded for raw in raws for loaded in raw]
         if codes.zeros:
-            raw, self.factor = as_float16(raw, self.factor, kind)
-        per = codes.per_word // 2
-        self.pairs = [
+            chunks, self.factor = as_float16(chunks, self.factor, kind)
+        per, count = codes.per_word // 2, codes.k_chunks
+        pairs = [
             [
                 pair
                 for w in range(0, len(loaded), per)
                 for pair in codes.query_pairs(loaded[w : w + per])
             ]
-            for loaded in raw
+            for loaded in chunks
         ]
-        self.sums = query_sums_of(self.pairs, codes) if codes.zeros else None
+        self.pairs = [pairs[i : i + count] for i in range(0, len(pairs), count)]
+        self.sums = [query_sums_of(x, codes) for x in self.pairs] if codes.zeros else None
 
     def adjust(self, scale, zero, values: bool):
         """A product is scale times the codes' and zero times the sum of what they meet."""
@@ -75,21 +79,19 @@ class Queries:
         step = arith.mulf(self.factor, p.cf(self.codes.steps[0]))
         return arith.mulf(scale, step), arith.mulf(zero, self.factor)
 
-    def scores(self, rows, numbers) -> list:
-        """[token g | g + 8] x [head 2 quad | 2 quad + 1].
+    def scores(self, keys, numbers, ful: int = 0) -> list:
+        """[token g | g + 8] x [head 2 quad | 2 quad + 1] of a ful.
 
-        rows: key words of tokens g and g + 8; numbers: theirs by ``adjust``, [scale, zero][group].
+        keys: of tokens g and g + 8, by ``key_pairs``; numbers: theirs by ``adjust``,
+        [scale, zero][group].
         """
         codes, zero = self.codes, p.cf(0.0)
         acc = [[zero] * 4 for _ in range(codes.groups)]
-        count = codes.k_chunk // 4
-        for j in range(codes.k_chunks):
+        for j, (low, high) in enumerate(keys):
             of = j * 4 * codes.k_chunk // codes.group_bytes
-            mine = slice(j * count, (j + 1) * count)
-            low, high = ([x for w in r[mine] for x in codes.pairs(w, codes.q_kind)] for r in rows)
             for s in range(0, len(low), 2):
                 left = [low[s], high[s], low[s + 1], high[s + 1]]
-                acc[of] = p.mma(acc[of], left, self.pairs[j][s : s + 2], codes.q_kind)
+                acc[of] = p.mma(acc[of], left, self.pairs[ful][j][s : s + 2], codes.q_kind)
         if numbers is None:
             return [arith.mulf(x, self.factor) for x in acc[0]]
         out = []
@@ -98,9 +100,18 @@ class Queries:
             for of in range(codes.groups):
                 total = p.fma(acc[of][i], numbers[i // 2][0][of], total)
                 if codes.zeros:
-                    total = p.fma(self.sums[of][i % 2], numbers[i // 2][1][of], total)
+                    total = p.fma(self.sums[ful][of][i % 2], numbers[i // 2][1][of], total)
             out.append(total)
         return out
+
+
+def key_pairs(rows, codes: Codes) -> list:
+    """16-bit pairs of the key words of two tokens, [chunk][token]."""
+    count = codes.k_chunk // 4
+    return [
+        [[x for w in r[j : j + count] for x in codes.pairs(w, codes.q_kind)] for r in rows]
+        for j in range(0, codes.k_chunks * count, count)
+    ]
 
 
 def maxima(scores, top) -> tuple[list, list]:
@@ -138,8 +149,9 @@ def right_operand(weights, numbers, zeros: list, codes: Codes) -> list:
     return right
 
 
-def add_values(out: list, tokens, right, codes: Codes) -> None:
-    """out += V^T weights of a tile; tokens: value words of tokens 2 quad, + 1, + 8 and + 9."""
+def add_values(outs: list, tokens, rights, codes: Codes) -> None:
+    """out += V^T weights of a tile, for each of ``outs`` by its right operand; tokens: value words
+    of tokens 2 quad, + 1, + 8 and + 9."""
     tile = 0
     for w in range(codes.v_chunks * codes.v_chunk // 4):
         of = w // (codes.v_chunk // 4) * 8 * codes.v_chunk // codes.group_bytes
@@ -147,9 +159,9 @@ def add_values(out: list, tokens, right, codes: Codes) -> None:
         late = codes.value_pairs(tokens[2][w], tokens[3][w])
         for s in range(0, len(early), 2):
             left = [early[s], early[s + 1], late[s], late[s + 1]]
-            out[4 * tile : 4 * tile + 4] = p.mma(
-                out[4 * tile : 4 * tile + 4], left, right[of], codes.v_kind
-            )
+            here = slice(4 * tile, 4 * tile + 4)
+            for out, right in zip(outs, rights, strict=True):
+                out[here] = p.mma(out[here], left, right[of], codes.v_kind)
             tile += 1
 
 

@@ -188,7 +188,9 @@ EMULATED = [  # capacity, heads, cache, q, window
     (500, (7, 1, 128), "int4", "bfloat16", 200),
     (2100, (4, 1, 64), "int8", "bfloat16", None),
 ]
-KERNELS = ("codes", "direct", "gather", "merge", "kernel", "ring", "source", "tile")
+KERNELS = (
+    "codes", "direct", "gather", "merge", "kernel", "query_rows", "ring", "source", "tile",
+)  # fmt: skip
 
 
 def form_given(monkeypatch, form):

@@ -232,8 +232,8 @@ def test_a_bad_table_is_named():
         decode_attention(q, k, v[:, :8], lengths, table=table)
 
 
-PAGED_KERNELS = ("direct", "gather", "kernel", "merge", "pages", "ring", "rope_cache_kernel",
-                 "source", "tile", "codes")  # fmt: skip
+PAGED_KERNELS = ("direct", "gather", "kernel", "merge", "pages", "query_rows", "ring",
+                 "rope_cache_kernel", "source", "tile", "codes")  # fmt: skip
 EMULATED = [  # capacity, page, heads, cache, q, window
     (320, 32, (8, 2, 64), "bfloat16", "bfloat16", None),
     (320, 64, (6, 3, 128), "float16", "float16", 40),

@@ -1,0 +1,164 @@
+"""decode_attention of several query tokens a row: every form is that many rows of one token each.
+
+Errors are those of ``test_decode_attention``.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention.op import decode_attention, decode_attention_reference, plan
+from pallas_kernels.dispatch import Reason
+from tests.helpers.warp_emulator import emulated
+from tests.kernels.attention.test_decode_attention import (
+    KERNELS,
+    NEWEST,
+    as_cache,
+    error,
+    form_given,
+    make,
+    oracle,
+    poison,
+)
+from tests.kernels.attention.test_pages import in_pages
+
+
+def case(tokens, capacity, heads, cache, q_dtype="bfloat16"):
+    """Rows that are full, empty, begun by these tokens, and padded behind them; NaN past each."""
+    q, k, v, _ = make(4 * tokens, capacity, *heads, cache, q_dtype)
+    k, v = (jax.tree.map(lambda leaf: leaf[:4], x) for x in (k, v))
+    newest = np.asarray([capacity, 0, tokens - 1, capacity // 2 + 3])
+    lengths = np.maximum(newest[:, None] - np.arange(tokens)[::-1], 0)
+    lengths[3, -1] = 0
+    longest = jnp.asarray(lengths.max(axis=1), jnp.int32)
+    q = q.reshape(4, tokens, *q.shape[1:])
+    return q, poison(k, longest), poison(v, longest), jnp.asarray(lengths, jnp.int32)
+
+
+def want_of(q, k, v, lengths, window):
+    """Token by token, of a cache without what nobody may see."""
+    k, v = (jax.tree.map(jnp.nan_to_num, x) for x in (k, v))
+    each = [oracle(q[:, t], k, v, lengths[:, t], window) for t in range(q.shape[1])]
+    return np.stack(each, axis=1)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8", "int4"])
+def test_the_xla_form_and_the_reference_are_a_float64_softmax(cache, window):
+    q, k, v, lengths = case(3, 90, (6, 2, 64), cache, "float32")
+    want = want_of(q, k, v, lengths, window)
+    for form in (decode_attention, decode_attention_reference):
+        got = jax.jit(form, static_argnames="window")(q, k, v, lengths, window=window)
+        assert error(got, want) < 1e-5
+        assert not np.asarray(got)[np.asarray(lengths) == 0].any()
+
+
+def test_gradients_are_those_of_tokens_alone():
+    q, k, v, lengths = case(2, 8, (2, 1, 64), "float32", "float32")
+
+    def together(q, k, v):
+        return jnp.sum(jnp.sin(decode_attention(q, k, v, lengths)))
+
+    def alone(q, k, v):
+        one = [decode_attention(q[:, t], k, v, lengths[:, t]) for t in range(2)]
+        return jnp.sum(jnp.sin(jnp.stack(one, 1)))
+
+    k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
+    got, want = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(q, k, v) for f in (together, alone))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6)
+
+
+def test_what_does_not_fit_is_said():
+    def reason(tokens, heads):
+        found = plan(*case(tokens, 40, heads, "bfloat16")[:3])
+        return found.text if isinstance(found, Reason) else None
+
+    assert reason(16, (8, 2, 64)) is None and reason(8, (8, 1, 64)) is None
+    assert "16 tokens and 64" in reason(17, (2, 2, 64))
+    assert "16 tokens and 64" in reason(9, (8, 1, 64))
+    q, k, v, lengths = case(3, 40, (4, 2, 64), "float32", "float32")
+    with pytest.raises(ValueError, match="lengths"):
+        decode_attention(q, k, v, lengths[:, :2])
+    with pytest.raises(ValueError, match="lengths"):
+        decode_attention(q, k, v, lengths[:, 0])
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 5, 1536, 32, 8, 128), (64, 16, 8192, 32, 8, 128), (3, 8, 700, 64, 8, 128),
+     (2, 4, 131072, 8, 4, 256), (9, 7, 640, 9, 3, 64)], ids=str,
+)  # fmt: skip
+def test_kernels_lower_for_cuda(shape, cache):
+    batch, tokens, capacity, n, n_kv, h = shape
+    kv = jax.eval_shape(lambda: as_cache(jnp.zeros((batch, capacity, n_kv, h)), cache))
+    q = jax.ShapeDtypeStruct((batch, tokens, n, h), jnp.bfloat16)
+    lengths = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
+
+    def attend(q, kv, lengths):
+        return decode_attention(q, kv, kv, lengths, window=77, implementation="mosaic")
+
+    text = jax.jit(attend).trace(q, kv, lengths).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") in (1, 2)  # and the chunks' sum
+
+
+EMULATED = [  # form, tokens, capacity, heads, cache, q, window, page
+    ("clusters", 5, 300, (8, 2, 64), "bfloat16", "bfloat16", None, None),
+    ("clusters", 2, 200, (8, 2, 256), "float8_e4m3fn", "float16", None, None),
+    ("chunks", 5, 300, (8, 2, 64), "bfloat16", "bfloat16", 40, None),
+    ("blocks", 16, 150, (4, 2, 64), "int8", "bfloat16", 9, None),
+    ("chunks", 3, 333, (9, 3, 64), "int4", "bfloat16", 150, None),
+    ("chunks", 16, 96, (8, 2, 64), "float16", "float16", None, 32),
+    ("clusters", 7, 128, (4, 1, 64), "int8", "bfloat16", 30, 64),
+]
+
+
+@pytest.mark.skipif(not NEWEST, reason="Mosaic kernels need jax >= 0.11.2")
+@pytest.mark.parametrize("given", EMULATED, ids=str)
+def test_the_kernel_emulated_is_a_float64_softmax(given, monkeypatch):
+    form, tokens, capacity, heads, cache, q_dtype, window, page = given
+    form_given(monkeypatch, form)
+    q, k, v, lengths = case(tokens, capacity, heads, cache, q_dtype)
+    want, table = want_of(q, k, v, lengths, window), None
+    if page is not None:
+        (k, v), table = in_pages((k, v), page, np.asarray(lengths).max(axis=1))
+    with emulated(
+        *(importlib.import_module(f"pallas_kernels.attention.{x}") for x in (*KERNELS, "pages"))
+    ):
+        got = decode_attention(
+            q, k, v, lengths, window=window, table=table, implementation="mosaic"
+        )
+    assert error(got, want) < 4e-3
+    assert not np.asarray(got, np.float32)[np.asarray(lengths) == 0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("page", [None, 32])
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "tokens, heads",
+    [(2, (32, 8, 128)), (5, (32, 8, 128)), (16, (32, 8, 128)), (8, (8, 1, 64)), (7, (9, 3, 64)),
+     (16, (8, 8, 128)), (5, (8, 4, 256)), (16, (8, 4, 256))], ids=str,
+)  # fmt: skip
+def test_the_kernel_is_a_float64_softmax(tokens, heads, cache, page, window, monkeypatch):
+    for form, capacity in (("blocks", 96), ("clusters", 960), ("chunks", 960)):
+        form_given(monkeypatch, form)
+        q, k, v, lengths = case(tokens, capacity, heads, cache)
+        want, table = want_of(q, k, v, lengths, window), None
+        if page is not None:
+            (k, v), table = in_pages((k, v), page, np.asarray(lengths).max(axis=1))
+        run = jax.jit(decode_attention, static_argnames=("window", "implementation"))
+        options = {"window": window, "table": table, "implementation": "mosaic"}
+        got = run(q, k, v, lengths, **options)
+        assert error(got, want) < 4e-3
+        assert not np.asarray(got, np.float32)[np.asarray(lengths) == 0].any()
+        again = run(q, k, v, lengths, **options)
+        assert np.array_equal(np.asarray(got, np.float32), np.asarray(again, np.float32))
