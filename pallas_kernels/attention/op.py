@@ -31,7 +31,7 @@ from pallas_kernels.attention.blockwise import (
     is_visible,
     load,
 )
-from pallas_kernels.attention.rope_cache import Cached, from_cache_basis, unusual
+from pallas_kernels.attention.rope_cache import PAGED, Cached, from_cache_basis, unusual
 from pallas_kernels.cpu import attention as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, first_plan, is_empty
 from pallas_kernels.operands import check
@@ -49,8 +49,6 @@ _OPERANDS = {
 _SEVERAL = {"q": "float [B, T+, N, H]", "lengths": "int32 [B, T]"}
 MOST_ROWS = 64  # query heads of all tokens, to a kv head
 MOST_TOKENS = 16
-# With a table k and v are pools of pages.
-_PAGED = {"k": "float|QTensor [P, page+, K+, H]", "v": "k|QTensor [P, page, K, H]"}
 
 
 def decode_attention(
@@ -236,7 +234,7 @@ def decode_attention_reference(
 
 def _check(q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None,
            window: int | None) -> None:  # fmt: skip
-    lines = _OPERANDS if table is None else _OPERANDS | _PAGED
+    lines = _OPERANDS if table is None else _OPERANDS | PAGED
     lines = lines | _SEVERAL if q.ndim == 4 else lines
     sizes = check("decode_attention", lines, q=q, k=k, v=v, lengths=lengths, table=table)
     if sizes["N"] % sizes["K"]:

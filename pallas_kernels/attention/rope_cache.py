@@ -42,7 +42,7 @@ _OPERANDS = {
     "table": "int32 [B, M+] ?",
 }
 # With a table k and v are pools of pages.
-_PAGED = {"k": "float|QTensor [P, page+, K+, H]", "v": "k|QTensor [P, page, K, H]"}
+PAGED = {"k": "float|QTensor [P, page+, K+, H]", "v": "k|QTensor [P, page, K, H]"}
 
 
 def rope_and_write(
@@ -128,7 +128,7 @@ _rope_and_write = Op("rope_and_write", rotate_and_store, _kernel)
 def check_operands(op: str, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
                    slots: jax.Array, table: jax.Array | None) -> None:  # fmt: skip
     """ValueError that names what ``rope_and_write`` cannot take."""
-    lines = _OPERANDS if table is None else _OPERANDS | _PAGED
+    lines = _OPERANDS if table is None else _OPERANDS | PAGED
     sizes = check(op, lines, qkv=qkv, k=k, v=v, cos=cos, sin=sin, slots=slots, table=table)
     check_heads(op, sizes, qkv, cos, sin, k, v)
 

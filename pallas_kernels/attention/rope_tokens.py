@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import rope_cache
-from pallas_kernels.attention.rope_cache import Cached, rotate, store, to_cache_basis
+from pallas_kernels.attention.rope_cache import PAGED, Cached, rotate, store, to_cache_basis
 from pallas_kernels.dispatch import Implementation, choose_plan
 from pallas_kernels.operands import check
 from pallas_kernels.qtensor import QTensor, dequantize
@@ -28,7 +28,6 @@ _OPERANDS = {
     "slots": "int32 [B, T]",
     "table": "int32 [B, M+] ?",
 }
-_PAGED = {"k": "float|QTensor [P, page+, K+, H]", "v": "k|QTensor [P, page, K, H]"}
 _Written = tuple[jax.Array, jax.Array, jax.Array, Cached, Cached]
 
 
@@ -50,7 +49,7 @@ def rope_and_write_tokens(
     and jax's transformations: as of ``rope_cache.rope_and_write``.
     """
     op = "rope_and_write_tokens"
-    lines = _OPERANDS if table is None else _OPERANDS | _PAGED
+    lines = _OPERANDS if table is None else _OPERANDS | PAGED
     sizes = check(op, lines, qkv=qkv, k=k, v=v, cos=cos, sin=sin, slots=slots, table=table)
     rope_cache.check_heads(op, sizes, qkv, cos, sin, k, v)
     found = choose_plan(op, implementation, lambda: rope_cache.plan(qkv, k), qkv, k, v)

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
@@ -26,8 +25,8 @@ from jaxllama.offload.policy import Policy
 from jaxllama.quantization import sites
 from jaxllama.serving.engine.request import Request
 from pallas_kernels.gated_delta.reference import gated_delta_recurrent
+from tests.helpers.files import is_as_in_files
 from tests.helpers.models import FAMILIES, params_of, relative_error, tokens_of
-from tests.helpers.seeded import seeded_params
 
 PROMPT, NEW = 24, 64
 _BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
@@ -113,21 +112,7 @@ def reference(config, tensors, tokens):
 @pytest.mark.parametrize("name", FLA)
 def test_flash_linear_attention_s_models(name, tmp_path):
     """Logits and 64 greedy tokens, of weights under the names of that library's files."""
-    config = config_of(name)
-    cfg = config_from_hf(config, "tiny")
-    directory = hf.save(tmp_path / "tiny", cfg, seeded_params(cfg, seed=5))
-    loaded, params = hf.load(directory)
-    assert loaded == cfg
-    prompt = np.asarray(tokens_of(cfg, 1, PROMPT))
-    state = jl.generate(
-        cfg, params, jnp.asarray(prompt), jnp.array([PROMPT], jnp.int32),
-        jl.init_cache(cfg, 1, PROMPT + NEW, dtype=jnp.float32), jl.Sampling(), 0, NEW,
-    )  # fmt: skip
-    tokens = np.concatenate([prompt[0], np.asarray(state.tokens[0])])
-    want = reference(config, load_file(directory / "model.safetensors"), tokens)
-    got = jl.logits(cfg, params, jnp.asarray(tokens)[None], jnp.array([len(tokens)], jnp.int32))
-    assert relative_error(got[0], want) <= 1e-4
-    assert want[PROMPT - 1 : -1].argmax(-1).tolist() == tokens[PROMPT:].tolist()
+    is_as_in_files(config_of(name), reference, tmp_path, PROMPT, NEW, 1e-4)
 
 
 @pytest.mark.parametrize(

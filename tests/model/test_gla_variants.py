@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
@@ -26,6 +25,7 @@ from jaxllama.quantization import sites
 from jaxllama.serving.engine.request import Request
 from pallas_kernels.gla.op import gla
 from pallas_kernels.gla.reference import gla_recurrent
+from tests.helpers.files import is_as_in_files
 from tests.helpers.models import FAMILIES, relative_error, tokens_of
 from tests.helpers.seeded import seeded_params
 
@@ -147,22 +147,7 @@ SLOW = "paper gla-sqrelu gla-sigmoid gla-logsigmoid gla-gelu simple_gla-plain li
 )
 def test_models_of_files_are_the_recurrence_s(name, tmp_path):
     """Logits and greedy tokens, and that saving and loading changes nothing."""
-    config = config_of(name)
-    cfg = config_from_hf(config, "tiny")
-    assert config_from_hf(config_to_hf(cfg), "tiny") == cfg
-    directory = hf.save(tmp_path / "tiny", cfg, seeded_params(cfg, seed=5))
-    loaded, params = hf.load(directory)
-    assert loaded == cfg
-    prompt = np.asarray(tokens_of(cfg, 1, PROMPT))
-    state = jl.generate(
-        cfg, params, jnp.asarray(prompt), jnp.array([PROMPT], jnp.int32),
-        jl.init_cache(cfg, 1, PROMPT + NEW, dtype=jnp.float32), jl.Sampling(), 0, NEW,
-    )  # fmt: skip
-    tokens = np.concatenate([prompt[0], np.asarray(state.tokens[0])])
-    want = reference(config, load_file(directory / "model.safetensors"), tokens)
-    got = jl.logits(cfg, params, jnp.asarray(tokens)[None], jnp.array([len(tokens)], jnp.int32))
-    assert relative_error(got[0], want) <= 1e-5
-    assert want[PROMPT - 1 : -1].argmax(-1).tolist() == tokens[PROMPT:].tolist()
+    is_as_in_files(config_of(name), reference, tmp_path, PROMPT, NEW, 1e-5)
 
 
 @pytest.mark.parametrize(
