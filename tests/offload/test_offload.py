@@ -107,8 +107,8 @@ def test_every_family_and_its_logits(folder, name):
 
 @pytest.mark.parametrize(
     ("options", "tied"),
-    [("", False), ("sep_layer=true overlap=false", False),
-     pytest.param("", True, marks=pytest.mark.slow)],
+    [("sep_layer=true overlap=false", False),
+     *(pytest.param("", tied, marks=pytest.mark.slow) for tied in (False, True))],
 )  # fmt: skip
 def test_compressed_is_the_compressed_resident_model(folder, options, tied):
     cfg = WIDE.replace(tie_embeddings=tied)
