@@ -355,10 +355,10 @@ def read(state: State, draft: Drafted, width: int) -> jax.Array:
     """What a pass reads, int32 ``[B, width]``: each row's newest token and its draft."""
     size = (state.prompt + state.counts)[:, None]
     newest = jnp.take_along_axis(state.text, size - 1, axis=1)
-    return jnp.concatenate([newest, _following(draft, width)[:, :-1]], axis=1)
+    return jnp.concatenate([newest, following(draft, width)[:, :-1]], axis=1)
 
 
-def _following(draft: Drafted, width: int) -> jax.Array:
+def following(draft: Drafted, width: int) -> jax.Array:
     """What should follow each token that a pass reads."""
     return jnp.pad(draft.tokens, ((0, 0), (0, 1)))[:, :width]
 
@@ -396,7 +396,7 @@ def settled(
     whose cache is to take so many of the tokens read; how many, ``[B]``.)"""
     width = scores.shape[1]
     rows, place = jnp.arange(live.shape[0])[:, None], jnp.arange(width, dtype=jnp.int32)[None, :]
-    size, drafted = (state.prompt + state.counts)[:, None], _following(draft, width)
+    size, drafted = (state.prompt + state.counts)[:, None], following(draft, width)
     tokens, logprobs = sampled(scores, sampling, size + place, drafted, state.history)
 
     stops = jnp.any(tokens[:, :, None] == stop_ids, axis=2)

@@ -120,11 +120,10 @@ def _with_done(run: Run, state: DraftState) -> list[State]:
 
 
 def _joined(run: Run, parts: list[State]) -> DraftState:
-    columns = jax.device_get([
+    joined = run.joined([
         (part.tokens, part.logprobs, part.counts, part.done, part.drafted, part.accepted)
         for part in parts
     ])  # fmt: skip
-    joined = [np.concatenate(column)[: run.rows] for column in zip(*columns, strict=True)]
     return DraftState(*joined, run, parts)
 
 

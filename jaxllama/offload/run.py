@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -226,14 +226,16 @@ class Run:
     def written(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """tokens and logprobs ``[B, room]``, how many of them are real ``[B]``, and whether a row
         is done."""
-        parts = jax.device_get([
-            (batch.state.tokens, batch.state.logprobs, batch.state.counts, batch.state.done)
-            for batch in self.batches
-        ])  # fmt: skip
-        tokens, logprobs, counts, done = (
-            np.concatenate(column)[: self.rows] for column in zip(*parts, strict=True)
+        states = [batch.state for batch in self.batches]
+        tokens, logprobs, counts, done = self.joined(
+            [(state.tokens, state.logprobs, state.counts, state.done) for state in states]
         )
         return tokens, logprobs, counts, done
+
+    def joined(self, parts: Sequence[tuple[jax.Array, ...]]) -> list[np.ndarray]:
+        """The arrays of all batches ``[rows, ...]``, as those of the run's rows on the host."""
+        columns = zip(*jax.device_get(parts), strict=True)
+        return [np.concatenate(column)[: self.rows] for column in columns]
 
     def _embeds_by_unit(self) -> bool:
         table = self.model.params["embed"]["weight"]

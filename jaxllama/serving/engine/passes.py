@@ -25,7 +25,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.decoder import commit, forward, logits, propose
 from jaxllama.sampling import Sampling
 from jaxllama.serving.engine.request import MAX_LOGPROBS
-from jaxllama.speculative import Ask, Drafted, NGram, in_width, sampled, verdict
+from jaxllama.speculative import Ask, Drafted, NGram, following, in_width, sampled, verdict
 
 if TYPE_CHECKING:
     from jaxllama.serving.engine.slots import Slots
@@ -105,7 +105,7 @@ def run(
         """A token for every live row, and one for each right one of its draft."""
         step, slots, drawn = carry
         live = may_write(slots, drawn).astype(jnp.int32)
-        drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))[:, :n_new]  # what should follow each
+        drafted = following(draft, n_new)
         place = jnp.arange(n_new, dtype=jnp.int32)[None, :]
         positions = slots.cache.lengths[:, None] + 1 + place
         proposal, cache = None, slots.cache

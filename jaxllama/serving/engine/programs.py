@@ -2,7 +2,7 @@
 
     programs = Programs(folder(), device)
     programs.add({key: Wanted(jitted, arguments, ...), ...})     read, or compiled and kept
-    programs.get(key)                   what is called with the arguments, or None
+    programs.call(key, wanted)          what was made, or the jitted function
 
 jax's cache of compiled programs is asked with a program's lowered text.  For the fifty programs of
 an engine on a GPU tracing and lowering are most of a second start: Python, a kernel's operations
@@ -51,8 +51,13 @@ class Wanted(NamedTuple):
     static: Mapping[str, Any] = MappingProxyType({})
 
     def lower(self) -> Any:
-        first = () if self.cfg is None else (self.cfg,)
-        return self.jitted.lower(*first, *self.arguments, **self.static)
+        return self.jitted.lower(*self._positional(), **self.static)
+
+    def run(self) -> Any:
+        return self.jitted(*self._positional(), **self.static)
+
+    def _positional(self) -> tuple[Any, ...]:
+        return self.arguments if self.cfg is None else (self.cfg, *self.arguments)
 
     def facts(self) -> tuple[Any, ...]:
         leaves, structure = jax.tree.flatten(self.arguments)
@@ -86,8 +91,9 @@ class Programs:
     def __len__(self) -> int:
         return len(self._made)
 
-    def get(self, key: Hashable) -> Any:
-        return self._made.get(key)
+    def call(self, key: Hashable, wanted: Wanted) -> Any:
+        made = self._made.get(key)
+        return wanted.run() if made is None else made(*wanted.arguments)
 
     def add(self, wanted: Mapping[Hashable, Wanted]) -> None:
         """Read them all, or compile them side by side and keep them; once."""

@@ -211,8 +211,10 @@ class Runner:
         )
 
     def _admit(self, packed: np.ndarray) -> device.Slots:
-        made = self._programs.get(("admit", *packed.shape))
-        return (made or device.admit)(self.slots, packed)
+        return self._programs.call(*self._admission(packed))
+
+    def _admission(self, packed: np.ndarray) -> tuple[Hashable, Wanted]:
+        return ("admit", *packed.shape), Wanted(device.admit, (self.slots, packed))
 
     def _history_width(self, tokens: int) -> int:
         return next(width for width in self.options.history_widths if width >= tokens)
@@ -254,10 +256,14 @@ class Runner:
     def _fill_call(
         self, params: device.Params, tokens: np.ndarray, facts: np.ndarray, fresh: bool
     ) -> device.Slots:
-        made = self._programs.get(("fill", *tokens.shape, fresh))
-        if made is not None:
-            return made(params, self.slots, tokens, facts)
-        return self._fill_program(self.cfg, params, self.slots, tokens, facts, fresh=fresh)
+        return self._programs.call(*self._filling(params, tokens, facts, fresh))
+
+    def _filling(
+        self, params: device.Params, tokens: np.ndarray, facts: np.ndarray, fresh: bool
+    ) -> tuple[Hashable, Wanted]:
+        told = params, self.slots, tokens, facts
+        wanted = Wanted(self._fill_program, told, self.cfg, {"fresh": fresh})
+        return ("fill", *tokens.shape, fresh), wanted
 
     # Answers
 
@@ -293,15 +299,15 @@ class Runner:
         return Decode(params, orders, allowed, row_of, n, context, wants_top)
 
     def _decode(self, decode: Decode) -> Drawn:
-        told = decode.params, self.slots, decode.orders, decode.masks, self._stop_ids
-        made = self._programs.get(("decode", decode.n, decode.context))
-        if made is not None:
-            self.slots, rows, top = made(*told)
-        else:
-            self.slots, rows, top = self._decode_program(
-                self.cfg, *told, **self._statics(decode.n, decode.context)
-            )
+        self.slots, rows, top = self._programs.call(*self._decoding(decode))
         return Drawn(decode.row_of, rows, top if decode.wants_top else ())
+
+    def _decoding(self, decode: Decode) -> tuple[Hashable, Wanted]:
+        n, context, widths = decode.n, decode.context, self.options.pass_widths(decode.n)
+        told = decode.params, self.slots, decode.orders, decode.masks, self._stop_ids
+        width = self.options.steps_per_call * widths[-1]
+        static = {"n": n, "context": context, "width": width, "widths": widths}
+        return ("decode", n, context), Wanted(self._decode_program, told, self.cfg, static)
 
     def read(self, drawn: Drawn) -> dict[Sequence, Written]:
         """What its rows have written, waited for."""
@@ -335,9 +341,7 @@ class Runner:
         for rows, width, fresh in self._shapes():
             self.slots = self._fill_call(self._with(rows, {}), *_blank(rows, width), fresh)
         for n, context in itertools.product(self.options.sizes, self.options.contexts):
-            params, orders = self._with(n, {}), self._idle(n)
-            idle = Decode(params, orders, self._no_masks[n], {}, n, context, False)
-            self.read(self._thread.submit(self._decode, idle).result())
+            self.read(self._thread.submit(self._decode, self._idle(n, context)).result())
 
     def _shapes(self) -> list[tuple[int, int, bool]]:
         """(prompts, tokens, whether they begin there) of the prefill calls."""
@@ -351,33 +355,20 @@ class Runner:
 
     def _wanted(self) -> dict[Hashable, Wanted]:
         """All that may be called."""
-        wanted: dict[Hashable, Wanted] = {}
-        for width in self.options.history_widths:
-            packed = self._pack([], width)
-            wanted["admit", *packed.shape] = Wanted(device.admit, (self.slots, packed))
-        for rows, width, fresh in self._shapes():
-            told = self._with(rows, {}), self.slots, *_blank(rows, width)
-            wanted["fill", rows, width, fresh] = Wanted(
-                self._fill_program, told, self.cfg, {"fresh": fresh}
-            )
-        for n, context in itertools.product(self.options.sizes, self.options.contexts):
-            told = self._with(n, {}), self.slots, self._idle(n), self._no_masks[n], self._stop_ids
-            wanted["decode", n, context] = Wanted(
-                self._decode_program, told, self.cfg, self._statics(n, context)
-            )
-        return wanted
+        return dict([
+            *(self._admission(self._pack([], width)) for width in self.options.history_widths),
+            *(self._filling(self._with(rows, {}), *_blank(rows, width), fresh)
+              for rows, width, fresh in self._shapes()),
+            *(self._decoding(self._idle(n, context))
+              for n, context in itertools.product(self.options.sizes, self.options.contexts)),
+        ])  # fmt: skip
 
-    def _statics(self, n: int, context: int) -> dict[str, Any]:
-        """Of the decode program for so many rows and pages."""
-        widths = self.options.pass_widths(n)
-        width = self.options.steps_per_call * widths[-1]
-        return {"n": n, "context": context, "width": width, "widths": widths}
-
-    def _idle(self, n: int) -> np.ndarray:
-        """The orders of a decode that does nothing."""
+    def _idle(self, n: int, context: int) -> Decode:
+        """A call that does nothing."""
         rows = np.full((n, 3 + self.options.more_pages), NOBODY, np.int32)
         rows[:, 1] = 0
-        return device.make_orders(rows, level=0, wants_top=False, steps=0)
+        orders = device.make_orders(rows, level=0, wants_top=False, steps=0)
+        return Decode(self._with(n, {}), orders, self._no_masks[n], {}, n, context, False)
 
 
 def _groups(items: list[Any], kind: Any) -> Iterator[tuple[Any, list[Any]]]:
