@@ -31,6 +31,7 @@ from jax import lax
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.gated_delta.gradients_kernel_chunks import CHANNELS, chunk_gradients
 from pallas_kernels.gated_delta.gradients_kernel_scan import reverse_scan
+from pallas_kernels.gated_delta.kernel_channels import chunks_by_channel
 from pallas_kernels.gated_delta.kernel_chunks import chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
 from pallas_kernels.gla import kernel as gla
@@ -56,10 +57,9 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan
         return Reason(reason)
     if q.shape[-1] > 128:
         return Reason(f"q has Dk = {q.shape[-1]}, the kernel takes 64 and 128")
-    if log_decay.ndim == q.ndim:
-        return Reason("log_decay has a number for every key channel, the kernel takes one a head")
     batch, length, heads, dv = v.shape
-    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)), dv <= CHANNELS)
+    backward = dv <= CHANNELS and log_decay.ndim < q.ndim
+    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)), backward)
 
 
 def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
@@ -119,7 +119,10 @@ def gated_delta_forward(
     if lengths is not None:
         lengths = lengths.astype(jnp.int32)
     dv = v.shape[-1]
-    operands = q, k, *chunks(q, k, log_decay, beta, lengths, float(scale)), padded(v)
+    if log_decay.ndim == q.ndim:
+        operands = *chunks_by_channel(q, k, log_decay, beta, lengths, float(scale)), padded(v)
+    else:
+        operands = q, k, *chunks(q, k, log_decay, beta, lengths, float(scale)), padded(v)
     n = segments or segments_for(*v.shape[::2], dv, -(-v.shape[1] // CHUNK))
     start, _ = _starts(operands, padded(initial_state), lengths, n)
     o, states = scan(*operands, start=start, lengths=lengths, segments=n)

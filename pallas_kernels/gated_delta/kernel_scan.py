@@ -76,7 +76,8 @@ def store_transposed(tile, x) -> None:
 
 
 def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks: int, group: int,
-               segments: int, want: Want, ragged: bool, initial: bool):  # fmt: skip
+               segments: int, want: Want, ragged: bool, initial: bool,
+               by_channel: bool):  # fmt: skip
     want_out = want == "out"
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
@@ -159,13 +160,20 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
                 place = remainders.at[b, head, c, 2 * j + wg, part]
                 remainder.store(place, state[:, at], rounded[:, at])
         values = read_transposed(v_rows.at[slot, wg], mask).astype(jnp.float32)
-        rest = inside(values - by_token(e_sm, slot, 0) * seen).astype(jnp.bfloat16)
+        if not by_channel:
+            seen = by_token(e_sm, slot, 0) * seen
+        rest = inside(values - seen).astype(jnp.bfloat16)
 
         def update(accs):
             for acc, right in zip(accs, (kt_sm, m_sm), strict=False):
                 plgpu.wgmma(acc, rest, right.at[slot])
 
-        starts = [state * e_sm[slot, 0, CHUNK - 1], *[by_token(e_sm, slot, 1) * x for x in asked]]
+        if by_channel:
+            e = plgpu.load(e_sm.at[slot], layout=_WGMMA.reduce(0))
+            starts = [state * lax.broadcast_in_dim(e, (64, dk), [1]), *asked]
+        else:
+            whole = e_sm[slot, 0, CHUNK - 1]
+            starts = [state * whole, *[by_token(e_sm, slot, 1) * x for x in asked]]
         state, *outputs = pl.run_state(update)([plgpu.ACC.init(x) for x in starts])
         if want_out:  # in the place of the values
             store_transposed(v_sm.at[slot, wg], inside(outputs[0]))
@@ -229,9 +237,10 @@ def scan(
     b, t, h, dv = v.shape
     hk, dk = q.shape[2:]
     nc, parts = -(-t // CHUNK), dk // PART
+    by_channel = decays.ndim == 4
     body = functools.partial(
         _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments, want=want,
-        ragged=lengths is not None, initial=start is not None,
+        ragged=lengths is not None, initial=start is not None, by_channel=by_channel,
     )  # fmt: skip
     want_out = want == "out"
     width = dv + (VALUE_BLOCK if want == "transitions" else 0)
@@ -257,7 +266,7 @@ def scan(
             tiles(STAGES, CHUNK, dk),
             tiles(STAGES, CHUNK, CHUNK) if want_out else unused,
             tokens(STAGES, 2, CHUNK, 64),
-            plgpu.SMEM((STAGES, 2, CHUNK), jnp.float32),
+            plgpu.SMEM((STAGES, *decays.shape[3:]), jnp.float32),
             plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         ],
