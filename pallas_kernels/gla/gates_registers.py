@@ -13,6 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gla.channels import TILE, Place, half_products, zero_acc
+from pallas_kernels.ptx import LOG2E
 
 
 class Lane(Place):
@@ -62,7 +63,7 @@ def load_slice(lane, q_at, k_at, g_at, limit):
             gs = [arith.select(inside, x, p.cf(0.0)) for x in gs]
         q.append(qw)
         k.append(kw)
-        a.append([p.exp2(arith.mulf(x, p.cf(p.LOG2E))) for x in gs])
+        a.append([p.exp2(arith.mulf(x, p.cf(LOG2E))) for x in gs])
     return q, k, a
 
 
