@@ -53,7 +53,7 @@ def recurrence64(q, k, v, g, beta, scale):
     def step(state, x):
         q, k, v, g, beta = (y.astype(jnp.float64) for y in x)
         q, k = (jnp.repeat(y, v.shape[1] // y.shape[1], axis=1) for y in (q, k))
-        state = jnp.exp(g)[..., None, None] * state
+        state = jnp.exp(g).reshape(*beta.shape, -1, 1) * state
         change = beta[..., None] * (v - jnp.einsum("bhk,bhkv->bhv", k, state))
         state = state + k[..., None] * change[..., None, :]
         return state, (scale * jnp.einsum("bhk,bhkv->bhv", q, state)).astype(jnp.float32)

@@ -31,8 +31,15 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta import kernel_tree as tree
 from pallas_kernels.gated_delta.kernel_chunks import PART, array, high_low
-from pallas_kernels.gla.channels import CHUNK, ROWS, TILE, bundle, bundle_layout, bundle_type
-from pallas_kernels.gla.channels import unbundle
+from pallas_kernels.gla.channels import (
+    CHUNK,
+    ROWS,
+    TILE,
+    bundle,
+    bundle_layout,
+    bundle_type,
+    unbundle,
+)
 from pallas_kernels.gla.gates import BF16_TILE
 from pallas_kernels.gla.gates_registers import Lane
 from pallas_kernels.launch import launch
@@ -50,9 +57,7 @@ def _betas_call(pitch: int):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _LIMIT))
     def call(ctx, betas, scratch, limit):
         del ctx
-        tree.load_betas(
-            p.address(betas), p.shared_address(scratch), limit.registers.flat[0], pitch
-        )
+        tree.load_betas(p.address(betas), p.shared_address(scratch), limit.registers.flat[0], pitch)
 
     return call
 
@@ -71,7 +76,7 @@ def _slice_call(slot: tree.Slot, scale: float, first: bool, ragged: bool):
         del ctx
         acc = _sums_of(*sums) if sums else tree.empty_sums()
         tree.add_slice(
-            Lane(p.shared_address(tiles)), acc, slot, p.shared_address(scratch), p.address(decay),
+            p.shared_address(tiles), acc, slot, p.shared_address(scratch), p.address(decay),
             limit.registers.flat[0] if ragged else None, scale,
         )  # fmt: skip
         return bundle([x for four in acc for x in four])

@@ -72,7 +72,7 @@ def emulate(q, k, g, beta, limit=None):
                 columns = slice(64 * s + 32 * half, 64 * s + 32 * half + 32)
                 put(block, slot.gates + half, g[:, columns].astype(np.float32))
             tree.add_slice(
-                gates_registers.Lane(base), acc, slot, scratch, block.c(DECAY, np.int64),
+                base, acc, slot, scratch, block.c(DECAY, np.int64),
                 None if limit is None else block.c(limit), SCALE,
             )  # fmt: skip
             whole = block.memory[DECAY : DECAY + 256].view(np.float32).copy()
