@@ -1,16 +1,16 @@
 """The gated delta rule on Hopper: the Mosaic GPU kernels put together.
 
-``kernel_chunks`` does what a chunk's tokens do among themselves, all chunks at once, and
-``kernel_scan`` passes the state over the chunks.  Where there are too few heads to fill the GPU a
-row is cut into segments, whose first states follow from a scan of each from zero, and of the
-identity, which finds the matrix that the segment multiplies its first state by.  Backwards
-``gradients_kernel_scan`` passes the state's gradient back over the chunks, and
-``gradients_kernel_chunks`` finds the others.
+``kernel_chunks``, for a decay of every key channel ``kernel_channels``, does what a chunk's tokens
+do among themselves, all chunks at once, and ``kernel_scan`` passes the state over the chunks.
+Where there are too few heads to fill the GPU a row is cut into segments, whose first states follow
+from a scan of each from zero, and of the identity, which finds the matrix that the segment
+multiplies its first state by.  Backwards ``gradients_kernel_scan`` passes the state's gradient back
+over the chunks, and ``gradients_kernel_chunks`` finds the others.
 
-Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed; one number a head), beta and states; T
-of any length; Dk 64 or 128; Dv a multiple of 64, padded here with channels of zeros to one of 128
-where it is none.  Everything is read and written in [B, T, H, D].  A reset inside a row (packed
-sequences) is log_decay = -inf at the first token of the new segment.
+Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed; backwards one number a head), beta and
+states; T of any length; Dk 64 or 128; Dv a multiple of 64, padded here with channels of zeros to
+one of 128 where it is none.  Everything is read and written in [B, T, H, D].  A reset inside a row
+(packed sequences) is log_decay = -inf at the first token of the new segment.
 
 Memory's floor for the two passes is 0.281 ms at (8, 4096, 16 and 16 heads, 128, 128) and 0.187 with
 4 key heads.  Result on one H200: 0.345 and 0.298 ms; errors against the float64 recursion: o 3e-3,
@@ -109,8 +109,8 @@ def gated_delta_forward(
     lengths: jax.Array | None = None,
     segments: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """q, k [B, T, Hk, Dk], v [B, T, H, Dv], log_decay, beta [B, T, H] -> (o [B, T, H, Dv], state
-    [B, H, Dk, Dv]).
+    """q, k [B, T, Hk, Dk], v [B, T, H, Dv], log_decay [B, T, H] or [B, T, H, Dk], beta [B, T, H] ->
+    (o [B, T, H, Dv], state [B, H, Dk, Dv]).
 
     lengths: int32[B]; tokens at t >= lengths[b] are never read into a result (they may be NaN), o
         is 0 there, and whole chunks of them cost nothing.

@@ -2,12 +2,13 @@
 
     R = V - diag(e) K S        o = scale diag(e) Q S + M R        S <- e_64 S + K'^T R
 
-for ``kernel_chunks``'s M, K' and e = exp(G).  One block per (128 value channels, value head, batch
-row, segment of chunks): two warpgroups of 64 value channels each, the first of which starts the
-copies.  S^T [64 dv, Dk] stays in registers for the whole loop; bf16 of it is the register operand
-of S^T K^T and S^T Q^T, R^T, which never leaves the registers, that of R^T K' and R^T M^T.  Three
-slots: one that is computed, one that is there, one on its way; the outputs leave from the place of
-the values.
+for ``kernel_chunks``'s M, K' and e = exp(G); ``kernel_channels``'s Q and K have their decay already,
+and S is decayed channel by channel.  One block per (128 value channels, value head, batch row,
+segment of chunks): two warpgroups of 64 value channels each, the first of which starts the copies;
+one block per 64 where that leaves no SM with two.  S^T [64 dv, Dk] stays in registers for the whole
+loop; bf16 of it is the register operand of S^T K^T and S^T Q^T, R^T, which never leaves the
+registers, that of R^T K' and R^T M^T.  Three slots: one that is computed, one that is there, one on
+its way; the outputs leave from the place of the values.
 
     wait c | S -> bf16 | wgmma S^T K^T, S^T Q^T | R | wgmma S, o | o -> TMA | slot of c-1 <- TMA c+2
 
@@ -224,8 +225,8 @@ def scan(
     q, k, keys, weights, decays, v, *, start=None, lengths=None, segments: int = 1,
     want: Want = "out",
 ):  # fmt: skip
-    """For ``kernel_chunks.chunks``'s results, the last of these being states at the segments' ends,
-    [B, H, segments, Dk, Dv]:
+    """For q, k and ``kernel_chunks.chunks``'s results, or ``chunks_by_channel``'s, the last of
+    these being states at the segments' ends, [B, H, segments, Dk, Dv]:
 
     "out": o [B, T, H, Dv].
     "borders": the transposed states at the chunks' starts, bf16 [B, H, NC, Dv, Dk], and what bf16
@@ -242,7 +243,7 @@ def scan(
     by_channel = decays.ndim == 4
     want_out = want == "out"
     width = dv + (VALUE_BLOCK if want == "transitions" else 0)
-    # Where that leaves half of the SMs idle, a block has 64 value channels.
+    # A block of 64 value channels for each SM, where there are no more of them.
     wgs = 1 if b * h * segments * width // VALUE_BLOCK <= gpu().sms // 2 else 2
     body = functools.partial(
         _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments, want=want,

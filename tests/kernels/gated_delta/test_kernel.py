@@ -164,6 +164,7 @@ CASES = [  # (B, T, Hk, H, Dk, Dv), kind, segments
     ((1, 1000, 1, 2, 128, 128), "weak", 4),
     ((1, 512, 1, 2, 128, 128), "equal", 1),
     ((1, 512, 1, 2, 128, 128), "near", 4),
+    ((9, 70, 4, 8, 128, 128), "mixed", 1),  # a block of the scan has 128 channels
 ]
 
 
