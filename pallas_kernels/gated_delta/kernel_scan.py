@@ -2,13 +2,13 @@
 
     R = V - diag(e) K S        o = scale diag(e) Q S + M R        S <- e_64 S + K'^T R
 
-for ``kernel_chunks``'s M, K' and e = exp(G); ``kernel_channels``'s Q and K have their decay already,
-and S is decayed channel by channel.  One block per (128 value channels, value head, batch row,
-segment of chunks): two warpgroups of 64 value channels each, the first of which starts the copies;
-one block per 64 where that leaves no SM with two.  S^T [64 dv, Dk] stays in registers for the whole
-loop; bf16 of it is the register operand of S^T K^T and S^T Q^T, R^T, which never leaves the
-registers, that of R^T K' and R^T M^T.  Three slots: one that is computed, one that is there, one on
-its way; the outputs leave from the place of the values.
+for ``kernel_chunks``'s M, K' and e = exp(G); ``kernel_channels``'s Q and K have their decay, and S
+is decayed channel by channel.  One block per (128 value channels, value head, batch row, segment of
+chunks): two warpgroups of 64 value channels each, the first of which starts the copies; one block
+per 64 where that leaves no SM with two.  S^T [64 dv, Dk] stays in registers for the whole loop;
+bf16 of it is the register operand of S^T K^T and S^T Q^T, R^T, which never leaves the registers,
+that of R^T K' and R^T M^T.  Three slots: one that is computed, one that is there, one on its way;
+the outputs leave from the place of the values.
 
     wait c | S -> bf16 | wgmma S^T K^T, S^T Q^T | R | wgmma S, o | o -> TMA | slot of c-1 <- TMA c+2
 
