@@ -10,12 +10,14 @@ Delta Attention): what ``kernel_scan`` needs of every chunk, all chunks at once.
 so that o = Q S + M R, R = V - K S, S <- diag(exp(G_64)) S + K'^T R.  No exponential is taken but
 that of log_decay, once an element: ``kernel_tree`` multiplies up from there.
 
-One block of one warpgroup a chunk and value head, several to an SM, one after the other:
+Two workers (warpgroups) of a block, one block to an SM, each walk their own list of chunks and
+value heads:
 
     TMA q k g | per 64 channels: levels 1 .. 32, gated q, k -> TMA | A, P | X | M, K' | TMA out
+                                                  first 64 channels of the next chunk | TMA ...
 
 Floor: 15 bytes per element of q at Dk = 128 (8 in, 7 out), 0.234 ms at (1, 8192, 64, 128, 128).
-Result: 0.520 on one H200.  What was tried: NOTES.md.
+Result: 0.438 on one H200.  What was tried: NOTES.md.
 """
 
 from __future__ import annotations
@@ -36,10 +38,13 @@ from pallas_kernels.gla.channels import (
     CHUNK,
     ROWS,
     TILE,
+    blocks_for,
     bundle,
     bundle_layout,
     bundle_type,
+    digits,
     unbundle,
+    worker_items,
 )
 from pallas_kernels.gla.gates import BF16_TILE
 from pallas_kernels.gla.gates_registers import Lane
@@ -47,6 +52,7 @@ from pallas_kernels.launch import launch
 
 _WGMMA = plgpu.Layout.WGMMA
 _N_SUMS = 4 * tree.ACCUMULATORS
+WARPGROUPS = 2  # workers of a block
 _LIMIT = plgpu.Layout.WG_SPLAT((128,))
 
 
@@ -114,65 +120,98 @@ def _inverse_call(scale: float):
 
 
 def _channels_body(q, k, g, beta, *rest, length: int, scale: float, group: int, parts: int,
-                   ragged: bool):  # fmt: skip
+                   sizes: tuple[int, int, int], ragged: bool):  # fmt: skip
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
-    queries, from_start, keys, weights, decay, tiles_union, scratch, ready = rest
-    rows_of, floats_of, tiles_of = tiles_union
-    head, c, b = (lax.axis_index(name) for name in ("head", "chunk", "row"))
-    rows = pl.ds(c * CHUNK, CHUNK)
-    limit = (jnp.minimum(lengths[b], length) if ragged else length) - c * CHUNK
+    queries, from_start, keys, weights, decay, unions, scratch_all, bars = rest
+    n_heads, n_chunks, n_rows = sizes
+    wg, n_items, item_of = worker_items(n_heads * n_chunks * n_rows, WARPGROUPS)
+    rows_of, floats_of, tiles_of = (x.at[wg] for x in unions)
+    scratch, ready = scratch_all.at[wg], bars.at[wg]
 
-    def work():
-        for part in range(parts):
-            slot, bar, at = tree.SLOTS[part], ready.at[part], pl.ds(part * PART, PART)
-            for half in range(2):
-                columns = pl.ds(part * PART + 32 * half, 32)
-                place = floats_of.at[slot.gates + half]
-                plgpu.copy_gmem_to_smem(g.at[b, rows, head, columns], place, bar)
-            for x, tile in ((q, slot.q), (k, slot.k)):
-                plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], rows_of.at[tile], bar)
-        left = jnp.full((128,), limit, jnp.int32)
-        _betas_call(4 * beta.shape[-1])(beta.at[b, rows, head], scratch, left)
-        sums = ()
-        for part in range(parts):
-            slot, at = tree.SLOTS[part], pl.ds(part * PART, PART)
-            plgpu.barrier_wait(ready.at[part])
-            call = _slice_call(slot, scale, not part, ragged)
-            sums = (call(rows_of, scratch, decay.at[b, head, c, at], left, *sums),)
+    def place(i):
+        return digits(item_of(i), n_heads, n_chunks)
+
+    def limit_of(i):
+        _, c, b = place(i)
+        return (jnp.minimum(lengths[b], length) if ragged else length) - c * CHUNK
+
+    def load(i, part):
+        head, c, b = place(i)
+        rows, at = pl.ds(c * CHUNK, CHUNK), pl.ds(part * PART, PART)
+        slot, bar = tree.SLOTS[part], ready.at[part]
+        for half in range(2):
+            columns = pl.ds(part * PART + 32 * half, 32)
+            place_of = floats_of.at[slot.gates + half]
+            plgpu.copy_gmem_to_smem(g.at[b, rows, head, columns], place_of, bar)
+        for x, tile in ((q, slot.q), (k, slot.k)):
+            plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], rows_of.at[tile], bar)
+
+    def begin(i):
+        """The first slice of an item, whose tiles are free before those of the results are."""
+
+        @pl.when(i < n_items)
+        def _():
+            pl.when(limit_of(i) > 0)(lambda: load(i, 0)) if ragged else load(i, 0)
+
+    begin(0)
+
+    def item(i, _):
+        def work():
+            head, c, b = place(i)
+            rows, limit = pl.ds(c * CHUNK, CHUNK), limit_of(i)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if parts > 1:
+                load(i, 1)
+            left = jnp.full((128,), limit, jnp.int32)
+            _betas_call(4 * beta.shape[-1])(beta.at[b, rows, head], scratch, left)
+            sums = ()
+            for part in range(parts):
+                slot, at = tree.SLOTS[part], pl.ds(part * PART, PART)
+                plgpu.barrier_wait(ready.at[part])
+                call = _slice_call(slot, scale, not part, ragged)
+                sums = (call(rows_of, scratch, decay.at[b, head, c, at], left, *sums),)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(rows_of.at[slot.q], queries.at[b, rows, head, at])
+                plgpu.copy_smem_to_gmem(rows_of.at[slot.near], from_start.at[b, rows, head, at])
+            plgpu.wait_smem_to_gmem(2 if parts > 1 else 0, wait_read_only=True)  # the first's
+            _spread_call(rows_of, *sums)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            x = _inverse_call(scale)(rows_of, scratch)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(rows_of.at[slot.q], queries.at[b, rows, head, at])
-            plgpu.copy_smem_to_gmem(rows_of.at[slot.near], from_start.at[b, rows, head, at])
-        plgpu.wait_smem_to_gmem(2 if parts > 1 else 0, wait_read_only=True)  # the first slice's
-        _spread_call(rows_of, *sums)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        x = _inverse_call(scale)(rows_of, scratch)
-        plgpu.commit_smem()
-        high, low = high_low(x)
-        square = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
+            high, low = high_low(x)
+            square = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
 
-        def scores(acc):
-            for left, n in ((high, 0), (high, 1), (low, 0)):
-                plgpu.wgmma(acc, left, tiles_of.at[tree.SCORES + n].transpose((1, 0)))
-            return acc[...]
+            def scores(acc):
+                for left, n in ((high, 0), (high, 1), (low, 0)):
+                    plgpu.wgmma(acc, left, tiles_of.at[tree.SCORES + n].transpose((1, 0)))
+                return acc[...]
 
-        def ends(acc, part):
-            for left in (high, low):
-                plgpu.wgmma(acc, left, tiles_of.at[tree.SLOTS[part].k])
-            return acc[...]
+            def ends(acc, part):
+                for left in (high, low):
+                    plgpu.wgmma(acc, left, tiles_of.at[tree.SLOTS[part].k])
+                return acc[...]
 
-        tiles_of[tree.KEYS] = pl.run_scoped(scores, square).astype(q.dtype)
-        for part in range(parts):
-            summed = pl.run_scoped(functools.partial(ends, part=part), square)
-            tiles_of[tree.BLOCKS + part] = summed.astype(q.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(rows_of.at[tree.KEYS], weights.at[b, head, rows])
-        for part in range(parts):
-            at = pl.ds(part * PART, PART)
-            plgpu.copy_smem_to_gmem(rows_of.at[tree.BLOCKS + part], keys.at[b, head, rows, at])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            tiles_of[tree.MIXED] = pl.run_scoped(scores, square).astype(q.dtype)
+            for part in range(parts):
+                summed = pl.run_scoped(functools.partial(ends, part=part), square)
+                tiles_of[tree.BLOCKS + part] = summed.astype(q.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(rows_of.at[tree.MIXED], weights.at[b, head, rows])
+            for part in range(parts):
+                at = pl.ds(part * PART, PART)
+                plgpu.copy_smem_to_gmem(rows_of.at[tree.BLOCKS + part], keys.at[b, head, rows, at])
+            begin(i + 1)
 
-    pl.when(limit > 0)(work) if ragged else work()
+        if not ragged:
+            work()
+            return
+        alive = limit_of(i) > 0
+        pl.when(alive)(work)
+        pl.when(jnp.logical_not(alive))(lambda: begin(i + 1))
+
+    lax.fori_loop(0, n_items, item, None)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def chunks_by_channel(q, k, log_decay, beta, lengths, scale: float):
@@ -187,9 +226,9 @@ def chunks_by_channel(q, k, log_decay, beta, lengths, scale: float):
     nc, parts = -(-t // CHUNK), dk // PART
     body = functools.partial(
         _channels_body, length=t, scale=scale, group=h // hk, parts=parts,
-        ragged=lengths is not None,
+        sizes=(h, nc, b), ragged=lengths is not None,
     )  # fmt: skip
-    tiles, half = (tree.TILES, CHUNK, PART), jnp.bfloat16
+    tiles, half = (WARPGROUPS, tree.TILES, CHUNK, PART), jnp.bfloat16
     return launch(
         body,
         (q, k, log_decay, beta, lengths),
@@ -201,14 +240,15 @@ def chunks_by_channel(q, k, log_decay, beta, lengths, scale: float):
             jax.ShapeDtypeStruct((b, h, nc, dk), jnp.float32),
         ),
         name="gated_delta_channels",
-        grid={"head": h, "chunk": nc, "row": b},
+        grid=blocks_for(h * nc * b, WARPGROUPS),
+        warpgroups=WARPGROUPS,
         scratch=[
             plgpu.RefUnion(
                 plgpu.SMEM(tiles, half, transforms=ROWS),
-                plgpu.SMEM((*tiles[:2], 32), jnp.float32, transforms=ROWS),
+                plgpu.SMEM((*tiles[:3], 32), jnp.float32, transforms=ROWS),
                 plgpu.SMEM(tiles, half, transforms=BF16_TILE),
             ),
-            tree.WORDS,
-            plgpu.Barrier(num_arrivals=4, num_barriers=parts),
+            plgpu.SMEM((WARPGROUPS, tree.WORDS), jnp.float32),
+            plgpu.Barrier(num_arrivals=4, num_barriers=(WARPGROUPS, parts)),
         ],
     )

@@ -85,28 +85,20 @@ def _store(lane, tile: int, row: int, word) -> None:
     p.store_shared(lane.pairs[row % 8], [word], TILE * tile + 128 * row)
 
 
-def _row(lane, tile: int, row: int):
-    """What ``_store`` stored; read again where it is used, for want of registers."""
-    (word,) = p.load_shared(lane.pairs[row % 8], 1, TILE * tile + 128 * row)
-    return word
-
-
-def _store_level(lane, tree, level, slot: Slot, tile: int, half: int) -> None:
+def _store_level(lane, tree, level, q, k, tile: int, half: int) -> None:
     """Rows q p and k p of a level to the warp's rows of a tile, k t to 8 of ``MIXED``."""
     second = [r for r in range(16) if r & level]
     first = [r for r in range(16) if not r & level]
     for n, r in enumerate(second):
-        for place, x in ((n, slot.q), (8 + n, slot.k)):
-            _store(lane, tile, place, _gated(_floats(_row(lane, x, r)), tree.p[r]))
+        _store(lane, tile, n, _gated(_floats(q[r]), tree.p[r]))
+        _store(lane, tile, 8 + n, _gated(_floats(k[r]), tree.p[r]))
     for n, r in enumerate(first):
-        word, t = _row(lane, slot.k, r), tree.t[r]
-        word = word if t is None else _gated(_floats(word), t)
+        word = k[r] if tree.t[r] is None else _gated(_floats(k[r]), tree.t[r])
         _store(lane, MIXED, 8 * half + n, word)
 
 
-def _level_products(base, acc, first: int, tiles) -> None:
+def _level_products(lane, acc, first: int, tiles) -> None:
     """Adds levels ``first`` and ``first + 1`` (of ``_LEVELS``)."""
-    lane = Lane(base)
     for address in lane.rows_of(lane.warp):
         right = p.load_matrices(address, at=TILE * MIXED)
         for half, tile in enumerate(tiles):
@@ -115,10 +107,8 @@ def _level_products(base, acc, first: int, tiles) -> None:
             acc[n] = p.mma(acc[n], left, [right[half], right[half + 2]])
 
 
-def _far_products(base, acc, slot: Slot) -> None:
+def _far_products(lane, acc, slot: Slot, query16) -> None:
     """The blocks of levels 16 and 32: of level 16 a warp has q k^T or k k^T."""
-    lane = Lane(base)
-    query16 = p.bit(lane.warp, 0)
     row, column = lane.near_block()
     mixed = p.add(arith.subi(p.ci(1), p.shift_right(lane.warp, 1)), MIXED * TILE // 2048)
     left = arith.select(query16, mixed, p.add(row, slot.near * TILE // 2048))
@@ -126,7 +116,6 @@ def _far_products(base, acc, slot: Slot) -> None:
         a, b = p.load_matrices(a), p.load_matrices(b, at=TILE * slot.near)
         for n in range(2):
             acc[5 + n] = p.mma(acc[5 + n], a, [b[n], b[n + 2]])
-    lane = Lane(base)
     rows, columns = (lane.rows_of(x) for x in lane.far_block())
     for row, column in zip(rows, columns, strict=True):
         b = p.load_matrices(column, at=TILE * slot.far)
@@ -147,20 +136,20 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
         store_rows(lane, TILE * slot.k, k)
     p.warp_barrier()  # from here on a warp's own rows of the gates are its own
     tree, named = Tree(a), {0: acc[0]}
-    diagonal_products(Lane(base), named, TILE * slot.q, TILE * slot.k)
+    diagonal_products(lane, named, TILE * slot.q, TILE * slot.k)
     acc[0] = named[0]
     tiles = slot.near, slot.far
     column = p.shift_left(lane.lane, 3)
     for first in (0, 2):
         for half, tile in enumerate(tiles):
             level = _LEVELS[first + half]
-            _store_level(lane, tree, level, slot, tile, half)
+            _store_level(lane, tree, level, q, k, tile, half)
             tree.raise_level(level)
         if first:  # the 16-row products of the four warps, exchanged through a table
             total = tree.p[15]
             p.store_shared(p.add(scratch, p.shift_left(lane.warp, 8), column), total, TABLE)
         p.warp_barrier()
-        _level_products(base, acc, first, tiles)
+        _level_products(lane, acc, first, tiles)
         p.warp_barrier()
     p.warpgroup_barrier()
 
@@ -180,31 +169,31 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
         left = [arith.select(query16, one, x), arith.select(query32, one, y)]
         after.append(arith.mulf(*left))
     scaled = [arith.mulf(x, p.cf(scale)) for x in before]
-
-    def far(r):
-        both = zip(tree.p[r], tree.suffix(r), strict=True)
-        return times(between, [arith.select(query32, *x) for x in both])
+    far = [
+        times(between, [arith.select(query32, x, y) for x, y in zip(up, down, strict=True)])
+        for up, down in zip(tree.p, map(tree.suffix, range(16)), strict=True)
+    ]
 
     def mix_near():  # warp 1's rows to its own place, warp 3's to warp 0's
         moved = p.shift_left(arith.select(query32, p.ci(-3), p.ci(0)), 11)
         for r in range(16):
-            word = _gated(_floats(_row(lane, slot.q, r)), tree.p[r])
+            word = _gated(_floats(q[r]), tree.p[r])
             p.store_shared(p.add(lane.pairs[r % 8], moved), [word], TILE * MIXED + 128 * r)
 
     def mix_far():
         for r in range(16):
-            _store(lane, MIXED, r, _gated(_floats(_row(lane, slot.q, r)), far(r)))
+            _store(lane, MIXED, r, _gated(_floats(q[r]), far[r]))
 
     p.when(query16, mix_near)
     p.when(query32, mix_far)
     from_start = []
     for r in range(16):
-        key, up, down = _floats(_row(lane, slot.k, r)), tree.p[r], tree.suffix(r)
+        key, up, down = _floats(k[r]), tree.p[r], tree.suffix(r)
         here = [arith.select(query16, x, y) for x, y in zip(up, down, strict=True)]
         _store(lane, slot.near, r, _gated(key, here))
-        _store(lane, slot.far, r, _gated(key, far(r)))
+        _store(lane, slot.far, r, _gated(key, far[r]))
         _store(lane, slot.k, r, _gated(key, times(down, after)))
-        _store(lane, slot.q, r, _gated(_floats(_row(lane, slot.q, r)), times(up, scaled)))
+        _store(lane, slot.q, r, _gated(_floats(q[r]), times(up, scaled)))
         from_start.append(_gated(key, times(up, before)))
     whole = times(times(total, near), across)
     p.when(
@@ -212,7 +201,7 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
         lambda: p.store_global(p.offset(decay_at, lane.lane, 8), whole),
     )
     p.warpgroup_barrier()
-    _far_products(base, acc, slot)
+    _far_products(lane, acc, slot, query16)
     p.warpgroup_barrier()
     store_rows(lane, TILE * slot.near, from_start)
 
