@@ -49,7 +49,8 @@ class Sequence:
     slot, held: its row and its pages while it is admitted.  filled: tokens of ``tokens`` that are
     in the cache.  cached: of those, how many were known at first.  ahead: tokens that decode calls
     whose results are not here yet may have written.  unsure: of those, how many it has not if its
-    drafts are wrong.
+    drafts are wrong.  known: where tokens are restricted, for how many behind ``output`` it is
+    known which may come.
     """
 
     request: Request
@@ -62,6 +63,7 @@ class Sequence:
     cached: int = 0
     ahead: int = 0
     unsure: int = 0
+    known: int = 1
 
     @property
     def own_slot(self) -> int:
@@ -287,14 +289,17 @@ class Scheduler:
             self.ending.append(sequence)
 
     def _budgets(self, steps: int) -> dict[Sequence, int]:
-        """What each running row may write.  A constrained row's mask comes from the host, after
-        every token, so it waits for what it has written."""
+        """What each running row may write.  What may come next is the host's to say where it is
+        restricted: behind what is known such a row waits for what it has written."""
         return {
             sequence: room
             for sequence in self.running.values()
-            if not (sequence.is_masked and sequence.ahead)
-            and (room := sequence.room(1 if sequence.is_masked else steps)) > 0
+            if not (sequence.is_masked and sequence.unsure)
+            and (room := sequence.room(self._allowed(sequence, steps))) > 0
         }
+
+    def _allowed(self, sequence: Sequence, steps: int) -> int:
+        return min(steps, sequence.known - sequence.ahead) if sequence.is_masked else steps
 
     def _growth(self, sequence: Sequence, steps: int) -> int:
         """Pages that it lacks to write so many more tokens."""
