@@ -13,7 +13,8 @@ step before has written: a row is taken to go on for as long as it may.  Contrac
   each counted as wide as its prefill call (``widths``): a long prompt, or many short ones, never
   stall running rows.  Chunks end at multiples of ``chunk``.
 * At most ``max_slots`` sequences are admitted, and they hold the pages that their tokens take and
-  no more (``pages``): a prompt's when it is admitted, an answer's as it is written.
+  no more (``pages``): a prompt's when it is admitted, an answer's as it is written.  A hundredth
+  of all pages is left to those who run.
 * Strict order: nobody overtakes an earlier request of the same priority.
 * When pages are short, or a more urgent request finds no slot, the last of the least urgent
   sequences is preempted: it gives up its pages and waits; later what is no longer known of its
@@ -39,6 +40,9 @@ from jaxllama.serving.engine.request import FinishReason, Request
 
 # Later arrivals that a step of priority is worth.
 AGE = 1024
+# Of so many pages newcomers leave one to those who run: who takes the last ones is soon preempted,
+# and its prompt computed again.
+RESERVE = 100
 
 
 @dataclasses.dataclass(eq=False)
@@ -392,8 +396,10 @@ class Scheduler:
         # Everybody may write one more token before anything else can be done about it.
         need = self._next - sum(self._growth(other, 1) for other in without)
         need += self._growth(sequence, 1)
+        others = self.n_admitted - len(without)
+        need += self.pages.count // RESERVE if others else 0
         available = self.pages.available + self.pages.gain(other.held for other in without)
-        return self.n_admitted - len(without) < self.max_slots and need <= available
+        return others < self.max_slots and need <= available
 
     def _preempt(self, victims: list[Sequence]) -> None:
         """Send the least urgent of ``victims`` back to waiting."""
