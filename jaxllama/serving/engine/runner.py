@@ -84,15 +84,14 @@ class Runner:
             options.pages, options.page_size, states=options.snapshots, unit=options.unit,
             share=options.prefix_cache,
         )  # fmt: skip
-        self._fill_program, self._decode_program = device.fill, device.decode
-        if self.mesh is None:  # loops and branches of which the host knows nothing
-            compiled = functools.partial(
-                compiler_options.compiled_for, mesh=None, static_argnums=0, donate_argnums=2
-            )
-            self._fill_program = compiled(device.fill, static_argnames="fresh")
-            self._decode_program = compiled(
-                device.decode, static_argnames=("n", "context", "width", "widths")
-            )
+        # Loops and branches of which the host knows nothing; on a mesh prompts gain nothing by it.
+        compiled = functools.partial(
+            compiler_options.compiled_for, static_argnums=0, donate_argnums=2
+        )
+        self._fill_program, names = device.fill, ("n", "context", "width", "widths")
+        if self.mesh is None:
+            self._fill_program = compiled(device.fill, None, static_argnames="fresh")
+        self._decode_program = compiled(device.decode, self.mesh, static_argnames=names)
         self.slots = self._empty()
         [home, *_] = self.slots.token.devices()
         self._programs = Programs(folder() if self.mesh is None else None, home)
