@@ -14,7 +14,7 @@ step before has written: a row is taken to go on for as long as it may.  Contrac
   stall running rows.  Chunks end at multiples of ``chunk``.
 * At most ``max_slots`` sequences are admitted, and they hold the pages that their tokens take and
   no more (``pages``): a prompt's when it is admitted, an answer's as it is written.  A hundredth
-  of all pages is left to those who run.
+  of all pages is left to those who run, unless they cannot take them.
 * Strict order: nobody overtakes an earlier request of the same priority.
 * When pages are short, or a more urgent request finds no slot, the last of the least urgent
   sequences is preempted: it gives up its pages and waits; later what is no longer known of its
@@ -397,9 +397,13 @@ class Scheduler:
         need = self._next - sum(self._growth(other, 1) for other in without)
         need += self._growth(sequence, 1)
         others = self.n_admitted - len(without)
-        need += self.pages.count // RESERVE if others else 0
         available = self.pages.available + self.pages.gain(other.held for other in without)
-        return others < self.max_slots and need <= available
+        if others >= self.max_slots or need > available:
+            return False
+        if not others or need + self.pages.count // RESERVE <= available:
+            return True
+        stay = [sequence, *(other for other in self.admitted if other not in without)]
+        return sum(self._growth(one, one.remaining) for one in stay) <= available
 
     def _preempt(self, victims: list[Sequence]) -> None:
         """Send the least urgent of ``victims`` back to waiting."""

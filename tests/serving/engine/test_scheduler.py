@@ -318,6 +318,13 @@ def test_few_are_preempted_where_lengths_are_not_known():
     assert read < 1.05 * 600 * 499
 
 
+def test_nobody_waits_for_pages_that_nobody_can_take():
+    sch = scheduler(max_slots=4, cache_tokens=400, chunk=100, token_budget=400)
+    for order in range(4):
+        sch.add(make(99, 1, order=order))
+    assert len(sch.plan().started) == 4
+
+
 def test_talks_of_eight_turns_are_read_once():
     """Of the tokens of a turn's prompt that were in the talk before, 95% are known."""
     rng, sch = random.Random(1), scheduler(
