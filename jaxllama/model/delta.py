@@ -16,7 +16,7 @@ the convolutions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -80,12 +80,15 @@ def mix(
     return o.reshape(batch, n_new, -1), new
 
 
-def commit(state: GLAState, tokens: GLATokens, count: jax.Array, exact: bool) -> GLAState:
-    """The state after the first ``count[B]`` of the tokens."""
-    assert tokens.beta is not None
-    operands = tokens.k, tokens.k, tokens.v, tokens.log_decay, tokens.beta
-    _, after = steps(_step, operands, state.state, count, exact)
-    return GLAState(after, last_convolved(state, tokens, count))
+def commit(
+    states: Sequence[GLAState], tokens: Sequence[GLATokens], count: jax.Array, exact: bool
+) -> Iterator[GLAState]:
+    """``gla.commit`` of the delta rule."""
+    for state, of in zip(states, tokens, strict=True):
+        assert of.beta is not None
+        operands = of.k, of.k, of.v, of.log_decay, of.beta
+        _, after = steps(_step, operands, state.state, count, exact)
+        yield GLAState(after, last_convolved(state, of, count))
 
 
 def _qkv_width(delta: DeltaConfig) -> int:
