@@ -76,7 +76,7 @@ def plan(
 
 def fusible(*operands) -> bool:
     """Has ``gla_commit`` a kernel for these operands, where they are?"""
-    return bool(operands[0]) and not is_empty(*operands) and has_plan(lambda: plan(*operands), *operands)
+    return bool(operands[0]) and has_plan(lambda: plan(*operands), *operands)
 
 
 def _kernel(found, states, k, v, log_decay, count):

@@ -47,7 +47,6 @@ from pallas_kernels.dispatch import Reason
 from pallas_kernels.gla.step_registers import BATCH, Operands, Shape, Step
 from pallas_kernels.launch import in_place, launch
 
-
 LAYERS = 64  # of a commit: their addresses are the kernel's arguments
 
 

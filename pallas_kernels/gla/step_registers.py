@@ -103,7 +103,8 @@ class Step:
 
     def of_token(self, token: Any):
         """Its row among all rows' tokens."""
-        return self.row if self.shape.tokens == 1 else p.add(p.mul(self.row, self.shape.tokens), token)
+        tokens = self.shape.tokens
+        return self.row if tokens == 1 else p.add(p.mul(self.row, tokens), token)
 
     def of_head(self, base: Any, token: Any, size: int):
         """Address of the head's ``size`` bytes of a token in ``[B, T, H, ...]``."""
@@ -156,7 +157,8 @@ class Step:
                 for t in tokens:
                     at = 16 * (shape.dk * t + at_once * (start + i))
                     decay, k, q, _ = p.load_shared(entries, 4, at, "f32")
-                    row = [p.fma(decay, s, arith.mulf(k, x)) for s, x in zip(row, v[t], strict=True)]
+                    added = [arith.mulf(k, x) for x in v[t]]
+                    row = [p.fma(decay, s, x) for s, x in zip(row, added, strict=True)]
                     if self.memory.out is not None:
                         out[t] = [p.fma(q, s, o) for s, o in zip(row, out[t], strict=True)]
                 if not self.kept:
@@ -244,7 +246,8 @@ class Step:
             q = p.load_half(self.stream(0, t, p.add(p.mul(self.head, shape.dk), d)))
         k = p.load_half(self.stream(1, t, key))
         if self.memory.log_decay is None:
-            return q, k, [p.load_global(self.stream(3, t, p.ci(c)), 4) for c in range(0, shape.rank, 8)]
+            low = self.stream(3, t, p.ci(0))
+            return q, k, [p.load_global(low, 4, 2 * c) for c in range(0, shape.rank, 8)]
         at = self.of_head(self.memory.log_decay, t, 4 * shape.dk)
         return q, k, p.load_global(p.offset(at, d, 4), 1, 0, "f32")[0]
 
