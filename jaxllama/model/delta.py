@@ -27,6 +27,7 @@ from jaxllama.model.cache import GLAState, GLATokens
 from jaxllama.model.gla import by_row, gated_norm, last_convolved, moving, short_convolution, steps
 from jaxllama.model.linear import Params, linear
 from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
+from pallas_kernels.gated_delta.token import fusible, gated_delta_token
 from pallas_kernels.matmul.blocks import Columns
 
 _INPUTS = ("qkvz", "ba", "f_0", "g_0")
@@ -45,7 +46,11 @@ def mix(
     delta = cfg.delta
     assert delta is not None
     names = (name for name in _INPUTS if name in p)
-    streams = {name: x.value for name, x in zip(names, projected, strict=True)}
+    columns = dict(zip(names, projected, strict=True))
+    fused = _token(cfg, p, columns, state, at)
+    if fused is not None:
+        return fused
+    streams = {name: x.value for name, x in columns.items()}
     qkv, z = jnp.split(streams["qkvz"], (_qkv_width(delta),), axis=-1)
     batch, n_new, _ = qkv.shape
     read, conv = by_row(qkv, at), None
@@ -78,6 +83,30 @@ def mix(
     gate = None if gate is None else gate.reshape(o.shape)
     o = gated_norm(o, p["o_norm"]["weight"], delta.norm_eps, gate, delta.gate_activation)
     return o.reshape(batch, n_new, -1), new
+
+
+def _token(
+    cfg: ModelConfig, p: Params, columns: dict[str, Columns], state: GLAState | None, at: At
+) -> tuple[jax.Array, GLAState] | None:
+    """``mix`` of one token as one kernel, or None where there is none."""
+    delta = cfg.delta
+    assert delta is not None
+    batch, n_new, _ = columns["qkvz"].rows.shape
+    if n_new > 1 or at.drafted is not None or state is None or state.conv is None:
+        return None
+    plain = delta.decay == "head" and (
+        delta.gate == "none" or (delta.gate, delta.gate_activation) == ("full", "silu")
+    )
+    if not plain:
+        return None
+    rows = [x._replace(rows=x.rows[:, 0]) for x in (columns["qkvz"], columns["ba"])]
+    decay = p["decay"]["a_log"], p["decay"]["dt_bias"]
+    given = rows, p["conv"]["weight"], decay, p["o_norm"]["weight"], at.lengths
+    given = *given, state.state, state.conv[0]
+    if not fusible(*given):
+        return None
+    o, *after = gated_delta_token(*given, eps=delta.norm_eps, beta_max=delta.beta_max)
+    return o.reshape(batch, 1, -1), GLAState(after[0], (after[1],))
 
 
 def commit(

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxllama as jl
 from jaxllama import compiler_options
-from jaxllama.config import ModelConfig
+from jaxllama.config import DeltaConfig, ModelConfig
 from jaxllama.generation import advance, init_params, start, verify
 from jaxllama.model import decoder
 from jaxllama.model.cache import cache_specs
@@ -144,6 +144,15 @@ def test_a_gla_layer_that_verifies_a_draft_is_five_kernels(on_hopper, scheme):
     calls = kernels_of(2, scheme, "bfloat16", GLA_CFG, width=5)
     layers = GLA_CFG.n_layers
     assert calls == {"matmul": 4 * layers + 1, "gla_token": layers, "run": 1, "gla_commit": 1}
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", None])
+def test_a_gated_delta_layer_of_one_row_is_five_kernels(on_hopper, scheme):
+    """The convolution, the gates and the gated norm are in the step's kernel."""
+    delta = DeltaConfig(n_heads=8, n_k_heads=4, d_k=128, d_v=128, norm_eps=1e-6)
+    cfg = CFG.replace(layer_types=("delta",) * 3, delta=delta)
+    calls, layers = kernels_of(1, scheme, "bfloat16", cfg), CFG.n_layers
+    assert calls == {"matmul": 4 * layers + 1, "gated_delta_token": layers, "run": 1}
 
 
 @pytest.mark.parametrize("rows", [8, 64])
