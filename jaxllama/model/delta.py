@@ -9,6 +9,9 @@
 A channel's decay and Kimi's output gate are products of two factors.  q, k and v go through one
 convolution, whose last ``conv_size - 1`` inputs are part of the row's state.  No positions.
 
+In a decode step on Hopper, with one decay a head, all between the projections and the output's
+product is one kernel (``gated_delta.token``).
+
 Sources: arXiv 2406.06484, 2412.06464, 2510.26692; transformers' ``qwen3_next``,
 flash-linear-attention's layers of these names.  Left out: other feature maps than SiLU, biases of
 the convolutions.
