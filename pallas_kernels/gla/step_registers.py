@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats, silu
+from pallas_kernels.fused_parts import floats, layer_address, silu
 from pallas_kernels.ptx import LOG2E
 
 BATCH = 16  # loads of 16 bytes that a lane has in flight
@@ -92,7 +92,7 @@ class Step:
         layer = None
         if isinstance(operands.state, tuple):
             layer, head = (f(head, p.ci(heads)) for f in (arith.divui, arith.remui))
-        self.memory = Operands(*(_address(ref, layer) for ref in operands[:-1]))
+        self.memory = Operands(*(layer_address(ref, layer) for ref in operands[:-1]))
         self.kept = tuple(map(p.address, operands.kept or ()))
         self.whole_head = head
         self.row, self.head = (f(head, p.ci(shape.heads)) for f in (arith.divui, arith.remui))
@@ -357,13 +357,3 @@ class Step:
                 total = arith.addf(total, p.load_float(place, 8 * i))
             totals.append(total)
         return totals
-
-
-def _address(ref: Any, layer: Any):
-    """Of an operand; of a tuple of them, one a layer, the layer's."""
-    if not isinstance(ref, tuple):
-        return None if ref is None else p.address(ref)
-    base, *others = map(p.address, ref)
-    for i, other in enumerate(others, 1):
-        base = arith.select(p.equal(layer, i), other, base)
-    return base

@@ -147,12 +147,14 @@ def test_a_gla_layer_that_verifies_a_draft_is_five_kernels(on_hopper, scheme):
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", None])
-def test_a_gated_delta_layer_of_one_row_is_five_kernels(on_hopper, scheme):
-    """The convolution, the gates and the gated norm are in the step's kernel."""
+def test_a_gated_delta_layer_of_few_rows_is_five_kernels(on_hopper, scheme):
+    """The convolution, the gates and the gated norm are in the step's kernel; where it verifies a
+    draft, too, and one more for all layers takes the tokens that stay."""
     delta = DeltaConfig(n_heads=8, n_k_heads=4, d_k=128, d_v=128, norm_eps=1e-6)
     cfg = CFG.replace(layer_types=("delta",) * 3, delta=delta)
     calls, layers = kernels_of(1, scheme, "bfloat16", cfg), CFG.n_layers
     assert calls == {"matmul": 4 * layers + 1, "gated_delta_token": layers, "run": 1}
+    assert kernels_of(2, scheme, "bfloat16", cfg, width=5) == calls | {"gated_delta_commit": 1}
 
 
 @pytest.mark.parametrize("rows", [8, 64])

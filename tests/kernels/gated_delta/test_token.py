@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.gated_delta.commit import gated_delta_commit
 from pallas_kernels.gated_delta.reference import EPSILON
-from pallas_kernels.gated_delta.token import gated_delta_token, plan
+from pallas_kernels.gated_delta.token import gated_delta_token, gated_delta_tokens, plan
 from pallas_kernels.matmul.blocks import Columns
 from tests.helpers.warp_emulator import emulated
 
@@ -94,11 +95,53 @@ CASES = {  # rows, key heads, heads, Dk, and what is special
 @newest
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_s_code_on_numpy(name):
-    from pallas_kernels.gated_delta import token_kernel
+    from pallas_kernels.gated_delta import token_kernel, token_registers
 
     shape, special = CASES[name]
-    with emulated(token_kernel):
+    with emulated(token_kernel, token_registers):
         check(case(*shape, **special), 2.0 if name == "groups" else 1.0)
+
+
+def check_draft(rows, tokens, shape, **special):
+    """A draft's tokens are steps bit for bit, and so are those of them that are taken."""
+    streams, conv, decay, norm, *_ = case(rows * tokens, *shape, **special)
+    *_, state, last = case(rows, *shape, **special, seed=1)
+    weights, options = (conv, decay, norm), {"eps": EPS, "beta_max": 1.0}
+    y, *kept = gated_delta_tokens(streams, *weights, state, last, **options)
+    y = np.asarray(y, np.float32).reshape(rows, tokens, -1)
+    ones, after = jnp.ones((rows,), jnp.int32), [(state, last)]
+    for t in range(tokens):
+        now = [x._replace(rows=x.rows[t::tokens]) for x in streams]
+        one, *new = gated_delta_token(now, *weights, ones, *map(jnp.array, after[-1]), **options)
+        np.testing.assert_array_equal(y[:, t], np.asarray(one, np.float32).reshape(rows, -1))
+        after.append(new)
+    count = jnp.asarray([tokens - 1, 0, 1][:rows], jnp.int32)
+    # A second layer, whose state is a token on and takes the same ones again.
+    layers = [(*map(jnp.array, before), *kept) for before in after[:2]]
+    states, lasts = gated_delta_commit(layers, count)
+    for row, n in enumerate(count.tolist()):
+        np.testing.assert_array_equal(states[0][row], after[n][0][row])
+        np.testing.assert_array_equal(lasts[0][row], after[n][1][row])
+        if n == 0:
+            np.testing.assert_array_equal(states[1][row], after[1][0][row])
+    np.testing.assert_array_equal(lasts[1][0, -1], kept[-1][0, count[0] - 1])
+
+
+DRAFTS = {  # rows, tokens, (key heads, heads, Dk), and what is special
+    "one": (1, 2, (1, 1, 64), {"gate": False}),
+    "groups": (3, 5, (2, 4, 128), {}),
+    "two-taps": (1, 4, (1, 1, 64), {"taps": 2}),
+}
+
+
+@newest
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_draft_s_tokens_are_steps_bit_for_bit(name):
+    from pallas_kernels.gated_delta import token_kernel, token_registers
+
+    rows, tokens, shape, special = DRAFTS[name]
+    with emulated(token_kernel, token_registers):
+        check_draft(rows, tokens, shape, **special)
 
 
 def test_what_the_kernel_refuses_is_said():
@@ -143,3 +186,17 @@ def test_it_lowers_for_cuda_as_one_kernel_in_place():
 )
 def test_values_on_the_gpu(shape, special):
     check(case(*shape, **special), 2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "rows, tokens, shape, special",
+    [
+        *DRAFTS.values(),
+        (1, 5, (16, 32, 128), {}),
+        (3, 8, (16, 32, 128), {}),
+        (1, 3, (1, 1, 256), {}),
+    ],
+)
+def test_drafts_on_the_gpu(rows, tokens, shape, special):
+    check_draft(rows, tokens, shape, **special)
