@@ -3,7 +3,7 @@
     d <- beta_t (v_t - a_t k_t^T S)        S <- a_t S + k_t d^T        for t < count
 
 and the last inputs of the convolution behind them, of all layers of a model in one kernel, in
-place.  ``plan`` says where it does not go; there is no other form of it here.
+place.  The XLA form is a chain of steps of each layer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Plan, Reason, choose_plan, has_plan
+from pallas_kernels.gated_delta.step import step
 from pallas_kernels.gated_delta.token import MOST
 from pallas_kernels.operands import check
-from pallas_kernels.transform import Choice, Op
+from pallas_kernels.transform import Op, chosen
 
 LAYERS = 64  # their addresses are the kernel's arguments
 _OPERANDS = {
@@ -39,13 +40,20 @@ def gated_delta_commit(
 
     layers: of each (state, last, k, v, log_decay, beta, read), the first two to be donated, the
         others as ``gated_delta_tokens`` gives them; what is beyond count may hold anything.
-    Raises ValueError naming the operand for a wrong shape or dtype, NotImplementedError, naming the
-    fact, where ``plan`` has none.
+    Under jax's transformations as ``gated_delta_step``.  Raises ValueError naming the operand for a
+    wrong shape or dtype.
     """
-    operands = tuple(map(tuple, zip(*layers, strict=True)))
-    found = choose_plan("gated_delta_commit", "mosaic", lambda: plan(layers, count), *operands,
-                        has_xla=False)  # fmt: skip
-    return _gated_delta_commit(Choice("mosaic"), found, *operands, count)
+    if not layers:
+        return (), ()
+    for layer in layers:
+        check("gated_delta_commit", _OPERANDS, **_named(layer, count))
+    operands = *map(tuple, zip(*layers, strict=True)), count
+    found = choose_plan("gated_delta_commit", None, lambda: plan(layers, count), *operands)
+    return _gated_delta_commit(chosen(found, None), found, *operands)
+
+
+def _named(layer: Sequence[jax.Array], count: jax.Array) -> dict[str, jax.Array]:
+    return dict(zip(_OPERANDS, (*layer, count), strict=True))
 
 
 def plan(layers: Layers, count: jax.Array) -> Plan | Reason:
@@ -55,7 +63,7 @@ def plan(layers: Layers, count: jax.Array) -> Plan | Reason:
     if not 0 < len(layers) <= LAYERS:
         return Reason(f"{len(layers)} layers, not 1 to {LAYERS}")
     for layer in layers:
-        named = dict(zip(_OPERANDS, (*layer, count), strict=True))
+        named = _named(layer, count)
         sizes = check("gated_delta_commit", _OPERANDS, **named)
         for name in ("last", "k", "v", "read"):
             if named[name].dtype != jnp.bfloat16:
@@ -82,4 +90,24 @@ def _kernel(found, *operands):
     return token_kernel.gated_delta_commit(*operands, plan=found)
 
 
-_gated_delta_commit = Op("gated_delta_commit", None, _kernel)
+def _xla(found, *operands):
+    del found
+    *layers, count = operands
+
+    def after(state, last, k, v, log_decay, beta, read):
+        for t in range(k.shape[1]):
+            now = (x[:, t] for x in (k, v, log_decay, beta))
+            k_t, v_t, g_t, b_t = (
+                jnp.where((count > t).reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+                for x in now
+            )
+            state = step(k_t, k_t, v_t, g_t, b_t, state, scale=1.0, normalize_qk=False)[1]
+        width = jnp.arange(last.shape[1], dtype=jnp.int32)
+        at = (count[:, None] + width)[:, :, None]
+        return state, jnp.take_along_axis(jnp.concatenate([last, read], axis=1), at, axis=1)
+
+    states, lasts = zip(*map(after, *layers), strict=True)
+    return states, lasts
+
+
+_gated_delta_commit = Op("gated_delta_commit", _xla, _kernel)

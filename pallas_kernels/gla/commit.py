@@ -36,11 +36,8 @@ def gla_commit(
     states: float32 ``[B, H, Dk, Dv]``, one a layer; donate them.  k, log_decay ``[B, T, H, Dk]``
         and v ``[B, T, H, Dv]``, likewise; what is beyond count may hold anything.
 
-    | jit, vmap, shard_map          | any operand; under vmap one launch for each element |
-    | jvp, grad, at any order       | the XLA form's |
-    | export, jit over many devices | the XLA form |
-
-    Raises ValueError naming the operand for a wrong shape or dtype.
+    Under jax's transformations as ``gla_step``.  Raises ValueError naming the operand for a wrong
+    shape or dtype.
     """
     for layer in zip(states, k, v, log_decay, strict=True):
         check("gla_commit", _OPERANDS, **dict(zip(_OPERANDS, (*layer, count), strict=True)))
