@@ -129,7 +129,8 @@ def commit(
         (old.state, *(old.conv or ()), of.k, of.v, of.log_decay, of.beta, *of.conv)
         for old, of in both
     ]
-    if all(len(layer) == 7 for layer in layers) and fusible_commit(layers, count):
+    plain = all(len(layer) == 7 and layer[4].ndim == 3 for layer in layers)  # a decay a head
+    if plain and fusible_commit(layers, count):
         for state, last in zip(*gated_delta_commit(layers, count), strict=True):
             yield GLAState(state, (last,))
         return

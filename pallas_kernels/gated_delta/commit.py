@@ -1,6 +1,6 @@
 """The first of some tokens that a row may take: ``gated_delta_tokens``' other half.
 
-    d <- beta_t (v_t - a_t k_t^T S)        S <- a_t S + k_t d^T        for t < count
+    d <- beta_t (v_t - a_t k_t^T S)        S <- a_t S + k_t d^T        for t < count, |k_t| = 1
 
 and the last inputs of the convolution behind them, of all layers of a model in one kernel, in
 place.  The XLA form is a chain of steps of each layer.
@@ -101,7 +101,7 @@ def _xla(found, *operands):
                 jnp.where((count > t).reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
                 for x in now
             )
-            state = step(k_t, k_t, v_t, g_t, b_t, state, scale=1.0, normalize_qk=False)[1]
+            state = step(k_t, k_t, v_t, g_t, b_t, state, scale=1.0, normalize_qk=True)[1]
         width = jnp.arange(last.shape[1], dtype=jnp.int32)
         at = (count[:, None] + width)[:, :, None]
         return state, jnp.take_along_axis(jnp.concatenate([last, read], axis=1), at, axis=1)

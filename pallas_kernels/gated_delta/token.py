@@ -81,7 +81,7 @@ def gated_delta_tokens(
     eps: float,
     beta_max: float,
 ) -> tuple[jax.Array, ...]:
-    """(y ``[B * T, H, Dv]``, k of length one ``[B, T, Hk, Dk]``, v ``[B, T, H, Dv]``, float32
+    """(y ``[B * T, H, Dv]``, k ``[B, T, Hk, Dk]`` of any length, v ``[B, T, H, Dv]``, float32
     log_decay and beta ``[B, T, H]``, what the convolution read ``[B, T, F]``) of T tokens of each
     row, one behind the other, from a state and last inputs that stay.
 

@@ -190,16 +190,15 @@ class Token:
     def step(self, t: int, rows: list, first: Any, decay: Any, beta: Any, weight: list, z: Any):
         """The state's rows after a token, whose answer is stored."""
         shape, zero, scale = self.shape, p.cf(0.0), p.cf(self.shape.dk**-0.5)
-        of_q, of_k = (None, None) if self.commits else (self.length(t, i) for i in (0, 1))
+        of_q, of_k = None if self.commits else self.length(t, 0), self.length(t, 1)
         seen, asked, both = [zero] * 4, [zero] * 4, zero
         decayed, keys = [], []
         at = p.add(self.table, p.mul(first, 4), 8 * shape.dk * t)
         for r, row in enumerate(rows):
-            key = p.load_float(at, 4 * (shape.dk + r))
+            key = _rounded(arith.mulf(p.load_float(at, 4 * (shape.dk + r)), of_k))
             row = [arith.mulf(decay, x) for x in row]
             if not self.commits:
                 query = _rounded(arith.mulf(p.load_float(at, 4 * r), of_q))
-                key = _rounded(arith.mulf(key, of_k))
                 query = arith.mulf(query, scale)
                 asked = [p.fma(query, x, y) for x, y in zip(row, asked, strict=True)]
                 both = p.fma(query, key, both)
@@ -258,27 +257,25 @@ class Token:
         return p.rsqrt(arith.addf(total, p.cf(EPSILON)))
 
     def put(self, t: int, qk: Any, v: Any) -> None:
-        """The thread's channels of a token, to shared memory."""
+        """The thread's channels of a token, and the warp's sum of squares, to shared memory."""
         at = p.add(self.table, p.mul(self.thread, 4))
         p.store_shared(at, [qk], 8 * self.shape.dk * t)
-        at = p.add(self.values, p.mul(self.v_channel, 4))
-        p.store_shared(at, [v], 4 * (COLUMNS + self.shape.warps) * t)
+        place = 4 * (COLUMNS + self.shape.warps) * t
+        p.store_shared(p.add(self.values, p.mul(self.v_channel, 4)), [v], place)
+        squares = arith.mulf(qk, qk)
+        for distance in (16, 8, 4, 2, 1):
+            squares = arith.addf(squares, p.shuffle_xor(squares, distance))
+        at = p.add(self.values, p.mul(self.warp, 4))
+        store = functools.partial(p.store_shared, at, [squares], place + 4 * COLUMNS)
+        p.when(p.less(self.lane, 1), store)
 
     def convolved(self) -> Callable[[], None]:
         """q, k and v of all tokens.  What stores the new last inputs, or what is kept."""
-        shape, tokens = self.shape, range(self.shape.tokens)
         qk, v = (self.inputs(feature) for feature in (self.feature, self.v_feature))
         of_qk, of_v = (self.activated(x, feature) for x, feature in
                        ((qk, self.feature), (v, self.v_feature)))  # fmt: skip
-        for t in tokens:
-            self.put(t, of_qk[t], of_v[t])
-            squares = arith.mulf(of_qk[t], of_qk[t])
-            for distance in (16, 8, 4, 2, 1):
-                squares = arith.addf(squares, p.shuffle_xor(squares, distance))
-            at = p.add(self.values, p.mul(self.warp, 4))
-            place = 4 * ((COLUMNS + shape.warps) * t + COLUMNS)
-            store = functools.partial(p.store_shared, at, [squares], place)
-            p.when(p.less(self.lane, 1), store)
+        for t, channels in enumerate(zip(of_qk, of_v, strict=True)):
+            self.put(t, *channels)
         if self.kept:
             return lambda: self.keep(qk, v, of_qk, of_v)
         return lambda: self.store_last(qk[1:], v[1:])
@@ -324,7 +321,7 @@ class Token:
         kept, before = self.kept, self.shape.taps - 1
         assert kept is not None
         for t in range(self.shape.tokens):
-            key = p.narrow(arith.mulf(of_qk[t], self.length(t, 1)), "bf16")
+            key = p.narrow(of_qk[t], "bf16")
 
             def of_key_head(t=t, key=key):
                 p.store_global_half(self.of_read(kept.read, t, self.feature), qk[before + t])

@@ -130,7 +130,7 @@ def check_draft(rows, tokens, shape, **special):
     for got, want in zip((states, lasts), xla_commit(None, *zip(*layers, strict=True), count),
                          strict=True):  # fmt: skip
         for one, other in zip(got, want, strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-4)
+            assert relative_rms(one, np.asarray(other, np.float64)) < 2e-3  # it rounds no k
 
 
 DRAFTS = {  # rows, tokens, (key heads, heads, Dk), and what is special
