@@ -19,6 +19,8 @@ CASES = {
     "gqa": (FAMILIES["gqa"], "float32"),
     "bfloat16": (FAMILIES["gqa"], "bfloat16"),
     "int8": (FAMILIES["gqa"], "int8"),
+    "wide": (WIDE, "float32"),
+    "wide-int8": (WIDE, "int8"),
     "int4": (WIDE, "int4"),
     "fp8": (FAMILIES["gqa"], "float8_e4m3fn"),
     "window": (FAMILIES["mqa-window"], "float32"),
