@@ -11,10 +11,9 @@ draft that samples with the same keys agrees as often: Daliri et al., arXiv 2408
 are the model's.  What differs is what another batch size would change: roundings.
 
 Drafts are pure functions on the device.  ``NGram`` finds what followed the last tokens when they
-stood in the text before (prompt lookup); ``Model`` is a smaller model with the same vocabulary:
-each turn it reads what its cache has not seen of the text, at once, and goes on from there.  Keys
-and values of what it drafted stay, so that where it was right a token is missing, or two; a
-recurrent state cannot be cut, so it goes on in a copy and reads again what was right.
+stood in the text before (prompt lookup); ``Model`` is a smaller model with the same vocabulary,
+whose cache holds accepted tokens only: each turn it reads those that it has not seen, at once, and
+goes on from there in a copy of what it would have to take back.
 
 A turn is draft, verify, commit, in one ``lax.while_loop``; the pass is as wide as the longest draft
 of a row needs, of a few compiled widths.  With ``draft_tokens`` 0 each row asks for what pays:
@@ -123,9 +122,7 @@ class Model:
         return prefill(self.cfg, params, self._known(tokens), lengths, cache, chunk=chunk)[1]
 
     def propose(self, params: Params, kept: Cache, ask: Ask) -> Drafted:
-        is_cut = all(isinstance(layer, KVCache) for layer in kept.layers)
-        known = jnp.minimum(kept.lengths, ask.size - 1)  # behind it are drafts that were wrong
-        kept, hidden = self._read(params, dataclasses.replace(kept, lengths=known), ask)
+        kept, hidden = self._read(params, kept, ask)
         most = jnp.max(ask.wanted)
 
         def drafted(
@@ -150,25 +147,24 @@ class Model:
         tokens, history = drafted(none, jnp.int32(0), hidden, ask.history)
         carry = jnp.int32(1), tokens, kept, history
         _, tokens, after, _ = lax.while_loop(lambda carry: carry[0] < most, one_more, carry)
+        # Keys and values past the length are dead; a recurrent state has to be the old one.
         layers = tuple(
             new if isinstance(new, KVCache) else old
             for new, old in zip(after.layers, kept.layers, strict=True)
         )
-        lengths = after.lengths if is_cut else kept.lengths
-        return Drafted(tokens, ask.wanted, Cache(layers, lengths))
+        return Drafted(tokens, ask.wanted, Cache(layers, kept.lengths))
 
     def _read(self, params: Params, cache: Cache, ask: Ask) -> tuple[Cache, jax.Array]:
         """(the cache with what the text has more, the last token's hidden state ``[B, D]``), of
         the rows that want a draft."""
-        rows = jnp.arange(ask.size.shape[0])
-        widths = tuple(sorted({2, ask.most + 1}))
+        width = ask.most + 1
+        rows, place = jnp.arange(ask.size.shape[0]), jnp.arange(width, dtype=jnp.int32)[None, :]
 
         def missing(cache: Cache) -> jax.Array:
             return jnp.where(ask.wanted > 0, ask.size - cache.lengths, 0)
 
-        def one_pass(width: int, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
+        def read(carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
             cache, last = carry
-            place = jnp.arange(width, dtype=jnp.int32)[None, :]
             new = jnp.minimum(missing(cache), width)
             index = jnp.minimum(cache.lengths[:, None] + place, ask.text.shape[1] - 1)
             tokens = self._known(jnp.take_along_axis(ask.text, index, axis=1))
@@ -176,10 +172,6 @@ class Model:
             hidden = hidden[rows, jnp.maximum(new - 1, 0)]
             last = jnp.where((new > 0)[:, None], hidden, last)
             return decoder.commit(proposal, new), last
-
-        def read(carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
-            needed = jnp.minimum(jnp.max(missing(carry[0])), widths[-1])
-            return in_width(widths, needed, one_pass, carry)
 
         blank = jnp.zeros((rows.shape[0], self.cfg.d_model), decoder.activation_dtype(params))
         return lax.while_loop(lambda carry: jnp.any(missing(carry[0]) > 0), read, (cache, blank))
