@@ -1,16 +1,16 @@
 """The gated delta rule on Hopper: the Mosaic GPU kernels put together.
 
-``kernel_chunks`` does what a chunk's tokens do among themselves, all chunks at once, and
-``kernel_scan`` passes the state over the chunks.  Where there are too few heads to fill the GPU a
-row is cut into segments, whose first states follow from a scan of each from zero, and of the
-identity, which finds the matrix that the segment multiplies its first state by.  Backwards
-``gradients_kernel_scan`` passes the state's gradient back over the chunks, and
-``gradients_kernel_chunks`` finds the others.
+``kernel_chunks``, for a decay of every key channel ``kernel_channels``, does what a chunk's tokens
+do among themselves, all chunks at once, and ``kernel_scan`` passes the state over the chunks.
+Where there are too few heads to fill the GPU a row is cut into segments, whose first states follow
+from a scan of each from zero, and of the identity, which finds the matrix that the segment
+multiplies its first state by.  Backwards ``gradients_kernel_scan`` passes the state's gradient back
+over the chunks, and ``gradients_kernel_chunks`` finds the others.
 
-Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed; one number a head), beta and states; T
-of any length; Dk 64 or 128; Dv a multiple of 64, padded here with channels of zeros to one of 128
-where it is none.  Everything is read and written in [B, T, H, D].  A reset inside a row (packed
-sequences) is log_decay = -inf at the first token of the new segment.
+Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed; backwards one number a head), beta and
+states; T of any length; Dk 64 or 128; Dv a multiple of 64, padded here with channels of zeros to
+one of 128 where it is none.  Everything is read and written in [B, T, H, D].  A reset inside a row
+(packed sequences) is log_decay = -inf at the first token of the new segment.
 
 Memory's floor for the two passes is 0.281 ms at (8, 4096, 16 and 16 heads, 128, 128) and 0.187 with
 4 key heads.  Result on one H200: 0.345 and 0.298 ms; errors against the float64 recursion: o 3e-3,
@@ -31,6 +31,7 @@ from jax import lax
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.gated_delta.gradients_kernel_chunks import CHANNELS, chunk_gradients
 from pallas_kernels.gated_delta.gradients_kernel_scan import reverse_scan
+from pallas_kernels.gated_delta.kernel_channels import chunks_by_channel
 from pallas_kernels.gated_delta.kernel_chunks import chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
 from pallas_kernels.gla import kernel as gla
@@ -56,10 +57,9 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan
         return Reason(reason)
     if q.shape[-1] > 128:
         return Reason(f"q has Dk = {q.shape[-1]}, the kernel takes 64 and 128")
-    if log_decay.ndim == q.ndim:
-        return Reason("log_decay has a number for every key channel, the kernel takes one a head")
     batch, length, heads, dv = v.shape
-    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)), dv <= CHANNELS)
+    backward = dv <= CHANNELS and log_decay.ndim < q.ndim
+    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)), backward)
 
 
 def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
@@ -109,8 +109,8 @@ def gated_delta_forward(
     lengths: jax.Array | None = None,
     segments: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """q, k [B, T, Hk, Dk], v [B, T, H, Dv], log_decay, beta [B, T, H] -> (o [B, T, H, Dv], state
-    [B, H, Dk, Dv]).
+    """q, k [B, T, Hk, Dk], v [B, T, H, Dv], log_decay [B, T, H] or [B, T, H, Dk], beta [B, T, H] ->
+    (o [B, T, H, Dv], state [B, H, Dk, Dv]).
 
     lengths: int32[B]; tokens at t >= lengths[b] are never read into a result (they may be NaN), o
         is 0 there, and whole chunks of them cost nothing.
@@ -119,7 +119,10 @@ def gated_delta_forward(
     if lengths is not None:
         lengths = lengths.astype(jnp.int32)
     dv = v.shape[-1]
-    operands = q, k, *chunks(q, k, log_decay, beta, lengths, float(scale)), padded(v)
+    if log_decay.ndim == q.ndim:
+        operands = *chunks_by_channel(q, k, log_decay, beta, lengths, float(scale)), padded(v)
+    else:
+        operands = q, k, *chunks(q, k, log_decay, beta, lengths, float(scale)), padded(v)
     n = segments or segments_for(*v.shape[::2], dv, -(-v.shape[1] // CHUNK))
     start, _ = _starts(operands, padded(initial_state), lengths, n)
     o, states = scan(*operands, start=start, lengths=lengths, segments=n)

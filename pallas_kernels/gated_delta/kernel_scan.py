@@ -2,12 +2,13 @@
 
     R = V - diag(e) K S        o = scale diag(e) Q S + M R        S <- e_64 S + K'^T R
 
-for ``kernel_chunks``'s M, K' and e = exp(G).  One block per (128 value channels, value head, batch
-row, segment of chunks): two warpgroups of 64 value channels each, the first of which starts the
-copies.  S^T [64 dv, Dk] stays in registers for the whole loop; bf16 of it is the register operand
-of S^T K^T and S^T Q^T, R^T, which never leaves the registers, that of R^T K' and R^T M^T.  Three
-slots: one that is computed, one that is there, one on its way; the outputs leave from the place of
-the values.
+for ``kernel_chunks``'s M, K' and e = exp(G); ``kernel_channels``'s Q and K have their decay, and S
+is decayed channel by channel.  One block per (128 value channels, value head, batch row, segment of
+chunks): two warpgroups of 64 value channels each, the first of which starts the copies; one block
+per 64 where that leaves no SM with two.  S^T [64 dv, Dk] stays in registers for the whole loop;
+bf16 of it is the register operand of S^T K^T and S^T Q^T, R^T, which never leaves the registers,
+that of R^T K' and R^T M^T.  Three slots: one that is computed, one that is there, one on its way;
+the outputs leave from the place of the values.
 
     wait c | S -> bf16 | wgmma S^T K^T, S^T Q^T | R | wgmma S, o | o -> TMA | slot of c-1 <- TMA c+2
 
@@ -32,6 +33,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
+from pallas_kernels.device import gpu
 from pallas_kernels.gated_delta import remainder
 from pallas_kernels.gated_delta.kernel_chunks import PART
 from pallas_kernels.gla.channels import CHUNK, ROWS, ChannelLane
@@ -76,7 +78,8 @@ def store_transposed(tile, x) -> None:
 
 
 def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks: int, group: int,
-               segments: int, want: Want, ragged: bool, initial: bool):  # fmt: skip
+               segments: int, want: Want, ragged: bool, initial: bool,
+               by_channel: bool, wgs: int):  # fmt: skip
     want_out = want == "out"
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
@@ -86,7 +89,8 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
     final, q_union, k_union, kt_sm, m_sm, v_union, e_sm, full, empty = rest
     (k_rows, k_sm), (v_rows, v_sm) = k_union, v_union
     q_rows, q_sm = q_union if want_out else (None, None)
-    parts, blocks = dk // PART, dv // VALUE_BLOCK
+    parts, width = dk // PART, 64 * wgs
+    blocks = dv // width
     j, b = lax.axis_index("values"), lax.axis_index("row")
     head, segment = lax.axis_index("head") // segments, lax.axis_index("head") % segments
     wg = lax.axis_index("warpgroup")
@@ -104,8 +108,8 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
             for part in range(parts):
                 at = pl.ds(part * PART, PART)
                 plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], to.at[slot, part], bar)
-        for w in range(2):
-            at = pl.ds((j % blocks) * VALUE_BLOCK + w * 64, 64)
+        for w in range(wgs):
+            at = pl.ds((j % blocks) * width + w * 64, 64)
             plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], v_rows.at[slot, w], bar)
         plgpu.copy_gmem_to_smem(decays.at[b, head, c], e_sm.at[slot], bar)
         plgpu.copy_gmem_to_smem(keys.at[b, head, rows], kt_sm.at[slot], bar)
@@ -116,7 +120,7 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
     def _():
         lax.fori_loop(0, jnp.minimum(2, steps), lambda i, _: load(i), None)
 
-    columns = pl.ds(j * VALUE_BLOCK + wg * 64, 64)
+    columns = pl.ds(j * width + wg * 64, 64)
     if initial:
         state = read_state(dk, dv)(start_state.at[b, head, segment, :, columns])
     else:
@@ -125,7 +129,7 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
             row, column = (
                 plgpu.broadcasted_iota(jnp.int32, (64, dk), axis, layout=_WGMMA) for axis in (0, 1)
             )
-            same = row + ((j - blocks) * VALUE_BLOCK + wg * 64) == column
+            same = row + ((j - blocks) * width + wg * 64) == column
             state = jnp.where(same, jnp.ones_like(state), state)
     mask = jnp.full((128,), jnp.where(j < blocks, -1, 0), jnp.int32)
 
@@ -156,16 +160,23 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
             write_rows(dk, dk)(borders.at[b, head, c, columns], rounded)
             for part in range(parts):
                 at = slice(PART * part, PART * (part + 1))
-                place = remainders.at[b, head, c, 2 * j + wg, part]
+                place = remainders.at[b, head, c, wgs * j + wg, part]
                 remainder.store(place, state[:, at], rounded[:, at])
         values = read_transposed(v_rows.at[slot, wg], mask).astype(jnp.float32)
-        rest = inside(values - by_token(e_sm, slot, 0) * seen).astype(jnp.bfloat16)
+        if not by_channel:
+            seen = by_token(e_sm, slot, 0) * seen
+        rest = inside(values - seen).astype(jnp.bfloat16)
 
         def update(accs):
             for acc, right in zip(accs, (kt_sm, m_sm), strict=False):
                 plgpu.wgmma(acc, rest, right.at[slot])
 
-        starts = [state * e_sm[slot, 0, CHUNK - 1], *[by_token(e_sm, slot, 1) * x for x in asked]]
+        if by_channel:
+            e = plgpu.load(e_sm.at[slot], layout=_WGMMA.reduce(0))
+            starts = [state * lax.broadcast_in_dim(e, (64, dk), [1]), *asked]
+        else:
+            whole = e_sm[slot, 0, CHUNK - 1]
+            starts = [state * whole, *[by_token(e_sm, slot, 1) * x for x in asked]]
         state, *outputs = pl.run_state(update)([plgpu.ACC.init(x) for x in starts])
         if want_out:  # in the place of the values
             store_transposed(v_sm.at[slot, wg], inside(outputs[0]))
@@ -214,8 +225,8 @@ def scan(
     q, k, keys, weights, decays, v, *, start=None, lengths=None, segments: int = 1,
     want: Want = "out",
 ):  # fmt: skip
-    """For ``kernel_chunks.chunks``'s results, the last of these being states at the segments' ends,
-    [B, H, segments, Dk, Dv]:
+    """For q, k and ``kernel_chunks.chunks``'s results, or ``chunks_by_channel``'s, the last of
+    these being states at the segments' ends, [B, H, segments, Dk, Dv]:
 
     "out": o [B, T, H, Dv].
     "borders": the transposed states at the chunks' starts, bf16 [B, H, NC, Dv, Dk], and what bf16
@@ -229,12 +240,15 @@ def scan(
     b, t, h, dv = v.shape
     hk, dk = q.shape[2:]
     nc, parts = -(-t // CHUNK), dk // PART
-    body = functools.partial(
-        _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments, want=want,
-        ragged=lengths is not None, initial=start is not None,
-    )  # fmt: skip
+    by_channel = decays.ndim == 4
     want_out = want == "out"
     width = dv + (VALUE_BLOCK if want == "transitions" else 0)
+    # A block of 64 value channels for each SM, where there are no more of them.
+    wgs = 1 if b * h * segments * width // VALUE_BLOCK <= gpu().sms // 2 else 2
+    body = functools.partial(
+        _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments, want=want,
+        ragged=lengths is not None, initial=start is not None, by_channel=by_channel, wgs=wgs,
+    )  # fmt: skip
     out_type = [jax.ShapeDtypeStruct((b, h, segments, dk, width), jnp.float32)]
     if want_out:
         out_type.insert(0, jax.ShapeDtypeStruct((b, t, h, dv), v.dtype))
@@ -243,22 +257,22 @@ def scan(
         out_type.insert(0, jax.ShapeDtypeStruct(codes, jnp.int32))
         out_type.insert(0, jax.ShapeDtypeStruct((b, h, nc, dv, dk), jnp.bfloat16))
     unused = plgpu.SMEM((8,), jnp.float32)
-    copies = (2 * parts + 1 if want_out else parts) + 2 + 2
+    copies = (2 * parts + 1 if want_out else parts) + 2 + wgs
     return launch(
         body,
         (q, k, keys, weights, decays, v, lengths, start),
         tuple(out_type),
         name="gated_delta_scan",
-        grid={"values": width // VALUE_BLOCK, "head": h * segments, "row": b},
-        warpgroups=2,
+        grid={"values": width // (64 * wgs), "head": h * segments, "row": b},
+        warpgroups=wgs,
         scratch=[
             tokens(STAGES, parts, CHUNK, PART) if want_out else unused,
             tokens(STAGES, parts, CHUNK, PART),
             tiles(STAGES, CHUNK, dk),
             tiles(STAGES, CHUNK, CHUNK) if want_out else unused,
-            tokens(STAGES, 2, CHUNK, 64),
-            plgpu.SMEM((STAGES, 2, CHUNK), jnp.float32),
+            tokens(STAGES, wgs, CHUNK, 64),
+            plgpu.SMEM((STAGES, *decays.shape[3:]), jnp.float32),
             plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=wgs, num_barriers=STAGES),
         ],
     )

@@ -13,6 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gla.channels import TILE, Place, half_products, zero_acc
+from pallas_kernels.ptx import LOG2E
 
 
 class Lane(Place):
@@ -48,7 +49,7 @@ class Lane(Place):
         return arith.ori(self.warp, p.ci(1)), p.masked(self.warp, 2)
 
 
-def _load_slice(lane, q_at, k_at, g_at, limit):
+def load_slice(lane, q_at, k_at, g_at, limit):
     """q, k as 16 bf16 pairs and a = exp(log_decay) as [16 rows][2 columns]."""
     q, k, a = [], [], []
     for r in range(16):
@@ -62,7 +63,7 @@ def _load_slice(lane, q_at, k_at, g_at, limit):
             gs = [arith.select(inside, x, p.cf(0.0)) for x in gs]
         q.append(qw)
         k.append(kw)
-        a.append([p.exp2(arith.mulf(x, p.cf(p.LOG2E))) for x in gs])
+        a.append([p.exp2(arith.mulf(x, p.cf(LOG2E))) for x in gs])
     return q, k, a
 
 
@@ -71,7 +72,7 @@ def _gate(word, factors):
     return p.mul_pairs(word, p.pack(*factors))
 
 
-def _times(xs, ys):
+def times(xs, ys):
     return [arith.mulf(x, y) for x, y in zip(xs, ys, strict=True)]
 
 
@@ -98,16 +99,16 @@ class Tree:
         for r in range(16):
             other = products[r ^ level]
             if r & level:
-                self.p[r] = _times(self.p[r], other)
+                self.p[r] = times(self.p[r], other)
             else:
-                self.t[r] = other if self.t[r] is None else _times(self.t[r], other)
+                self.t[r] = other if self.t[r] is None else times(self.t[r], other)
         # The last row of every block still has the empty t.
 
     def suffix(self, r):
         return [p.cf(1.0)] * 2 if self.t[r] is None else self.t[r]
 
 
-def _store_rows(lane, at, words):
+def store_rows(lane, at, words):
     for r in range(16):
         p.store_shared(lane.pairs[r % 8], [words[r]], at + 128 * r)
 
@@ -122,7 +123,7 @@ def _warp_products(lane, acc, level, at):
             acc[level] = half_products(acc[level], a, a)
 
 
-def _diagonal_products(lane, acc, q_at, k_at):
+def diagonal_products(lane, acc, q_at, k_at):
     for address in lane.rows_of(lane.warp):
         a = p.load_matrices(address, at=q_at)
         b = p.load_matrices(address, at=k_at)
@@ -172,16 +173,16 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
     Byte offsets inside a slot: q tile, k tile, then g's two tiles, reused for y.
     """
     q_at, k_at, low, high = 0, TILE, 2 * TILE, 3 * TILE
-    q, k, a = _load_slice(lane, q_at, k_at, low, limit)
+    q, k, a = load_slice(lane, q_at, k_at, low, limit)
     if limit is not None:
-        _store_rows(lane, q_at, q)
-        _store_rows(lane, k_at, k)
+        store_rows(lane, q_at, q)
+        store_rows(lane, k_at, k)
     # From here on every warp reuses its own rows of the g tiles for y.
     mgpu.utils.warp_barrier()
     tree = Tree(a)
     for pair in ((1, 2), (4, 8)):
         for level, at in zip(pair, (low, high), strict=True):
-            _store_rows(lane, at, tree.operand(level, q, k))
+            store_rows(lane, at, tree.operand(level, q, k))
             tree.raise_level(level)
         if pair[1] == 8:  # the 16-row products of the four warps, exchanged through a table
             column = p.shift_left(lane.lane, 3)
@@ -189,7 +190,7 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
             p.store_shared(p.add(table, p.shift_left(lane.warp, 8), column), total)
         mgpu.utils.warp_barrier()
         if pair[0] == 1:
-            _diagonal_products(lane, acc, q_at, k_at)
+            diagonal_products(lane, acc, q_at, k_at)
         for level, at in zip(pair, (low, high), strict=True):
             _warp_products(lane, acc, level, at)
         mgpu.utils.warp_barrier()
@@ -199,7 +200,7 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
         warp = arith.xori(lane.warp, p.ci(mask))
         return p.load_shared(p.add(table, p.shift_left(warp, 8), column), 2, 0, "f32")
 
-    near, across = of_warp(1), _times(of_warp(2), of_warp(3))
+    near, across = of_warp(1), times(of_warp(2), of_warp(3))
     one = p.cf(1.0)
     query16, query32 = p.bit(lane.warp, 0), p.bit(lane.warp, 1)
     same_side = p.equal(query16, query32)
@@ -217,14 +218,14 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
         yq, yk = _gate(q[r], tree.p[r]), _gate(k[r], suffix)
         y16.append(arith.select(query16, yq, yk))
         y32.append(p.mul_pairs(arith.select(query32, yq, yk), between))
-        qg.append(_gate(q[r], _times(tree.p[r], before)))
-        kg.append(_gate(k[r], _times(suffix, after)))
+        qg.append(_gate(q[r], times(tree.p[r], before)))
+        kg.append(_gate(k[r], times(suffix, after)))
     for at, words in ((low, y16), (high, y32), (q_at, qg), (k_at, kg)):
-        _store_rows(lane, at, words)
+        store_rows(lane, at, words)
     first = p.equal(lane.warp, 0)
     with mgpu.when(first):
         offset = arith.extui(ir.IntegerType.get_signless(64), column)
-        p.store_global(arith.addi(decay_at, offset), _times(_times(total, near), across))
+        p.store_global(arith.addi(decay_at, offset), times(times(total, near), across))
     mgpu.utils.warpgroup_barrier()
     _block_products(lane, acc, 16, lane.near_block(), low)
     _block_products(lane, acc, 32, lane.far_block(), high)

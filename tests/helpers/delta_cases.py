@@ -12,17 +12,21 @@ def unit(x: np.ndarray) -> np.ndarray:
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def case(shape: tuple[int, ...], kind: str, seed: int = 0) -> tuple[Any, ...]:
+def case(
+    shape: tuple[int, ...], kind: str, seed: int = 0, by_channel: bool = False
+) -> tuple[Any, ...]:
     """q, k, v, log_decay, beta and a first state.  kind: of the decay ("weak", "mixed", which has
-    -inf) or of the keys ("near" or "equal", with beta = 1 and no decay)."""
+    -inf) or of the keys ("near" or "equal", with beta = 1 and no decay).  by_channel: a decay for
+    every key channel."""
     b, t, hk, h, dk, dv = shape
     rng = np.random.default_rng(seed)
     q, k = (unit(rng.normal(size=(b, t, hk, dk))) for _ in range(2))
     v, state = rng.normal(size=(b, t, h, dv)), rng.normal(size=(b, h, dk, dv))
-    g = -np.abs(rng.normal(size=(b, t, h))) * 0.05
+    gates = (b, t, h, dk) if by_channel else (b, t, h)
+    g = -np.abs(rng.normal(size=gates)) * 0.05
     beta = rng.uniform(size=(b, t, h))
     if kind == "mixed":
-        g = np.array([0.0, -1e-3, -1.0, -20.0, -1e4, -np.inf])[rng.integers(0, 6, size=(b, t, h))]
+        g = np.array([0.0, -1e-3, -1.0, -20.0, -1e4, -np.inf])[rng.integers(0, 6, size=gates)]
         beta = np.array([0.0, 0.3, 1.0])[rng.integers(0, 3, size=(b, t, h))]
     if kind in ("near", "equal"):
         spread = 0.0 if kind == "equal" else 0.3
@@ -36,9 +40,9 @@ def recurrence(q, k, v, g, beta, state, scale):
     """float64 o and state."""
     q, k, v, g, beta, state = (np.asarray(x, np.float64) for x in (q, k, v, g, beta, state))
     q, k = (np.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
-    out = []
+    decay, out = np.exp(g.reshape(*beta.shape, -1, 1)), []
     for t in range(q.shape[1]):
-        state = np.exp(g[:, t])[..., None, None] * state
+        state = decay[:, t] * state
         seen = np.einsum("bhk,bhkv->bhv", k[:, t], state)
         change = beta[:, t][..., None] * (v[:, t] - seen)
         state = state + k[:, t][..., None] * change[..., None, :]

@@ -82,10 +82,10 @@ def test_a_reason_names_the_fact(change, reason):
     assert reason in kernel.plan(*operands(**shape)[:4]).text
 
 
-def test_decays_by_channel_have_no_kernel():
-    q, k, v, *_ = operands(1, 64, 1, 1, 128, 128)
+def test_gradients_of_decays_by_channel_are_xlas():
+    q, k, v, g, _ = operands(1, 64, 1, 1, 128, 128)
     by_channel = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    assert "every key channel" in kernel.plan(q, k, v, by_channel).text
+    assert kernel.plan(q, k, v, g).backward and not kernel.plan(q, k, v, by_channel).backward
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,25 @@ def test_forward_lowers(shape, kernels):
     assert "stablehlo.transpose" not in text  # everything is read and written where it lies
 
 
-def test_short_ragged_rows_lower():
+@pytest.mark.parametrize("heads, kernels", [(64, 2), (8, 3)])
+def test_decays_by_channel_lower(heads, kernels):
+    q, k, v, _, beta = operands(1, 8192, heads, heads, 128, 128)
+    g = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    text = lowered(functools.partial(kernel.gated_delta_forward, scale=0.1), q, k, v, g, beta)
+    assert text.count("@mosaic_gpu_v2(") == kernels
+    assert "stablehlo.transpose" not in text
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_short_ragged_rows_lower(by_channel):
     state = jax.ShapeDtypeStruct((2, 4, 64, 64), jnp.float32)
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    q, k, v, g, beta = operands(2, 10, 2, 4, 64, 64)
+    if by_channel:
+        g = jax.ShapeDtypeStruct((*g.shape, 64), jnp.float32)
     text = lowered(
         lambda *x: kernel.gated_delta_forward(*x[:5], scale=0.1, initial_state=x[5], lengths=x[6]),
-        *operands(2, 10, 2, 4, 64, 64), state, lengths,
+        q, k, v, g, beta, state, lengths,
     )  # fmt: skip
     assert text.count("@mosaic_gpu_v2(") == 2
 
@@ -151,13 +164,15 @@ CASES = [  # (B, T, Hk, H, Dk, Dv), kind, segments
     ((1, 1000, 1, 2, 128, 128), "weak", 4),
     ((1, 512, 1, 2, 128, 128), "equal", 1),
     ((1, 512, 1, 2, 128, 128), "near", 4),
+    ((9, 70, 4, 8, 128, 128), "mixed", 1),  # a block of the scan has 128 channels
 ]
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("shape, kind, segments", CASES)
-def test_values(shape, kind, segments):
-    *x, state = case(shape, kind)
+def test_values(shape, kind, segments, by_channel):
+    *x, state = case(shape, kind, by_channel=by_channel)
     f = functools.partial(kernel.gated_delta_forward, scale=0.1, segments=segments)
     for start in (None, state):
         got, again = (f(*x, initial_state=start) for _ in range(2))
@@ -188,9 +203,10 @@ def test_gradients(shape, kind, segments):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("segments", [1, 2])
-def test_padding_may_hold_anything(segments):
-    *x, state = case((3, 330, 2, 4, 128, 128), "mixed")
+def test_padding_may_hold_anything(segments, by_channel):
+    *x, state = case((3, 330, 2, 4, 128, 128), "mixed", by_channel=by_channel)
     lengths = np.array([330, 129, 20], np.int32)
     valid = np.arange(330)[None] < lengths[:, None]
     shaped = [valid.reshape(3, 330, *[1] * (y.ndim - 2)) for y in x]

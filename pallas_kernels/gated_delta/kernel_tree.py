@@ -1,0 +1,290 @@
+"""Register work of ``gated_delta.kernel_channels``: q k^T and k k^T of a chunk whose decay is one
+number a key channel, by ``gla.gates``'s tree.
+
+With p and t the products of a = exp(log_decay) from a block's start to a row, and from behind it to
+the block's end, rows i and j of a chunk meet at the level s at which i lies in the second and j in
+the first half of one block of 2s rows: exp(G_i - G_j) = p_i t_j, two numbers in [0, 1].  A level
+inside a warp's 16 rows is one mma per 16 channels: on the left its 8 rows q p, then 8 rows k p, on
+the right its 8 rows k t; of the 64 pairs those of one block count.  Levels 16 and 32 exchange the
+warps' products, and have one block of 16 x 16 for each warp and product, two at most.
+
+Gating multiplies in float32 and rounds once: a delta rule subtracts what it finds.
+
+Everything here runs inside ``plgpu.inline_mgpu`` on a warpgroup; memory is ``TILES`` tiles of 64
+rows of 128 bytes with TMA's swizzle, numbered as ``Slot`` and what follows say.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import ptx as p
+from pallas_kernels.gated_delta.kernel_inverse import Rows
+from pallas_kernels.gla.channels import TILE, zero_acc
+from pallas_kernels.gla.gates_registers import (
+    Lane,
+    Tree,
+    diagonal_products,
+    load_slice,
+    store_rows,
+    times,
+)
+
+
+class Slot(NamedTuple):
+    """Tiles of a slice of 64 channels: q, k and two of gates, which arrive as two of 32 columns.
+    Left behind are q from the chunk's start, with the scale, in q's; k to its end in k's; k from
+    its start in ``near``."""
+
+    q: int
+    k: int
+    gates: int
+    near: int
+    far: int
+
+
+SLOTS = Slot(0, 7, 1, 1, 2), Slot(5, 8, 3, 4, 3)
+TILES = 9
+MIXED = 6  # the right operands of the levels, or rows q p of levels 16 and 32
+SCORES, KEYS = 0, 2  # two tiles each, [64, 64] float32: what P and A are made of
+BLOCKS = 4  # two tiles for the inverse's blocks
+TABLE, BETA, WORDS = 0, 1024, 320  # of the scratch: bytes, and how many words in all
+
+# [4] each: the diagonal of q k^T, levels 1 to 8, the near block's halves, the far block's halves of
+# q k^T and of k k^T.
+ACCUMULATORS = 11
+_LEVELS = (1, 2, 4, 8)
+
+
+def empty_sums():
+    return [zero_acc() for _ in range(ACCUMULATORS)]
+
+
+def load_betas(betas, scratch, limit, pitch: int) -> None:
+    """beta of the chunk's tokens, the next one ``pitch`` bytes on; zeros from ``limit`` on."""
+    token = p.masked(p.register("tid.x"), 63)
+    inside = p.below(token, limit)
+    safe = arith.select(inside, token, p.ci(0))
+    (beta,) = p.load_global(p.offset(betas, safe, pitch), 1, 0, "f32")
+    at = p.add(scratch, p.shift_left(token, 2))
+    p.store_shared(at, [arith.select(inside, beta, p.cf(0.0))], BETA)
+
+
+def _floats(word):
+    return [p.widen(word), p.widen_high(word)]
+
+
+def _gated(pair, factors):
+    return p.pack(*times(pair, factors))
+
+
+def _store(lane, tile: int, row: int, word) -> None:
+    """The thread's two columns of a row of its warp's 16."""
+    p.store_shared(lane.pairs[row % 8], [word], TILE * tile + 128 * row)
+
+
+def _store_level(lane, tree, level, q, k, tile: int, half: int) -> None:
+    """Rows q p and k p of a level to the warp's rows of a tile, k t to 8 of ``MIXED``."""
+    second = [r for r in range(16) if r & level]
+    first = [r for r in range(16) if not r & level]
+    for n, r in enumerate(second):
+        _store(lane, tile, n, _gated(_floats(q[r]), tree.p[r]))
+        _store(lane, tile, 8 + n, _gated(_floats(k[r]), tree.p[r]))
+    for n, r in enumerate(first):
+        word = k[r] if tree.t[r] is None else _gated(_floats(k[r]), tree.t[r])
+        _store(lane, MIXED, 8 * half + n, word)
+
+
+def _level_products(lane, acc, first: int, tiles) -> None:
+    """Adds levels ``first`` and ``first + 1`` (of ``_LEVELS``)."""
+    for address in lane.rows_of(lane.warp):
+        right = p.load_matrices(address, at=TILE * MIXED)
+        for half, tile in enumerate(tiles):
+            left = p.load_matrices(address, at=TILE * tile)
+            n = 1 + first + half
+            acc[n] = p.mma(acc[n], left, [right[half], right[half + 2]])
+
+
+def _far_products(lane, acc, slot: Slot, query16) -> None:
+    """The blocks of levels 16 and 32: of level 16 a warp has q k^T or k k^T."""
+    row, column = lane.near_block()
+    mixed = p.add(arith.subi(p.ci(1), p.shift_right(lane.warp, 1)), MIXED * TILE // 2048)
+    left = arith.select(query16, mixed, p.add(row, slot.near * TILE // 2048))
+    for a, b in zip(lane.rows_of(left), lane.rows_of(column), strict=True):
+        a, b = p.load_matrices(a), p.load_matrices(b, at=TILE * slot.near)
+        for n in range(2):
+            acc[5 + n] = p.mma(acc[5 + n], a, [b[n], b[n + 2]])
+    rows, columns = (lane.rows_of(x) for x in lane.far_block())
+    for row, column in zip(rows, columns, strict=True):
+        b = p.load_matrices(column, at=TILE * slot.far)
+        for i, tile in enumerate((MIXED, slot.far)):
+            a = p.load_matrices(row, at=TILE * tile)
+            for n in range(2):
+                at = 7 + 2 * i + n
+                acc[at] = p.mma(acc[at], a, [b[n], b[n + 2]])
+
+
+def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> None:
+    """One slice: adds its products, leaves the gated operands (see ``Slot``), and the chunk's
+    decay at ``decay_at``.  limit: tokens there are, the others are taken for zeros; or None."""
+    lane = Lane(base)
+    q, k, a = load_slice(lane, TILE * slot.q, TILE * slot.k, TILE * slot.gates, limit)
+    if limit is not None:
+        store_rows(lane, TILE * slot.q, q)
+        store_rows(lane, TILE * slot.k, k)
+    p.warp_barrier()  # from here on a warp's own rows of the gates are its own
+    tree, named = Tree(a), {0: acc[0]}
+    diagonal_products(lane, named, TILE * slot.q, TILE * slot.k)
+    acc[0] = named[0]
+    tiles = slot.near, slot.far
+    column = p.shift_left(lane.lane, 3)
+    for first in (0, 2):
+        for half, tile in enumerate(tiles):
+            level = _LEVELS[first + half]
+            _store_level(lane, tree, level, q, k, tile, half)
+            tree.raise_level(level)
+        if first:  # the 16-row products of the four warps, exchanged through a table
+            total = tree.p[15]
+            p.store_shared(p.add(scratch, p.shift_left(lane.warp, 8), column), total, TABLE)
+        p.warp_barrier()
+        _level_products(lane, acc, first, tiles)
+        p.warp_barrier()
+    p.warpgroup_barrier()
+
+    def of_warp(mask):
+        warp = arith.xori(lane.warp, p.ci(mask))
+        return p.load_shared(p.add(scratch, p.shift_left(warp, 8), column), 2, TABLE, "f32")
+
+    near, across = of_warp(1), times(of_warp(2), of_warp(3))
+    one = p.cf(1.0)
+    query16, query32 = p.bit(lane.warp, 0), p.bit(lane.warp, 1)
+    # A level-32 operand passes the warp beside it where that lies before the 32 rows' border.
+    between = [arith.select(p.equal(query16, query32), x, one) for x in near]
+    before, after = [], []
+    for x, y in zip(near, across, strict=True):
+        passed = [arith.select(query16, x, one), arith.select(query32, y, one)]
+        before.append(arith.mulf(*passed))
+        left = [arith.select(query16, one, x), arith.select(query32, one, y)]
+        after.append(arith.mulf(*left))
+    scaled = [arith.mulf(x, p.cf(scale)) for x in before]
+    far = [
+        times(between, [arith.select(query32, x, y) for x, y in zip(up, down, strict=True)])
+        for up, down in zip(tree.p, map(tree.suffix, range(16)), strict=True)
+    ]
+
+    def mix_near():  # warp 1's rows to its own place, warp 3's to warp 0's
+        moved = p.shift_left(arith.select(query32, p.ci(-3), p.ci(0)), 11)
+        for r in range(16):
+            word = _gated(_floats(q[r]), tree.p[r])
+            p.store_shared(p.add(lane.pairs[r % 8], moved), [word], TILE * MIXED + 128 * r)
+
+    def mix_far():
+        for r in range(16):
+            _store(lane, MIXED, r, _gated(_floats(q[r]), far[r]))
+
+    p.when(query16, mix_near)
+    p.when(query32, mix_far)
+    from_start = []
+    for r in range(16):
+        key, up, down = _floats(k[r]), tree.p[r], tree.suffix(r)
+        here = [arith.select(query16, x, y) for x, y in zip(up, down, strict=True)]
+        _store(lane, slot.near, r, _gated(key, here))
+        _store(lane, slot.far, r, _gated(key, far[r]))
+        _store(lane, slot.k, r, _gated(key, times(down, after)))
+        _store(lane, slot.q, r, _gated(_floats(q[r]), times(up, scaled)))
+        from_start.append(_gated(key, times(up, before)))
+    whole = times(times(total, near), across)
+    p.when(
+        p.equal(lane.warp, 0),
+        lambda: p.store_global(p.offset(decay_at, lane.lane, 8), whole),
+    )
+    p.warpgroup_barrier()
+    _far_products(lane, acc, slot, query16)
+    p.warpgroup_barrier()
+    store_rows(lane, TILE * slot.near, from_start)
+
+
+def _word(base, tile, i, j):
+    """Address of entry (i, j) of a [64, 64] float32 matrix of two tiles, swizzled by 32 bytes."""
+    chunk = arith.xori(p.shift_right(j, 3), p.masked(i, 7))
+    inner = p.shift_left(p.masked(j, 7), 2)
+    return p.add(base, tile, p.shift_left(i, 8), p.shift_left(chunk, 5), inner)
+
+
+def spread(lane: Lane, acc, base) -> None:
+    """The sums to where their pairs belong, on and below the diagonal of ``SCORES`` and ``KEYS``;
+    what lies above stays what it was, as do the diagonals of the latter."""
+    start = p.shift_left(lane.warp, 4)
+    places = p.ci(SCORES * TILE), p.ci(KEYS * TILE)
+
+    def put(tile, i, j, values):
+        p.store_shared(_word(base, tile, i, j), values)
+
+    for e in range(2):
+        column = p.add(p.shift_left(lane.c, 1), e)
+        for n, level in enumerate(_LEVELS):
+
+            def along(x, n=n, level=level):  # the row of the warp's 16 that a half's x-th is
+                return p.add(
+                    start, p.shift_left(p.shift_right(x, n), n + 1), p.masked(x, level - 1)
+                )
+
+            def level_pairs(n=n, level=level, e=e, column=column, along=along):
+                i, j = p.add(along(lane.g), level), along(column)
+                for product, tile in enumerate(places):
+                    put(tile, i, j, [acc[1 + n][2 * product + e]])
+
+            met = p.equal(p.shift_right(lane.g, n), p.shift_right(column, n))
+            p.when(met, level_pairs)
+
+        def diagonal(e=e):
+            for half in range(2):
+                row = p.add(start, lane.g, 8 * half)
+                put(places[0], row, row, [acc[0][2 * half + e]])
+
+        p.when(p.equal(lane.g, column), diagonal)
+
+    def block(tile, place, halves):
+        rows, columns = (p.shift_left(x, 4) for x in place)
+        for n, values in enumerate(halves):
+            for half in range(2):
+                i = p.add(rows, lane.g, 8 * half)
+                j = p.add(columns, p.shift_left(lane.c, 1), 8 * n)
+                put(tile, i, j, values[2 * half : 2 * half + 2])
+
+    near = arith.select(p.bit(lane.warp, 0), *places)
+    block(near, lane.near_block(), acc[5:7])
+    for product, tile in enumerate(places):
+        block(tile, lane.far_block(), acc[7 + 2 * product : 9 + 2 * product])
+
+
+def _lower(rows: Rows, base, tile: int, factors, there):
+    """A matrix of ``spread`` as ``x[tile][half]``, its rows times factors, zeros elsewhere."""
+    at = p.add(base, p.shift_left(rows.first, 8), p.shift_left(rows.c, 3))
+    out = []
+    for n in range(8):
+        chunk = p.shift_left(arith.xori(p.ci(n), rows.g), 5)
+        out.append([])
+        for half in range(2):
+            pair = p.load_shared(p.add(at, chunk), 2, TILE * tile + 2048 * half, "f32")
+            row = p.add(rows.first, 8 * half)
+            columns = [p.add(p.shift_left(rows.c, 1), 8 * n + e) for e in range(2)]
+            out[n].append(
+                [
+                    arith.select(there(column, row), arith.mulf(x, factors[half]), p.cf(0.0))
+                    for x, column in zip(pair, columns, strict=True)
+                ]
+            )
+    return out
+
+
+def coefficients(rows: Rows, base, scratch, scale: float):
+    """(A, P) of the chunk: beta_i k_i k_j decay below the diagonal, scale q_i k_j decay with it."""
+    a = _lower(rows, base, KEYS, rows.by_row(scratch, BETA), p.less)
+    return a, _lower(rows, base, SCORES, [p.cf(scale)] * 2, _not_above)
+
+
+def _not_above(column, row):
+    return p.no(p.less(row, column))
