@@ -50,6 +50,7 @@ from pallas_kernels.brief import short_repr
 MOST = 15  # drafted tokens of a pass
 ADAPTIVE = 7  # the most that a row asks for where it adapts
 _LONGEST_PAUSE = 64  # turns
+_CATCH_UP = 32  # tokens that a draft reads at once behind a pause
 Carry = TypeVar("Carry")
 
 
@@ -157,14 +158,14 @@ class Model:
     def _read(self, params: Params, cache: Cache, ask: Ask) -> tuple[Cache, jax.Array]:
         """(the cache with what the text has more, the last token's hidden state ``[B, D]``), of
         the rows that want a draft."""
-        width = ask.most + 1
-        rows, place = jnp.arange(ask.size.shape[0]), jnp.arange(width, dtype=jnp.int32)[None, :]
+        rows = jnp.arange(ask.size.shape[0])
 
         def missing(cache: Cache) -> jax.Array:
             return jnp.where(ask.wanted > 0, ask.size - cache.lengths, 0)
 
-        def read(carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
+        def read(width: int, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
             cache, last = carry
+            place = jnp.arange(width, dtype=jnp.int32)[None, :]
             new = jnp.minimum(missing(cache), width)
             index = jnp.minimum(cache.lengths[:, None] + place, ask.text.shape[1] - 1)
             tokens = self._known(jnp.take_along_axis(ask.text, index, axis=1))
@@ -174,7 +175,14 @@ class Model:
             return decoder.commit(proposal, new), last
 
         blank = jnp.zeros((rows.shape[0], self.cfg.d_model), decoder.activation_dtype(params))
-        return lax.while_loop(lambda carry: jnp.any(missing(carry[0]) > 0), read, (cache, blank))
+        carry, usual = (cache, blank), ask.most + 1
+        for width, enough in ((_CATCH_UP, usual), (usual, 0)):
+            carry = lax.while_loop(
+                lambda carry, enough=enough: jnp.any(missing(carry[0]) > enough),
+                functools.partial(read, width),
+                carry,
+            )
+        return carry
 
     def _known(self, tokens: jax.Array) -> jax.Array:
         """Tokens as this model may read them: tables are padded to different sizes."""
@@ -327,6 +335,11 @@ def advance(
         def one_pass(width: int, state: State) -> State:
             live = state.is_live(limit).astype(jnp.int32)
             inputs, count = read(state, draft, width), live * (1 + draft.lengths)
+            if width == 1:  # a plain step, whose kernels are fewer: nothing of it is taken back
+                hidden, cache = decoder.forward(cfg, params, inputs, live, state.cache, sparse=True)
+                scores = decoder.logits(cfg, params, hidden[:, 0])[:, None]
+                state, _ = settled(plan, state, draft, scores, live, sampling, stop_ids)
+                return dataclasses.replace(state, cache=cache)
             scores, proposal = verify(cfg, params, inputs, count, state.cache, plan.exact)
             state, new = settled(plan, state, draft, scores, live, sampling, stop_ids)
             return dataclasses.replace(state, cache=decoder.commit(proposal, new, plan.exact))

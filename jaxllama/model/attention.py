@@ -251,6 +251,14 @@ def _verify(
         shared = jnp.asarray(np.repeat(table, drafted, axis=0))
     else:
         pages, shared = cache, jnp.repeat(at.table, drafted, axis=0)
+    has_kernel = cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0)
+    if at.exact and has_kernel:
+        # A step writes and attends in one kernel, with roundings of its own: so all tokens are
+        # written by the first call, and each finds those before it in the second.
+        each = at._replace(table=shared)
+        _, pages = _decode(cfg, p, qkv, pages, each)
+        out, pages = _decode(cfg, p, qkv, pages, each)
+        return out, jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
     slots = jnp.where(at.lengths > 0, at.positions[:, 0], capacity_of(pages.k, shared))
     turns = (table[:, 0] for table in at.rope.of(cfg.rope))
     q, *kv = rope_and_write(
@@ -258,7 +266,6 @@ def _verify(
     )
     pages = KVCache(*kv)
     cache = jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
-    has_kernel = cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0)
     too_many = drafted * cfg.n_heads > MOST_ROWS * cfg.n_kv_heads
     if at.exact or (too_many and has_kernel and jax.default_backend() == "gpu"):
         return _query(cfg, q, pages, at._replace(table=shared)), cache

@@ -19,6 +19,8 @@ CASES = {
     "gqa": (FAMILIES["gqa"], "float32"),
     "bfloat16": (FAMILIES["gqa"], "bfloat16"),
     "int8": (FAMILIES["gqa"], "int8"),
+    "wide": (WIDE, "float32"),
+    "wide-int8": (WIDE, "int8"),
     "int4": (WIDE, "int4"),
     "fp8": (FAMILIES["gqa"], "float8_e4m3fn"),
     "window": (FAMILIES["mqa-window"], "float32"),
@@ -135,12 +137,13 @@ def test_nan_past_the_accepted_tokens_reaches_nobody():
 def test_rows_keep_their_adapters():
     cfg = FAMILIES["gqa"]
     params = attach(cfg, params_of(cfg), [lora_cases.factors(cfg, seed) for seed in (1, 2)])
-    params = for_rows(params, jnp.asarray([2, 0, 1], jnp.int32))
+    own, each = (for_rows(params, jnp.asarray([2, 0, 1] * n, jnp.int32)) for n in (1, WIDTH))
     tokens = tokens_of(cfg, BATCH, WIDTH, seed=5)
-    cache, steps = prefilled(cfg, params), []
+    cache, steps = prefilled(cfg, own), []
+    cache = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * WIDTH), cache)  # as many rows
     for index in range(WIDTH):
-        scores, cache = jl.decode_step(cfg, params, tokens[:, index], cache)
-        steps.append(scores)
+        scores, cache = jl.decode_step(cfg, each, jnp.tile(tokens[:, index], WIDTH), cache)
+        steps.append(scores[:BATCH])
     lengths = jnp.full((BATCH,), WIDTH)
-    scores, _ = jl.verify_step(cfg, params, tokens, lengths, prefilled(cfg, params))
+    scores, _ = jl.verify_step(cfg, own, tokens, lengths, prefilled(cfg, own))
     np.testing.assert_allclose(scores, jnp.stack(steps, axis=1), atol=1e-5)
