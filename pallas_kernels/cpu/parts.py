@@ -139,14 +139,15 @@ class Part(Rows):
     def find(self, row: Value, first: Value, left: Value) -> None:
         """The places of a part's tokens from ``first`` on, of which the row has ``left``."""
         e, b = self.e, self.b
-        last = b.sub(left, e.i64(1))
+        many = e.least(left, e.i64(PART + self.ahead))
 
-        def one(j: Value) -> None:
-            place = self.places.token(row, b.add(first, e.least(j, last)))
+        def keep(place: Value, j: Value) -> None:
             e.store(place, self.tokens, b.mul(j, e.i64(8)), align=8)
 
         with e.when(b.icmp_signed(">", left, e.i64(0))):
-            e.loop(PART + self.ahead, one)
+            e.loop(many, lambda j: keep(self.places.token(row, b.add(first, j)), j))
+            last = self.token(b.sub(many, e.i64(1)))
+            e.loop(PART + self.ahead, lambda j: keep(last, j), start=many)
 
     def ask(self, count: Value) -> None:
         """For the first keys; what follows asks for those behind, the values, the next part."""
