@@ -444,7 +444,7 @@ def sampled(
     allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(tokens, logprobs) ``[B, T]`` of ``scores [B, T, V]``, each position with the history that it
-    has where the drafted tokens before it are right; allowed bool ``[B, V]``: as of ``sample``."""
+    has where the drafted tokens before it are right; allowed bool ``[B, T, V]``: ``sample``'s."""
     batch, width, vocab = scores.shape
     if history is not None:
         counts, seen = [history.counts], history
@@ -454,9 +454,9 @@ def sampled(
         history = History(
             jnp.repeat(history.prompt, width, axis=0), jnp.stack(counts, 1).reshape(-1, vocab)
         )
-    sampling, allowed = jax.tree.map(
-        lambda leaf: jnp.repeat(leaf, width, axis=0), (sampling, allowed)
-    )
+    sampling = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=0), sampling)
+    if allowed is not None:
+        allowed = allowed.reshape(-1, vocab)
     tokens, logprobs = sample(
         scores.reshape(-1, vocab), sampling, positions.reshape(-1), history, allowed
     )

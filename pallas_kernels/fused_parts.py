@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from jax._src.lib.mlir.dialects import arith
 
@@ -23,6 +24,17 @@ def floats(words: Sequence[Value], kind: str = "bf16") -> list[Value]:
 def packed(values: Sequence[Value], kind: str = "bf16") -> list[Value]:
     """Values rounded to 16-bit floats, two to a word."""
     return [p.pack(*values[i : i + 2], kind) for i in range(0, len(values), 2)]
+
+
+def layer_address(ref: Any, layer: Value | None) -> Value | None:
+    """Of an operand in device memory, or None for None; of a tuple of them, one a layer, the
+    layer's."""
+    if not isinstance(ref, tuple):
+        return None if ref is None else p.address(ref)
+    base, *others = map(p.address, ref)
+    for i, other in enumerate(others, 1):
+        base = arith.select(p.equal(layer, i), other, base)
+    return base
 
 
 def silu(gate: Value) -> Value:

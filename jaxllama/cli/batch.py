@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> None:
     from jaxllama.serving.http.process import local_app, model_name
 
     batch.read(args.input)  # before anything is loaded
+    serve.take_memory()
     name = model_name(args.model)
     with local_app(common.load(args), name, serve.engine_of(args)) as (app, engine):
         at_once = min(engine.options.max_queue, 2 * engine.options.max_slots)

@@ -313,13 +313,17 @@ def commit(proposal: Proposal, count: jax.Array, exact: bool = False) -> Cache:
     """The cache with the first ``count[B]`` of the tokens, all of them where there are fewer.
     exact: as ``propose`` was told."""
     cache, count = proposal.cache, jnp.clip(count, 0, proposal.new)
-    layers: Any = tuple(
-        layer
-        if tokens is None
-        else (gla if tokens.beta is None else delta).commit(layer, tokens, count, exact)
-        for layer, tokens in zip(cache.layers, proposal.tokens, strict=True)
-    )
-    return Cache(layers, cache.lengths + count, cache.table)
+    layers: list[Any] = list(cache.layers)
+    for mixer, is_delta in ((gla, False), (delta, True)):
+        of = {
+            index: tokens
+            for index, tokens in enumerate(proposal.tokens)
+            if tokens is not None and (tokens.beta is not None) == is_delta
+        }
+        states = mixer.commit([layers[index] for index in of], list(of.values()), count, exact)
+        for index, state in zip(of, states, strict=True):
+            layers[index] = state
+    return Cache(tuple(layers), cache.lengths + count, cache.table)
 
 
 def logits(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:

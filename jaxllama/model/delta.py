@@ -9,6 +9,10 @@
 A channel's decay and Kimi's output gate are products of two factors.  q, k and v go through one
 convolution, whose last ``conv_size - 1`` inputs are part of the row's state.  No positions.
 
+On Hopper, with one decay a head, all that a decode step, or the verifying of a draft, has between
+the projections and the output's product is one kernel (``gated_delta.token``), and ``commit`` one
+for all layers.
+
 Sources: arXiv 2406.06484, 2412.06464, 2510.26692; transformers' ``qwen3_next``,
 flash-linear-attention's layers of these names.  Left out: other feature maps than SiLU, biases of
 the convolutions.
@@ -16,7 +20,7 @@ the convolutions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +30,10 @@ from jaxllama.model.attention import At
 from jaxllama.model.cache import GLAState, GLATokens
 from jaxllama.model.gla import by_row, gated_norm, last_convolved, moving, short_convolution, steps
 from jaxllama.model.linear import Params, linear
+from pallas_kernels.gated_delta.commit import fusible as fusible_commit
+from pallas_kernels.gated_delta.commit import gated_delta_commit
 from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
+from pallas_kernels.gated_delta.token import fusible, gated_delta_token, gated_delta_tokens
 from pallas_kernels.matmul.blocks import Columns
 
 _INPUTS = ("qkvz", "ba", "f_0", "g_0")
@@ -45,7 +52,11 @@ def mix(
     delta = cfg.delta
     assert delta is not None
     names = (name for name in _INPUTS if name in p)
-    streams = {name: x.value for name, x in zip(names, projected, strict=True)}
+    columns = dict(zip(names, projected, strict=True))
+    fused = _fused(cfg, p, columns, state, at)
+    if fused is not None:
+        return fused
+    streams = {name: x.value for name, x in columns.items()}
     qkv, z = jnp.split(streams["qkvz"], (_qkv_width(delta),), axis=-1)
     batch, n_new, _ = qkv.shape
     read, conv = by_row(qkv, at), None
@@ -80,12 +91,54 @@ def mix(
     return o.reshape(batch, n_new, -1), new
 
 
-def commit(state: GLAState, tokens: GLATokens, count: jax.Array, exact: bool) -> GLAState:
-    """The state after the first ``count[B]`` of the tokens."""
-    assert tokens.beta is not None
-    operands = tokens.k, tokens.k, tokens.v, tokens.log_decay, tokens.beta
-    _, after = steps(_step, operands, state.state, count, exact)
-    return GLAState(after, last_convolved(state, tokens, count))
+def _fused(
+    cfg: ModelConfig, p: Params, columns: dict[str, Columns], state: GLAState | None, at: At
+) -> tuple[jax.Array, GLAState | GLATokens] | None:
+    """``mix`` of one token, or of a draft's, as one kernel, or None where there is none."""
+    delta = cfg.delta
+    assert delta is not None
+    batch, n_new, _ = columns["qkvz"].rows.shape
+    if n_new > 1 or state is None or state.conv is None:
+        return None
+    plain = delta.decay == "head" and (
+        delta.gate == "none" or (delta.gate, delta.gate_activation) == ("full", "silu")
+    )
+    if not plain:
+        return None
+    rows = [x._replace(rows=x.rows[:, 0]) for x in (columns["qkvz"], columns["ba"])]
+    decay = p["decay"]["a_log"], p["decay"]["dt_bias"]
+    weights = p["conv"]["weight"], decay, p["o_norm"]["weight"]
+    before = state.state, state.conv[0]
+    lengths = at.lengths if at.drafted is None else None
+    if not fusible(rows, *weights, lengths, *before):
+        return None
+    options = {"eps": delta.norm_eps, "beta_max": delta.beta_max}
+    if lengths is not None:
+        o, after, last = gated_delta_token(rows, *weights, lengths, *before, **options)
+        return o.reshape(batch, 1, -1), GLAState(after, (last,))
+    o, k, v, log_decay, beta, read = gated_delta_tokens(rows, *weights, *before, **options)
+    return o.reshape(batch, 1, -1), GLATokens(k, v, log_decay, (read,), beta)
+
+
+def commit(
+    states: Sequence[GLAState], tokens: Sequence[GLATokens], count: jax.Array, exact: bool
+) -> Iterator[GLAState]:
+    """``gla.commit`` of the delta rule."""
+    both = list(zip(states, tokens, strict=True))
+    layers = [
+        (old.state, *(old.conv or ()), of.k, of.v, of.log_decay, of.beta, *of.conv)
+        for old, of in both
+    ]
+    plain = all(len(layer) == 7 and layer[4].ndim == 3 for layer in layers)  # a decay a head
+    if plain and fusible_commit(layers, count):
+        for state, last in zip(*gated_delta_commit(layers, count), strict=True):
+            yield GLAState(state, (last,))
+        return
+    for state, of in both:
+        assert of.beta is not None
+        operands = of.k, of.k, of.v, of.log_decay, of.beta
+        _, after = steps(_step, operands, state.state, count, exact)
+        yield GLAState(after, last_convolved(state, of, count))
 
 
 def _qkv_width(delta: DeltaConfig) -> int:

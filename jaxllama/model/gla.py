@@ -15,7 +15,8 @@ consecutive query heads.  The state of a row does not grow with its context: one
 a head, and with convolutions the last ``conv_size - 1`` inputs of each.
 
 In a decode step of few rows on Hopper it is three kernels: the projections with the norm before
-them, ``gla.token``, and the output product with the residual.
+them, ``gla.token``, and the output product with the residual; so it is where a draft's tokens are
+verified, and ``commit`` is one kernel for all layers.
 
 Sources: arXiv 2312.06635, section 4.4; 2006.16236 (feature maps, normalizer); parameters and their
 order are those of flash-linear-attention's ``gla`` layers.  Left out: feature maps with parameters,
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +37,10 @@ from jaxllama.model.attention import At
 from jaxllama.model.cache import GLAState, GLATokens
 from jaxllama.model.linear import Params, linear
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.gla.commit import fusible as fusible_commit
+from pallas_kernels.gla.commit import gla_commit
 from pallas_kernels.gla.op import gla, gla_step
-from pallas_kernels.gla.token import fusible, gla_token
+from pallas_kernels.gla.token import fusible, gla_token, gla_tokens
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
 
@@ -88,24 +92,21 @@ def mix(
         conv_state = tuple(new)
     if at.drafted is not None:
         assert state is not None
-        o, tokens = _verify(cfg, p, streams, at, state.state)
+        fused = _fused(cfg, p, streams, at, state.state)
+        o, tokens = _verify(cfg, p, streams, at, state.state) if fused is None else fused
         return o.reshape(batch, n_new, -1), GLATokens(*tokens, tuple(read))
     before = None if state is None else state.state
     fused = None
     if n_new == 1 and before is not None:
-        fused = _token(cfg, p, streams, at.lengths, before)
+        fused = _fused(cfg, p, streams, at, before)
     o, after = _recur(cfg, p, streams, at.lengths, before) if fused is None else fused
     return o.reshape(batch, n_new, -1), None if state is None else GLAState(after, conv_state)
 
 
-def _token(
-    cfg: ModelConfig,
-    p: Params,
-    streams: dict[str, Columns],
-    lengths: jax.Array,
-    before: jax.Array,
-) -> tuple[jax.Array, jax.Array] | None:
-    """``_recur`` of one token as one kernel, or None where there is none."""
+def _fused(
+    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: At, before: jax.Array
+) -> tuple[jax.Array, Any] | None:
+    """``_recur`` of one token, or ``_verify``, as one kernel, or None where there is none."""
     gla = cfg.gla
     assert gla is not None
     plain = (gla.decay, gla.feature_map, gla.normalizer, gla.output_norm, gla.norm_weight,
@@ -114,14 +115,16 @@ def _token(
         return None
     names = ("q", "k", "v", "gk_0", "g")[: 5 if gla.use_output_gate else 4]
     rows = [streams[name]._replace(rows=streams[name].rows[:, 0]) for name in names]
-    decay = p["gk_1"]["weight"], p["gk_1"]["bias"]
-    given = rows, decay, p["g_norm"]["weight"], lengths, before
-    if not fusible(*given):
+    weights = (p["gk_1"]["weight"], p["gk_1"]["bias"]), p["g_norm"]["weight"]
+    lengths = at.lengths if at.drafted is None else None
+    if not fusible(rows, *weights, lengths, before):
         return None
-    return gla_token(
-        *given,
-        eps=gla.norm_eps, normalizer=gla.gate_logit_normalizer, clamp_min=gla.clamp_min,
-    )  # fmt: skip
+    options: dict[str, Any] = {"eps": gla.norm_eps, "normalizer": gla.gate_logit_normalizer,
+                               "clamp_min": gla.clamp_min}  # fmt: skip
+    if lengths is not None:
+        return gla_token(rows, *weights, lengths, before, **options)
+    o, *tokens = gla_tokens(rows, *weights, before, **options, exact=at.exact)
+    return o, tokens
 
 
 def _recur(
@@ -257,11 +260,20 @@ def _verify(
     return _gated(cfg, p, streams, o.reshape(-1, 1, *o.shape[2:])), tuple(kept)
 
 
-def commit(state: GLAState, tokens: GLATokens, count: jax.Array, exact: bool) -> GLAState:
-    """The state after the first ``count[B]`` of the tokens."""
-    operands = tokens.k, tokens.k, tokens.v, tokens.log_decay
-    _, after = steps(_one_of_several(exact), operands, state.state, count, exact)
-    return GLAState(after, last_convolved(state, tokens, count))
+def commit(
+    states: Sequence[GLAState], tokens: Sequence[GLATokens], count: jax.Array, exact: bool
+) -> Iterator[GLAState]:
+    """Of several layers the state after the first ``count[B]`` of the tokens."""
+    before = tuple(state.state for state in states)
+    kept = [tuple(getattr(of, name) for of in tokens) for name in ("k", "v", "log_decay")]
+    if fusible_commit(before, *kept, count):
+        after = gla_commit(before, *kept, count)
+    else:
+        one = _one_of_several(exact)
+        chains = zip(before, *kept, strict=True)
+        after = [steps(one, (k, k, v, g), state, count, exact)[1] for state, k, v, g in chains]
+    for old, of, state in zip(states, tokens, after, strict=True):
+        yield GLAState(state, last_convolved(old, of, count))
 
 
 def last_convolved(

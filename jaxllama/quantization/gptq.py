@@ -30,6 +30,7 @@ from pallas_kernels.rounding import grid as make_grid
 
 DAMPING = 0.01  # of the mean of H's diagonal
 _BLOCK = 128
+_ROWS = 8192  # that are rounded at a time: a head's would be eight float32 copies of it
 
 
 def gptq(
@@ -51,37 +52,46 @@ def gptq(
         raise JaxLlamaError(
             f"gptq: a weight of {k} inputs needs a [{k}, {k}] hessian, not {list(hessian.shape)}"
         )
+    name = jnp.dtype(scale_dtype).name
     for damping in (DAMPING, 10 * DAMPING, 100 * DAMPING):
-        rounded, finite = _gptq(
-            weight, hessian, shrink, damping, grid=grid, scale_dtype=jnp.dtype(scale_dtype).name
+        order, upper, is_finite = _factor(hessian, damping)
+        if is_finite:
+            break
+    else:
+        raise JaxLlamaError(
+            f"gptq: the inputs' second moments [{k}, {k}] are not positive definite even with "
+            f"{100 * DAMPING:g} of their mean added: calibrate with more text"
         )
-        if finite:
-            return rounded
-    raise JaxLlamaError(
-        f"gptq: the inputs' second moments [{k}, {k}] are not positive definite even with "
-        f"{100 * DAMPING:g} of their mean added: calibrate with more text"
-    )
+    done = []
+    for first in range(0, n, _ROWS):
+        rows = slice(first, first + _ROWS)
+        part = jax.tree.map(lambda one, rows=rows: one[rows] if jnp.ndim(one) else one, shrink)
+        done.append(_rounded(weight[rows], upper, order, part, grid=grid, scale_dtype=name))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *done)
+
+
+@jax.jit
+def _factor(hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(the columns' order, U, whether it is finite)."""
+    order = jnp.argsort(-jnp.diagonal(hessian), stable=True)
+    upper = inverse_factor(hessian, order, damping)
+    return order, upper, jnp.all(jnp.isfinite(upper))
 
 
 @functools.partial(jax.jit, static_argnames=("grid", "scale_dtype"))
-def _gptq(
+def _rounded(
     weight: jax.Array,
-    hessian: jax.Array,
+    upper: jax.Array,
+    order: jax.Array,
     shrink: Shrink,
-    damping: jax.Array | float,
     *,
     grid: Grid,
     scale_dtype: str,
-) -> tuple[QTensor, jax.Array]:
-    """(the weight, whether the factor of H is finite)."""
+) -> QTensor:
     dtype, group, zeros = grid
     w = weight.astype(jnp.float32)
     n, k = w.shape
     scale, zero = make_grid(w, dtype, group, zeros, shrink, scale_dtype)
-
-    diagonal = jnp.diagonal(hessian)
-    order = jnp.argsort(-diagonal, stable=True)
-    upper = inverse_factor(hessian, order, damping)
 
     # Everything is held [K, N], so that a column of the weight is a row in memory.
     columns_of = order // group
@@ -120,8 +130,7 @@ def _gptq(
     start = (w[:, order].T, jnp.zeros((k, n), jnp.float32))
     _, chosen = lax.fori_loop(0, k // block, one_block, start)
     q = jnp.zeros((n, k), jnp.float32).at[:, order].set(chosen.T)
-    out = QTensor.on_grid(q.astype(dtype), scale, zero, scale_dtype)
-    return out, jnp.all(jnp.isfinite(upper))
+    return QTensor.on_grid(q.astype(dtype), scale, zero, scale_dtype)
 
 
 def inverse_factor(hessian: jax.Array, order: jax.Array, damping: jax.Array | float) -> jax.Array:

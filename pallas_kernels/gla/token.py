@@ -1,13 +1,16 @@
-"""One token of a GLA layer between its projections and its output product, as one kernel.
+"""Tokens of a GLA layer between its projections and its output product, as one kernel.
 
     log_decay = max(logsigmoid(decay_weight low + decay_bias) / normalizer, clamp_min)
     S         <- exp(log_decay)[:, None] * S + k v^T
     o         = Dk ** -0.5 * q S
     y         = rms_norm(o, norm) * silu(gate)                        per head
 
-What it computes is the module ``jaxllama.model.gla`` for one token; there is no other form of it
-here. ``plan`` says where the kernel does not go.  The projections come as columns of wider
-arrays, as a product with several weights leaves them, and are read there.
+``gla_token`` is one token.  ``gla_tokens`` are several that may not stay: the state is not written,
+and what ``gla.commit`` needs to take some of them comes out too.
+
+What they compute is the module ``jaxllama.model.gla``; there is no other form of it here.  ``plan``
+says where the kernel does not go.  The projections come as columns of wider arrays, as a product
+with several weights leaves them, and are read there.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pallas_kernels.transform import Choice, Op
 
 COLUMNS = 128  # value channels of a block
 CLUSTER = 8  # blocks whose sums of squares can be brought together
+MOST = 16  # tokens of a row
 NAMES = ("q", "k", "v", "low", "gate")  # of the streams
 _OPERANDS = {
     "q": "float [B, q columns]",
@@ -36,6 +40,11 @@ _OPERANDS = {
     "decay weight": "float|QTensor [Hkv * Dk, rank]",
     "decay bias": "float [Hkv * Dk]",
     "norm": "float [Dv]",
+}
+_OF_SEVERAL = {
+    name: line.replace("[B,", "[N,") if name in NAMES else line
+    for name, line in _OPERANDS.items()
+    if name != "lengths"
 }
 
 
@@ -60,37 +69,78 @@ def gla_token(
     NotImplementedError, naming the fact, where ``plan`` has none.
     """
     found = plan(streams, decay, norm, lengths, state)
-    batch, heads, _, dv = state.shape
     if is_empty(state):
+        batch, heads, _, dv = state.shape
         return jnp.zeros((batch, heads, dv), jnp.bfloat16), state
+    static = _static("gla_token", found, streams, decay, norm, state, (eps, normalizer, clamp_min))
     rows = tuple(x.rows for x in streams)
-    found = choose_plan(
-        "gla_token", "mosaic", lambda: found, rows, decay, norm, state, has_xla=False
-    )
-    call = tuple(x.start for x in streams), (float(eps), float(normalizer), clamp_min), found
-    return _gla_token(Choice("mosaic"), call, rows, decay, norm, lengths, state)
+    return _gla_token(Choice("mosaic"), static, rows, decay, norm, lengths, state)
 
 
-def _kernel(call, rows, decay, norm, lengths, state):
+def gla_tokens(
+    streams: Sequence[Columns],
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    state: jax.Array,
+    *,
+    eps: float,
+    normalizer: float,
+    clamp_min: float | None,
+    exact: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(y ``[B * T, H, Dv]``, k ``[B, T, H, Dk]``, v ``[B, T, H, Dv]``, float32 log_decay
+    ``[B, T, H, Dk]``) of T tokens of each row, one behind the other, from a state that stays.
+
+    streams: as of ``gla_token``, ``[B * T, ...]``.  exact: with the bits of a step of B * T rows.
+    Raises as ``gla_token`` does.
+    """
+    found = plan(streams, decay, norm, None, state, exact=exact)
+    if is_empty(state):
+        batch, heads, dk, dv = state.shape
+        tokens = streams[0].rows.shape[0] // max(batch, 1)
+        kept = (jnp.zeros((batch, tokens, heads, n), jnp.bfloat16) for n in (dk, dv))
+        return (jnp.zeros((batch * tokens, heads, dv), jnp.bfloat16), *kept,
+                jnp.zeros((batch, tokens, heads, dk), jnp.float32))  # fmt: skip
+    static = _static("gla_tokens", found, streams, decay, norm, state, (eps, normalizer, clamp_min))
+    rows = tuple(x.rows for x in streams)
+    return _gla_tokens(Choice("mosaic"), static, rows, decay, norm, state)
+
+
+def _static(op, found, streams, decay, norm, state, options):
+    rows = tuple(x.rows for x in streams)
+    found = choose_plan(op, "mosaic", lambda: found, rows, decay, norm, state, has_xla=False)
+    eps, normalizer, clamp_min = options
+    return tuple(x.start for x in streams), (float(eps), float(normalizer), clamp_min), found
+
+
+def _kernel(call, rows, decay, norm, lengths, state, keeps=False):
     from pallas_kernels.gla import step_kernel
 
     starts, options, plan = call
     return step_kernel.gla_token(
-        rows, decay, norm, lengths, state, starts=starts, options=options, plan=plan
+        rows, decay, norm, lengths, state, starts=starts, options=options, plan=plan, keeps=keeps
     )
 
 
+def _kernel_of_several(call, rows, decay, norm, state):
+    return _kernel(call, rows, decay, norm, None, state, keeps=True)
+
+
 _gla_token = Op("gla_token", None, _kernel)
+_gla_tokens = Op("gla_tokens", None, _kernel_of_several)
 
 
 def plan(
     streams: Sequence[Columns],
     decay: tuple[jax.Array, jax.Array],
     norm: jax.Array,
-    lengths: jax.Array,
+    lengths: jax.Array | None,
     state: jax.Array,
+    *,
+    exact: bool = False,
 ) -> Plan | Reason:
-    """How the kernel computes a call.  Raises ValueError as ``gla_token`` does."""
+    """How the kernel computes a call, without lengths one of ``gla_tokens``.  Raises ValueError as
+    ``gla_token`` does."""
     from pallas_kernels.gla import step_kernel
 
     _check(streams, decay, norm, lengths, state)
@@ -111,34 +161,43 @@ def plan(
     for name, x in zip(NAMES, streams, strict=False):
         if x.start % 8 or x.rows.shape[1] % 8:
             return Reason(f"{name} is columns that do not begin at multiples of 16 bytes")
-    return step_kernel.divided(*state.shape)
+    rows = streams[0].rows.shape[0]
+    if rows > MOST * state.shape[0]:
+        return Reason(f"{rows} tokens of {state.shape[0]} rows, over {MOST} each")
+    return step_kernel.divided(rows if exact else state.shape[0], *state.shape[1:])
 
 
 def fusible(*operands) -> bool:
-    """Has ``gla_token`` a plan for these operands, where they are?"""
+    """Has the kernel a plan for these operands of ``plan``, where they are?"""
     *_, state = operands
     return has_plan(lambda: plan(*operands), state)
 
 
 def _check(streams, decay, norm, lengths, state) -> None:
-    """ValueError that names the operand for what no layer's token has."""
+    """ValueError that names the operand for what no layer's tokens have."""
+    op, lines = "gla_token", _OPERANDS
+    if lengths is None:
+        op, lines = "gla_tokens", _OF_SEVERAL
     if not 4 <= len(streams) <= 5:
-        raise ValueError(f"gla_token: {len(streams)} streams are not {', '.join(NAMES[:4])}, gate")
+        raise ValueError(f"{op}: {len(streams)} streams are not {', '.join(NAMES[:4])}, gate")
     named = dict(zip(NAMES, (stream.rows for stream in streams), strict=False))
     sizes = check(
-        "gla_token", _OPERANDS, **(dict.fromkeys(NAMES) | named),
+        op, lines, **(dict.fromkeys(NAMES) | named),
         **{"decay weight": decay[0], "decay bias": decay[1]}, norm=norm, lengths=lengths,
         state=state,
     )  # fmt: skip
+    if lengths is None and (sizes["B"] == 0 or sizes["N"] % sizes["B"] or sizes["N"] == 0):
+        raise ValueError(f"{op}: {sizes['N']} rows of q are not as many for each of state's "
+                         f"{sizes['B']}")  # fmt: skip
     heads, dk, dv = state.shape[1:]
     kv_heads = decay[0].shape[0] // dk if dk else 0
     if dk and (decay[0].shape[0] % dk or (heads and (kv_heads == 0 or heads % kv_heads))):
-        raise ValueError(f"gla_token: decay weight {decay[0].shape} does not fit state "
+        raise ValueError(f"{op}: decay weight {decay[0].shape} does not fit state "
                          f"{state.shape}: Hkv * Dk rows, of Hkv heads that divide H")  # fmt: skip
     widths = heads * dk, kv_heads * dk, kv_heads * dv, sizes["rank"], heads * dv
     for name, x, width in zip(NAMES, streams, widths, strict=False):
         if x.width != width or not 0 <= x.start <= x.rows.shape[1] - width:
             raise ValueError(
-                f"gla_token: {name} is {x.width} columns from {x.start} of {x.rows.shape}, not "
+                f"{op}: {name} is {x.width} columns from {x.start} of {x.rows.shape}, not "
                 f"{width}, for state {state.shape} and decay weight {decay[0].shape}"
             )

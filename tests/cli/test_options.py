@@ -150,3 +150,10 @@ def test_a_cache_s_options_need_a_cache(words, monkeypatch, capsys):
     monkeypatch.setattr(loading, "load", lambda *_, **__: lm)
     assert cli.main(["generate", "hi", *words]) == 2
     assert f"{words[0]}: {cfg.name} has no layer with keys" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("own", [{}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}])
+def test_serving_takes_most_of_a_gpu_unless_it_is_told(own, monkeypatch):
+    monkeypatch.setattr(serve.os, "environ", environment := dict(own))
+    serve.take_memory()
+    assert environment == (own or {"XLA_CLIENT_MEM_FRACTION": str(serve.GPU_SHARE)})

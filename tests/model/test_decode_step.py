@@ -15,8 +15,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxllama as jl
 from jaxllama import compiler_options
-from jaxllama.config import ModelConfig
-from jaxllama.generation import advance, init_params, start
+from jaxllama.config import DeltaConfig, ModelConfig
+from jaxllama.generation import advance, init_params, start, verify
+from jaxllama.model import decoder
 from jaxllama.model.cache import cache_specs
 from jaxllama.model.lora import attach, for_rows
 from jaxllama.parallel import mesh as parallel
@@ -45,9 +46,10 @@ def kernels_of(
     kv_dtype: str,
     cfg: ModelConfig = CFG,
     adapt: Callable[[Any], Any] = lambda params: params,
+    width: int | None = None,
 ) -> Counter[str]:
     """Calls of Mosaic kernels in the whole step, by the jitted function that holds one, and of
-    XLA's products."""
+    XLA's products; width: of a pass that verifies so many tokens a row and keeps some."""
 
     def params():
         drawn = init_params(cfg, jax.random.key(0), jnp.bfloat16)
@@ -55,7 +57,13 @@ def kernels_of(
 
     cache = jax.eval_shape(lambda: jl.init_cache(cfg, batch, 256, kv_dtype))
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    step = jl.decode_step.trace(cfg, jax.eval_shape(params), tokens, cache)
+    if width is None:
+        step = jl.decode_step.trace(cfg, jax.eval_shape(params), tokens, cache)
+    else:
+        tokens = jax.ShapeDtypeStruct((batch, width), jnp.int32)
+        count = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        turn = jax.jit(functools.partial(verify_and_commit, cfg))
+        step = turn.trace(jax.eval_shape(params), tokens, count, cache)
     text = step.lower(lowering_platforms=("cuda",)).as_text()
     found = re.findall(r"\n  func\.func \w+ @(\w+)(.*?)(?=\n  func\.func |\Z)", text, re.DOTALL)
     functions = dict(found)
@@ -72,6 +80,11 @@ def kernels_of(
         return counts
 
     return +executed("main")
+
+
+def verify_and_commit(cfg, params, tokens, count, cache):
+    scores, proposal = verify(cfg, params, tokens, count, cache)
+    return scores, decoder.commit(proposal, count)
 
 
 @pytest.fixture
@@ -123,6 +136,25 @@ def test_a_gla_layer_of_many_rows_has_one_kernel_between_its_products(on_hopper)
     norms = 2 * GLA_CFG.n_layers + 1
     products = 8 * GLA_CFG.n_layers + 1
     assert calls == {"pair_matmul": products, "gla_token": GLA_CFG.n_layers, "run": norms}
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", None])
+def test_a_gla_layer_that_verifies_a_draft_is_five_kernels(on_hopper, scheme):
+    """As in a decode step, and one more for all layers takes the tokens that stay."""
+    calls = kernels_of(2, scheme, "bfloat16", GLA_CFG, width=5)
+    layers = GLA_CFG.n_layers
+    assert calls == {"matmul": 4 * layers + 1, "gla_token": layers, "run": 1, "gla_commit": 1}
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", None])
+def test_a_gated_delta_layer_of_few_rows_is_five_kernels(on_hopper, scheme):
+    """The convolution, the gates and the gated norm are in the step's kernel; where it verifies a
+    draft, too, and one more for all layers takes the tokens that stay."""
+    delta = DeltaConfig(n_heads=8, n_k_heads=4, d_k=128, d_v=128, norm_eps=1e-6)
+    cfg = CFG.replace(layer_types=("delta",) * 3, delta=delta)
+    calls, layers = kernels_of(1, scheme, "bfloat16", cfg), CFG.n_layers
+    assert calls == {"matmul": 4 * layers + 1, "gated_delta_token": layers, "run": 1}
+    assert kernels_of(2, scheme, "bfloat16", cfg, width=5) == calls | {"gated_delta_commit": 1}
 
 
 @pytest.mark.parametrize("rows", [8, 64])

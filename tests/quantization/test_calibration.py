@@ -29,7 +29,7 @@ from jaxllama.bench.harness import bytes_per_step
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.cli.main import main
 from jaxllama.language_model import LanguageModel
-from jaxllama.quantization import calibration
+from jaxllama.quantization import calibration, gptq
 from jaxllama.quantization.checkpoint import Request, quantize_checkpoint, table
 from jaxllama.quantization.pipeline import calibrate
 from jaxllama.quantization.scheme import parse
@@ -105,6 +105,19 @@ def test_planted_outliers_are_recovered(lm, made, scheme, method):
     nearest, _ = made(scheme, "rtn")
     got, _ = made(scheme, method)
     assert kl_of(lm, got) < 0.2 * kl_of(lm, nearest)
+
+
+def test_gptq_of_rows_in_parts_is_that_of_the_whole(monkeypatch):
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(50, 64)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(256, 64)), jnp.float32)
+    shrink = (jnp.full((50, 2), 0.9), jnp.full((50, 2), 0.95))
+    how = {"shrink": shrink, "grid": ("int4", 32, True)}
+    whole = gptq.gptq(weight, x.T @ x, **how)
+    monkeypatch.setattr(gptq, "_ROWS", 20)
+    parts = gptq.gptq(weight, x.T @ x, **how)
+    assert np.array_equal(whole.q, parts.q) and np.array_equal(whole.zero, parts.zero)
+    assert np.array_equal(whole.scale, parts.scale)
 
 
 def test_gptq_is_nearer_than_rounding_at_every_weight(made):

@@ -21,7 +21,7 @@ that comes in is written to its ``journal``, and ``restore`` does it again.
 A step is planned and handed to the device before the one before has been read, which is read, made
 text and told while the device works: what ends on the device (stop tokens, limits) is then not
 decoded further, what ends here (stop strings, cancellations) writes once more and is not read, and
-only rows under a grammar wait for themselves.
+only rows under a grammar wait for themselves, where it leaves a choice.
 
 Parameters on a mesh (``parallel``) make an engine on that mesh: a device holds its heads of every
 cache.  An offloaded model (``offload``) is computed in ``blocks``.  Left out: several processes
@@ -42,8 +42,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.offload.model import OffloadedModel
@@ -51,7 +49,7 @@ from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.serving.engine import blocks, history
 from jaxllama.serving.engine.admission import Admission
-from jaxllama.serving.engine.grammar import Matcher
+from jaxllama.serving.engine.grammar import Ahead, Matcher
 from jaxllama.serving.engine.inbox import Inbox
 from jaxllama.serving.engine.options import EngineOptions, ResolvedOptions
 from jaxllama.serving.engine.output import Live, OnEvent, OutputReader
@@ -203,6 +201,7 @@ class Engine:
 
     def _run(self) -> None:
         scheduler = self.scheduler
+        self._look_ahead()
         plan = scheduler.plan()
         self.counts["preemptions"] += len(plan.preempted)
         self._admitted(plan.admitted)
@@ -219,18 +218,24 @@ class Engine:
             self._take(*self._decoding)
             self._decoding = None
 
-    def _masks(self, plan: Plan) -> dict[Sequence, np.ndarray]:
-        masks = {}
-        for sequence in list(plan.budgets):
-            live = self.live[sequence.request.id]
+    def _look_ahead(self) -> None:
+        """What restricted requests may write next."""
+        for live in list(self.live.values()):
             if live.matcher is not None:
                 try:
-                    masks[sequence] = live.matcher.mask()
+                    live.sequence.known = live.matcher.ahead().known
                 except Exception as error:
                     live.error = error
-                    plan.settle(sequence)
-                    del plan.budgets[sequence]
-                    self._end(sequence.request.id, "error")
+                    self._end(live.sequence.request.id, "error")
+
+    def _masks(self, plan: Plan) -> dict[Sequence, Ahead]:
+        """What those of a plan are told of it: behind what they were told before."""
+        masks = {}
+        for sequence, budget in plan.budgets.items():
+            matcher = self.live[sequence.request.id].matcher
+            if matcher is not None and sequence.is_masked:
+                known, told = matcher.ahead(), sequence.ahead - budget
+                masks[sequence] = known._replace(forced=known.forced[told : sequence.ahead])
         return masks
 
     def _take(self, plan: Plan, running: Running) -> None:

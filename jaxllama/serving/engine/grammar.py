@@ -1,9 +1,10 @@
 """Constrained output: which tokens may come next, by llguidance (extra ``grammar``).
 
-A matcher runs on the host, one per constrained request; after every token it gives a bit mask over
-the vocabulary that the sampler applies.  Contract: the tokens of a finished request (reason "stop")
-match the grammar; one that ends for its length is a prefix of something that does.
-Left out: tokens forced by the grammar are drawn one by one like the others.
+A matcher runs on the host, one per constrained request, and says what is known of the next tokens:
+those that the grammar forces, one behind the other, and a bit mask over the vocabulary for the one
+behind them.  The sampler applies both, so a forced run needs no look of the host, and draws are
+those of one mask a token.  Contract: the tokens of a finished request (reason "stop") match the
+grammar; one that ends for its length is a prefix of something that does.
 """
 
 from __future__ import annotations
@@ -11,13 +12,26 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.engine.request import Grammar
 from jaxllama.text.tokenizer import Tokenizer
+
+# Most forced tokens that are looked for before any of them is written.
+_AHEAD = 64
+
+
+class Ahead(NamedTuple):
+    """What is known of a request's next tokens: each of ``forced`` can be no other, and those
+    behind are allowed by ``mask`` (uint32 ``[ceil(V / 32)]``, bit i of the whole allows token i);
+    right for ``known`` tokens in all."""
+
+    forced: Sequence[int]
+    mask: np.ndarray
+    known: int
 
 
 class GrammarCompiler:
@@ -70,27 +84,47 @@ class GrammarCompiler:
 
 
 class Matcher:
-    """Follows one request's tokens.  ``mask`` and ``read`` raise JaxLlamaError for a grammar that
+    """Follows one request's tokens.  ``ahead`` and ``read`` raise JaxLlamaError for a grammar that
     turns out too complex: the library builds its automaton as tokens come."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher, self._width = matcher, -(-vocab_size // 32)
+        self._matcher, self._all = matcher, _everything(vocab_size)
+        self._forced: list[int] = []  # which the library's matcher has consumed already
+        self._mask: np.ndarray | None = None  # behind those
 
-    def mask(self) -> np.ndarray:
-        """uint32 ``[ceil(V / 32)]``, bit i of the whole allows token i."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        self._check()
-        return bits[: self._width]
+    def ahead(self) -> Ahead:
+        while self._mask is None and len(self._forced) < _AHEAD:
+            if self._forced and self._matcher.is_stopped():
+                break
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._all)]
+            self._check()
+            token = _only(bits)
+            if token is None:
+                self._mask = bits
+            else:
+                self._consume(token)
+                self._forced.append(token)
+        if self._mask is None:
+            return Ahead(self._forced, self._all, len(self._forced))
+        return Ahead(self._forced, self._mask, len(self._forced) + 1)
 
     def read(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            self._matcher.consume_token(token)
-        self._check()
+            if self._forced:
+                if token != self._forced.pop(0):
+                    raise JaxLlamaError(f"grammar: token {token} was drawn where one is forced")
+            else:
+                self._mask = None
+                self._consume(token)
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but a stop token can follow."""
-        return self._matcher.is_stopped()
+        """Whether nothing but a stop token can follow what was read."""
+        return not self._forced and self._matcher.is_stopped()
+
+    def _consume(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._check()
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -105,17 +139,17 @@ class AtLeast(Matcher):
         self, inner: Matcher | None, stop_ids: Sequence[int], least: int, vocab_size: int
     ) -> None:
         self._inner, self._left = inner, least
-        self._all = np.full(-(-vocab_size // 32), 2**32 - 1, np.uint32)
-        self._unstopped = self._all.copy()
+        self._unstopped = _everything(vocab_size)
         for token in stop_ids:
             self._unstopped[token // 32] &= ~np.uint32(1 << token % 32)
 
-    def mask(self) -> np.ndarray:
-        allowed = self._all if self._inner is None else self._inner.mask()
-        if self._left <= 0:
-            return allowed
-        unstopped = allowed & self._unstopped
-        return unstopped if unstopped.any() else allowed
+    def ahead(self) -> Ahead:
+        if self._inner is None:
+            return Ahead((), self._unstopped, self._left)
+        known = self._inner.ahead()
+        unstopped = known.mask & self._unstopped
+        is_early = len(known.forced) < self._left
+        return known._replace(mask=unstopped) if is_early and unstopped.any() else known
 
     def read(self, tokens: Sequence[int]) -> None:
         self._left -= len(tokens)
@@ -125,6 +159,19 @@ class AtLeast(Matcher):
     @property
     def is_complete(self) -> bool:
         return self._inner is not None and self._inner.is_complete
+
+
+def _everything(vocab_size: int) -> np.ndarray:
+    return np.full(-(-vocab_size // 32), 2**32 - 1, np.uint32)
+
+
+def _only(mask: np.ndarray) -> int | None:
+    """The token that a mask allows, if it is one."""
+    words = np.flatnonzero(mask)
+    if len(words) != 1:
+        return None
+    bits = int(mask[words[0]])
+    return int(words[0]) * 32 + bits.bit_length() - 1 if bits & (bits - 1) == 0 else None
 
 
 class _Vocabulary:

@@ -42,7 +42,8 @@ class EngineOptions:
     cache_tokens: that the cache holds, of all requests together and of prefixes that are known; at
         least max_len.  By default what memory_share leaves; on a CPU 1 GiB of them, and no more
         than the slots can use.
-    memory_share: of a GPU's memory that weights, cache and work may take together.
+    memory_share: of the GPU memory that jax has (``$XLA_CLIENT_MEM_FRACTION``, three quarters
+        unless ``jaxllama serve`` or ``batch`` starts it) that weights, cache and work may take.
     page_size: tokens in a page of the cache; 16 on a CPU, else 64, at most prefill_chunk.
     prefix_cache: requests begin with what others have left in the cache.
     prefill_chunk: tokens of a prompt between two decode steps; 64 on a CPU, else 2048, at most

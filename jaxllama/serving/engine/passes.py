@@ -67,19 +67,20 @@ def run(
     batch, n_top = slots.size, min(MAX_LOGPROBS, cfg.vocab_size)
     level, wants_top, steps = orders
     wants_top, rows = wants_top != 0, jnp.arange(batch, dtype=jnp.int32)[:, None]
-    drafts_here, none = len(widths) > 1, jnp.zeros((batch,), jnp.int32)
+    drafts_here, most, none = len(widths) > 1, widths[-1] - 1, jnp.zeros((batch,), jnp.int32)
 
     def may_write(slots: Slots, drawn: Drawn) -> jax.Array:
         return slots.active & (drawn.counts < limits)
 
     def draw_with(features: tuple[str, ...]) -> Any:
         def draw(
-            scores: jax.Array, slots: Slots, masks: jax.Array, at: jax.Array, drafted: jax.Array
-        ) -> tuple[jax.Array, jax.Array]:
+            scores: jax.Array, slots: Slots, masks: jax.Array, index: jax.Array, at: jax.Array,
+            drafted: jax.Array,
+        ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
             params = dataclasses.replace(slots.sampling, features=features)
             history, allowed = None, None
             if features:
-                history, allowed = slots.history, _mask_bits(masks, cfg.vocab_size)
+                history, allowed = slots.history, _allowed(masks, index, cfg.vocab_size)
             return sampled(scores, params, at, drafted, history, allowed)
 
         return draw
@@ -93,9 +94,7 @@ def run(
     def one_step(carry: tuple[jax.Array, Slots, Drawn]) -> tuple[jax.Array, Slots, Drawn]:
         if not drafts_here:
             return one_pass(Drafted(none[:, None], none, None), 1, carry)
-        draft = _draft(
-            cfg, carry[1], may_write(*carry[1:]), limits - carry[2].counts, widths[-1] - 1
-        )
+        draft = _draft(cfg, carry[1], may_write(*carry[1:]), limits, masks, carry[2].counts, most)
         needed = jnp.max(draft.lengths) + 1
         return in_width(widths, needed, functools.partial(one_pass, draft), carry)
 
@@ -120,14 +119,17 @@ def run(
             hidden, proposal = propose(cfg, params, inputs, count, slots.cache)
         scores = logits(cfg, params, hidden.reshape(batch * n_new, -1))
         by_place = scores.reshape(batch, n_new, -1)
-        tokens, logprobs = lax.switch(level, branches, by_place, slots, masks, positions, drafted)
+        index = drawn.counts[:, None] + place  # of the call's tokens
+        tokens, logprobs = lax.switch(
+            level, branches, by_place, slots, masks, index, positions, drafted
+        )
         top = lax.cond(wants_top, _likeliest, _no_likeliest, scores)
         stops = jnp.any(tokens[:, :, None] == stop_ids, axis=2) & ~slots.ignore_eos[:, None]
         new, accepted, ends = verdict(tokens, drafted, draft.lengths, stops, live)
         if proposal is not None:
             cache = commit(proposal, new)
         is_new, remaining = place < new[:, None], slots.remaining - new
-        column = jnp.where(is_new, drawn.counts[:, None] + place, width)
+        column = jnp.where(is_new, index, width)
 
         def put(buffer: jax.Array, news: jax.Array) -> jax.Array:
             news = news.reshape(batch, n_new, *buffer.shape[2:])
@@ -150,7 +152,7 @@ def run(
             written = jnp.where(is_new, positions, text.shape[1])
             text, pace = text.at[rows, written].set(tokens, mode="drop"), drafting.pace
             if drafts_here:
-                pace = pace.after(live * draft.lengths, accepted, widths[-1] - 1)
+                pace = pace.after(live * draft.lengths, accepted, most)
             drafting = drafting._replace(text=text, pace=pace)
         newest = jnp.take_along_axis(tokens, jnp.maximum(new - 1, 0)[:, None], axis=1)[:, 0]
         slots = dataclasses.replace(
@@ -180,18 +182,29 @@ def run(
 
 
 def _draft(
-    cfg: ModelConfig, slots: Slots, is_live: jax.Array, room: jax.Array, most: int
-) -> Drafted:
-    """What live rows, which may still write ``room[B]`` tokens, propose: up to ``most``."""
+    cfg: ModelConfig, slots: Slots, is_live: jax.Array, limits: jax.Array, masks: jax.Array,
+    counts: jax.Array, most: int,
+) -> Drafted:  # fmt: skip
+    """What live rows propose that have written ``counts[B]`` of a call's up to ``limits[B]``
+    tokens: up to ``most``; where tokens are forced, those."""
     assert slots.drafting is not None
     text, pace = slots.drafting
     if cfg.attn_sparsity < 1.0:  # a prompt's last token attends otherwise than those it verifies
         is_live = is_live & ~jnp.any(is_live & slots.prompted)
-    room = jnp.minimum(jnp.minimum(room, slots.remaining) - 1, most)
+    room = jnp.minimum(jnp.minimum(limits - counts, slots.remaining) - 1, most)
     wanted = jnp.where(is_live & (pace.wait == 0), jnp.minimum(pace.tokens, room), 0)
     text = text[:, : slots.cache.capacity]
     ask = Ask(text, slots.cache.lengths + 1, wanted, most, slots.sampling, None)
-    return NGram().propose(None, None, ask)
+    found = NGram().propose(None, None, ask)
+    place = jnp.arange(most, dtype=jnp.int32)[None, :]
+    forced = _forced(masks, counts[:, None] + place, cfg.vocab_size)
+    run = jnp.min(jnp.where(forced < 0, place, most), axis=1)
+    lengths = jnp.where(is_live, jnp.minimum(run, room), 0)
+    return Drafted(
+        jnp.where(run[:, None] > 0, forced, found.tokens),
+        jnp.where(run > 0, lengths, found.lengths),
+        None,
+    )
 
 
 def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -216,7 +229,19 @@ def _no_likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
-def _mask_bits(masks: jax.Array, vocab_size: int) -> jax.Array:
-    """uint32 ``[B, ceil(V / 32)]`` -> bool ``[B, V]``, the lowest bit first."""
-    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)
-    return (bits & jnp.uint32(1)).astype(bool).reshape(masks.shape[0], -1)[:, :vocab_size]
+def _allowed(masks: jax.Array, index: jax.Array, vocab_size: int) -> jax.Array:
+    """bool ``[B, T, V]``: what rows' tokens ``index[B, T]`` of a call may be; masks as of
+    ``slots.decode``, the lowest bit first."""
+    words = -(-vocab_size // 32)
+    bits = masks[:, :words, None] >> jnp.arange(32, dtype=jnp.uint32)
+    free = (bits & jnp.uint32(1)).astype(bool).reshape(masks.shape[0], 1, -1)[:, :, :vocab_size]
+    forced = _forced(masks, index, vocab_size)[:, :, None]
+    ids = lax.broadcasted_iota(jnp.int32, (1, 1, vocab_size), 2)
+    return jnp.where(forced < 0, free, ids == forced)
+
+
+def _forced(masks: jax.Array, index: jax.Array, vocab_size: int) -> jax.Array:
+    """int32 ``[B, T]``: what rows' tokens ``index[B, T]`` must be, or -1."""
+    forced = masks[:, -(-vocab_size // 32) :].astype(jnp.int32) - 1
+    found = jnp.take_along_axis(forced, index, axis=1, mode="clip")
+    return jnp.where(index < forced.shape[1], found, -1)

@@ -9,7 +9,7 @@ an engine on a GPU tracing and lowering are most of a second start: Python, a ke
 one by one, which no threads share.  So what was compiled is kept as a whole, under a name that says
 all that it follows from: this code, jax and its settings, the device, the arguments' shapes.  On a
 CPU programs call handlers that exist once they were registered (``pallas_kernels/cpu``): those are
-kept with them.
+kept with them.  On a GPU they call the runtime of Mosaic GPU.
 
 Left out: meshes.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import os
 import pickle
 import tempfile
@@ -120,10 +121,19 @@ class Programs:
                 return None
             for handler in kept.handlers:
                 jit.register(handler)
+            if self._device.platform != "cpu":
+                _tell_where_kernels_are()
             return list(pool.map(lambda one: load(*one), kept.programs))
         except (pickle.UnpicklingError, EOFError, ValueError, jax.errors.JaxRuntimeError) as error:
             warnings.warn(f"{path}: compiling again: {error}", stacklevel=3)
             return None
+
+
+def _tell_where_kernels_are() -> None:
+    """Programs link with the runtime of Mosaic GPU, whose place this module tells jaxlib when it is
+    imported; what is lowered imports it, but what was kept is not lowered again."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("jax.experimental.mosaic.gpu.core")
 
 
 def _keep(path: Path, made: list[Any], pool: ThreadPoolExecutor) -> None:

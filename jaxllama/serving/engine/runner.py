@@ -21,6 +21,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.lora import for_rows
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.serving.engine import slots as device
+from jaxllama.serving.engine.grammar import Ahead
 from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.engine.pages import Pages
 from jaxllama.serving.engine.passes import HIGHEST_LEVEL, level_of
@@ -83,26 +84,22 @@ class Runner:
             options.pages, options.page_size, states=options.snapshots, unit=options.unit,
             share=options.prefix_cache,
         )  # fmt: skip
-        self._fill_program, self._decode_program = device.fill, device.decode
-        if self.mesh is None:  # loops and branches of which the host knows nothing
-            compiled = functools.partial(
-                compiler_options.compiled_for, mesh=None, static_argnums=0, donate_argnums=2
-            )
-            self._fill_program = compiled(device.fill, static_argnames="fresh")
-            self._decode_program = compiled(
-                device.decode, static_argnames=("n", "context", "width", "widths")
-            )
+        # Loops and branches of which the host knows nothing; on a mesh prompts gain nothing by it.
+        compiled = functools.partial(
+            compiler_options.compiled_for, static_argnums=0, donate_argnums=2
+        )
+        self._fill_program, names = device.fill, ("n", "context", "width", "widths")
+        if self.mesh is None:
+            self._fill_program = compiled(device.fill, None, static_argnames="fresh")
+        self._decode_program = compiled(device.decode, self.mesh, static_argnames=names)
         self.slots = self._empty()
         [home, *_] = self.slots.token.devices()
         self._programs = Programs(folder() if self.mesh is None else None, home)
         self._told: dict[Sequence, int] = {}  # pages that the device knows of
         self._thread = ThreadPoolExecutor(1, "jaxllama-decode")
         self._stop_ids = jax.device_put(np.array(cfg.eos_token_ids, np.int32))
-        n_masks = -(-cfg.vocab_size // 32)
-        self._no_masks = {
-            size: jax.device_put(np.full((size, n_masks), 2**32 - 1, np.uint32))
-            for size in options.sizes
-        }
+        self._n_masks = -(-cfg.vocab_size // 32)
+        self._no_masks = {size: jax.device_put(self._masks(size)) for size in options.sizes}
 
     def _empty(self) -> device.Slots:
         options = self.options
@@ -116,6 +113,16 @@ class Runner:
             jax.eval_shape(lambda: device.empty_slots(*sizes)), self.mesh
         )
         return jax.jit(lambda: device.empty_slots(*sizes), out_shardings=places)()
+
+    def _masks(self, size: int) -> np.ndarray:
+        """Of that many rows, which allow everything."""
+        masks = np.zeros((size, self._n_masks + self._width(size)), np.uint32)
+        masks[:, : self._n_masks] = 2**32 - 1
+        return masks
+
+    def _width(self, size: int) -> int:
+        """Most tokens that a decode call of that many rows writes of one."""
+        return self.options.steps_per_call * self.options.pass_widths(size)[-1]
 
     def _with(self, rows: int, sequences: Mapping[int, Sequence]) -> device.Params:
         """The parameters for a call of so many rows, of which these are somebody's.  With adapters
@@ -139,9 +146,7 @@ class Runner:
 
     # A step
 
-    def run(
-        self, plan: Plan, masks: Mapping[Sequence, np.ndarray], scheduler: Scheduler
-    ) -> Running:
+    def run(self, plan: Plan, masks: Mapping[Sequence, Ahead], scheduler: Scheduler) -> Running:
         """A plan, its rows' ``masks`` with it, in the runner's thread behind those before.  The
         thread waits where jax does: on a mesh a call of a loop does not return before the loop has
         ended."""
@@ -267,7 +272,7 @@ class Runner:
 
     # Answers
 
-    def _decode_of(self, plan: Plan, masks: Mapping[Sequence, np.ndarray]) -> Decode:
+    def _decode_of(self, plan: Plan, masks: Mapping[Sequence, Ahead]) -> Decode:
         options, sequences = self.options, list(plan.budgets)
         n = options.size(len(sequences))
         row_of = {
@@ -283,9 +288,11 @@ class Runner:
             self._told[sequence] = len(pages)
         allowed: Any = self._no_masks[n]
         if masks:
-            allowed = np.full(allowed.shape, 2**32 - 1, np.uint32)
-            for sequence, mask in masks.items():
-                allowed[row_of[sequence]] = mask
+            allowed = self._masks(n)
+            for sequence, known in masks.items():
+                row = allowed[row_of[sequence]]
+                row[: self._n_masks] = known.mask
+                row[self._n_masks :][: len(known.forced)] = [token + 1 for token in known.forced]
             allowed = jax.device_put(allowed)  # jit tells it from numpy's
         requests = [sequence.request for sequence in sequences]
         level = level_of([request.sampling for request in requests], bool(masks))
@@ -303,10 +310,10 @@ class Runner:
         return Drawn(decode.row_of, rows, top if decode.wants_top else ())
 
     def _decoding(self, decode: Decode) -> tuple[Hashable, Wanted]:
-        n, context, widths = decode.n, decode.context, self.options.pass_widths(decode.n)
+        n, context = decode.n, decode.context
         told = decode.params, self.slots, decode.orders, decode.masks, self._stop_ids
-        width = self.options.steps_per_call * widths[-1]
-        static = {"n": n, "context": context, "width": width, "widths": widths}
+        widths = self.options.pass_widths(n)
+        static = {"n": n, "context": context, "width": self._width(n), "widths": widths}
         return ("decode", n, context), Wanted(self._decode_program, told, self.cfg, static)
 
     def read(self, drawn: Drawn) -> dict[Sequence, Written]:

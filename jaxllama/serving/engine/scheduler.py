@@ -13,7 +13,8 @@ step before has written: a row is taken to go on for as long as it may.  Contrac
   each counted as wide as its prefill call (``widths``): a long prompt, or many short ones, never
   stall running rows.  Chunks end at multiples of ``chunk``.
 * At most ``max_slots`` sequences are admitted, and they hold the pages that their tokens take and
-  no more (``pages``): a prompt's when it is admitted, an answer's as it is written.
+  no more (``pages``): a prompt's when it is admitted, an answer's as it is written.  A hundredth
+  of all pages is left to those who run, unless they cannot take them.
 * Strict order: nobody overtakes an earlier request of the same priority.
 * When pages are short, or a more urgent request finds no slot, the last of the least urgent
   sequences is preempted: it gives up its pages and waits; later what is no longer known of its
@@ -39,6 +40,9 @@ from jaxllama.serving.engine.request import FinishReason, Request
 
 # Later arrivals that a step of priority is worth.
 AGE = 1024
+# Of so many pages newcomers leave one to those who run: who takes the last ones is soon preempted,
+# and its prompt computed again.
+RESERVE = 100
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,7 +53,8 @@ class Sequence:
     slot, held: its row and its pages while it is admitted.  filled: tokens of ``tokens`` that are
     in the cache.  cached: of those, how many were known at first.  ahead: tokens that decode calls
     whose results are not here yet may have written.  unsure: of those, how many it has not if its
-    drafts are wrong.
+    drafts are wrong.  known: where tokens are restricted, for how many behind ``output`` it is
+    known which may come.
     """
 
     request: Request
@@ -62,6 +67,7 @@ class Sequence:
     cached: int = 0
     ahead: int = 0
     unsure: int = 0
+    known: int = 1
 
     @property
     def own_slot(self) -> int:
@@ -287,14 +293,17 @@ class Scheduler:
             self.ending.append(sequence)
 
     def _budgets(self, steps: int) -> dict[Sequence, int]:
-        """What each running row may write.  A constrained row's mask comes from the host, after
-        every token, so it waits for what it has written."""
+        """What each running row may write.  What may come next is the host's to say where it is
+        restricted: behind what is known such a row waits for what it has written."""
         return {
             sequence: room
             for sequence in self.running.values()
-            if not (sequence.is_masked and sequence.ahead)
-            and (room := sequence.room(1 if sequence.is_masked else steps)) > 0
+            if not (sequence.is_masked and sequence.unsure)
+            and (room := sequence.room(self._allowed(sequence, steps))) > 0
         }
+
+    def _allowed(self, sequence: Sequence, steps: int) -> int:
+        return min(steps, sequence.known - sequence.ahead) if sequence.is_masked else steps
 
     def _growth(self, sequence: Sequence, steps: int) -> int:
         """Pages that it lacks to write so many more tokens."""
@@ -387,8 +396,14 @@ class Scheduler:
         # Everybody may write one more token before anything else can be done about it.
         need = self._next - sum(self._growth(other, 1) for other in without)
         need += self._growth(sequence, 1)
+        others = self.n_admitted - len(without)
         available = self.pages.available + self.pages.gain(other.held for other in without)
-        return self.n_admitted - len(without) < self.max_slots and need <= available
+        if others >= self.max_slots or need > available:
+            return False
+        if not others or need + self.pages.count // RESERVE <= available:
+            return True
+        stay = [sequence, *(other for other in self.admitted if other not in without)]
+        return sum(self._growth(one, one.remaining) for one in stay) <= available
 
     def _preempt(self, victims: list[Sequence]) -> None:
         """Send the least urgent of ``victims`` back to waiting."""

@@ -248,8 +248,9 @@ def decode(
 
     orders: of ``make_orders``.  A slot past the last is nobody's; with as many rows as there are
     slots, row i is slot i's or nobody's.  A page past the last is none.  level: the sampler's
-    branch; steps: most passes.  masks uint32 ``[n, ceil(V / 32)]``: bit i of a row allows token i;
-    not read at level 0.
+    branch; steps: most passes.  masks uint32 ``[n, ceil(V / 32) + width]``: bit i of a row allows
+    token i, to those of its tokens whose column behind the bits is 0; others must be that column's
+    less 1.  Not read at level 0.
 
     Returns (slots, rows int32 ``[n, 3 + 2 width]``: how many tokens, how many were drafted and how
     many of those right, the tokens, the bits of their logprobs; the likeliest tokens and their

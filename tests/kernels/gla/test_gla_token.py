@@ -89,10 +89,11 @@ CASES = {  # rows, heads, kv heads, Dk, Dv, and what is special
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_s_code_on_numpy(name, divided, clamp_min, monkeypatch):
     from pallas_kernels.gla import step_kernel as gla_step_mosaic
+    from pallas_kernels.gla import step_registers
 
     monkeypatch.setattr(gla_step_mosaic, "divided", lambda *_: gla_step_mosaic.Plan(*divided))
     shape, special = CASES[name]
-    with emulated(gla_step_mosaic):
+    with emulated(gla_step_mosaic, step_registers):
         check(case(*shape, **special), clamp_min)
 
 
@@ -100,6 +101,7 @@ def test_the_kernel_s_code_on_numpy(name, divided, clamp_min, monkeypatch):
 @pytest.mark.parametrize("divided", [(128, 4), (128, 8), (64, 4)], ids=str)
 def test_the_step_s_code_on_numpy(divided):
     from pallas_kernels.gla import step_kernel as gla_step_mosaic
+    from pallas_kernels.gla import step_registers
 
     rng = np.random.default_rng(1)
     q, k = (jnp.asarray(x, jnp.bfloat16) for x in rng.standard_normal((2, 2, 3, 128)))
@@ -108,7 +110,7 @@ def test_the_step_s_code_on_numpy(divided):
     state = jnp.asarray(rng.standard_normal((2, 3, 128, 256)), jnp.float32)
     wide = [np.asarray(x, np.float64) for x in (q, k, v, g, state)]
     want = np.exp(wide[3])[..., None] * wide[4] + wide[1][..., None] * wide[2][:, :, None]
-    with emulated(gla_step_mosaic):
+    with emulated(gla_step_mosaic, step_registers):
         plan = gla_step_mosaic.Plan(*divided)
         o, new = gla_step_mosaic.gla_step(q, k, v, g.astype(jnp.float32), state, 0.1, plan)
     assert relative_rms(new, want) < 1e-6

@@ -248,8 +248,8 @@ def test_drafts_change_no_tokens(family):
 
 
 def test_a_row_whose_drafts_are_right_takes_fewer_steps():
-    """Up to a draft and one token a pass.  Drafts that are wrong stop; and what is masked by the
-    host, as ``min_tokens`` is, goes token by token."""
+    """Up to a draft and one token a pass.  Drafts that are wrong stop; and what the host masks, as
+    ``min_tokens`` does, ends a call where its mask ends."""
     eng, prompt = engine("llama", draft="ngram"), PROMPTS[4]
     calls = {}
     for kind, sampling in (("right", SAMPLINGS[5]), ("wrong", jl.Sampling(temperature=5.0))):
@@ -263,7 +263,7 @@ def test_a_row_whose_drafts_are_right_takes_fewer_steps():
     assert calls == {"right": 3, "wrong": MAX_NEW // OPTIONS["steps_per_call"]}
     least = Request("least", prompt, 12, SAMPLINGS[5], min_tokens=4, stop_token_ids=(5,))
     events = eng.generate([least])["least"]
-    assert [len(event.tokens) for event in events] == [1] * 5
+    assert [len(event.tokens) for event in events] == [3, 1, 1]
     tokens, _ = written(events)
     assert tokens.index(5) == 4 and events[-1].finish_reason == "stop"
 

@@ -198,7 +198,7 @@ def test_rows_pages_and_snapshots_move_unchanged(dtype):
     assert bits([slots.cache.layers[i] for i, kind in enumerate(cfg.layer_types)
                  if kind == "gla"], 2) == known  # fmt: skip
     orders = device.make_orders(np.array([[2, 0, 2, 3]]), level=0, wants_top=False, steps=2)
-    masks = np.zeros((1, -(-cfg.vocab_size // 32)), np.uint32)
+    masks = np.zeros((1, -(-cfg.vocab_size // 32) + 2), np.uint32)
     slots, *_ = device.decode(
         cfg, params_of(cfg), slots, orders, masks, np.array([2], np.int32), n=1, context=4, width=2
     )

@@ -302,11 +302,16 @@ def matches(lm, grammar: Grammar, text: str) -> bool:
     """Whether an answer may be this text."""
     own = tokenizer("hermes")
     matcher = GrammarCompiler(own, CFG.vocab_size, CFG.eos_token_ids).matcher(grammar)
+
+    def may_follow(token: int) -> bool:
+        forced, mask, _ = matcher.ahead()
+        return token == forced[0] if forced else bool(int(mask[token // 32]) >> token % 32 & 1)
+
     for token in own.encode(text, add_special=False):
-        if matcher.is_complete or not (int(matcher.mask()[token // 32]) >> token % 32) & 1:
+        if matcher.is_complete or not may_follow(token):
             return False
         matcher.read([token])
-    return matcher.is_complete or bool(int(matcher.mask()[0]) >> CFG.eos_token_ids[0] & 1)
+    return matcher.is_complete or may_follow(CFG.eos_token_ids[0])
 
 
 @pytest.mark.parametrize("form", WRITTEN)

@@ -1,0 +1,113 @@
+"""The first of some tokens that a row may take: ``gated_delta_tokens``' other half.
+
+    d <- beta_t (v_t - a_t k_t^T S)        S <- a_t S + k_t d^T        for t < count, |k_t| = 1
+
+and the last inputs of the convolution behind them, of all layers of a model in one kernel, in
+place.  The XLA form is a chain of steps of each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Plan, Reason, choose_plan, has_plan
+from pallas_kernels.gated_delta.step import step
+from pallas_kernels.gated_delta.token import MOST
+from pallas_kernels.operands import check
+from pallas_kernels.transform import Op, chosen
+
+LAYERS = 64  # their addresses are the kernel's arguments
+_OPERANDS = {
+    "state": "float32 [B, H, Dk, Dv]",
+    "last": "float [B, W - 1, F]",
+    "k": "float [B, T, Hk, Dk]",
+    "v": "float [B, T, H, Dv]",
+    "log_decay": "float32 [B, T, H]",
+    "beta": "float32 [B, T, H]",
+    "read": "float [B, T, F]",
+    "count": "int32 [B]",
+}
+Layers = Sequence[Sequence[jax.Array]]
+
+
+def gated_delta_commit(
+    layers: Layers, count: jax.Array
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """(states, last inputs) of all layers after the first ``count[B]`` of T tokens.
+
+    layers: of each (state, last, k, v, log_decay, beta, read), the first two to be donated, the
+        others as ``gated_delta_tokens`` gives them; what is beyond count may hold anything.
+    Under jax's transformations as ``gated_delta_step``.  Raises ValueError naming the operand for a
+    wrong shape or dtype.
+    """
+    if not layers:
+        return (), ()
+    for layer in layers:
+        check("gated_delta_commit", _OPERANDS, **_named(layer, count))
+    operands = *map(tuple, zip(*layers, strict=True)), count
+    found = choose_plan("gated_delta_commit", None, lambda: plan(layers, count), *operands)
+    return _gated_delta_commit(chosen(found, None), found, *operands)
+
+
+def _named(layer: Sequence[jax.Array], count: jax.Array) -> dict[str, jax.Array]:
+    return dict(zip(_OPERANDS, (*layer, count), strict=True))
+
+
+def plan(layers: Layers, count: jax.Array) -> Plan | Reason:
+    """How the kernel computes a call.  Raises ValueError as ``gated_delta_commit`` does."""
+    from pallas_kernels.gated_delta import token_kernel
+
+    if not 0 < len(layers) <= LAYERS:
+        return Reason(f"{len(layers)} layers, not 1 to {LAYERS}")
+    for layer in layers:
+        named = _named(layer, count)
+        sizes = check("gated_delta_commit", _OPERANDS, **named)
+        for name in ("last", "k", "v", "read"):
+            if named[name].dtype != jnp.bfloat16:
+                return Reason(f"{name} is {named[name].dtype}; the kernel takes bfloat16")
+        if [x.shape for x in layer] != [x.shape for x in layers[0]]:
+            return Reason("layers of several shapes")
+    if sizes["Dk"] not in (64, 128, 256) or sizes["Dv"] != token_kernel.COLUMNS:
+        return Reason(f"state {layers[0][0].shape}: not Dk = 64, 128 or 256 and Dv = 128")
+    if sizes["F"] != 2 * sizes["Hk"] * sizes["Dk"] + sizes["H"] * sizes["Dv"]:
+        return Reason(f"read has {sizes['F']} columns, which are not q's, k's and v's")
+    if sizes["T"] > MOST:
+        return Reason(f"{sizes['T']} tokens, over {MOST}")
+    return token_kernel.Plan(sizes["Dk"] // token_kernel.ROWS)
+
+
+def fusible(layers: Layers, count: jax.Array) -> bool:
+    """Has ``gated_delta_commit`` a plan for these operands, where they are?"""
+    return bool(layers) and has_plan(lambda: plan(layers, count), *layers[0])
+
+
+def _kernel(found, *operands):
+    from pallas_kernels.gated_delta import token_kernel
+
+    return token_kernel.gated_delta_commit(*operands, plan=found)
+
+
+def _xla(found, *operands):
+    del found
+    *layers, count = operands
+
+    def after(state, last, k, v, log_decay, beta, read):
+        for t in range(k.shape[1]):
+            now = (x[:, t] for x in (k, v, log_decay, beta))
+            k_t, v_t, g_t, b_t = (
+                jnp.where((count > t).reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+                for x in now
+            )
+            state = step(k_t, k_t, v_t, g_t, b_t, state, scale=1.0, normalize_qk=True)[1]
+        width = jnp.arange(last.shape[1], dtype=jnp.int32)
+        at = (count[:, None] + width)[:, :, None]
+        return state, jnp.take_along_axis(jnp.concatenate([last, read], axis=1), at, axis=1)
+
+    states, lasts = zip(*map(after, *layers), strict=True)
+    return states, lasts
+
+
+_gated_delta_commit = Op("gated_delta_commit", _xla, _kernel)

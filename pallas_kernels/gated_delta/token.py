@@ -1,0 +1,178 @@
+"""Tokens of a gated delta layer between its projections and its output product, as one kernel: the
+short convolution, the gates, the steps, the norm and the output's gate.
+
+``gated_delta_token`` is one token.  ``gated_delta_tokens`` are several that may not stay: nothing
+of the row is written, and what ``gated_delta.commit`` needs to take some of them comes out too.
+
+What they compute is the module ``jaxllama.model.delta`` with one decay a head; there is no other
+form of it here.  ``plan`` says where the kernel does not go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Plan, Reason, choose_plan, has_plan, is_empty
+from pallas_kernels.matmul.blocks import Columns
+from pallas_kernels.operands import check
+from pallas_kernels.transform import Choice, Op
+
+CLUSTER = 8  # value heads of a key head
+MOST = 16  # tokens of a row
+_OPERANDS = {
+    "qkvz": "float [B, qkvz columns]",
+    "ba": "float [B, ba columns]",
+    "conv": "float [F, W]",
+    "a_log": "float [H]",
+    "dt_bias": "float [H]",
+    "norm": "float [Dv]",
+    "lengths": "int32 [B]",
+    "state": "float32 [B, H, Dk, Dv]",
+    "last": "float [B, W - 1, F]",
+}
+_OF_SEVERAL = {
+    name: line.replace("[B,", "[N,") if name in ("qkvz", "ba") else line
+    for name, line in _OPERANDS.items()
+    if name != "lengths"
+}
+
+
+def gated_delta_token(
+    streams: Sequence[Columns],
+    conv: jax.Array,
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    lengths: jax.Array,
+    state: jax.Array,
+    last: jax.Array,
+    *,
+    eps: float,
+    beta_max: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(y ``[B, H, Dv]``, new state, new last inputs): donate the latter two.
+
+    streams: qkvz, ``F = 2 Hk Dk + H Dv`` columns of q, k and v and, where the layer has a gate,
+        ``H Dv`` of z; ba, b and a of H heads.  bfloat16, as all but the state.
+    conv: taps ``[F, W]``; last: ``[B, W - 1, F]``.  decay: a_log, dt_bias ``[H]``.  norm: ``[Dv]``.
+    lengths: int32 ``[B]``; where it is 0 the row stands still, and its y means nothing.
+    Raises ValueError naming the operand for shapes and dtypes that no layer has,
+    NotImplementedError, naming the fact, where ``plan`` has none.
+    """
+    operands = streams, conv, decay, norm, lengths, state, last
+    found = plan(*operands)
+    if is_empty(state):
+        batch, heads, _, dv = state.shape
+        return jnp.zeros((batch, heads, dv), jnp.bfloat16), state, last
+    call, rows = _call("gated_delta_token", found, operands, eps, beta_max)
+    return _gated_delta_token(Choice("mosaic"), call, rows, *operands[1:])
+
+
+def gated_delta_tokens(
+    streams: Sequence[Columns],
+    conv: jax.Array,
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    state: jax.Array,
+    last: jax.Array,
+    *,
+    eps: float,
+    beta_max: float,
+) -> tuple[jax.Array, ...]:
+    """(y ``[B * T, H, Dv]``, k ``[B, T, Hk, Dk]`` of any length, v ``[B, T, H, Dv]``, float32
+    log_decay and beta ``[B, T, H]``, what the convolution read ``[B, T, F]``) of T tokens of each
+    row, one behind the other, from a state and last inputs that stay.
+
+    streams: as of ``gated_delta_token``, ``[B * T, ...]``.  Raises as it does, for an empty state
+    NotImplementedError too.
+    """
+    operands = streams, conv, decay, norm, None, state, last
+    found = Reason("an operand of size 0") if is_empty(state) else plan(*operands)
+    call, rows = _call("gated_delta_tokens", found, operands, eps, beta_max)
+    return _gated_delta_tokens(Choice("mosaic"), call, rows, conv, decay, norm, state, last)
+
+
+def _call(op, found, operands, eps, beta_max):
+    streams, conv, *_ = operands
+    rows = tuple(x.rows for x in streams)
+    found = choose_plan(op, "mosaic", lambda: found, rows, *operands[1:4], *operands[5:],
+                        has_xla=False)  # fmt: skip
+    gated = streams[0].width > conv.shape[0]
+    return (tuple(x.start for x in streams), (float(eps), float(beta_max), gated), found), rows
+
+
+def _kernel(call, *operands, keeps=False):
+    from pallas_kernels.gated_delta import token_kernel
+
+    starts, options, plan = call
+    return token_kernel.gated_delta_token(
+        *operands, starts=starts, options=options, plan=plan, keeps=keeps
+    )
+
+
+def _kernel_of_several(call, rows, conv, decay, norm, state, last):
+    return _kernel(call, rows, conv, decay, norm, None, state, last, keeps=True)
+
+
+_gated_delta_token = Op("gated_delta_token", None, _kernel)
+_gated_delta_tokens = Op("gated_delta_tokens", None, _kernel_of_several)
+
+
+def plan(
+    streams: Sequence[Columns],
+    conv: jax.Array,
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    lengths: jax.Array | None,
+    state: jax.Array,
+    last: jax.Array,
+) -> Plan | Reason:
+    """How the kernel computes a call, without lengths one of ``gated_delta_tokens``.  Raises
+    ValueError as ``gated_delta_token`` does."""
+    from pallas_kernels.gated_delta import token_kernel
+
+    qkvz, ba = (x.rows for x in streams)
+    named = {"qkvz": qkvz, "ba": ba, "conv": conv, "a_log": decay[0], "dt_bias": decay[1],
+             "norm": norm, "last": last}  # fmt: skip
+    op, lines = "gated_delta_token", _OPERANDS
+    if lengths is None:
+        op, lines = "gated_delta_tokens", _OF_SEVERAL
+    check(op, lines, **named, lengths=lengths, state=state)
+    rows, batch = qkvz.shape[0], state.shape[0]
+    if lengths is None and (batch == 0 or rows == 0 or rows % batch):
+        raise ValueError(f"{op}: {rows} rows of qkvz are not as many for each of state's {batch}")
+    _, heads, dk, dv = state.shape
+    features, taps = conv.shape
+    key_heads, more = divmod(features - heads * dv, 2 * dk) if dk else (0, 1)
+    if more or key_heads < 1 or heads % key_heads:
+        raise ValueError(f"{op}: conv {conv.shape} does not fit state {state.shape}: "
+                         "2 Hk Dk + H Dv rows, of Hk heads that divide H")  # fmt: skip
+    if last.shape[1] != taps - 1:
+        raise ValueError(f"{op}: last {last.shape} has not one input less than conv "
+                         f"{conv.shape} has taps")  # fmt: skip
+    widths = (features, features + heads * dv), (2 * heads,)
+    for name, x, allowed in zip(("qkvz", "ba"), streams, widths, strict=True):
+        if x.width not in allowed or not 0 <= x.start <= x.rows.shape[1] - x.width:
+            raise ValueError(f"{op}: {name} is {x.width} columns from {x.start} of "
+                             f"{x.rows.shape}, not {allowed[-1]}")  # fmt: skip
+    for name, x in named.items():
+        if x.dtype != jnp.bfloat16:
+            return Reason(f"{name} is {x.dtype}; the kernel takes bfloat16")
+    if dk not in (64, 128, 256) or dv != token_kernel.COLUMNS:
+        return Reason(f"state {state.shape}: not Dk = 64, 128 or 256 and Dv = 128")
+    if rows > MOST * batch:
+        return Reason(f"{rows} tokens of {batch} rows, over {MOST} each")
+    if heads // key_heads > CLUSTER:
+        return Reason(f"{heads // key_heads} value heads read a key head, over {CLUSTER}")
+    if taps not in (2, 4):
+        return Reason(f"conv {conv.shape}: not 2 or 4 taps")
+    if streams[0].start % 4 or qkvz.shape[1] % 4 or features % 4:
+        return Reason("qkvz is columns that do not begin at multiples of 8 bytes")
+    return token_kernel.Plan(dk // token_kernel.ROWS)
+
+
+def fusible(*operands) -> bool:
+    """Has ``gated_delta_token`` a plan for these operands, where they are?"""
+    return has_plan(lambda: plan(*operands), *operands[-2:])

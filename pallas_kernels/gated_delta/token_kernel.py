@@ -1,0 +1,121 @@
+"""Tokens of a gated delta layer on Hopper: what stands between its projections and its output.
+
+    x         = silu(sum_w conv[:, w] x_{t - W + 1 + w})                   of q, k and v
+    q, k      = q / |q|, k / |k|
+    beta      = beta_max sigmoid(b)        a = exp(-exp(a_log) softplus(a + dt))
+    S <- a S        d = beta (v - k^T S)        S <- S + k d^T        o = Dk ** -0.5 q S
+    y         = o * rsqrt(mean o^2 + eps) * weight * silu(z)
+
+float32, rounded where the ops one after the other round: behind the convolution, q's and k's
+lengths, and o.  A row whose length is 0 stands still.
+
+One token; or several that may not stay: then neither the state nor the last inputs are written, but
+all that ``gated_delta_commit`` takes to write them, for all layers in one launch.
+
+One block per (row, value head) of 128 value channels.  The state is in registers from the one read
+to the one write, as in ``step_kernel``.  The value heads of a key head all read its last inputs,
+which the first of them replaces: they are a cluster, and nobody writes before all have read.
+
+    warps: S in flight | last inputs, taps -> q, k, v, |q|^2, |k|^2 -> smem | barrier | lengths
+           | k^T a S, q^T a S, q k -> smem | barrier | d | a S + k d, last inputs -> memory
+    warp 0: o, norm, gate -> memory
+
+Floor: 8 bytes per state element at 4.3 TB/s.  What was measured: NOTES.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_delta.token_registers import COLUMNS, ROWS, Operands, Shape, Token
+from pallas_kernels.launch import in_place, launch
+
+__all__ = ["COLUMNS", "ROWS", "Plan", "gated_delta_commit", "gated_delta_token"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """warps: of a block."""
+
+    kernel: ClassVar[str] = "gated_delta_token_mosaic"
+    warps: int
+
+    def __str__(self) -> str:
+        return f"blocks of a value head and {self.warps} warps"
+
+
+def _launched(shape: Shape, operands: Operands, rows: int, out: Any, refs: Any) -> Any:
+    """Results of the types ``out``, of which the last five may be what is kept.  rows: of the
+    state; refs: (state, last)."""
+    state, last = refs
+    layers = len(state) if isinstance(state, tuple) else 1
+    leaves, tree = jax.tree.flatten(operands._replace(state=state, last=last))
+    heads = rows * shape.heads
+    cluster = shape.group if len(out) == 1 else 1
+
+    def body(*refs):
+        inputs, refs = tree.unflatten(refs[: len(leaves)]), refs[len(leaves) :]
+        first, *kept = refs[: len(out)] or (None,)
+        here = inputs._replace(out=first, kept=tuple(kept) or None)
+        Token(shape, here, list(refs[len(out) :]), heads).run()
+
+    return launch(
+        body, leaves, out, name="gated_delta_token", grid=layers * heads // cluster,
+        cluster=cluster, warpgroups=shape.warps // 4, registers=True, scratch=shape.scratch,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=("starts", "options", "plan", "keeps"))
+def gated_delta_token(
+    streams: tuple[jax.Array, jax.Array],
+    conv: jax.Array,
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    lengths: jax.Array | None,
+    state: jax.Array,
+    last: jax.Array,
+    *,
+    starts: tuple[int, int],
+    options: tuple[float, float, bool],
+    plan: Plan,
+    keeps: bool = False,
+):
+    """See ``pallas_kernels.gated_delta.token``.
+
+    streams: the rows ``[B T, pitch]`` that hold qkvz and ba, each from its column of ``starts`` on.
+    options: eps, beta_max, is there z.  keeps: state and last stay, and the result is (y, k, v,
+    log_decay, beta, read); else T is 1.
+    """
+    del plan  # one division for each Dk
+    b, h, dk, dv = state.shape
+    features, taps = conv.shape
+    key_heads, dtype = (features - h * dv) // (2 * dk), streams[0].dtype
+    tokens = streams[0].shape[0] // b
+    pitches = streams[0].shape[1], streams[1].shape[1]
+    shape = Shape(h, h // key_heads, dk, taps, pitches, starts, *options, tokens)
+    operands = Operands(*streams, conv, *decay, norm, lengths)
+    spec, lead = jax.ShapeDtypeStruct, (b, tokens)
+    out = (spec((b * tokens, h, dv), dtype),)
+    if keeps:
+        out += (spec((*lead, key_heads, dk), dtype), spec((*lead, h, dv), dtype))
+        out += (spec((*lead, h), jnp.float32),) * 2 + (spec((*lead, features), dtype),)
+        return _launched(shape, operands, b, out, (state, last))
+    run = functools.partial(_launched, shape, operands, b, out)
+    (y,), (state, last) = in_place(run, (state, last))
+    return y, state, last
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def gated_delta_commit(states, lasts, k, v, log_decay, beta, read, count, *, plan: Plan):
+    """See ``pallas_kernels.gated_delta.commit``; tuples of arrays, one a layer."""
+    del plan
+    b, h, dk, _ = states[0].shape
+    tokens, key_heads = k[0].shape[1:3]
+    shape = Shape(h, h // key_heads, dk, lasts[0].shape[1] + 1, tokens=tokens)
+    operands = Operands(lengths=count, k=k, v=v, log_decay=log_decay, beta=beta, read=read)
+    return in_place(functools.partial(_launched, shape, operands, b, ()), (states, lasts))[1]

@@ -1,0 +1,395 @@
+"""One block's program of ``token_kernel``: some tokens of a value head.
+
+Everything it does is emitted while the kernel is traced.  The state stays in registers from the
+first token to the last; q, k and v of all tokens are in shared memory before the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import ptx as p
+from pallas_kernels.fused_parts import floats, layer_address, silu
+from pallas_kernels.gated_delta.reference import EPSILON
+from pallas_kernels.ptx import LOG2E
+
+ROWS = 16  # of the state that a lane holds, four columns of each
+COLUMNS = 128  # value channels of a head
+_PITCH = 2 * COLUMNS + 4  # floats of a warp's sums: two of every column, then one number
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """pitches, starts: of qkvz and ba in their rows, in elements.  taps: of the convolution."""
+
+    heads: int
+    group: int  # value heads of a key head
+    dk: int
+    taps: int
+    pitches: tuple[int, int] = (0, 0)
+    starts: tuple[int, int] = (0, 0)
+    eps: float = 0.0
+    beta_max: float = 0.0
+    gated: bool = False
+    tokens: int = 1  # of a row of the state
+
+    @property
+    def warps(self) -> int:
+        return self.dk // ROWS
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads // self.group
+
+    @property
+    def features(self) -> int:
+        """Of the convolution: q, k and v of all heads."""
+        return 2 * self.key_heads * self.dk + self.heads * COLUMNS
+
+    @property
+    def scratch(self) -> list[int]:
+        """Floats of shared memory: q and k of each token; v, with the sums of squares of 32
+        channels of q and k behind it; the warps' sums, which two tokens take turns at."""
+        values = COLUMNS + self.warps
+        sums = min(2, self.tokens) * self.warps * _PITCH
+        return [2 * self.dk * self.tokens, values * self.tokens, sums]
+
+
+class Operands(NamedTuple):
+    """Device memory of a call; None for what it does not have."""
+
+    qkvz: Any = None
+    ba: Any = None
+    conv: Any = None
+    a_log: Any = None
+    dt: Any = None
+    norm: Any = None
+    lengths: Any = None
+    state: Any = None  # from here on also tuples, of layers
+    last: Any = None
+    k: Any = None
+    v: Any = None
+    log_decay: Any = None
+    beta: Any = None
+    read: Any = None
+    out: Any = None
+    kept: Any = None  # (k, v, log_decay, beta, read) to be written; nothing else is, then
+
+
+def _rounded(x: Any):
+    return p.widen(p.narrow(x, "bf16"), "bf16")
+
+
+class Token:
+    """``heads``: rows times heads, of a layer."""
+
+    def __init__(self, shape: Shape, operands: Operands, scratch: list[Any], heads: int):
+        self.shape = shape
+        self.table, self.values, self.sums = (p.shared_address(ref) for ref in scratch)
+        self.thread = p.register("tid.x")
+        self.warp, self.lane = p.shift_right(self.thread, 5), p.masked(self.thread, 31)
+        self.commits = operands.k is not None
+        self.writes = operands.kept is None
+        self.joined = self.writes and not self.commits and shape.group > 1  # a cluster
+        head, layer = p.register("clusterid.x" if self.joined else "ctaid.x"), None
+        if isinstance(operands.state, tuple):
+            layer, head = (f(head, p.ci(heads)) for f in (arith.divui, arith.remui))
+        if self.joined:
+            self.rank = p.register("cluster_ctarank")
+            head = p.add(p.mul(head, shape.group), self.rank)
+        else:
+            self.rank = arith.remui(head, p.ci(shape.group))
+        self.whole_head = head
+        self.memory = Operands(*(layer_address(ref, layer) for ref in operands[:-1]))
+        self.kept = None
+        if operands.kept is not None:
+            self.kept = Operands(**dict(zip(_KEPT, map(p.address, operands.kept), strict=True)))
+        self.row, self.head = (f(head, p.ci(shape.heads)) for f in (arith.divui, arith.remui))
+        self.key_head = arith.divui(self.head, p.ci(shape.group))
+        keys = shape.key_heads * shape.dk
+        # A thread's channel of q or k, of which there are as many as threads, and of v, where
+        # those beyond do as the others do.
+        self.is_key = p.less(p.ci(shape.dk - 1), self.thread)
+        self.channel = p.masked(self.thread, shape.dk - 1)
+        of_head = p.add(p.mul(self.key_head, shape.dk), self.channel)
+        self.feature = p.add(of_head, arith.select(self.is_key, p.ci(keys), p.ci(0)))
+        self.v_channel = p.masked(self.thread, COLUMNS - 1)
+        self.v_feature = p.add(p.mul(self.head, COLUMNS), self.v_channel, 2 * keys)
+        self.column = p.mul(self.lane, 4)
+
+    def of_token(self, token: int):
+        """Its row among all rows' tokens."""
+        tokens = self.shape.tokens
+        return self.row if tokens == 1 else p.add(p.mul(self.row, tokens), token)
+
+    def of_head(self, base: Any, token: int, size: int):
+        """Address of the head's ``size`` bytes of a token in ``[B, T, H, ...]``."""
+        return p.offset(base, p.add(p.mul(self.of_token(token), self.shape.heads), self.head), size)
+
+    def of_key(self, base: Any, token: int):
+        """Address of the thread's key channel in k ``[B, T, Hk, Dk]``."""
+        row = p.add(p.mul(self.of_token(token), self.shape.key_heads), self.key_head)
+        return p.offset(p.offset(base, row, 2 * self.shape.dk), self.channel, 2)
+
+    def of_read(self, base: Any, token: int, feature: Any):
+        """Address in ``[B, T, F]``."""
+        return p.offset(p.offset(base, self.of_token(token), 2 * self.shape.features), feature, 2)
+
+    def stream(self, index: int, token: int, column: Any):
+        """Address of a column of the token's qkvz (0) or ba (1)."""
+        base = p.offset(self.memory[index], self.of_token(token), 2 * self.shape.pitches[index])
+        return p.offset(base, p.add(column, self.shape.starts[index]), 2)
+
+    def run(self) -> None:
+        shape, tokens = self.shape, range(self.shape.tokens)
+        first = p.mul(self.warp, ROWS)
+        state = p.offset(self.memory.state, self.whole_head, 4 * shape.dk * COLUMNS)
+        state = p.offset(state, p.add(p.mul(first, COLUMNS), self.column), 4)
+        step = 4 * COLUMNS
+        rows = [p.load_global(state, 4, step * r, "f32", cache="") for r in range(ROWS)]
+        length = None
+        if self.memory.lengths is not None:
+            (length,) = p.load_global(p.offset(self.memory.lengths, self.row, 4), 1)
+        weight, z = [], [None] * shape.tokens
+        if self.commits:
+            gates, store = self.taken(length)
+        else:
+            store = self.convolved()
+            if self.joined:
+                p.cluster_arrive()  # what was read has been summed up
+            gates = [self.gates(t) for t in tokens]
+            weight = floats(p.load_global(p.offset(self.memory.norm, self.column, 2), 2))
+            if shape.gated:
+                at = p.add(p.mul(self.head, COLUMNS), self.column, shape.features)
+                z = [p.load_global(self.stream(0, t, at), 2) for t in tokens]
+        p.barrier()
+        if self.kept:
+            store()
+        for t in tokens:
+            rows = self.step(t, rows, first, *gates[t], weight, z[t])
+        if not self.writes:
+            return
+        if self.joined:
+            p.cluster_wait()
+
+        def write():
+            for r, row in enumerate(rows):
+                p.store_global(state, row, step * r)
+            store()
+
+        if self.commits:
+            write()
+        else:
+            p.when(p.less(p.ci(0), length), write)
+
+    def step(self, t: int, rows: list, first: Any, decay: Any, beta: Any, weight: list, z: Any):
+        """The state's rows after a token, whose answer is stored."""
+        shape, zero, scale = self.shape, p.cf(0.0), p.cf(self.shape.dk**-0.5)
+        of_q, of_k = None if self.commits else self.length(t, 0), self.length(t, 1)
+        seen, asked, both = [zero] * 4, [zero] * 4, zero
+        decayed, keys = [], []
+        at = p.add(self.table, p.mul(first, 4), 8 * shape.dk * t)
+        for r, row in enumerate(rows):
+            key = _rounded(arith.mulf(p.load_float(at, 4 * (shape.dk + r)), of_k))
+            row = [arith.mulf(decay, x) for x in row]
+            if not self.commits:
+                query = _rounded(arith.mulf(p.load_float(at, 4 * r), of_q))
+                query = arith.mulf(query, scale)
+                asked = [p.fma(query, x, y) for x, y in zip(row, asked, strict=True)]
+                both = p.fma(query, key, both)
+            seen = [p.fma(key, x, y) for x, y in zip(row, seen, strict=True)]
+            decayed.append(row)
+            keys.append(key)
+        here = p.add(self.sums, t % 2 * 4 * shape.warps * _PITCH)
+        to = p.add(here, p.mul(self.warp, 4 * _PITCH))
+        at = p.add(to, p.mul(self.column, 4))
+        p.store_shared(at, seen)
+        if not self.commits:
+            p.store_shared(at, asked, 4 * COLUMNS)
+            p.store_shared(to, [both], 8 * COLUMNS)
+        p.barrier()
+
+        def total(at, n, offset=0):
+            places = (offset + 4 * _PITCH * w for w in range(shape.warps))
+            parts = [p.load_shared(at, n, place, "f32") for place in places]
+            return [functools.reduce(arith.addf, x) for x in zip(*parts, strict=True)]
+
+        at = p.add(here, p.mul(self.column, 4))
+        v = p.add(self.values, p.mul(self.column, 4), 4 * (COLUMNS + shape.warps) * t)
+        v = p.load_shared(v, 4, 0, "f32")
+        change = [arith.mulf(beta, arith.subf(x, y)) for x, y in zip(v, total(at, 4), strict=True)]
+
+        def finish():
+            asked, (both,) = total(at, 4, 4 * COLUMNS), total(here, 1, 8 * COLUMNS)
+            o = [_rounded(p.fma(both, d, x)) for x, d in zip(asked, change, strict=True)]
+            squares = zero
+            for x in o:
+                squares = p.fma(x, x, squares)
+            for distance in (16, 8, 4, 2, 1):
+                squares = arith.addf(squares, p.shuffle_xor(squares, distance))
+            factor = p.rsqrt(p.fma(squares, p.cf(1.0 / COLUMNS), p.cf(shape.eps)))
+            y = [arith.mulf(arith.mulf(x, factor), w) for x, w in zip(o, weight, strict=True)]
+            if z is not None:
+                y = [arith.mulf(x, silu(g)) for x, g in zip(y, floats(z), strict=True)]
+            to = self.of_head(self.memory.out, t, 2 * COLUMNS)
+            pairs = [p.pack(*y[i : i + 2], "bf16") for i in (0, 2)]
+            p.store_global(p.offset(to, self.column, 2), pairs)
+
+        if not self.commits:
+            p.when(p.equal(self.warp, t % shape.warps), finish)
+        return [
+            [p.fma(key, d, x) for x, d in zip(row, change, strict=True)]
+            for row, key in zip(decayed, keys, strict=True)
+        ]
+
+    def length(self, t: int, index: int):
+        """One over it, of q (0) or k (1)."""
+        dk, warps = self.shape.dk, self.shape.warps
+        at = (COLUMNS + warps) * t + COLUMNS + index * (dk // 32)
+        total = p.load_float(self.values, 4 * at)
+        for w in range(1, dk // 32):
+            total = arith.addf(total, p.load_float(self.values, 4 * (at + w)))
+        return p.rsqrt(arith.addf(total, p.cf(EPSILON)))
+
+    def put(self, t: int, qk: Any, v: Any) -> None:
+        """The thread's channels of a token, and the warp's sum of squares, to shared memory."""
+        at = p.add(self.table, p.mul(self.thread, 4))
+        p.store_shared(at, [qk], 8 * self.shape.dk * t)
+        place = 4 * (COLUMNS + self.shape.warps) * t
+        p.store_shared(p.add(self.values, p.mul(self.v_channel, 4)), [v], place)
+        squares = arith.mulf(qk, qk)
+        for distance in (16, 8, 4, 2, 1):
+            squares = arith.addf(squares, p.shuffle_xor(squares, distance))
+        at = p.add(self.values, p.mul(self.warp, 4))
+        store = functools.partial(p.store_shared, at, [squares], place + 4 * COLUMNS)
+        p.when(p.less(self.lane, 1), store)
+
+    def convolved(self) -> Callable[[], None]:
+        """q, k and v of all tokens.  What stores the new last inputs, or what is kept."""
+        qk, v = (self.inputs(feature) for feature in (self.feature, self.v_feature))
+        of_qk, of_v = (self.activated(x, feature) for x, feature in
+                       ((qk, self.feature), (v, self.v_feature)))  # fmt: skip
+        for t, channels in enumerate(zip(of_qk, of_v, strict=True)):
+            self.put(t, *channels)
+        if self.kept:
+            return lambda: self.keep(qk, v, of_qk, of_v)
+        return lambda: self.store_last(qk[1:], v[1:])
+
+    def inputs(self, feature: Any) -> list:
+        """A channel's last ones and the tokens', halves of words."""
+        shape, size = self.shape, 2 * self.shape.features
+        last = p.offset(self.memory.last, self.row, size * (shape.taps - 1))
+        last = p.offset(last, feature, 2)
+        old = [p.load_half(last, size * w) for w in range(shape.taps - 1)]
+        if self.commits:
+            places = (self.of_read(self.memory.read, t, feature) for t in range(shape.tokens))
+        else:
+            places = (self.stream(0, t, feature) for t in range(shape.tokens))
+        return [*old, *map(p.load_half, places)]
+
+    def activated(self, given: list, feature: Any) -> list:
+        """The convolution of each token, and its SiLU."""
+        taps = self.shape.taps
+        at = p.offset(self.memory.conv, feature, 2 * taps)
+        weights, made = floats(p.load_global(at, taps // 2)), []
+        for t in range(self.shape.tokens):
+            y = p.cf(0.0)
+            for x, w in zip(given[t : t + taps], weights, strict=True):
+                y = p.fma(p.widen(x, "bf16"), w, y)
+            made.append(_rounded(silu(y)))
+        return made
+
+    def store_last(self, qk: list, v: list) -> None:
+        size = 2 * self.shape.features
+        base = p.offset(self.memory.last, self.row, size * (self.shape.taps - 1))
+
+        def store(feature, halves):
+            at = p.offset(base, feature, 2)
+            for w, x in enumerate(halves):
+                p.store_global_half(p.offset(at, p.ci(w), size), x)
+
+        p.when(p.less(self.rank, 1), lambda: store(self.feature, qk))
+        p.when(p.less(self.thread, COLUMNS), lambda: store(self.v_feature, v))
+
+    def keep(self, qk: list, v: list, of_qk: list, of_v: list) -> None:
+        """What ``taken`` reads."""
+        kept, before = self.kept, self.shape.taps - 1
+        assert kept is not None
+        for t in range(self.shape.tokens):
+            key = p.narrow(of_qk[t], "bf16")
+
+            def of_key_head(t=t, key=key):
+                p.store_global_half(self.of_read(kept.read, t, self.feature), qk[before + t])
+                p.when(self.is_key, lambda: p.store_global_half(self.of_key(kept.k, t), key))
+
+            def of_value_head(t=t):
+                at = p.offset(self.of_head(kept.v, t, 2 * COLUMNS), self.v_channel, 2)
+                p.store_global_half(at, p.narrow(of_v[t], "bf16"))
+                p.store_global_half(self.of_read(kept.read, t, self.v_feature), v[before + t])
+
+            p.when(p.less(self.rank, 1), of_key_head)
+            p.when(p.less(self.thread, COLUMNS), of_value_head)
+
+    def taken(self, count: Any):
+        """(decay and beta of each token, what stores the last inputs) where ``count`` of the tokens
+        that were kept are taken; the others change nothing."""
+        shape, memory, gates = self.shape, self.memory, []
+        for t in range(shape.tokens):
+            stays = p.less(p.ci(t), count)
+
+            def of(x, otherwise=0.0, stays=stays):
+                return arith.select(stays, x, p.cf(otherwise))
+
+            v = p.offset(self.of_head(memory.v, t, 2 * COLUMNS), self.v_channel, 2)
+            k, v = (p.widen(p.load_half(at), "bf16") for at in (self.of_key(memory.k, t), v))
+            self.put(t, of(k), of(v))
+            g, beta = (p.load_global(self.of_head(x, t, 4), 1, 0, "f32")[0]
+                       for x in (memory.log_decay, memory.beta))  # fmt: skip
+            gates.append((of(p.exp2(arith.mulf(g, p.cf(LOG2E))), 1.0), of(beta)))
+        qk, v = (self.inputs(feature) for feature in (self.feature, self.v_feature))
+
+        def last(series):
+            new = series[: shape.taps - 1]
+            for t in range(1, shape.tokens + 1):
+                is_it = p.equal(count, t)
+                new = [arith.select(is_it, series[t + w], x) for w, x in enumerate(new)]
+            return new
+
+        return gates, lambda: self.store_last(last(qk), last(v))
+
+    def gates(self, t: int):
+        """(a, beta) of a token, of every thread."""
+        shape = self.shape
+        b, a = (
+            p.widen(p.load_half(self.stream(1, t, p.add(self.head, n))), "bf16")
+            for n in (0, shape.heads)
+        )
+        rate, dt = (
+            p.widen(p.load_half(p.offset(x, self.head, 2)), "bf16")
+            for x in (self.memory.a_log, self.memory.dt)
+        )
+        one, log2e = p.cf(1.0), p.cf(LOG2E)
+        beta = p.divide(p.cf(shape.beta_max), arith.addf(p.exp2(arith.mulf(b, p.cf(-LOG2E))), one))
+        x = arith.mulf(arith.addf(a, dt), log2e)
+        away = p.exp2(arith.mulf(p.absolute(x), p.cf(-1.0)))
+        softplus = arith.addf(p.maximum(x, p.cf(0.0)), p.log2(arith.addf(away, one)))  # binary
+        rate = arith.mulf(p.exp2(arith.mulf(rate, log2e)), p.cf(-1.0 / LOG2E))
+        log_decay = arith.mulf(rate, softplus)
+        if self.kept:
+            kept = self.kept
+
+            def keep():
+                for base, x in ((kept.log_decay, log_decay), (kept.beta, beta)):
+                    p.store_global(self.of_head(base, t, 4), [x])
+
+            p.when(p.less(self.thread, 1), keep)
+        # From the natural logarithm, so that a token that is kept decays alike.
+        return p.exp2(arith.mulf(log_decay, log2e)), beta
+
+
+_KEPT = ("k", "v", "log_decay", "beta", "read")

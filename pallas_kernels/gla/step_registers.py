@@ -1,0 +1,359 @@
+"""One block's program of ``step_kernel``: some tokens of a head, a block of its value channels.
+
+Everything it does is emitted while the kernel is traced.  Registers hold a few rows of the state,
+each token's v and its o; a row of the state takes all tokens before the next one is looked at, so
+that it is read once whatever their number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels import ptx as p
+from pallas_kernels.fused_parts import floats, layer_address, silu
+from pallas_kernels.ptx import LOG2E
+
+BATCH = 16  # loads of 16 bytes that a lane has in flight
+_TOGETHER = 4  # tokens whose channels are loaded before any is computed
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """``pitches``, ``starts``: of q, k, v (and low, gate) in their rows, in elements."""
+
+    heads: int
+    kv_heads: int
+    dk: int
+    dv: int
+    scale: float
+    pitches: tuple[int, ...]
+    starts: tuple[int, ...]
+    columns: int  # value channels of a block, four to a lane
+    warps: int
+    rank: int = 0
+    eps: float = 0.0
+    normalizer: float = 1.0
+    clamp_min: float | None = None
+    tokens: int = 1  # of a row of the state
+
+    @property
+    def blocks(self) -> int:
+        """Of a head."""
+        return self.dv // self.columns
+
+    def scratch(self, normed: bool) -> list[int]:
+        """Floats of shared memory: (decay, k, q) of each token, the warps' sums of o, and where a
+        head's blocks are a cluster, a barrier and their sums of squares."""
+        table, sums = 4 * self.tokens * self.dk, self.tokens * self.warps * self.columns
+        exchange = [4 + 2 * self.tokens * self.blocks]
+        return [table, sums] + exchange * (normed and self.blocks > 1)
+
+
+class Operands(NamedTuple):
+    """Device memory of a call; None for what it does not have.  k, v, log_decay and state may be
+    tuples, of layers."""
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    low: Any = None
+    gate: Any = None
+    log_decay: Any = None
+    decay_weight: Any = None
+    decay_bias: Any = None
+    lengths: Any = None
+    norm: Any = None
+    state: Any = None
+    out: Any = None
+    kept: Any = None  # (k, v, log_decay) to be written; the state is not, then
+
+
+class Step:
+    """``heads``: rows times heads, of a layer."""
+
+    def __init__(self, shape: Shape, operands: Operands, scratch: list[Any], heads: int):
+        self.shape = shape
+        self.table, self.sums, *exchange = (p.shared_address(ref) for ref in scratch)
+        self.thread = p.register("tid.x")
+        self.warp = p.shift_right(self.thread, 5)
+        self.lane = p.masked(self.thread, 31)
+        self.normed = operands.norm is not None
+        if self.normed and shape.blocks > 1:
+            head, self.block = p.register("clusterid.x"), p.register("cluster_ctarank")
+            (self.barrier,) = exchange
+            self.shares = p.add(self.barrier, 16)
+        else:
+            block = p.register("ctaid.x")
+            head, self.block = (f(block, p.ci(shape.blocks)) for f in (arith.divui, arith.remui))
+        layer = None
+        if isinstance(operands.state, tuple):
+            layer, head = (f(head, p.ci(heads)) for f in (arith.divui, arith.remui))
+        self.memory = Operands(*(layer_address(ref, layer) for ref in operands[:-1]))
+        self.kept = tuple(map(p.address, operands.kept or ()))
+        self.whole_head = head
+        self.row, self.head = (f(head, p.ci(shape.heads)) for f in (arith.divui, arith.remui))
+        self.kv_head = arith.divui(self.head, p.ci(shape.heads // shape.kv_heads))
+        self.lanes = shape.columns // 4  # to a row of the state
+        self.part = p.mul(p.masked(self.lane, self.lanes - 1), 4)
+        self.column = p.add(p.mul(self.block, shape.columns), self.part)
+
+    def of_token(self, token: Any):
+        """Its row among all rows' tokens."""
+        tokens = self.shape.tokens
+        return self.row if tokens == 1 else p.add(p.mul(self.row, tokens), token)
+
+    def of_head(self, base: Any, token: Any, size: int):
+        """Address of the head's ``size`` bytes of a token in ``[B, T, H, ...]``."""
+        return p.offset(base, p.add(p.mul(self.of_token(token), self.shape.heads), self.head), size)
+
+    def stream(self, index: int, token: Any, column: Any):
+        """Address of a column of the token's q, k, v, low or gate."""
+        base = p.offset(self.memory[index], self.of_token(token), 2 * self.shape.pitches[index])
+        return p.offset(base, p.add(column, self.shape.starts[index]), 2)
+
+    def load_pairs(self, at, n: int):
+        """2 n bfloat16 of device memory as floats."""
+        return floats(p.load_global(at, n))
+
+    def run(self) -> None:
+        shape, normed, tokens = self.shape, self.normed, range(self.shape.tokens)
+        if normed and shape.blocks > 1:
+            self.begin_exchange()
+        at_once = 32 // self.lanes  # rows of the state in one load of the warp
+        rows = shape.dk // shape.warps  # of this warp: contiguous
+        first = p.add(p.mul(self.warp, rows), arith.divui(self.lane, p.ci(self.lanes)))
+        rows //= at_once  # of this lane
+        state = p.offset(self.memory.state, self.whole_head, 4 * shape.dk * shape.dv)
+        state = p.offset(state, p.add(p.mul(first, shape.dv), self.column), 4)
+        ahead = 1 if shape.tokens == 1 else 2  # batches under way
+        batch, step = min(BATCH // ahead, rows), 4 * shape.dv * at_once
+
+        def load(start: int):
+            several = range(start, min(start + batch, rows))
+            return [p.load_global(state, 4, step * r, "f32", cache="") for r in several]
+
+        pending = [load(batch * i) for i in range(ahead)]
+        length = None
+        if self.memory.lengths is not None:
+            (length,) = p.load_global(p.offset(self.memory.lengths, self.row, 4), 1)
+        self.moves = [None if length is None else p.less(p.ci(t), length) for t in tokens]
+        self.fill_table()
+        v = [self.load_v(t) for t in tokens]
+        if normed:
+            weight = self.load_pairs(p.offset(self.memory.norm, self.column, 2), 2)
+            gates = [self.load_gate(t) for t in self.finished_here()]
+        p.barrier()
+
+        out = [[p.cf(0.0)] * 4 for _ in tokens]
+        entries = p.add(self.table, p.mul(first, 16))
+        for start in range(0, rows, batch):
+            current = pending.pop(0)
+            pending.append(load(start + ahead * batch))
+            for i, row in enumerate(current):
+                for t in tokens:
+                    at = 16 * (shape.dk * t + at_once * (start + i))
+                    decay, k, q, _ = p.load_shared(entries, 4, at, "f32")
+                    added = [arith.mulf(k, x) for x in v[t]]
+                    row = [p.fma(decay, s, x) for s, x in zip(row, added, strict=True)]
+                    if self.memory.out is not None:
+                        out[t] = [p.fma(q, s, o) for s, o in zip(row, out[t], strict=True)]
+                if not self.kept:
+                    p.store_global(state, row, step * (start + i))
+        if self.memory.out is None:
+            return
+        mine = p.add(self.sums, p.mul(self.part, 4))
+        for t in tokens:
+            if at_once > 1:
+                out[t] = [arith.addf(x, p.shuffle_xor(x, 16)) for x in out[t]]
+            at = p.add(mine, p.mul(self.warp, 4 * shape.columns))
+            p.store_shared(at, out[t], 4 * shape.columns * shape.warps * t)
+        p.barrier()
+        if normed and shape.blocks > 1:
+            p.cluster_wait()
+
+        def finish():
+            here = self.finished_here()
+            y = [self.total(mine, t) for t in here]
+            if normed:
+                y = self.finished(y, weight, gates)
+            for i, (t, values) in enumerate(zip(here, y, strict=True)):
+                at = self.of_head(self.memory.out, t, 2 * shape.dv)
+                pairs = [p.pack(*values[i : i + 2], "bf16") for i in (0, 2)]
+                store = functools.partial(p.store_global, p.offset(at, self.column, 2), pairs)
+                p.when(self.is_here(i), store) if i else store()
+
+        p.when(p.less(self.warp, min(shape.warps, shape.tokens)), finish)
+
+    def finished_here(self) -> list[Any]:
+        """The tokens that this warp finishes, the last one again where there are no more."""
+        last = self.shape.tokens - 1
+        if last == 0:
+            return [p.ci(0)]
+        firsts = range(0, self.shape.tokens, self.shape.warps)
+        return [p.smaller(p.add(self.warp, first), p.ci(last)) for first in firsts]
+
+    def is_here(self, i: int):
+        """Is the ``i``th of them one of its own?"""
+        return p.less(p.add(self.warp, i * self.shape.warps), self.shape.tokens)
+
+    def load_v(self, t: int):
+        """The lane's columns of a token's v."""
+        columns = p.add(p.mul(self.kv_head, self.shape.dv), self.column)
+        words = p.load_global(self.stream(2, t, columns), 2)
+        if self.kept:
+            at = p.offset(self.of_head(self.kept[1], t, 2 * self.shape.dv), self.column, 2)
+            p.when(p.less(self.thread, self.lanes), lambda: p.store_global(at, words))
+        v = floats(words)
+        if self.moves[t] is not None:
+            v = [arith.select(self.moves[t], x, p.cf(0.0)) for x in v]
+        return v
+
+    def load_gate(self, token: Any):
+        if self.memory.gate is None:
+            return None
+        columns = p.add(p.mul(self.head, self.shape.dv), self.column)
+        return self.load_pairs(self.stream(4, token, columns), 2)
+
+    def fill_table(self) -> None:
+        """(decay, k, scaled q) of every token's key channels."""
+        shape, all_tokens = self.shape, range(self.shape.tokens)
+
+        def entry(d):
+            key = p.add(p.mul(self.kv_head, shape.dk), d)
+            weights = None if self.memory.log_decay is not None else self.decay_weights(key)
+            for start in all_tokens[::_TOGETHER]:
+                tokens = all_tokens[start : start + _TOGETHER]
+                loaded = [self.load_channel(t, d, key) for t in tokens]
+                for t, (q, k, low) in zip(tokens, loaded, strict=True):
+                    self.store_channel(t, d, q, k, low, weights)
+
+        threads = 32 * shape.warps
+        for base in range(0, shape.dk, threads):
+            d = p.add(self.thread, base)
+            if shape.dk - base >= threads:
+                entry(d)
+            else:
+                p.when(p.less(d, shape.dk), functools.partial(entry, d))
+
+    def load_channel(self, t: int, d: Any, key: Any):
+        """(q, k, of the decay the low rank's values, or itself)."""
+        shape, q = self.shape, None
+        if self.memory.q is not None:
+            q = p.load_half(self.stream(0, t, p.add(p.mul(self.head, shape.dk), d)))
+        k = p.load_half(self.stream(1, t, key))
+        if self.memory.log_decay is None:
+            low = self.stream(3, t, p.ci(0))
+            return q, k, [p.load_global(low, 4, 2 * c) for c in range(0, shape.rank, 8)]
+        at = self.of_head(self.memory.log_decay, t, 4 * shape.dk)
+        return q, k, p.load_global(p.offset(at, d, 4), 1, 0, "f32")[0]
+
+    def store_channel(self, t: int, d: Any, q: Any, k: Any, decay: Any, weights: Any) -> None:
+        shape, zero = self.shape, p.cf(0.0)
+        log_decay = decay if weights is None else self.low_rank_decay(decay, weights)
+        if self.kept:
+
+            def keep():
+                p.store_global_half(p.offset(self.of_head(self.kept[0], t, 2 * shape.dk), d, 2), k)
+                at = p.offset(self.of_head(self.kept[2], t, 4 * shape.dk), d, 4)
+                p.store_global(at, [log_decay])
+
+            p.when(p.less(self.block, 1), keep)
+        # From the natural logarithm also where it was made here: a token that is kept decays alike.
+        decay, k = p.exp2(arith.mulf(log_decay, p.cf(LOG2E))), p.widen(k, "bf16")
+        if self.moves[t] is not None:
+            k = arith.select(self.moves[t], k, zero)
+            decay = arith.select(self.moves[t], decay, p.cf(1.0))
+        q = zero if q is None else arith.mulf(p.widen(q, "bf16"), p.cf(shape.scale))
+        at = p.add(self.table, p.mul(d, 16))
+        p.store_shared(at, [decay, k, q, zero], 16 * shape.dk * t)
+
+    def decay_weights(self, key: Any):
+        """(bias, the row's words)."""
+        row = p.offset(self.memory.decay_weight, key, 2 * self.shape.rank)
+        bias = p.load_half(p.offset(self.memory.decay_bias, key, 2))
+        words = [p.load_global(row, 4, 2 * c) for c in range(0, self.shape.rank, 8)]
+        return bias, words
+
+    def low_rank_decay(self, low: Any, weights: Any):
+        """Natural logarithm."""
+        shape, (bias, rows) = self.shape, weights
+        x = p.widen(bias, "bf16")
+        for words, others in zip(rows, low, strict=True):
+            for w, y in zip(floats(words), floats(others), strict=True):
+                x = p.fma(w, y, x)
+        x = arith.mulf(x, p.cf(LOG2E))
+        away = p.exp2(arith.mulf(p.absolute(x), p.cf(-1.0)))
+        x = arith.subf(p.minimum(x, p.cf(0.0)), p.log2(arith.addf(away, p.cf(1.0))))
+        x = arith.mulf(x, p.cf(1.0 / (LOG2E * shape.normalizer)))
+        return x if shape.clamp_min is None else p.maximum(x, p.cf(shape.clamp_min))
+
+    def begin_exchange(self) -> None:
+        """Nobody sends before all blocks of the cluster have begun, which ``cluster_wait`` is."""
+
+        def initialise():
+            p.barrier_init(self.barrier, 1)
+            p.barriers_ready()
+            p.barrier_expect(self.barrier, 8 * self.shape.blocks * self.shape.tokens)
+
+        p.when(p.less(self.thread, 1), initialise)
+        p.cluster_arrive()
+
+    def total(self, mine: Any, token: Any):
+        """A token's o of the lane's columns, over all warps."""
+        at, columns = mine, 4 * self.shape.columns
+        if self.shape.tokens > 1:
+            at = p.add(mine, p.mul(token, columns * self.shape.warps))
+        total = p.load_shared(at, 4, 0, "f32")
+        for w in range(1, self.shape.warps):
+            part = p.load_shared(at, 4, columns * w, "f32")
+            total = [arith.addf(x, y) for x, y in zip(total, part, strict=True)]
+        return total
+
+    def finished(self, outs: list[Any], weight: Any, gates: list[Any]):
+        """Norm and gate of the lane's columns of this warp's tokens."""
+        squares = []
+        for o in outs:
+            total = p.cf(0.0)
+            for x in o:
+                total = p.fma(x, x, total)
+            for distance in (16, 8, 4, 2, 1):
+                if distance < self.lanes:
+                    total = arith.addf(total, p.shuffle_xor(total, distance))
+            squares.append(total)
+        if self.shape.blocks > 1:
+            squares = self.over_blocks(squares)
+        done = []
+        for o, total, gate in zip(outs, squares, gates, strict=True):
+            factor = p.rsqrt(p.fma(total, p.cf(1.0 / self.shape.dv), p.cf(self.shape.eps)))
+            y = [arith.mulf(arith.mulf(x, factor), w) for x, w in zip(o, weight, strict=True)]
+            if gate is not None:
+                y = [arith.mulf(x, silu(g)) for x, g in zip(y, gate, strict=True)]
+            done.append(y)
+        return done
+
+    def over_blocks(self, squares: list[Any]) -> list[Any]:
+        """All are sent before any is waited for: they share a barrier."""
+        size = 8 * self.shape.blocks
+        places = [p.add(self.shares, p.mul(t, size)) for t in self.finished_here()]
+
+        def send(place, mine):
+            to = p.peer_address(p.add(place, p.mul(self.block, 8)), self.lane)
+            p.send_peer(to, [mine, p.cf(0.0)], p.peer_address(self.barrier, self.lane))
+
+        for i, each in enumerate(zip(places, squares, strict=True)):
+            is_sender = p.less(self.lane, self.shape.blocks)
+            if i:
+                is_sender = arith.andi(is_sender, self.is_here(i))
+            p.when(is_sender, functools.partial(send, *each))
+        p.barrier_wait(self.barrier, p.ci(0))
+        totals = []
+        for place in places:
+            total = p.load_float(place)
+            for i in range(1, self.shape.blocks):
+                total = arith.addf(total, p.load_float(place, 8 * i))
+            totals.append(total)
+        return totals

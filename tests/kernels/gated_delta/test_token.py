@@ -1,0 +1,209 @@
+"""One token of a gated delta layer as one kernel, against the recursion in float64.
+
+Errors are relative RMS: bfloat16 rounds q, k, v and the output by 1.7e-3 each, as the ops one after
+the other do.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.gated_delta.commit import _xla as xla_commit
+from pallas_kernels.gated_delta.commit import gated_delta_commit
+from pallas_kernels.gated_delta.reference import EPSILON
+from pallas_kernels.gated_delta.token import gated_delta_token, gated_delta_tokens, plan
+from pallas_kernels.matmul.blocks import Columns
+from tests.helpers.warp_emulator import emulated
+
+VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
+newest = pytest.mark.skipif(VERSION < (0, 11, 2), reason="Mosaic kernels need jax >= 0.11.2")
+EPS = 1e-6
+
+
+def case(b, key_heads, heads, dk, dv=128, *, gate=True, taps=4, seed=0):
+    """Streams, taps, decay, norm, lengths (the second row stands still), state, last inputs."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    features = 2 * key_heads * dk + heads * dv
+    width = features + gate * heads * dv
+    streams = Columns(draw(b, width + 8), 8, width), Columns(draw(b, 2 * heads), 0, 2 * heads)
+    decay = draw(heads), draw(heads) - 2
+    lengths = jnp.asarray([1, 0, 1][:b], jnp.int32)
+    state = jnp.asarray(rng.standard_normal((b, heads, dk, dv)), jnp.float32)
+    conv = 0.5 * draw(features, taps)
+    return streams, conv, decay, 1 + 0.2 * draw(dv), lengths, state, draw(b, taps - 1, features)
+
+
+def expected(streams, conv, decay, norm, lengths, state, last, beta_max):
+    """y, the state and the last inputs, in float64."""
+    b, heads, dk, dv = state.shape
+    wide = (np.asarray(x, np.float64) for x in (*(x.value for x in streams), conv, *decay, norm))
+    qkvz, ba, conv, a_log, dt, norm = wide
+    moves = np.asarray(lengths) > 0
+    features = conv.shape[0]
+    qkv, z = qkvz[:, :features], qkvz[:, features:]
+    inputs = np.concatenate([np.asarray(last, np.float64), qkv[:, None]], axis=1)
+    y = np.einsum("bwf,fw->bf", inputs, conv)
+    y = y / (1 + np.exp(-y))
+    keys = (features - heads * dv) // 2
+    q, k = (x.reshape(b, -1, dk) for x in (y[:, :keys], y[:, keys : 2 * keys]))
+    q, k = (x / np.sqrt(np.sum(x**2, -1, keepdims=True) + EPSILON) for x in (q, k))
+    q, k = (np.repeat(x, heads // x.shape[1], axis=1) for x in (q, k))
+    v = y[:, 2 * keys :].reshape(b, heads, dv)
+    beta = beta_max / (1 + np.exp(-ba[:, :heads]))
+    a = np.exp(-np.exp(a_log) * np.logaddexp(0, ba[:, heads:] + dt))
+    new = a[..., None, None] * np.asarray(state, np.float64)
+    change = beta[..., None] * (v - np.einsum("bhk,bhkv->bhv", k, new))
+    new = new + k[..., None] * change[:, :, None]
+    o = dk**-0.5 * np.einsum("bhk,bhkv->bhv", q, new)
+    o = o / np.sqrt(np.mean(o**2, -1, keepdims=True) + EPS) * norm
+    if z.size:
+        o = o * (z / (1 + np.exp(-z))).reshape(o.shape)
+    new = np.where(moves[:, None, None, None], new, np.asarray(state, np.float64))
+    return o, new, np.where(moves[:, None, None], inputs[:, 1:], inputs[:, :-1])
+
+
+def relative_rms(x, want) -> float:
+    return float(np.sqrt(np.mean((np.asarray(x, np.float64) - want) ** 2) / np.mean(want**2)))
+
+
+def check(given, beta_max=1.0):
+    want, want_state, want_last = expected(*given, beta_max)
+    before = np.asarray(given[5])
+    y, state, last = gated_delta_token(*given, eps=EPS, beta_max=beta_max)
+    moves = np.asarray(given[4]) > 0
+    assert relative_rms(np.asarray(y, np.float32)[moves], want[moves]) < 8e-3
+    assert relative_rms(state, want_state) < 2e-3
+    np.testing.assert_array_equal(np.asarray(state)[~moves], before[~moves])
+    np.testing.assert_array_equal(np.asarray(last, np.float64), want_last)
+
+
+CASES = {  # rows, key heads, heads, Dk, and what is special
+    "one": ((1, 1, 1, 64), {}),
+    "groups": ((2, 2, 4, 128), {}),
+    "three": ((1, 1, 3, 128), {"gate": False, "taps": 2}),
+    "wide": ((2, 2, 2, 256), {}),
+}
+
+
+@newest
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_s_code_on_numpy(name):
+    from pallas_kernels.gated_delta import token_kernel, token_registers
+
+    shape, special = CASES[name]
+    with emulated(token_kernel, token_registers):
+        check(case(*shape, **special), 2.0 if name == "groups" else 1.0)
+
+
+def check_draft(rows, tokens, shape, **special):
+    """A draft's tokens are steps bit for bit, and so are those of them that are taken."""
+    streams, conv, decay, norm, *_ = case(rows * tokens, *shape, **special)
+    *_, state, last = case(rows, *shape, **special, seed=1)
+    weights, options = (conv, decay, norm), {"eps": EPS, "beta_max": 1.0}
+    y, *kept = gated_delta_tokens(streams, *weights, state, last, **options)
+    y = np.asarray(y, np.float32).reshape(rows, tokens, -1)
+    ones, after = jnp.ones((rows,), jnp.int32), [(state, last)]
+    for t in range(tokens):
+        now = [x._replace(rows=x.rows[t::tokens]) for x in streams]
+        one, *new = gated_delta_token(now, *weights, ones, *map(jnp.array, after[-1]), **options)
+        np.testing.assert_array_equal(y[:, t], np.asarray(one, np.float32).reshape(rows, -1))
+        after.append(new)
+    count = jnp.asarray([tokens - 1, 0, 1][:rows], jnp.int32)
+    # A second layer, whose state is a token on and takes the same ones again.
+    layers = [(*map(jnp.array, before), *kept) for before in after[:2]]
+    states, lasts = gated_delta_commit(layers, count)
+    for row, n in enumerate(count.tolist()):
+        np.testing.assert_array_equal(states[0][row], after[n][0][row])
+        np.testing.assert_array_equal(lasts[0][row], after[n][1][row])
+        if n == 0:
+            np.testing.assert_array_equal(states[1][row], after[1][0][row])
+    np.testing.assert_array_equal(lasts[1][0, -1], kept[-1][0, count[0] - 1])
+    layers = [(*map(jnp.array, before), *kept) for before in after[:2]]
+    for got, want in zip((states, lasts), xla_commit(None, *zip(*layers, strict=True), count),
+                         strict=True):  # fmt: skip
+        for one, other in zip(got, want, strict=True):
+            assert relative_rms(one, np.asarray(other, np.float64)) < 2e-3  # it rounds no k
+
+
+DRAFTS = {  # rows, tokens, (key heads, heads, Dk), and what is special
+    "one": (1, 2, (1, 1, 64), {"gate": False}),
+    "groups": (3, 5, (2, 4, 128), {}),
+    "two-taps": (1, 4, (1, 1, 64), {"taps": 2}),
+}
+
+
+@newest
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_draft_s_tokens_are_steps_bit_for_bit(name, monkeypatch):
+    from pallas_kernels.gated_delta import token_kernel, token_registers
+
+    monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
+    rows, tokens, shape, special = DRAFTS[name]
+    with emulated(token_kernel, token_registers):
+        check_draft(rows, tokens, shape, **special)
+
+
+def test_what_the_kernel_refuses_is_said():
+    def reason(*shape, **special):
+        found = plan(*case(*shape, **special))
+        return found.text if isinstance(found, dispatch.Reason) else None
+
+    assert reason(1, 16, 32, 128) is None
+    assert "Dv = 128" in reason(1, 1, 1, 128, 256)
+    assert "9 value heads" in reason(1, 1, 9, 64)
+    assert "not 2 or 4 taps" in reason(1, 1, 1, 64, taps=3)
+    given = case(1, 1, 2, 64)
+    assert "last is float32" in plan(*given[:-1], given[-1].astype(jnp.float32)).text
+    with pytest.raises(ValueError, match="conv .* does not fit state"):
+        plan(given[0], given[1][:-1], *given[2:-1], given[-1][..., :-1])
+    with pytest.raises(ValueError, match="ba is 2 columns"):
+        plan([given[0][0], given[0][1]._replace(width=2)], *given[1:])
+    with pytest.raises(ValueError, match="one input less"):
+        plan(*given[:-1], given[-1][:, :2])
+
+
+@newest
+def test_it_lowers_for_cuda_as_one_kernel_in_place():
+    streams, *given = jax.eval_shape(lambda: case(1, 16, 32, 128))
+    rows = [x.rows for x in streams]
+    widths = 12288, 64
+
+    def call(rows, conv, decay, norm, lengths, state, last):
+        columns = [Columns(x, x.shape[1] - w, w) for x, w in zip(rows, widths, strict=True)]
+        given = conv, decay, norm, lengths, state, last
+        return gated_delta_token(columns, *given, eps=EPS, beta_max=1.0)
+
+    step = jax.jit(call, donate_argnums=(5, 6))
+    text = step.trace(rows, *given).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2(") == 1 and text.count("tf.aliasing_output") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape, special",
+    [*CASES.values(), ((3, 16, 32, 128), {}), ((1, 4, 32, 128), {}), ((1, 16, 16, 128), {})],
+)
+def test_values_on_the_gpu(shape, special):
+    check(case(*shape, **special), 2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "rows, tokens, shape, special",
+    [
+        *DRAFTS.values(),
+        (1, 5, (16, 32, 128), {}),
+        (3, 8, (16, 32, 128), {}),
+        (1, 3, (1, 1, 256), {}),
+    ],
+)
+def test_drafts_on_the_gpu(rows, tokens, shape, special):
+    check_draft(rows, tokens, shape, **special)
