@@ -149,7 +149,12 @@ def init_cache(
         raise JaxLlamaError(f"cache dtype {name!r} is not a float, {', '.join(QUANTIZED_CACHE)}")
     if mesh is not None:
         return _init_on_mesh(cfg, batch, max_len, name, mesh)()
-    layers = tuple(_init_layer(cfg, kind, batch, max_len, name) for kind in cfg.layer_types)
+    return _empty(cfg, batch, max_len, name)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # one program, not one for each array
+def _empty(cfg: ModelConfig, batch: int, max_len: int, dtype: str) -> Cache:
+    layers = tuple(_init_layer(cfg, kind, batch, max_len, dtype) for kind in cfg.layer_types)
     return Cache(layers, jnp.zeros((batch,), jnp.int32))
 
 
@@ -169,7 +174,7 @@ def init_pages(
 @functools.lru_cache(maxsize=32)
 def _init_on_mesh(cfg: ModelConfig, batch: int, max_len: int, dtype: str, mesh: Mesh):
     """The jitted function that makes the cache where it belongs."""
-    make = functools.partial(init_cache, cfg, batch, max_len, dtype)
+    make = functools.partial(_empty, cfg, batch, max_len, dtype)
     return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), mesh))
 
 

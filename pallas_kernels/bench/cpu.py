@@ -85,6 +85,18 @@ def step(x: jax.Array, found: list[Any]) -> jax.Array:
     return x
 
 
+def reading(codes: Sequence[jax.Array]) -> Callable[[], Any]:
+    """What reads these arrays ``[tiles, bytes]`` and does nothing else, on XLA's threads."""
+    name = jit.register(Read())
+
+    @jax.jit
+    def read(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        sizes = [jax.ShapeDtypeStruct((q.size // _CHUNK,), jnp.int32) for q in arrays]
+        return [jax.ffi.ffi_call(name, out)(q) for q, out in zip(arrays, sizes, strict=True)]
+
+    return functools.partial(read, codes)
+
+
 def rounds(timed: dict[str, Callable[[], Any]], count: int) -> dict[str, tuple[float, float]]:
     """(median, least) seconds of each, in turns."""
     times: dict[str, list[float]] = {name: [] for name in timed}
@@ -109,17 +121,10 @@ def main() -> None:
     sets = {scheme: weights(shapes, layers, scheme) for scheme in args.schemes.split(",")}
     codes = [w.q for w in max(sets.values(), key=lambda ws: isinstance(ws[0], CpuWeight)
                               and tree_bytes(ws))]  # fmt: skip
-    name = jit.register(Read())
-
-    @jax.jit
-    def reading(arrays: list[jax.Array]) -> list[jax.Array]:
-        sizes = [jax.ShapeDtypeStruct((q.size // _CHUNK,), jnp.int32) for q in arrays]
-        return [jax.ffi.ffi_call(name, out)(q) for q, out in zip(arrays, sizes, strict=True)]
-
     steps = {scheme: jax.jit(step) for scheme in sets}
     for rows in map(int, args.rows.split(",")):
         x = jnp.ones((rows, shapes[0][2]), jnp.float32)
-        timed: dict[str, Callable[[], Any]] = {"read": functools.partial(reading, codes)}
+        timed: dict[str, Callable[[], Any]] = {"read": reading(codes)}
         for scheme, found in sets.items():
             timed[scheme] = functools.partial(steps[scheme], x, found)
         seconds = rounds(timed, args.rounds)

@@ -32,7 +32,7 @@ import numpy as np
 from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.cache import LANES, Form, form
 from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
-from pallas_kernels.cpu.parts import PART, VALUES, Join, Part, Rows
+from pallas_kernels.cpu.parts import PART, Join, Part, Rows, ahead
 from pallas_kernels.cpu.scores import KEYS
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
@@ -155,7 +155,7 @@ class Attend(Program):
     def stack(self) -> int:
         """Bytes: queries, sums and scores of all heads, scales, keys, tokens."""
         floats = self.heads * (2 * self.cache.width + PART) + self.cache.heads * PART
-        return 4 * (floats + KEYS * self.cache.width) + 8 * (PART + VALUES)
+        return 4 * (floats + KEYS * self.cache.width) + 8 * (PART + ahead(self.cache))
 
     def phases(self, target: Target) -> Sequence[Phase]:
         def count_parts(e: Emitter, call: Frame) -> Value:

@@ -111,6 +111,11 @@ class Heads:
         """Whose arrays are the call's operands from ``first`` on."""
         return cls(form, call.e, [call.argument(first + i) for i in range(form.arrays)])
 
+    def or_else(self, condition: Value, other: Heads) -> Heads:
+        """This cache where the condition holds, else another of its form."""
+        pairs = zip((self.codes, *self.scales), (other.codes, *other.scales), strict=True)
+        return Heads(self.form, self.e, [self.e.b.select(condition, x, y) for x, y in pairs])
+
     def at(self, token: Value, head: Value) -> Value:
         """Where a head (i64) of a token (i64, of all tokens of the cache) begins."""
         e, f = self.e, self.form

@@ -277,8 +277,8 @@ class Emitter:
         return self.b.select(self.lanes_below(count), value, self.floats(0.0))
 
     def prefetch(self, pointer: Value, offset: Value | int = 0) -> None:
-        """The line there, to be read soon; any address will do."""
-        args = self.at(pointer, offset), self.i32(0), self.i32(3), self.i32(1)
+        """The line there into the second-level cache, to be read soon; any address will do."""
+        args = self.at(pointer, offset), self.i32(0), self.i32(2), self.i32(1)
         self.call("llvm.prefetch.p0", ir.VoidType(), *args)
 
     # --- control ----------------------------------------------------------------------------

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 SLOTS, SLOT = 64, 256
 # Of a slot: those who may look, the next chunk and the chunks done (each in a line of its own),
-# how many there are, whose they are, what one does.
-REFS, NEXT, DONE, COUNT, FRAME, CHUNK = 0, 64, 128, 192, 200, 208
+# how many there are, whose they are, what one does, how many threads may take them.
+REFS, NEXT, DONE, COUNT, FRAME, CHUNK, TAKERS = 0, 64, 128, 192, 200, 208, 216
+# A thread takes chunks that follow each other, so that what one asks for ahead is its own: a share
+# of those left, of SHARES for each thread, and SPAN at most, for another process may hold it up.
+SHARES, SPAN = 4, 16
 SPINS = 4000  # looks at the counter, some 40 us, before the waiting thread yields its core
 
 
@@ -169,20 +172,31 @@ def _struct(e: Emitter, size: int, fields: dict[int, Value]) -> Value:
 
 
 def _emit_take(take: Any, e: Emitter, chunk_type: Any) -> Any:
-    """take(slot, count): chunks, until there is none left."""
-    from pallas_kernels.cpu.emit import PTR
+    """take(slot, count): chunks, several that follow each other at a time, until there is none."""
+    from pallas_kernels.cpu.emit import I64, PTR
 
     b, (slot, count) = e.b, take.args
-    again, work, end = (b.append_basic_block(name) for name in ("again", "work", "end"))
+    look, some, work, end = (b.append_basic_block(name) for name in ("look", "some", "work", "end"))
     frame, chunk = e.load(slot, PTR, FRAME, align=8), e.load(slot, PTR, CHUNK, align=8)
-    b.branch(again)
-    b.position_at_end(again)
-    i = b.atomic_rmw("add", e.at(slot, NEXT), e.i64(1), "monotonic")
-    b.cbranch(b.icmp_signed("<", i, count), work, end)
+    takers = e.load(slot, I64, TAKERS, align=8)
+    first = b.load_atomic(e.at(slot, NEXT), "monotonic", 8, typ=I64)
+    before = b.block
+    b.branch(look)
+    b.position_at_end(look)
+    i = b.phi(I64)
+    i.add_incoming(first, before)
+    b.cbranch(b.icmp_signed("<", i, count), some, end)
+    b.position_at_end(some)
+    span = e.least(b.udiv(b.sub(count, i), b.mul(takers, e.i64(SHARES))), e.i64(SPAN - 1))
+    after = b.add(i, b.add(span, e.i64(1)))
+    claimed = b.cmpxchg(e.at(slot, NEXT), i, after, "monotonic", "monotonic")
+    i.add_incoming(b.extract_value(claimed, 0), b.block)
+    b.cbranch(b.extract_value(claimed, 1), work, look)
     b.position_at_end(work)
-    e.call_at(chunk, chunk_type, frame, i)
-    b.atomic_rmw("add", e.at(slot, DONE), e.i64(1), "release")
-    b.branch(again)
+    e.loop(after, lambda j: e.call_at(chunk, chunk_type, frame, j) and None, start=i)
+    b.atomic_rmw("add", e.at(slot, DONE), b.sub(after, i), "release")
+    i.add_incoming(b.load_atomic(e.at(slot, NEXT), "monotonic", 8, typ=I64), b.block)
+    b.branch(look)
     b.position_at_end(end)
     b.ret_void()
     return take
@@ -256,7 +270,8 @@ def _emit_parallel(
     b.position_at_end(none)
     alone()
     b.position_at_end(claim)
-    start = {NEXT: e.i64(0), DONE: e.i64(0), COUNT: count, FRAME: frame, CHUNK: chunk}
+    start = {NEXT: e.i64(0), DONE: e.i64(0), COUNT: count, FRAME: frame, CHUNK: chunk,
+             TAKERS: refs}  # fmt: skip
     for offset, value in start.items():
         e.store(value, slot, offset, align=8)
     schedule = _struct(e, 40, {16: context, 24: e.opaque(helper), 32: slot})

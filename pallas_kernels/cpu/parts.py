@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from pallas_kernels.cpu.cache import LANES, Heads, Places
+from pallas_kernels.cpu.cache import LANES, Form, Heads, Places
 from pallas_kernels.cpu.scores import KEYS, scores_of
 
 if TYPE_CHECKING:
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 PART = 256  # keys of a row in a chunk
 VALUES = 32  # between two visits to the sums in memory
+AHEAD = 1 << 16  # bytes from what is read to what is asked for, so that weighing waits for nothing
+MOST_AHEAD = 64  # tokens, for the place of each is looked up
+
+
+def ahead(form: Form) -> int:
+    """Tokens from what is read to what is asked for."""
+    tokens = AHEAD // (form.heads * form.bytes) // KEYS * KEYS
+    return min(max(tokens, KEYS), MOST_AHEAD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +109,9 @@ class Part(Rows):
         self.scored = scores_of(self.k, program.heads)
         self.sums = e.room(4 * program.heads * f.width)
         self.scores = e.room(4 * program.heads * PART)
-        # Where the part's tokens are, and again the last for what is asked for ahead.
-        self.tokens = e.room(8 * (PART + VALUES))
+        self.ahead = ahead(f)
+        # Where the part's tokens are and those behind, or the row's last, which are asked for.
+        self.tokens = e.room(8 * (PART + self.ahead))
         self.scales = e.room(4 * f.heads * PART)  # of values in int8
 
     def chunk(self, i: Value) -> None:
@@ -113,46 +122,53 @@ class Part(Rows):
         with e.when(b.icmp_signed("<", part, found.parts)):
             begin = b.mul(part, e.i64(PART))
             count = e.least(b.sub(found.count, begin), e.i64(PART))
-            self.find(row, b.add(found.first, begin), count)
+            self.find(row, b.add(found.first, begin), b.sub(found.count, begin))
             self.take_queries(row)
             if self.p.new:
                 is_last = b.icmp_signed("==", b.add(part, e.i64(1)), found.parts)
                 with e.when(b.and_(is_last, b.icmp_signed(">", count, e.i64(0)))):
                     self.write(row, self.token(b.sub(count, e.i64(1))))
-            self.ask(self.k, count, KEYS)
-            e.loop(count, self.some_keys, step=KEYS)
-            self.ask(self.v, count, VALUES)
+            self.ask(count)
+            e.loop(count, lambda j: self.some_keys(j, count), step=KEYS)
             self.weigh(row, part, parts, count)
             e.loop(count, lambda j: self.some_values(j, count), step=VALUES)
             self.give(row, part, parts, found)
 
     # --- before -------------------------------------------------------------------------------
 
-    def find(self, row: Value, first: Value, count: Value) -> None:
-        """The places of ``count`` tokens of a row from ``first`` on."""
+    def find(self, row: Value, first: Value, left: Value) -> None:
+        """The places of a part's tokens from ``first`` on, of which the row has ``left``."""
         e, b = self.e, self.b
-        last = e.least(e.i64(PART + VALUES), b.add(count, e.i64(VALUES)))
-        end = b.sub(count, e.i64(1))
+        many = e.least(left, e.i64(PART + self.ahead))
 
-        def one(j: Value) -> None:
-            place = self.places.token(row, b.add(first, e.least(j, end)))
+        def keep(place: Value, j: Value) -> None:
             e.store(place, self.tokens, b.mul(j, e.i64(8)), align=8)
-            if self.p.cache.dtype == "int8":
-                for heads in (self.k, self.v):
-                    heads.prefetch_scales(place)
 
-        with e.when(b.icmp_signed(">", count, e.i64(0))):
-            e.loop(last, one)
+        with e.when(b.icmp_signed(">", left, e.i64(0))):
+            e.loop(many, lambda j: keep(self.places.token(row, b.add(first, j)), j))
+            last = self.token(b.sub(many, e.i64(1)))
+            e.loop(PART + self.ahead, lambda j: keep(last, j), start=many)
 
-    def ask(self, heads: Heads, count: Value, first: int) -> None:
-        """For the first tokens; what follows asks for the ones behind."""
+    def ask(self, count: Value) -> None:
+        """For the first keys; what follows asks for those behind, the values, the next part."""
         e = self.e
 
         def one(j: Value) -> None:
             token = self.token(j)
-            e.loop(self.p.cache.heads, lambda head: heads.prefetch(token, head))
+            e.loop(self.p.cache.heads, lambda head: self.k.prefetch(token, head))
+            self.ask_scales(token)
 
-        e.loop(e.least(count, e.i64(first)), one)
+        e.loop(e.least(count, e.i64(self.ahead)), one)
+
+    def ask_next(self, heads: Heads, token: Value, n: Value) -> None:
+        """For the n-th head from a token's first on: as they lie, whatever is read meanwhile."""
+        b, count = self.b, self.e.i64(self.p.cache.heads)
+        heads.prefetch(self.token(b.add(token, b.udiv(n, count))), b.urem(n, count))
+
+    def ask_scales(self, token: Value) -> None:
+        if self.p.cache.dtype == "int8":
+            for heads in (self.k, self.v):
+                heads.prefetch_scales(token)
 
     def token(self, j: Value) -> Value:
         return self.e.load(self.tokens, self.e.I64, self.b.mul(j, self.e.i64(8)), align=8)
@@ -200,16 +216,23 @@ class Part(Rows):
 
     # --- keys ---------------------------------------------------------------------------------
 
-    def some_keys(self, j: Value) -> None:
-        """Scores of 16 keys from the j-th on; where there are fewer, the last stands in."""
-        self.e.loop(self.p.cache.heads, lambda head: self.keys_of(j, head))
+    def some_keys(self, j: Value, count: Value) -> None:
+        """Scores of 16 keys from the j-th on; where there are fewer, those behind stand in."""
+        e, b = self.e, self.b
+        later = b.add(j, e.i64(self.ahead))
+        e.loop(KEYS, lambda t: self.ask_scales(self.token(b.add(later, t))))
+        whole = b.and_(b.add(count, e.i64(KEYS - 1)), e.i64(-KEYS))
+        inside = b.icmp_signed("<", later, whole)
+        later = b.select(inside, later, b.sub(later, whole))
+        asked = self.k.or_else(inside, self.v)
+        e.loop(self.p.cache.heads, lambda head: self.keys_of(j, head, asked, later))
 
-    def keys_of(self, j: Value, head: Value) -> None:
+    def keys_of(self, j: Value, head: Value, asked: Heads, later: Value) -> None:
         e, b, f = self.e, self.b, self.p.cache
         places = [self.token(b.add(j, e.i64(t))) for t in range(KEYS)]
         self.scored.keys(places.__getitem__, head)
         for t in range(KEYS):
-            self.k.prefetch(self.token(b.add(j, e.i64(KEYS + t))), head)
+            self.ask_next(asked, later, b.add(b.mul(head, e.i64(KEYS)), e.i64(t)))
         scale = None
         if f.dtype == "int8":
             scale, of_values = (e.gather([x.scale(at, head) for at in places])
@@ -268,9 +291,11 @@ class Part(Rows):
         """Weights times values of the tokens from ``first`` on, added to the sums."""
         e, b = self.e, self.b
         end = e.least(count, b.add(first, e.i64(VALUES)))
-        e.loop(self.p.cache.heads, lambda head: self.values_of(head, first, end))
+        inside = b.icmp_signed("<", b.add(first, e.i64(self.ahead)), count)
+        asked = self.v.or_else(inside, self.k)
+        e.loop(self.p.cache.heads, lambda head: self.values_of(head, first, end, asked))
 
-    def values_of(self, head: Value, first: Value, end: Value) -> None:
+    def values_of(self, head: Value, first: Value, end: Value, asked: Heads) -> None:
         f, group = self.p.cache, self.p.group
         room = 2 * self.e.target.rows  # vectors of sums in registers
         queries = min(4, group)
@@ -278,10 +303,11 @@ class Part(Rows):
         for g in range(0, group, queries):
             for i in range(0, f.vectors, vectors):
                 many = min(vectors, f.vectors - i)
-                self.values_in(head, first, end, range(g, min(g + queries, group)), i, many)
+                of = range(g, min(g + queries, group))
+                self.values_in(head, first, end, of, i, many, None if g or i else asked)
 
     def values_in(self, head: Value, first: Value, end: Value, queries: range, i: int,
-                  many: int) -> None:  # fmt: skip
+                  many: int, asked: Heads | None) -> None:  # fmt: skip
         e, b, f = self.e, self.b, self.p.cache
         n = b.mul(head, e.i64(self.p.group))
         places = []
@@ -293,8 +319,9 @@ class Part(Rows):
         def one(t: Value, *sums: Value) -> list[Value]:
             token = self.token(t)
             values = self.v.load(token, head, i, many)
-            if i == queries.start == 0:
-                self.v.prefetch(self.token(b.add(t, e.i64(VALUES))), head)
+            if asked is not None:
+                done = b.add(b.mul(head, e.i64(VALUES)), b.sub(t, first))
+                self.ask_next(asked, b.add(first, e.i64(self.ahead)), done)
             made = []
             for j, g in enumerate(queries):
                 at = b.mul(b.add(b.mul(b.add(n, e.i64(g)), e.i64(PART)), t), e.i64(4))

@@ -110,13 +110,17 @@ class CodeScores:
     def score(self, n: Value) -> Value:
         e, b = self.e, self.e.b
         at = e.at(self.queries, b.mul(n, e.i64(self.size)))
+        # Two sums of a level, so that one need not wait for the other.
         sums = [e.splat(e.load(at, e.I32, self.end + 4 * i)) for i in range(LEVELS)]
+        sums += [e.splat(e.i32(0))] * LEVELS
         for i in range(0, self.heads.form.width, 4):
             codes = e.load(self.block, e.vector(e.I8, 64), KEYS * i, align=64)
             for level in range(LEVELS):
                 four = e.splat(e.load(at, e.I32, level * self.end // LEVELS + i))
                 pair = codes, b.bitcast(four, e.vector(e.I8, 64))
-                sums[level] = e.dots(sums[level], [pair], 8, raised=True)
+                to = level + i // 4 % 2 * LEVELS
+                sums[to] = e.dots(sums[to], [pair], 8, raised=True)
+        sums = [b.add(u, v) for u, v in zip(sums[:LEVELS], sums[LEVELS:], strict=True)]
         first, *more = (b.sitofp(v, e.vector(e.F32)) for v in sums)
         total = more.pop()
         for value in (*more[::-1], first):

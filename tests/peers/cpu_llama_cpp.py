@@ -181,10 +181,28 @@ def main() -> None:
         engine_rates(ours.lm, 1)
         ratios = [engine_rates(ours.lm, 16) / engine_rates(ours.lm, 1) for _ in range(args.rounds)]
         print(f"16 requests at once over one: {statistics.median(ratios):.2f}x")
-    from jaxllama.bench.harness import bytes_per_step, memory_bandwidth
+    read_beside(ours)
 
-    print(f"bytes a step {bytes_per_step(ours.lm) / 1e6:.1f} MB, "
-          f"memory {memory_bandwidth() / 1e9:.1f} GB/s")  # fmt: skip
+
+def read_beside(ours: Ours) -> None:
+    """The step's rate beside that of reading the same codes and nothing else, in turns."""
+    import jax
+
+    from jaxllama.bench.harness import bytes_per_step, timed
+    from pallas_kernels.bench.cpu import reading
+    from pallas_kernels.cpu import CpuWeight
+
+    leaves = jax.tree.leaves(ours.lm.params, is_leaf=lambda leaf: isinstance(leaf, CpuWeight))
+    codes = [w.q for w in leaves if isinstance(w, CpuWeight)]
+    read = reading(codes)
+    read()
+    rates, size = [], bytes_per_step(ours.lm)
+    for _ in range(7):
+        both = size * ours("decode")[0], sum(q.nbytes for q in codes) / timed(read)[1]
+        rates.append((*both, both[0] / both[1]))
+    step, memory, share = map(statistics.median, zip(*rates, strict=True))
+    print(f"a step's {size / 1e6:.1f} MB at {step / 1e9:.1f} GB/s, reading alone "
+          f"{memory / 1e9:.1f} GB/s: {share:.0%}")  # fmt: skip
 
 
 def make(path: str, like: str) -> None:
