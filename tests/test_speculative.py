@@ -55,11 +55,15 @@ def check(lm, draft, draft_tokens, count=4, **options):
     """The generations with the draft, which are those without it."""
     prompts, sampling = prompts_of(count), [SAMPLING[i % len(SAMPLING)] for i in range(count)]
     options = {"seed": list(range(count)), **options}
+    # Sums in another order move a cache's code now and then: one of int4 is 4e-4 of a logprob.
+    bits_may_differ = options.get("kv_dtype", "float32") != "float32" and not lm.deterministic
     want = lm.generate(prompts, NEW, sampling, **options)
     got = lm.generate(prompts, NEW, sampling, draft=draft, draft_tokens=draft_tokens, **options)
     for one, other in zip(got, want, strict=True):
         assert one.tokens == other.tokens and one.finish_reason == other.finish_reason
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+        if not bits_may_differ:
+            atol = 0 if lm.deterministic else 1e-4
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=atol)
         assert other.drafted == other.accepted == 0 <= one.accepted <= one.drafted
     return got
 
@@ -91,9 +95,10 @@ def test_tokens_are_those_without_a_draft(family, draft, draft_tokens):
 def test_300_prompts(family, kv_dtype, draft):
     if family.startswith("gla") and kv_dtype != "float32":
         pytest.skip("no keys and values")
-    lm = model(family)
-    for draft_tokens in (0, 4):
-        check(lm, DRAFTS[draft](lm), draft_tokens, count=300, kv_dtype=kv_dtype)
+    for deterministic in (False, True) if kv_dtype != "float32" else (False,):
+        lm = model(family, deterministic=deterministic)
+        for draft_tokens in (0, 4):
+            check(lm, DRAFTS[draft](lm), draft_tokens, count=300, kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize("family", ["gqa", "gla"])
