@@ -24,6 +24,7 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta.kernel_inverse import Rows
 from pallas_kernels.gla.channels import TILE, zero_acc
 from pallas_kernels.gla.gates_registers import (
+    Borders,
     Lane,
     Tree,
     diagonal_products,
@@ -153,24 +154,11 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
         p.warp_barrier()
     p.warpgroup_barrier()
 
-    def of_warp(mask):
-        warp = arith.xori(lane.warp, p.ci(mask))
-        return p.load_shared(p.add(scratch, p.shift_left(warp, 8), column), 2, TABLE, "f32")
-
-    near, across = of_warp(1), times(of_warp(2), of_warp(3))
-    one = p.cf(1.0)
-    query16, query32 = p.bit(lane.warp, 0), p.bit(lane.warp, 1)
-    # A level-32 operand passes the warp beside it where that lies before the 32 rows' border.
-    between = [arith.select(p.equal(query16, query32), x, one) for x in near]
-    before, after = [], []
-    for x, y in zip(near, across, strict=True):
-        passed = [arith.select(query16, x, one), arith.select(query32, y, one)]
-        before.append(arith.mulf(*passed))
-        left = [arith.select(query16, one, x), arith.select(query32, one, y)]
-        after.append(arith.mulf(*left))
+    borders = Borders(lane, scratch, column, TABLE)
+    query16, query32, before = borders.query16, borders.query32, borders.before
     scaled = [arith.mulf(x, p.cf(scale)) for x in before]
     far = [
-        times(between, [arith.select(query32, x, y) for x, y in zip(up, down, strict=True)])
+        times(borders.between, [arith.select(query32, x, y) for x, y in zip(up, down, strict=True)])
         for up, down in zip(tree.p, map(tree.suffix, range(16)), strict=True)
     ]
 
@@ -192,10 +180,10 @@ def add_slice(base, acc, slot: Slot, scratch, decay_at, limit, scale: float) -> 
         here = [arith.select(query16, x, y) for x, y in zip(up, down, strict=True)]
         _store(lane, slot.near, r, _gated(key, here))
         _store(lane, slot.far, r, _gated(key, far[r]))
-        _store(lane, slot.k, r, _gated(key, times(down, after)))
+        _store(lane, slot.k, r, _gated(key, times(down, borders.after)))
         _store(lane, slot.q, r, _gated(_floats(q[r]), times(up, scaled)))
         from_start.append(_gated(key, times(up, before)))
-    whole = times(times(total, near), across)
+    whole = borders.whole(total)
     p.when(
         p.equal(lane.warp, 0),
         lambda: p.store_global(p.offset(decay_at, lane.lane, 8), whole),

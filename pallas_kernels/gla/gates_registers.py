@@ -108,6 +108,37 @@ class Tree:
         return [p.cf(1.0)] * 2 if self.t[r] is None else self.t[r]
 
 
+class Borders:
+    """The decays from a warp's 16 rows to the borders of 32 and of all 64, of a lane's two columns,
+    when every warp has left the product of its rows in a table, at ``at``.
+
+    before, after: of what lies between a row's own 16 and all 64 rows' first and last.  between:
+    what level 32's operand has beside that of the 16 rows, their partner's product where it lies
+    between the row and its 32-row block's border.
+    """
+
+    def __init__(self, lane, table, column, at: int = 0):
+        def of_warp(mask):
+            warp = arith.xori(lane.warp, p.ci(mask))
+            return p.load_shared(p.add(table, p.shift_left(warp, 8), column), 2, at, "f32")
+
+        self.near, self.across = of_warp(1), times(of_warp(2), of_warp(3))
+        one = p.cf(1.0)
+        self.query16, self.query32 = p.bit(lane.warp, 0), p.bit(lane.warp, 1)
+        same_side = p.equal(self.query16, self.query32)
+        self.between = [arith.select(same_side, x, one) for x in self.near]
+        self.before, self.after = [], []
+        for x, y in zip(self.near, self.across, strict=True):
+            passed = [arith.select(self.query16, x, one), arith.select(self.query32, y, one)]
+            self.before.append(arith.mulf(*passed))
+            left = [arith.select(self.query16, one, x), arith.select(self.query32, one, y)]
+            self.after.append(arith.mulf(*left))
+
+    def whole(self, own):
+        """The decay of all 64 rows, for that of the warp's own."""
+        return times(times(own, self.near), self.across)
+
+
 def store_rows(lane, at, words):
     for r in range(16):
         p.store_shared(lane.pairs[r % 8], [words[r]], at + 128 * r)
@@ -196,22 +227,10 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
         mgpu.utils.warp_barrier()
     mgpu.utils.warpgroup_barrier()
 
-    def of_warp(mask):
-        warp = arith.xori(lane.warp, p.ci(mask))
-        return p.load_shared(p.add(table, p.shift_left(warp, 8), column), 2, 0, "f32")
-
-    near, across = of_warp(1), times(of_warp(2), of_warp(3))
-    one = p.cf(1.0)
-    query16, query32 = p.bit(lane.warp, 0), p.bit(lane.warp, 1)
-    same_side = p.equal(query16, query32)
-    # Level 32's operand is p or t of the 16 rows times the partner's product where that lies
-    # between the row and its 32-row block's border.
-    between = p.pack(*[arith.select(same_side, x, one) for x in near])
-    before, after = [], []
-    for x, y in zip(near, across, strict=True):
-        b = arith.mulf(arith.select(query16, x, one), arith.select(query32, y, one))
-        before.append(arith.mulf(b, p.cf(scale)))
-        after.append(arith.mulf(arith.select(query16, one, x), arith.select(query32, one, y)))
+    borders = Borders(lane, table, column)
+    query16, query32 = borders.query16, borders.query32
+    between = p.pack(*borders.between)
+    before = [arith.mulf(x, p.cf(scale)) for x in borders.before]
     y16, y32, qg, kg = [], [], [], []
     for r in range(16):
         suffix = tree.suffix(r)
@@ -219,13 +238,13 @@ def gate_slice(lane, acc, table, decay_at, limit, scale):
         y16.append(arith.select(query16, yq, yk))
         y32.append(p.mul_pairs(arith.select(query32, yq, yk), between))
         qg.append(_gate(q[r], times(tree.p[r], before)))
-        kg.append(_gate(k[r], times(suffix, after)))
+        kg.append(_gate(k[r], times(suffix, borders.after)))
     for at, words in ((low, y16), (high, y32), (q_at, qg), (k_at, kg)):
         store_rows(lane, at, words)
     first = p.equal(lane.warp, 0)
     with mgpu.when(first):
         offset = arith.extui(ir.IntegerType.get_signless(64), column)
-        p.store_global(arith.addi(decay_at, offset), times(times(total, near), across))
+        p.store_global(arith.addi(decay_at, offset), borders.whole(total))
     mgpu.utils.warpgroup_barrier()
     _block_products(lane, acc, 16, lane.near_block(), low)
     _block_products(lane, acc, 32, lane.far_block(), high)
