@@ -1,0 +1,141 @@
+"""The backward pass for a decay a key channel: its registers' work, every thread on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.helpers import warp_emulator
+from tests.helpers.delta_cases import relative_rms, unit
+from tests.kernels.gated_delta.test_inverse import matrix
+from tests.kernels.gated_delta.test_tree import between, decays
+
+VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
+pytestmark = pytest.mark.skipif(
+    VERSION < (0, 11, 2), reason=f"jax {jax.__version__}: the kernels need 0.11.2"
+)
+
+if VERSION >= (0, 11, 2):
+    from pallas_kernels.gated_delta import gradients_channels_products as products
+    from pallas_kernels.gated_delta import gradients_channels_registers as registers
+    from pallas_kernels.gated_delta import kernel_inverse
+    from pallas_kernels.gla import channels
+
+C, BF16 = 64, ml_dtypes.bfloat16
+TILE, BASE = 8192, 1024
+WORDS, PAIRS, STATES = BASE, BASE + 4 * TILE, BASE + 8 * TILE
+DIAGONAL = BASE + 11 * TILE
+THROUGH, SIZE = DIAGONAL + 256, DIAGONAL + 1024
+
+
+def places(address, dtype):
+    """Byte offsets of a swizzled tile's entries."""
+    size = np.dtype(dtype).itemsize
+    i, j = np.indices((C, 128 // size))
+    return address + 128 * i + 16 * (j * size // 16 ^ i & 7) + j * size % 16
+
+
+def put(block, address, x, dtype=BF16):
+    raw = np.ascontiguousarray(x.astype(dtype)).view(np.uint8).reshape(*x.shape, -1)
+    for n in range(raw.shape[-1]):
+        block.memory[places(address, dtype) + n] = raw[..., n]
+
+
+def get(block, address, dtype=BF16):
+    at = places(address, dtype)
+    raw = np.stack([block.memory[at + n] for n in range(np.dtype(dtype).itemsize)], -1)
+    return raw.view(dtype)[..., 0].astype(np.float64)
+
+
+def fragments(x):
+    """A [64, 64] matrix as the products leave it: ``x[tile][half][e]`` of every thread."""
+    thread = np.arange(128)
+    row, column = 16 * (thread // 32) + thread % 32 // 4, 2 * (thread % 4)
+    return [
+        [[x[row + 8 * half, 8 * tile + column + e].astype(np.float32) for e in range(2)]
+         for half in range(2)]
+        for tile in range(8)
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def threads():
+    block = warp_emulator.Block(128, SIZE)
+    names = warp_emulator._modules(block)
+    with contextlib.ExitStack() as patches, np.errstate(all="ignore"):
+        for module in (channels, kernel_inverse, products, registers):
+            patches.enter_context(mock.patch.multiple(module, **names))
+        patches.enter_context(mock.patch.object(products, "pairs", lambda x: x))
+        yield block
+
+
+def symmetric(block, at, lower, factor):
+    products._symmetric(
+        block.c(at), block.c(DIAGONAL), fragments(lower), fragments(lower.T), factor
+    )
+
+
+def test_fragments_are_the_products_layout():
+    x = np.arange(C * C, dtype=np.float64).reshape(C, C)
+    np.testing.assert_array_equal(matrix(fragments(x)), x)
+
+
+def test_pairs_are_symmetric_and_sorted_by_level():
+    x = np.random.default_rng(0).normal(size=(C, C)).astype(BF16).astype(np.float64)
+    with threads() as block:
+        symmetric(block, PAIRS, x, -2.0)
+        whole, levels = get(block, PAIRS), get(block, PAIRS + TILE)
+        diagonal = block.memory[DIAGONAL : DIAGONAL + 4 * C].view(np.float32)
+    below = np.tril(-2 * x, -1)
+    np.testing.assert_array_equal(whole, below + below.T)
+    np.testing.assert_array_equal(diagonal, -2 * np.diag(x))
+    i, j = np.indices((C, 16))
+    for n in range(4):
+        met = (i % 16 ^ j) >> n == 1
+        want = np.where(met, whole[i, i // 16 * 16 + j], 0)
+        np.testing.assert_array_equal(levels[:, 16 * n : 16 * n + 16], want)
+
+
+@pytest.mark.parametrize("kind", ["weak", "mixed"])
+def test_gradients_of_a_slice(kind):
+    rng = np.random.default_rng(0)
+    q, k = (unit(rng.normal(size=(C, C))).astype(BF16).astype(np.float64) for _ in range(2))
+    g, through = decays(kind, rng, C), rng.normal(size=C)
+    d_p, d_n = (np.tril(rng.normal(size=(C, C)), -n).astype(BF16).astype(float) for n in range(2))
+    states = [rng.normal(size=(C, C)).astype(BF16).astype(np.float64) for _ in range(3)]
+    with threads() as block:
+        for n, x in enumerate((q, k)):
+            put(block, WORDS + n * TILE, x)
+        for half in range(2):
+            part = g[:, 32 * half : 32 * half + 32]
+            put(block, WORDS + (2 + half) * TILE, part, np.float32)
+        symmetric(block, PAIRS + 2 * TILE, d_n, 1.0)
+        symmetric(block, PAIRS, d_p, 1.0)  # the last, for its diagonal
+        for n, x in enumerate(states):
+            put(block, STATES + n * TILE, x)
+        raw = through.astype(np.float32).view(np.uint8)
+        block.memory[THROUGH : THROUGH + len(raw)] = raw
+        given = (WORDS, PAIRS, STATES, DIAGONAL, THROUGH)
+        registers.gradients(*(block.c(at) for at in given))
+        got = [get(block, WORDS + n * TILE) for n in range(2)]
+        halves = [get(block, WORDS + (2 + n) * TILE, np.float32) for n in range(2)]
+    d_g = np.concatenate(halves, 1)
+
+    decay = between(g)
+    start = decay[:, 0] * np.exp(g[0])
+    asked, seen, keys = start * states[0], start * states[1], decay[-1] * states[2]
+    by_query = asked + np.einsum("ij,ijd,jd->id", d_p, decay, k)
+    by_row = seen + np.einsum("ij,ijd,jd->id", d_n, decay, k)
+    by_column = keys + np.einsum("ij,ijd,id->jd", d_p, decay, q)
+    by_column += np.einsum("ij,ijd,id->jd", d_n, decay, k)
+    flux = q * by_query + k * (by_row - by_column)
+    want = np.cumsum(flux[::-1], 0)[::-1] + np.sum(k * keys, 0) + through
+    assert relative_rms(got[0], by_query) < 3e-3
+    assert relative_rms(got[1], by_row + by_column) < 3e-3
+    assert relative_rms(d_g, np.where(np.exp(g) == 0, 0, want)) < 3e-3
+    assert np.all(d_g[np.exp(g) == 0] == 0)
