@@ -11,8 +11,9 @@ the token, whose output is taken off the value and has -dv.  So no gradient of X
 and dbeta divides u_i and dv_i, which both have beta_i as a factor, before they meet (``kernel``
 keeps it off zero).  X, and R before X, have two bf16 parts.
 
-One block of two warpgroups a chunk and value head, two blocks to an SM; a warpgroup has half of the
-value channels up to U, then half of the key channels, and one of dP and dN:
+Two chunks of a value head a block, two warpgroups each (four, so that the compiler keeps to 128
+registers); one has half of the value channels up to U, then half of the key channels, and one of dP
+and dN:
 
     TMA V K S X do dv | R | U, dbeta | TMA E | do S^T, dv S^T | S E, U E^T -> TMA | dP, dN -> TMA
 
@@ -34,8 +35,8 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import PART, high_low, pairs
-from pallas_kernels.gated_delta.kernel_scan import tokens
 from pallas_kernels.gla.channels import CHUNK, ROWS, TILE
+from pallas_kernels.gla.gates import BF16_TILE
 from pallas_kernels.launch import launch
 
 CHANNELS = 128  # value channels of a head, and key channels
@@ -63,13 +64,13 @@ def _products(n: int, *steps):
     return pl.run_scoped(run, *[_SQUARE] * n)
 
 
-def _symmetric(tiles, diagonal, lower, upper, factor: float) -> None:
+def _symmetric(tiles, diagonal, lower, upper, factor) -> None:
     """G + G^T for G = factor ``lower`` below the diagonal, given the transposed product ``upper``
     too, as ``gla.products`` has it: bf16, and in a second tile the pairs of the levels 1 to 8 of
     the 16 x 16 blocks on the diagonal; G's diagonal in float32 to ``diagonal``."""
     rows = inverse.Rows()
     scaled = [
-        [[[arith.mulf(x, p.cf(factor)) for x in pair] for pair in tile] for tile in pairs(array)]
+        [[[arith.mulf(x, factor) for x in pair] for pair in tile] for tile in pairs(array)]
         for array in (lower, upper)
     ]
 
@@ -112,21 +113,28 @@ def _symmetric(tiles, diagonal, lower, upper, factor: float) -> None:
     rows.store_tile(p.add(tiles, TILE), levels)
 
 
-def _symmetric_call(factor: float):
+def _symmetric_call(scale: float):
+    """``_symmetric`` for dP on even warpgroups, for dN on odd ones."""
+
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), plgpu.RefType(), _WGMMA, _WGMMA))
     def call(ctx, tiles, diagonal, lower, upper):
         del ctx
+        odd = p.bit(p.register("tid.x"), 7)
+        factor = arith.select(odd, p.cf(-1.0), p.cf(scale))
         _symmetric(p.shared_address(tiles), p.shared_address(diagonal), lower, upper, factor)
 
     return call
 
 
 def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_out, seen_out,
-          keys_out, state_sums, beta_sums, union, diagonal, columns, table, ready, ended,
-          *, scale: float):  # fmt: skip
-    rows_of, tiles_of = union
-    head, c, b = (lax.axis_index(name) for name in ("head", "chunk", "row"))
-    wg = lax.axis_index("warpgroup")
+          keys_out, state_sums, beta_sums, unions, diagonals_all, tables, bars_ready, bars_ended,
+          bars_met, *, scale: float, n_chunks: int):  # fmt: skip
+    place, wg = lax.axis_index("warpgroup") // 2, lax.axis_index("warpgroup") % 2
+    rows_of, tiles_of, floats_of = (x.at[place] for x in unions)
+    diagonal, table = diagonals_all.at[place], tables.at[place]
+    ready, ended, met = (x.at[place] for x in (bars_ready, bars_ended, bars_met))
+    head, b = lax.axis_index("head"), lax.axis_index("row")
+    c = 2 * lax.axis_index("chunks") + place
     rows = pl.ds(c * CHUNK, CHUNK)
     halves = [pl.ds(PART * n, PART) for n in range(2)]
 
@@ -136,84 +144,90 @@ def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_o
     def flipped(n):
         return tiles_of.at[n].transpose((1, 0))
 
-    @pl.when(wg == 0)
-    def _():
+    def meet():
+        """Of the two warpgroups of a chunk."""
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
+
+    def load():
         for n, at in enumerate(halves):
             for x, to in ((v, _V), (k, _K), (d_out, _O), (d_v, _DV)):
                 plgpu.copy_gmem_to_smem(x.at[b, rows, head, at], rows_of.at[to + n], ready)
             plgpu.copy_gmem_to_smem(writers.at[b, head, n, rows], rows_of.at[_X + n], ready)
             for m in range(2):
-                place = states.at[b, head, c, at, halves[m]]
-                plgpu.copy_gmem_to_smem(place, rows_of.at[_S + 2 * n + m], ready)
+                source = states.at[b, head, c, at, halves[m]]
+                plgpu.copy_gmem_to_smem(source, rows_of.at[_S + 2 * n + m], ready)
 
-    plgpu.barrier_wait(ready)
-    (seen,) = _products(1, *[(0, tile(_K + n), flipped(_S + 2 * wg + n)) for n in range(2)])
-    rest = plgpu.load(tile(_V + wg), layout=_WGMMA).astype(jnp.float32) - seen
-    sums.block_barrier()  # K is read
-    high, low = high_low(rest)
-    tiles_of[_R + wg], tiles_of[_R_LOW + wg] = high, low
-    plgpu.commit_smem()
-    places = ((_X, _R), (_X, _R_LOW), (_X + 1, _R))
-    (writes,) = _products(1, *[(0, flipped(x), tile(r + wg)) for x, r in places])
-    given = plgpu.load(tile(_DV + wg), layout=_WGMMA).astype(jnp.float32)
-    sums.sum_rows(table.at[wg], writes * given)
-    plgpu.commit_smem()  # R is read
-    tiles_of[_U + wg] = writes.astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    sums.block_barrier()  # U is there; X and R's low part are free
-
-    @pl.when(wg == 0)
-    def _():
+    def load_ends():
         for n, at in enumerate(halves):
             for m in range(2):
-                place = ends.at[b, head, c, at, halves[m]]
-                plgpu.copy_gmem_to_smem(place, rows_of.at[_E + 2 * n + m], ended)
+                source = ends.at[b, head, c, at, halves[m]]
+                plgpu.copy_gmem_to_smem(source, rows_of.at[_E + 2 * n + m], ended)
 
-    asked, seen = _products(
-        2,
-        *[(0, tile(_O + n), tile(_S + 2 * n + wg)) for n in range(2)],
-        *[(1, tile(_DV + n), tile(_S + 2 * n + wg)) for n in range(2)],
-    )
-    asked, seen = (asked * scale).astype(jnp.bfloat16), (-seen).astype(jnp.bfloat16)
-    plgpu.barrier_wait(ended)
-    through = []
-    for n in range(2):
-        state, end = (
-            plgpu.load(tile(to + 2 * n + wg), layout=_WGMMA).astype(jnp.float32) for to in (_S, _E)
+    def work():
+        pl.when(wg == 0)(load)
+        plgpu.barrier_wait(ready)
+        (seen,) = _products(1, *[(0, tile(_K + n), flipped(_S + 2 * wg + n)) for n in range(2)])
+        rest = plgpu.load(tile(_V + wg), layout=_WGMMA).astype(jnp.float32) - seen
+        meet()  # K is read
+        tiles_of[_R + wg], tiles_of[_R_LOW + wg] = high_low(rest)
+        plgpu.commit_smem()
+        factors = ((_X, _R), (_X, _R_LOW), (_X + 1, _R))
+        (writes,) = _products(1, *[(0, flipped(x), tile(r + wg)) for x, r in factors])
+        given = plgpu.load(tile(_DV + wg), layout=_WGMMA).astype(jnp.float32)
+        sums.sum_rows(table.at[wg], writes * given)
+        plgpu.commit_smem()  # R is read
+        tiles_of[_U + wg] = writes.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        meet()  # U is there; X and R's low part are free
+        pl.when(wg == 0)(load_ends)
+        asked, seen = _products(
+            2,
+            *[(0, tile(_O + n), tile(_S + 2 * n + wg)) for n in range(2)],
+            *[(1, tile(_DV + n), tile(_S + 2 * n + wg)) for n in range(2)],
         )
-        through.append(state * end)
-    sums.sum_columns(columns.at[wg], sum(through))
-    (keys,) = _products(1, *[(0, tile(_U + n), tile(_E + 2 * n + wg)) for n in range(2)])
-    sums.block_barrier()  # S and E are read
-    results = ((asked, _S), (seen, _S + 2), (keys.astype(jnp.bfloat16), _E))
-    for x, to in results:
-        tiles_of[to + wg] = x
-    plgpu.commit_smem()
-    at = pl.ds(PART * wg, PART)
-    for out, (_, to) in zip((asked_out, seen_out, keys_out), results, strict=True):
-        plgpu.copy_smem_to_gmem(rows_of.at[to + wg], out.at[b, head, rows, at])
-    plgpu.copy_smem_to_gmem(columns.at[wg], state_sums.at[b, head, c, wg])
-    plgpu.copy_smem_to_gmem(table.at[wg], beta_sums.at[b, head, c, wg])
+        asked, seen = (asked * scale).astype(jnp.bfloat16), (-seen).astype(jnp.bfloat16)
+        plgpu.barrier_wait(ended)
+        (keys,) = _products(1, *[(0, tile(_U + n), tile(_E + 2 * n + wg)) for n in range(2)])
+        keys, through = keys.astype(jnp.bfloat16), []
+        for n in range(2):
+            state, end = (
+                plgpu.load(tile(to + 2 * n + wg), layout=_WGMMA).astype(jnp.float32)
+                for to in (_S, _E)
+            )
+            through.append(state * end)
+        meet()  # S and E are read
+        results = ((asked, _S), (seen, _S + 2), (keys, _E))
+        for x, to in results:
+            tiles_of[to + wg] = x
+        summed = floats_of.at[_E + 2 + wg]
+        sums.sum_columns(summed, sum(through))
+        plgpu.commit_smem()
+        at = pl.ds(PART * wg, PART)
+        for out, (_, to) in zip((asked_out, seen_out, keys_out), results, strict=True):
+            plgpu.copy_smem_to_gmem(rows_of.at[to + wg], out.at[b, head, rows, at])
+        plgpu.copy_smem_to_gmem(summed.at[pl.ds(0, 4)], state_sums.at[b, head, c, wg])
+        plgpu.copy_smem_to_gmem(table.at[wg], beta_sums.at[b, head, c, wg])
 
-    def pair(given: int, factor: float, n: int):
+        given = _O + 2 * wg
         lower, upper = _products(
             2,
             *[(0, tile(given + m), flipped(_U + m)) for m in range(2)],
             *[(1, tile(_U + m), flipped(given + m)) for m in range(2)],
         )
         plgpu.commit_smem()  # all warps have read what is there
-        _symmetric_call(factor)(rows_of.at[given], diagonal.at[n], lower, upper)
+        _symmetric_call(scale)(rows_of.at[given], diagonal.at[wg], lower, upper)
         plgpu.commit_smem()
         for m in range(2):
-            plgpu.copy_smem_to_gmem(rows_of.at[given + m], pairs_out.at[b, head, c, 2 * n + m])
+            plgpu.copy_smem_to_gmem(rows_of.at[given + m], pairs_out.at[b, head, c, 2 * wg + m])
 
-    @pl.when(wg == 0)
-    def _():
-        pair(_O, scale, 0)
-        plgpu.copy_smem_to_gmem(diagonal.at[0], diagonals.at[b, head, c])
+        @pl.when(wg == 0)
+        def _():
+            plgpu.copy_smem_to_gmem(diagonal.at[0], diagonals.at[b, head, c])
 
-    pl.when(wg == 1)(lambda: pair(_DV, -1.0, 1))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    pl.when(c < n_chunks)(work)
 
 
 def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
@@ -231,7 +245,7 @@ def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
     nc, half = -(-t // CHUNK), jnp.bfloat16
     per_channel = jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), half)
     return launch(
-        functools.partial(_body, scale=scale),
+        functools.partial(_body, scale=scale, n_chunks=nc),
         (k, v, writers, d_out, d_v, states, ends),
         (
             jax.ShapeDtypeStruct((b, h, nc, 4, CHUNK, CHUNK), half),
@@ -241,14 +255,18 @@ def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
             jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK), jnp.float32),
         ),
         name="gated_delta_products",
-        grid={"head": h, "chunk": nc, "row": b},
-        warpgroups=2,
+        grid={"head": h, "chunks": -(-nc // 2), "row": b},
+        warpgroups=4,
         scratch=[
-            tokens(_TILES, CHUNK, PART),
-            plgpu.SMEM((2, CHUNK), jnp.float32),
-            plgpu.SMEM((2, 4, 64), jnp.float32),
-            plgpu.SMEM((2, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=14),
-            plgpu.Barrier(num_arrivals=4),
+            plgpu.RefUnion(
+                plgpu.SMEM((2, _TILES, CHUNK, PART), half, transforms=ROWS),
+                plgpu.SMEM((2, _TILES, CHUNK, PART), half, transforms=BF16_TILE),
+                plgpu.SMEM((2, _TILES, 32, 64), jnp.float32),
+            ),
+            plgpu.SMEM((2, 2, CHUNK), jnp.float32),
+            plgpu.SMEM((2, 2, CHUNK), jnp.float32),
+            plgpu.Barrier(num_arrivals=14, num_barriers=2),
+            plgpu.Barrier(num_arrivals=4, num_barriers=2),
+            plgpu.Barrier(num_arrivals=2, num_barriers=2),
         ],
     )

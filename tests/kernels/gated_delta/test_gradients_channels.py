@@ -76,7 +76,11 @@ def threads():
 
 def symmetric(block, at, lower, factor):
     products._symmetric(
-        block.c(at), block.c(DIAGONAL), fragments(lower), fragments(lower.T), factor
+        block.c(at),
+        block.c(DIAGONAL),
+        fragments(lower),
+        fragments(lower.T),
+        block.c(factor, np.float32),
     )
 
 
