@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.helpers import warp_emulator
-from tests.helpers.delta_cases import relative_rms, unit
+from tests.helpers.delta_cases import case, gradients, relative_rms, unit
 from tests.kernels.gated_delta.test_inverse import matrix
-from tests.kernels.gated_delta.test_tree import between, decays
+from tests.kernels.gated_delta.test_tree import SCALE, between, decays, emulate, rounded
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
 pytestmark = pytest.mark.skipif(
@@ -105,13 +105,8 @@ def test_pairs_are_symmetric_and_sorted_by_level():
         np.testing.assert_array_equal(levels[:, 16 * n : 16 * n + 16], want)
 
 
-@pytest.mark.parametrize("kind", ["weak", "mixed"])
-def test_gradients_of_a_slice(kind):
-    rng = np.random.default_rng(0)
-    q, k = (unit(rng.normal(size=(C, C))).astype(BF16).astype(np.float64) for _ in range(2))
-    g, through = decays(kind, rng, C), rng.normal(size=C)
-    d_p, d_n = (np.tril(rng.normal(size=(C, C)), -n).astype(BF16).astype(float) for n in range(2))
-    states = [rng.normal(size=(C, C)).astype(BF16).astype(np.float64) for _ in range(3)]
+def slice_gradients(q, k, g, d_p, d_n, states, through):
+    """dq, dk and dlog_decay of 64 key channels, by the registers' work."""
     with threads() as block:
         for n, x in enumerate((q, k)):
             put(block, WORDS + n * TILE, x)
@@ -126,9 +121,18 @@ def test_gradients_of_a_slice(kind):
         block.memory[THROUGH : THROUGH + len(raw)] = raw
         given = (WORDS, PAIRS, STATES, DIAGONAL, THROUGH)
         registers.gradients(*(block.c(at) for at in given))
-        got = [get(block, WORDS + n * TILE) for n in range(2)]
         halves = [get(block, WORDS + (2 + n) * TILE, np.float32) for n in range(2)]
-    d_g = np.concatenate(halves, 1)
+        return *(get(block, WORDS + n * TILE) for n in range(2)), np.concatenate(halves, 1)
+
+
+@pytest.mark.parametrize("kind", ["weak", "mixed"])
+def test_gradients_of_a_slice(kind):
+    rng = np.random.default_rng(0)
+    q, k = (rounded(unit(rng.normal(size=(C, C)))) for _ in range(2))
+    g, through = decays(kind, rng, C), rng.normal(size=C)
+    d_p, d_n = (rounded(np.tril(rng.normal(size=(C, C)), -n)) for n in range(2))
+    states = [rounded(rng.normal(size=(C, C))) for _ in range(3)]
+    d_q, d_k, d_g = slice_gradients(q, k, g, d_p, d_n, states, through)
 
     decay = between(g)
     start = decay[:, 0] * np.exp(g[0])
@@ -139,7 +143,59 @@ def test_gradients_of_a_slice(kind):
     by_column += np.einsum("ij,ijd,id->jd", d_n, decay, k)
     flux = q * by_query + k * (by_row - by_column)
     want = np.cumsum(flux[::-1], 0)[::-1] + np.sum(k * keys, 0) + through
-    assert relative_rms(got[0], by_query) < 3e-3
-    assert relative_rms(got[1], by_row + by_column) < 3e-3
+    assert relative_rms(d_q, by_query) < 3e-3
+    assert relative_rms(d_k, by_row + by_column) < 3e-3
     assert relative_rms(d_g, np.where(np.exp(g) == 0, 0, want)) < 3e-3
     assert np.all(d_g[np.exp(g) == 0] == 0)
+
+
+def two_parts(x):
+    return rounded(x) + rounded(x - rounded(x))
+
+
+def kernels_gradients(q, k, v, g, beta, d_out, end, state):
+    """The backward pass with every rounding of the kernels, one head; the decays, and what has them
+    in it, by the emulated registers."""
+    length = len(q)
+    beta = np.maximum(beta, 1e-10)
+    chunks, starts = [slice(at, at + C) for at in range(0, length, C)], []
+    for at in chunks:
+        (a, p), operands = emulate(q[at], k[at], g[at], beta[at])
+        x = two_parts(np.linalg.inv(np.eye(C) + two_parts(a)) * beta[at])
+        m, keys = rounded(two_parts(p) @ x), rounded(x.T @ operands[2])
+        starts.append((x, m, keys, *operands, rounded(state)))
+        rest = rounded(v[at] - operands[1] @ rounded(state))
+        state = operands[3].astype(float)[:, None] * state + keys.T @ rest
+    d_q, d_k, d_v, d_g, d_beta = (np.zeros(y.shape) for y in (q, k, v, g, beta))
+    for at, start in zip(chunks[::-1], starts[::-1], strict=True):
+        x, m, keys, q_start, k_start, _, whole, state = start
+        d_rest = m.T @ d_out[at] + keys @ two_parts(end)
+        d_v[at] = rounded(d_rest)
+        writes = x @ two_parts(v[at] - k_start @ state)
+        d_beta[at] = np.sum(writes * d_v[at], 1) / beta[at] ** 2
+        writes, after = rounded(writes), rounded(end)
+        d_p, d_n = SCALE * np.tril(d_out[at] @ writes.T), np.tril(-d_v[at] @ writes.T, -1)
+        moved = SCALE * d_out[at] @ state.T, -d_v[at] @ state.T, writes @ after.T
+        through = whole * np.sum(state * after, 1)
+        for n in range(0, q.shape[1], C):
+            channels = slice(n, n + C)
+            d_q[at, channels], d_k[at, channels], d_g[at, channels] = slice_gradients(
+                *(y[at, channels] for y in (q, k, g)), d_p, d_n,
+                [y[:, channels] for y in moved], through[channels],
+            )  # fmt: skip
+        end = whole[:, None] * end + q_start.T @ d_out[at] - k_start.T @ two_parts(d_rest)
+    return d_q, d_k, d_v, d_g, d_beta, end
+
+
+@pytest.mark.parametrize("kind", ["weak", "mixed", "equal", "near"])
+def test_rounded_as_the_kernels_do_it_stays_below_5e_3(kind):
+    given = case((1, 256, 1, 1, 128, 128), kind, by_channel=True)
+    *x, state = (np.asarray(y, np.float64) for y in given)
+    rng = np.random.default_rng(9)
+    d_out, d_last = rounded(rng.normal(size=x[2].shape)), rng.normal(size=state.shape)
+    want = gradients(*x, d_out, d_last, state, SCALE)
+    one = [y[0, :, 0] for y in (*x, d_out)]
+    got = kernels_gradients(*one, d_last[0, 0], state[0, 0])
+    names = "q", "k", "v", "log_decay", "beta", "state"
+    errors = {n: relative_rms(a, np.squeeze(b)) for n, a, b in zip(names, got, want, strict=True)}
+    assert all(error < 5e-3 for error in errors.values()), errors
