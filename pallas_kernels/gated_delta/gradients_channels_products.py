@@ -29,13 +29,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
-from pallas_kernels.gated_delta.kernel_chunks import PART, high_low, pairs
-from pallas_kernels.gla.channels import CHUNK, ROWS, TILE
+from pallas_kernels.gated_delta.kernel_chunks import PART, high_low
+from pallas_kernels.gla.channels import CHUNK, ROWS, TILE, blocks_for, digits
 from pallas_kernels.gla.gates import BF16_TILE
 from pallas_kernels.launch import launch
 
@@ -64,92 +65,101 @@ def _products(n: int, *steps):
     return pl.run_scoped(run, *[_SQUARE] * n)
 
 
-def _symmetric(tiles, diagonal, lower, upper, factor) -> None:
-    """G + G^T for G = factor ``lower`` below the diagonal, given the transposed product ``upper``
-    too, as ``gla.products`` has it: bf16, and in a second tile the pairs of the levels 1 to 8 of
-    the 16 x 16 blocks on the diagonal; G's diagonal in float32 to ``diagonal``."""
-    rows = inverse.Rows()
-    scaled = [
-        [[[arith.mulf(x, factor) for x in pair] for pair in tile] for tile in pairs(array)]
-        for array in (lower, upper)
-    ]
+def _words(array):
+    """A bf16 [64, 64] array's pairs as ``x[tile][half]``."""
+    flat = [mgpu.utils.bitcast(x, p.i32()) for x in array.registers.reshape(-1)]
+    return [flat[2 * tile : 2 * tile + 2] for tile in range(8)]
+
+
+def _symmetric(tiles, diagonal, lower, upper) -> None:
+    """G + G^T, without a diagonal, from the words of G, of which what is below the diagonal counts,
+    and of G^T, as ``gla.products`` has it: in a second tile the pairs of the levels 1 to 8 of the
+    16 x 16 blocks on the diagonal.  G's diagonal to ``diagonal``, 64 floats."""
+    rows, zero = inverse.Rows(), p.ci(0)
+    halves = 0xFFFF, 0xFFFF0000
 
     def column(tile: int, e: int):
         return p.add(p.shift_left(rows.c, 1), 8 * tile + e)
 
-    def picked(i, j, x, y):
-        return arith.select(p.less(j, i), x, arith.select(p.equal(i, j), p.cf(0.0), y))
+    def of_each(word):
+        """The pair of what ``word`` gives for its two columns."""
+        return arith.ori(*[p.masked(word(e), mask) for e, mask in enumerate(halves)])
 
-    whole, levels = [], [[None, None] for _ in range(8)]
-    for tile in range(8):
-        whole.append([])
-        for half in range(2):
-            row = p.add(rows.first, 8 * half)
-            x, y = (part[tile][half] for part in scaled)
-            whole[tile].append(
-                p.pack(*[picked(row, column(tile, e), x[e], y[e]) for e in range(2)])
-            )
-    rows.store_tile(tiles, whole)
+    def merged(row, tile: int, x, y):
+        def word(e):
+            j = column(tile, e)
+            above = arith.select(p.equal(j, row), zero, y)
+            return arith.select(p.less(j, row), x, above)
+
+        return of_each(word)
+
+    rows.store_tile(
+        tiles,
+        [
+            [
+                merged(p.add(rows.first, 8 * half), tile, lower[tile][half], upper[tile][half])
+                for half in range(2)
+            ]
+            for tile in range(8)
+        ],
+    )
+    levels = [[None, None] for _ in range(8)]
     for tile in range(2):
         for half in range(2):
             row = p.add(rows.g, 8 * half)
-            met = []
-            for e in range(2):
-                x, y = (
-                    inverse._of_warp(rows, [part[2 * w + tile][half][e] for w in range(4)])
-                    for part in scaled
-                )
-                met.append((arith.xori(row, column(tile, e)), picked(row, column(tile, e), x, y)))
-                if tile == half:
-                    at = p.add(diagonal, p.shift_left(rows.first, 2))
+            x, y = (
+                inverse._of_warp(rows, [part[2 * w + tile][half] for w in range(4)])
+                for part in (lower, upper)
+            )
+            if tile == half:
+                at = p.add(diagonal, p.shift_left(rows.first, 2))
+                for e, value in enumerate((p.widen(x), p.widen_high(x))):
                     same = p.equal(row, column(tile, e))
-                    p.when(same, lambda at=at, x=x, half=half: p.store_shared(at, [x], 32 * half))
+                    p.when(
+                        same,
+                        lambda at=at, value=value, half=half: p.store_shared(
+                            at, [value], 32 * half
+                        ),
+                    )
+            both = merged(row, tile, x, y)
             for n in range(4):
-                values = [
-                    arith.select(p.equal(p.shift_right(differ, n), 1), x, p.cf(0.0))
-                    for differ, x in met
-                ]
-                levels[2 * n + tile][half] = p.pack(*values)
+
+                def met(e, n=n, row=row, tile=tile, both=both):
+                    differ = arith.xori(row, column(tile, e))
+                    return arith.select(p.equal(p.shift_right(differ, n), 1), both, zero)
+
+                levels[2 * n + tile][half] = of_each(met)
     rows.store_tile(p.add(tiles, TILE), levels)
 
 
-def _symmetric_call(scale: float):
-    """``_symmetric`` for dP on even warpgroups, for dN on odd ones."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), plgpu.RefType(), _WGMMA, _WGMMA))
-    def call(ctx, tiles, diagonal, lower, upper):
-        del ctx
-        odd = p.bit(p.register("tid.x"), 7)
-        factor = arith.select(odd, p.cf(-1.0), p.cf(scale))
-        _symmetric(p.shared_address(tiles), p.shared_address(diagonal), lower, upper, factor)
-
-    return call
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), plgpu.RefType(), _WGMMA, _WGMMA))
+def _symmetric_call(ctx, tiles, diagonal, lower, upper) -> None:
+    del ctx
+    _symmetric(p.shared_address(tiles), p.shared_address(diagonal), _words(lower), _words(upper))
 
 
 def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_out, seen_out,
           keys_out, state_sums, beta_sums, unions, diagonals_all, tables, bars_ready, bars_ended,
-          bars_met, *, scale: float, n_chunks: int):  # fmt: skip
+          bars_met, *, scale: float, sizes: tuple[int, int, int]):  # fmt: skip
+    n_heads, n_chunks, n_rows = sizes
     place, wg = lax.axis_index("warpgroup") // 2, lax.axis_index("warpgroup") % 2
-    rows_of, tiles_of, floats_of = (x.at[place] for x in unions)
+    stride = 2 * blocks_for(n_heads * n_chunks * n_rows, 2)
+    first = 2 * lax.axis_index("block") + place
     diagonal, table = diagonals_all.at[place], tables.at[place]
     ready, ended, met = (x.at[place] for x in (bars_ready, bars_ended, bars_met))
-    head, b = lax.axis_index("head"), lax.axis_index("row")
-    c = 2 * lax.axis_index("chunks") + place
-    rows = pl.ds(c * CHUNK, CHUNK)
     halves = [pl.ds(PART * n, PART) for n in range(2)]
-
-    def tile(n):
-        return tiles_of.at[n]
-
-    def flipped(n):
-        return tiles_of.at[n].transpose((1, 0))
 
     def meet():
         """Of the two warpgroups of a chunk."""
         plgpu.barrier_arrive(met)
         plgpu.barrier_wait(met)
 
-    def load():
+    def where(i):
+        head, c, b = digits(first + i * stride, n_heads, n_chunks)
+        return head, c, b, pl.ds(c * CHUNK, CHUNK)
+
+    def load(i, rows_of):
+        head, c, b, rows = where(i)
         for n, at in enumerate(halves):
             for x, to in ((v, _V), (k, _K), (d_out, _O), (d_v, _DV)):
                 plgpu.copy_gmem_to_smem(x.at[b, rows, head, at], rows_of.at[to + n], ready)
@@ -158,14 +168,26 @@ def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_o
                 source = states.at[b, head, c, at, halves[m]]
                 plgpu.copy_gmem_to_smem(source, rows_of.at[_S + 2 * n + m], ready)
 
-    def load_ends():
+    def load_ends(i, rows_of):
+        head, c, b, _ = where(i)
         for n, at in enumerate(halves):
             for m in range(2):
                 source = ends.at[b, head, c, at, halves[m]]
                 plgpu.copy_gmem_to_smem(source, rows_of.at[_E + 2 * n + m], ended)
 
-    def work():
-        pl.when(wg == 0)(load)
+    def item(i, _):
+        head, c, b, rows = where(i)
+        # Zero, which the compiler does not know: it would carry every address through the loop.
+        slot = place + lax.shift_right_logical(i, 30)
+        rows_of, tiles_of, floats_of = (x.at[slot] for x in unions)
+
+        def tile(n):
+            return tiles_of.at[n]
+
+        def flipped(n):
+            return tiles_of.at[n].transpose((1, 0))
+
+        pl.when(wg == 0)(lambda: load(i, rows_of))
         plgpu.barrier_wait(ready)
         (seen,) = _products(1, *[(0, tile(_K + n), flipped(_S + 2 * wg + n)) for n in range(2)])
         rest = plgpu.load(tile(_V + wg), layout=_WGMMA).astype(jnp.float32) - seen
@@ -180,13 +202,11 @@ def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_o
         tiles_of[_U + wg] = writes.astype(jnp.bfloat16)
         plgpu.commit_smem()
         meet()  # U is there; X and R's low part are free
-        pl.when(wg == 0)(load_ends)
-        asked, seen = _products(
-            2,
-            *[(0, tile(_O + n), tile(_S + 2 * n + wg)) for n in range(2)],
-            *[(1, tile(_DV + n), tile(_S + 2 * n + wg)) for n in range(2)],
-        )
-        asked, seen = (asked * scale).astype(jnp.bfloat16), (-seen).astype(jnp.bfloat16)
+        pl.when(wg == 0)(lambda: load_ends(i, rows_of))
+        (asked,) = _products(1, *[(0, tile(_O + n), tile(_S + 2 * n + wg)) for n in range(2)])
+        asked = (asked * scale).astype(jnp.bfloat16)
+        (seen,) = _products(1, *[(0, tile(_DV + n), tile(_S + 2 * n + wg)) for n in range(2)])
+        seen = (-seen).astype(jnp.bfloat16)
         plgpu.barrier_wait(ended)
         (keys,) = _products(1, *[(0, tile(_U + n), tile(_E + 2 * n + wg)) for n in range(2)])
         keys, through = keys.astype(jnp.bfloat16), []
@@ -209,14 +229,13 @@ def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_o
         plgpu.copy_smem_to_gmem(summed.at[pl.ds(0, 4)], state_sums.at[b, head, c, wg])
         plgpu.copy_smem_to_gmem(table.at[wg], beta_sums.at[b, head, c, wg])
 
-        given = _O + 2 * wg
-        lower, upper = _products(
-            2,
-            *[(0, tile(given + m), flipped(_U + m)) for m in range(2)],
-            *[(1, tile(_U + m), flipped(given + m)) for m in range(2)],
-        )
+        given, factor = _O + 2 * wg, jnp.where(wg == 0, scale, -1.0)
+        (lower,) = _products(1, *[(0, tile(given + m), flipped(_U + m)) for m in range(2)])
+        lower = (lower * factor).astype(jnp.bfloat16)
+        (upper,) = _products(1, *[(0, tile(_U + m), flipped(given + m)) for m in range(2)])
+        upper = (upper * factor).astype(jnp.bfloat16)
         plgpu.commit_smem()  # all warps have read what is there
-        _symmetric_call(scale)(rows_of.at[given], diagonal.at[wg], lower, upper)
+        _symmetric_call(rows_of.at[given], diagonal.at[wg], lower, upper)
         plgpu.commit_smem()
         for m in range(2):
             plgpu.copy_smem_to_gmem(rows_of.at[given + m], pairs_out.at[b, head, c, 2 * wg + m])
@@ -226,8 +245,11 @@ def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_o
             plgpu.copy_smem_to_gmem(diagonal.at[0], diagonals.at[b, head, c])
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        meet()  # all results have left
 
-    pl.when(c < n_chunks)(work)
+    n_items = (n_heads * n_chunks * n_rows - first + stride - 1) // stride
+    lax.fori_loop(0, n_items, item, None)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
@@ -245,7 +267,7 @@ def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
     nc, half = -(-t // CHUNK), jnp.bfloat16
     per_channel = jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), half)
     return launch(
-        functools.partial(_body, scale=scale, n_chunks=nc),
+        functools.partial(_body, scale=scale, sizes=(h, nc, b)),
         (k, v, writers, d_out, d_v, states, ends),
         (
             jax.ShapeDtypeStruct((b, h, nc, 4, CHUNK, CHUNK), half),
@@ -255,7 +277,7 @@ def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
             jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK), jnp.float32),
         ),
         name="gated_delta_products",
-        grid={"head": h, "chunks": -(-nc // 2), "row": b},
+        grid=blocks_for(h * nc * b, 2),
         warpgroups=4,
         scratch=[
             plgpu.RefUnion(

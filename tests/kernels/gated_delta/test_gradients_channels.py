@@ -12,7 +12,6 @@ import pytest
 
 from tests.helpers import warp_emulator
 from tests.helpers.delta_cases import case, gradients, relative_rms, unit
-from tests.kernels.gated_delta.test_inverse import matrix
 from tests.kernels.gated_delta.test_tree import SCALE, between, decays, emulate, rounded
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
@@ -52,15 +51,15 @@ def get(block, address, dtype=BF16):
     return raw.view(dtype)[..., 0].astype(np.float64)
 
 
-def fragments(x):
-    """A [64, 64] matrix as the products leave it: ``x[tile][half][e]`` of every thread."""
+def words(x):
+    """A [64, 64] matrix as the products leave it: ``x[tile][half]`` of every thread, bf16 pairs."""
     thread = np.arange(128)
     row, column = 16 * (thread // 32) + thread % 32 // 4, 2 * (thread % 4)
+    pairs = x.astype(BF16).view(np.uint16).reshape(C, C // 2, 2).astype(np.uint32)
+    pairs = pairs[..., 0] | pairs[..., 1] << 16
     return [
-        [[x[row + 8 * half, 8 * tile + column + e].astype(np.float32) for e in range(2)]
-         for half in range(2)]
-        for tile in range(8)
-    ]  # fmt: skip
+        [pairs[row + 8 * half, 4 * tile + column // 2] for half in range(2)] for tile in range(8)
+    ]
 
 
 @contextlib.contextmanager
@@ -70,34 +69,22 @@ def threads():
     with contextlib.ExitStack() as patches, np.errstate(all="ignore"):
         for module in (channels, kernel_inverse, products, registers):
             patches.enter_context(mock.patch.multiple(module, **names))
-        patches.enter_context(mock.patch.object(products, "pairs", lambda x: x))
         yield block
 
 
-def symmetric(block, at, lower, factor):
-    products._symmetric(
-        block.c(at),
-        block.c(DIAGONAL),
-        fragments(lower),
-        fragments(lower.T),
-        block.c(factor, np.float32),
-    )
-
-
-def test_fragments_are_the_products_layout():
-    x = np.arange(C * C, dtype=np.float64).reshape(C, C)
-    np.testing.assert_array_equal(matrix(fragments(x)), x)
+def symmetric(block, at, lower):
+    products._symmetric(block.c(at), block.c(DIAGONAL), words(lower), words(lower.T))
 
 
 def test_pairs_are_symmetric_and_sorted_by_level():
     x = np.random.default_rng(0).normal(size=(C, C)).astype(BF16).astype(np.float64)
     with threads() as block:
-        symmetric(block, PAIRS, x, -2.0)
+        symmetric(block, PAIRS, x)
         whole, levels = get(block, PAIRS), get(block, PAIRS + TILE)
         diagonal = block.memory[DIAGONAL : DIAGONAL + 4 * C].view(np.float32)
-    below = np.tril(-2 * x, -1)
+    below = np.tril(x, -1)
     np.testing.assert_array_equal(whole, below + below.T)
-    np.testing.assert_array_equal(diagonal, -2 * np.diag(x))
+    np.testing.assert_array_equal(diagonal, np.diag(x))
     i, j = np.indices((C, 16))
     for n in range(4):
         met = (i % 16 ^ j) >> n == 1
@@ -113,8 +100,8 @@ def slice_gradients(q, k, g, d_p, d_n, states, through):
         for half in range(2):
             part = g[:, 32 * half : 32 * half + 32]
             put(block, WORDS + (2 + half) * TILE, part, np.float32)
-        symmetric(block, PAIRS + 2 * TILE, d_n, 1.0)
-        symmetric(block, PAIRS, d_p, 1.0)  # the last, for its diagonal
+        symmetric(block, PAIRS + 2 * TILE, d_n)
+        symmetric(block, PAIRS, d_p)  # the last, for its diagonal
         for n, x in enumerate(states):
             put(block, STATES + n * TILE, x)
         raw = through.astype(np.float32).view(np.uint8)
