@@ -38,6 +38,7 @@ from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import PART, high_low
 from pallas_kernels.gla.channels import CHUNK, ROWS, TILE, blocks_for, digits
 from pallas_kernels.gla.gates import BF16_TILE
+from pallas_kernels.gla.gates_registers import Lane
 from pallas_kernels.launch import launch
 
 CHANNELS = 128  # value channels of a head, and key channels
@@ -138,6 +139,28 @@ def _symmetric_call(ctx, tiles, diagonal, lower, upper) -> None:
     _symmetric(p.shared_address(tiles), p.shared_address(diagonal), _words(lower), _words(upper))
 
 
+def _sum_states(tiles, out) -> None:
+    """Sums over the value channels, a quarter of these a warp, of S E of 64 key channels.  tiles:
+    address of the first of the warpgroup's."""
+    lane, total = Lane(tiles), [p.cf(0.0)] * 2
+    for tile in (0, 2):
+        for r in range(16):
+            words = [
+                p.load_shared(lane.pairs[r % 8], 1, TILE * (at + tile) + 128 * r)[0]
+                for at in (_S, _E)
+            ]
+            pairs = [[p.widen(x), p.widen_high(x)] for x in words]
+            total = [p.fma(x, y, z) for x, y, z in zip(*pairs, total, strict=True)]
+    to = p.offset(out, p.add(p.shift_left(lane.warp, 5), lane.lane), 8)
+    p.store_global(to, total)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), plgpu.RefType()))
+def _sum_states_call(ctx, tiles, out) -> None:
+    del ctx
+    _sum_states(p.shared_address(tiles), p.address(out))
+
+
 def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_out, seen_out,
           keys_out, state_sums, beta_sums, unions, diagonals_all, tables, bars_ready, bars_ended,
           bars_met, *, scale: float, sizes: tuple[int, int, int]):  # fmt: skip
@@ -179,7 +202,7 @@ def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_o
         head, c, b, rows = where(i)
         # Zero, which the compiler does not know: it would carry every address through the loop.
         slot = place + lax.shift_right_logical(i, 30)
-        rows_of, tiles_of, floats_of = (x.at[slot] for x in unions)
+        rows_of, tiles_of = (x.at[slot] for x in unions)
 
         def tile(n):
             return tiles_of.at[n]
@@ -209,24 +232,16 @@ def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_o
         seen = (-seen).astype(jnp.bfloat16)
         plgpu.barrier_wait(ended)
         (keys,) = _products(1, *[(0, tile(_U + n), tile(_E + 2 * n + wg)) for n in range(2)])
-        keys, through = keys.astype(jnp.bfloat16), []
-        for n in range(2):
-            state, end = (
-                plgpu.load(tile(to + 2 * n + wg), layout=_WGMMA).astype(jnp.float32)
-                for to in (_S, _E)
-            )
-            through.append(state * end)
+        keys = keys.astype(jnp.bfloat16)
+        _sum_states_call(rows_of.at[wg], state_sums.at[b, head, c, wg])
         meet()  # S and E are read
         results = ((asked, _S), (seen, _S + 2), (keys, _E))
         for x, to in results:
             tiles_of[to + wg] = x
-        summed = floats_of.at[_E + 2 + wg]
-        sums.sum_columns(summed, sum(through))
         plgpu.commit_smem()
         at = pl.ds(PART * wg, PART)
         for out, (_, to) in zip((asked_out, seen_out, keys_out), results, strict=True):
             plgpu.copy_smem_to_gmem(rows_of.at[to + wg], out.at[b, head, rows, at])
-        plgpu.copy_smem_to_gmem(summed.at[pl.ds(0, 4)], state_sums.at[b, head, c, wg])
         plgpu.copy_smem_to_gmem(table.at[wg], beta_sums.at[b, head, c, wg])
 
         given, factor = _O + 2 * wg, jnp.where(wg == 0, scale, -1.0)
@@ -283,7 +298,6 @@ def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
             plgpu.RefUnion(
                 plgpu.SMEM((2, _TILES, CHUNK, PART), half, transforms=ROWS),
                 plgpu.SMEM((2, _TILES, CHUNK, PART), half, transforms=BF16_TILE),
-                plgpu.SMEM((2, _TILES, 32, 64), jnp.float32),
             ),
             plgpu.SMEM((2, 2, CHUNK), jnp.float32),
             plgpu.SMEM((2, 2, CHUNK), jnp.float32),
