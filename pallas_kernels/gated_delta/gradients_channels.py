@@ -17,8 +17,8 @@ numbers in [0, 1], with every pair entering dlog_decay's sum and leaving it as t
 Two workers (warpgroups) of a block, one block to an SM, each walk their own list of slices of 64
 key channels:
 
-    TMA q k g | six levels | what came through the states | sums from the end | TMA out
-                                                            dP dN a s e of the next <- TMA
+    TMA a s e | six levels    | what came through the states | sums from the end | TMA out
+                       dP dN g of the next <- TMA                  q k of the next <- TMA
 
 Floor: 30 bytes per element of q at Dk = 128, 0.47 ms at (1, 8192, 64, 128, 128).
 """
@@ -35,30 +35,51 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_channels_registers as registers
-from pallas_kernels.gla.channels import CHUNK, ROWS, SLICE, blocks_for, digits, worker_items
+from pallas_kernels.gla.channels import (
+    CHUNK,
+    ROWS,
+    SLICE,
+    blocks_for,
+    bundle,
+    bundle_layout,
+    bundle_type,
+    digits,
+    unbundle,
+    worker_items,
+)
 from pallas_kernels.launch import launch
 
 WARPGROUPS = 2  # workers of a block
 
 
-@plgpu.inline_mgpu(
-    arg_types=(*[plgpu.RefType(ROWS)] * 3, *[plgpu.RefType()] * 2),
-)
-def _gradients_call(ctx, words, pairs, states, diagonal, through) -> None:
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS),) * 2, return_type=bundle_type(registers.N_STATE))
+def _levels_call(ctx, words, pairs):
     del ctx
-    registers.gradients(*map(p.shared_address, (words, pairs, states, diagonal, through)))
+    return bundle(registers.levels(p.shared_address(words), p.shared_address(pairs)))
+
+
+@plgpu.inline_mgpu(
+    arg_types=(
+        *[plgpu.RefType(ROWS)] * 3, *[plgpu.RefType()] * 2, bundle_layout(registers.N_STATE),
+    ),
+)  # fmt: skip
+def _finish_call(ctx, words, states, gates_out, diagonal, through, state) -> None:
+    del ctx
+    (state,) = unbundle(state, registers.N_STATE)
+    refs = words, states, gates_out, diagonal, through
+    registers.finish(*map(p.shared_address, refs), state)
 
 
 def _body(q, k, g, pairs_in, diagonal_in, asked, seen, keys, through_in, d_q, d_k, d_g, unions,
-          pairs_all, states_all, diagonals, throughs, bar_words, bar_pairs, *, group: int,
-          sizes: tuple[int, int, int, int]):  # fmt: skip
+          pairs_all, states_all, gates_outs, diagonals, throughs, bar_words, bar_pairs, bar_states,
+          *, group: int, sizes: tuple[int, int, int, int]):  # fmt: skip
     n_slices, n_chunks, n_heads, n_rows = sizes
     wg, n_items, item_of = worker_items(n_slices * n_chunks * n_heads * n_rows, WARPGROUPS)
     words, gates = (x.at[wg] for x in unions)
-    pairs, states, diagonal, through = (
-        x.at[wg] for x in (pairs_all, states_all, diagonals, throughs)
+    pairs, states, gates_out, diagonal, through = (
+        x.at[wg] for x in (pairs_all, states_all, gates_outs, diagonals, throughs)
     )
-    words_ready, pairs_ready = bar_words.at[wg], bar_pairs.at[wg]
+    words_ready, pairs_ready, states_ready = (x.at[wg] for x in (bar_words, bar_pairs, bar_states))
 
     def place(i):
         s, c, head, b = digits(item_of(i), n_slices, n_chunks, n_heads)
@@ -68,38 +89,48 @@ def _body(q, k, g, pairs_in, diagonal_in, asked, seen, keys, through_in, d_q, d_
         return [pl.ds(s * SLICE + 32 * half, 32) for half in range(2)]
 
     def load_words(i):
-        s, _, head, b, rows, at = place(i)
+        _, _, head, b, rows, at = place(i)
         for n, x in enumerate((q, k)):
             plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], words.at[n], words_ready)
-        for half, columns in enumerate(gate_columns(s)):
-            to = gates.at[registers.GATES + half]
-            plgpu.copy_gmem_to_smem(g.at[b, rows, head, columns], to, words_ready)
 
     def load_pairs(i):
-        _, c, head, b, rows, at = place(i)
+        s, c, head, b, rows, _ = place(i)
+        for half, columns in enumerate(gate_columns(s)):
+            to = gates.at[registers.GATES + half]
+            plgpu.copy_gmem_to_smem(g.at[b, rows, head, columns], to, pairs_ready)
         for n in range(4):
             plgpu.copy_gmem_to_smem(pairs_in.at[b, head, c, n], pairs.at[n], pairs_ready)
-        for n, x in enumerate((asked, seen, keys)):
-            plgpu.copy_gmem_to_smem(x.at[b, head, rows, at], states.at[n], pairs_ready)
-        plgpu.copy_gmem_to_smem(diagonal_in.at[b, head, c], diagonal, pairs_ready)
-        plgpu.copy_gmem_to_smem(through_in.at[b, head, c, at], through, pairs_ready)
 
-    pl.when(n_items > 0)(lambda: load_pairs(0))
+    def load_states(i):
+        _, c, head, b, rows, at = place(i)
+        for n, x in enumerate((asked, seen, keys)):
+            plgpu.copy_gmem_to_smem(x.at[b, head, rows, at], states.at[n], states_ready)
+        plgpu.copy_gmem_to_smem(diagonal_in.at[b, head, c], diagonal, states_ready)
+        plgpu.copy_gmem_to_smem(through_in.at[b, head, c, at], through, states_ready)
+
+    @pl.when(n_items > 0)
+    def _():
+        load_pairs(0)
+        load_words(0)
 
     def item(i, _):
+        more = i + 1 < n_items
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last results have left their places
-        load_words(i)
+        load_states(i)
         plgpu.barrier_wait(pairs_ready)
         plgpu.barrier_wait(words_ready)
-        _gradients_call(words, pairs, states, diagonal, through)
+        state = _levels_call(words, pairs)
+        plgpu.commit_smem()  # all warps have read the pairs
+        pl.when(more)(lambda: load_pairs(i + 1))
+        plgpu.barrier_wait(states_ready)
+        _finish_call(words, states, gates_out, diagonal, through, state)
         plgpu.commit_smem()
-        pl.when(i + 1 < n_items)(lambda: load_pairs(i + 1))
+        pl.when(more)(lambda: load_words(i + 1))
         s, _, head, b, rows, at = place(i)
         for n, out in enumerate((d_q, d_k)):
-            plgpu.copy_smem_to_gmem(words.at[n], out.at[b, rows, head, at])
+            plgpu.copy_smem_to_gmem(states.at[n], out.at[b, rows, head, at])
         for half, columns in enumerate(gate_columns(s)):
-            source = gates.at[registers.GATES + half]
-            plgpu.copy_smem_to_gmem(source, d_g.at[b, rows, head, columns])
+            plgpu.copy_smem_to_gmem(gates_out.at[half], d_g.at[b, rows, head, columns])
 
     lax.fori_loop(0, n_items, item, None)
     plgpu.wait_smem_to_gmem(0)
@@ -132,9 +163,11 @@ def chunk_gradients(q, k, log_decay, products, through):
             plgpu.RefUnion(*words),
             rows(4, CHUNK, CHUNK),
             rows(3, CHUNK, SLICE),
+            rows(2, CHUNK, 32, dtype=jnp.float32),
             plgpu.SMEM((n, CHUNK), jnp.float32),
             plgpu.SMEM((n, SLICE), jnp.float32),
-            plgpu.Barrier(num_arrivals=4, num_barriers=n),
-            plgpu.Barrier(num_arrivals=9, num_barriers=n),
+            plgpu.Barrier(num_arrivals=2, num_barriers=n),
+            plgpu.Barrier(num_arrivals=6, num_barriers=n),
+            plgpu.Barrier(num_arrivals=5, num_barriers=n),
         ],
     )

@@ -18,11 +18,21 @@ from pallas_kernels.ptx import LOG2E
 LEVELS = (1, 2, 4, 8, 16, 32)
 Q, K, GATES, TILES = 0, 1, 2, 4  # tiles of the tokens
 ASKED, SEEN, KEYS = range(3)  # tiles of what came through the states
+N_STATE = 5 * 32 + 1
 
 
 def _each(value):
     """[h][m][e] of value(h, m, e)."""
     return [[[value(h, m, e) for e in range(2)] for m in range(8)] for h in range(2)]
+
+
+def _flat(x):
+    return [x[h][m][e] for h in range(2) for m in range(8) for e in range(2)]
+
+
+def _nested(flat):
+    it = iter(flat)
+    return _each(lambda *_: next(it))
 
 
 def _load_block(columns, tile: int, b: int):
@@ -70,18 +80,16 @@ class _Decays:
                 self.whole[h][m] = arith.mulf(old[h][m], other)
 
 
-def gradients(words, pairs, states, diagonal, through) -> None:
-    """dq, dk and dlog_decay of a slice, in the places of q, k and log_decay.
+def levels(words, pairs):
+    """The tree's part of dq and dk, what it is to log_decay, and the decays from the chunk's start
+    and to its end: ``N_STATE`` registers.
 
     words: address of the tiles q, k, log_decay (two).  pairs: of the four tiles of dP and dN, as
-    ``gradients_channels_products`` leaves them.  states: of its ``ASKED``, ``SEEN``, ``KEYS``.
-    diagonal: of dP's diagonal, 64 floats.  through: of exp(G_64) <S, E>, 64 floats.
+    ``gradients_channels_products`` leaves them.
     """
-    lane = ChannelLane()
+    lane, zero = ChannelLane(), p.cf(0.0)
     columns, gates = lane.column_matrices(words), lane.gate_words(words)
-    moved = lane.column_matrices(states)
     matrices = lane.row_matrices(pairs)
-    zero = p.cf(0.0)
 
     def decay(h, m, e):
         (x,) = p.load_shared(gates[h][e], 1, GATES * TILE + 1024 * m, "f32")
@@ -89,7 +97,7 @@ def gradients(words, pairs, states, diagonal, through) -> None:
 
     a = _each(decay)
     gone = p.ci(0)
-    for i, x in enumerate(x for h in a for m in h for x in m):
+    for i, x in enumerate(_flat(a)):
         dead = arith.cmpf(arith.CmpFPredicate.OEQ, x, zero)
         gone = arith.ori(gone, arith.select(dead, p.ci(1 << i), p.ci(0)))
     decays = _Decays(lane, a)
@@ -98,8 +106,22 @@ def gradients(words, pairs, states, diagonal, through) -> None:
         bit = p.bit(lane.c, 0 if level == 2 else 1) if level in (2, 4) else None
         _add_level(lane, level, bit, columns, matrices, decays, flux, d_q, d_k)
         decays.raise_level(level, bit)
-    sums = _add_rest(lane, columns, moved, diagonal, decays, flux, d_q, d_k)
-    _finish(lane, columns, gates, through, gone, sums, flux, d_q, d_k)
+    parts = (d_q, d_k, flux, decays.p, decays.t)
+    return [*(x for part in parts for x in _flat(part)), p.from_bits(gone)]
+
+
+def finish(words, states, gates_out, diagonal, through, state) -> None:
+    """dq, dk and dlog_decay: to the tiles ``ASKED`` and ``SEEN``, and to two tiles of their own.
+
+    states: address of the tiles ``ASKED``, ``SEEN``, ``KEYS``.  diagonal: of dP's diagonal, 64
+    floats.  through: of exp(G_64) <S, E>, 64 floats.  state: what ``levels`` gave.
+    """
+    lane = ChannelLane()
+    columns, moved = lane.column_matrices(words), lane.column_matrices(states)
+    d_q, d_k, flux, up, down = (_nested(state[32 * n : 32 * n + 32]) for n in range(5))
+    sums = _add_rest(lane, columns, moved, diagonal, up, down, flux, d_q, d_k)
+    gates = lane.gate_words(gates_out)
+    _finish(lane, moved, gates, through, p.bits(state[-1]), sums, flux, d_q, d_k)
 
 
 def _add_level(lane, level, bit, columns, matrices, decays, flux, d_q, d_k) -> None:
@@ -190,7 +212,7 @@ def _add_level(lane, level, bit, columns, matrices, decays, flux, d_q, d_k) -> N
             apply(b)
 
 
-def _add_rest(lane, columns, moved, diagonal, decays, flux, d_q, d_k):
+def _add_rest(lane, columns, moved, diagonal, from_start, to_end, flux, d_q, d_k):
     """What came through the states, and the diagonal; gives the sums over the thread's tokens of
     k e, decayed to the chunk's end, by h."""
     sums = [p.cf(0.0)] * 2
@@ -205,7 +227,7 @@ def _add_rest(lane, columns, moved, diagonal, decays, flux, d_q, d_k):
                 qs, ks = _floats(q[h][half]), _floats(k[h][half])
                 asked, seen, keys = (_floats(x[h][half]) for x in parts)
                 for e in range(2):
-                    up, down = decays.p[h][m][e], decays.t[h][m][e]
+                    up, down = from_start[h][m][e], to_end[h][m][e]
                     asked_e, seen_e = arith.mulf(up, asked[e]), arith.mulf(up, seen[e])
                     keys_e = arith.mulf(down, keys[e])
                     x = arith.addf(d_q[h][m][e], asked_e)
@@ -241,9 +263,9 @@ def _finish(lane, columns, gates, through, gone, sums, flux, d_q, d_k) -> None:
             for e, value in enumerate((arith.addf(second, x[0]), second)):
                 dead = p.bit(gone, 16 * h + 2 * m + e)
                 value = arith.select(dead, zero, value)
-                p.store_shared(gates[h][e], [value], GATES * TILE + 1024 * m)
+                p.store_shared(gates[h][e], [value], 1024 * m)
             out[0][h][m], out[1][h][m] = p.pack(*d_q[h][m]), p.pack(*d_k[h][m])
     for b in range(4):
-        for tile, x in zip((Q, K), out, strict=True):
+        for tile, x in zip((ASKED, SEEN), out, strict=True):
             four = [x[h][2 * b + half] for half in range(2) for h in range(2)]
             p.store_matrices_transposed(columns, four, at=TILE * tile + 2048 * b)

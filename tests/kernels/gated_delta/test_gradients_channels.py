@@ -28,7 +28,7 @@ if VERSION >= (0, 11, 2):
 C, BF16 = 64, ml_dtypes.bfloat16
 TILE, BASE = 8192, 1024
 WORDS, PAIRS, STATES = BASE, BASE + 4 * TILE, BASE + 8 * TILE
-DIAGONAL = BASE + 11 * TILE
+GATES, DIAGONAL = BASE + 11 * TILE, BASE + 13 * TILE
 THROUGH, SIZE = DIAGONAL + 256, DIAGONAL + 1024
 
 
@@ -106,10 +106,11 @@ def slice_gradients(q, k, g, d_p, d_n, states, through):
             put(block, STATES + n * TILE, x)
         raw = through.astype(np.float32).view(np.uint8)
         block.memory[THROUGH : THROUGH + len(raw)] = raw
-        given = (WORDS, PAIRS, STATES, DIAGONAL, THROUGH)
-        registers.gradients(*(block.c(at) for at in given))
-        halves = [get(block, WORDS + (2 + n) * TILE, np.float32) for n in range(2)]
-        return *(get(block, WORDS + n * TILE) for n in range(2)), np.concatenate(halves, 1)
+        state = registers.levels(block.c(WORDS), block.c(PAIRS))
+        given = WORDS, STATES, GATES, DIAGONAL, THROUGH
+        registers.finish(*(block.c(at) for at in given), state)
+        halves = [get(block, GATES + n * TILE, np.float32) for n in range(2)]
+        return *(get(block, STATES + n * TILE) for n in range(2)), np.concatenate(halves, 1)
 
 
 @pytest.mark.parametrize("kind", ["weak", "mixed"])
