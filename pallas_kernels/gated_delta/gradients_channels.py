@@ -35,6 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_channels_registers as registers
+from pallas_kernels.gated_delta.gradients_channels_products import chunk_products
 from pallas_kernels.gla.channels import (
     CHUNK,
     ROWS,
@@ -136,12 +137,29 @@ def _body(q, k, g, pairs_in, diagonal_in, asked, seen, keys, through_in, d_q, d_
     plgpu.wait_smem_to_gmem(0)
 
 
-def chunk_gradients(q, k, log_decay, products, through):
-    """(dq, dk [B, T, H, Dk] of every value head, bf16, dlog_decay [B, T, H, Dk], f32).
+def chunk_gradients(
+    q, k, v, log_decay, beta, writers, d_v, d_out, states, ends, from_start, decays, scale: float
+):
+    """(dq, dk [B, T, H, 128] of every value head, dlog_decay [B, T, H, 128], dbeta [B, T, H]), for
+    Dk = Dv = 128; beta may not be 0.
 
-    products: the first five of ``gradients_channels_products.chunk_products``; through: exp(G_64)
-    <S, E>, f32 [B, H, NC, Dk].
+    writers, from_start, decays: X, K from the chunk's start and exp(G_64), as
+    ``kernel_channels.chunks_by_channel`` gives them.  states: ``kernel_scan.scan``'s borders.
+    d_v, ends: ``gradients_channels_scan.reverse_scan``'s.
     """
+    *products, through, written = chunk_products(
+        from_start, v, writers, d_out, d_v, states, ends, scale
+    )
+    through = decays * jnp.sum(through, axis=4).reshape(decays.shape)
+    b, t, h = beta.shape
+    written = jnp.sum(written, axis=3).reshape(b, h, -1)[:, :, :t]
+    d_beta = jnp.swapaxes(written, 1, 2) / (beta * beta)
+    return *_gradients(q, k, log_decay, products, through), d_beta
+
+
+def _gradients(q, k, log_decay, products, through):
+    """(dq, dk, dlog_decay); products: the first five of ``chunk_products``; through: exp(G_64)
+    <S, E>, f32 [B, H, NC, Dk]."""
     b, t, h, dk = log_decay.shape
     n_slices, nc = dk // SLICE, -(-t // CHUNK)
     sizes = n_slices, nc, h, b

@@ -35,7 +35,6 @@ from pallas_kernels.gated_delta import (
     gradients_channels_scan,
     gradients_kernel_scan,
 )
-from pallas_kernels.gated_delta.gradients_channels_products import chunk_products
 from pallas_kernels.gated_delta.gradients_kernel_chunks import CHANNELS, chunk_gradients
 from pallas_kernels.gated_delta.kernel_channels import chunks_by_channel
 from pallas_kernels.gated_delta.kernel_chunks import chunks
@@ -155,7 +154,7 @@ def gated_delta_backward(
 
     Four kernels, six where a row has segments: what a chunk's tokens do among themselves; the
     states at the chunks' starts; the same scan backwards for the states' gradients and dv; the
-    chunks' gradients.  Where exp(log_decay) is 0 its gradient is 0.
+    chunks' gradients, which are two kernels for a decay a key channel.  Where exp(log_decay) is 0 its gradient is 0.
     """
     b, t, hk, dk = q.shape
     width, by_channel = v.shape[-1], log_decay.ndim == q.ndim
@@ -184,13 +183,11 @@ def gated_delta_backward(
         d_state = d_state[:, :, None]
     d_v, ends, d_initial = reverse_scan(*operands, d_out, d_state, segments=n)
     if by_channel:
-        *products, through, written = chunk_products(
-            operands[1], v, inverses, d_out, d_v, states, ends, float(scale)
-        )
-        through = operands[-1] * jnp.sum(through, axis=4).reshape(operands[-1].shape)
-        d_q, d_k, d_g = gradients_channels.chunk_gradients(q, k, log_decay, products, through)
-        written = jnp.sum(written, axis=3).reshape(b, v.shape[2], -1)[:, :, :t]
-        d_beta = jnp.swapaxes(written, 1, 2) / (beta * beta)
+        d_q, d_k, d_g, d_beta = gradients_channels.chunk_gradients(
+            q, k, v, log_decay, beta, inverses, d_v, d_out, states, ends, operands[1],
+            operands[-1], float(scale),
+        )  # fmt: skip
+        d_g = d_g[..., :dk]
     else:
         d_q, d_k, d_g, d_beta = chunk_gradients(
             q, k, v, log_decay, beta, inverses, d_v, d_out, states, remainders, ends,
@@ -201,6 +198,5 @@ def gated_delta_backward(
             jnp.sum(x.reshape(b, t, hk, -1, CHANNELS), axis=3, dtype=jnp.float32).astype(q.dtype)
             for x in (d_q, d_k)
         )
-    d_g = d_g[..., :dk] if by_channel else d_g
     d_initial = d_initial[:, :, 0, :dk, :width]
     return d_q[..., :dk], d_k[..., :dk], d_v[..., :width], d_g, d_beta, d_initial
