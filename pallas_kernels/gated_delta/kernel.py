@@ -154,7 +154,8 @@ def gated_delta_backward(
 
     Four kernels, six where a row has segments: what a chunk's tokens do among themselves; the
     states at the chunks' starts; the same scan backwards for the states' gradients and dv; the
-    chunks' gradients, which are two kernels for a decay a key channel.  Where exp(log_decay) is 0 its gradient is 0.
+    chunks' gradients, which are two kernels for a decay a key channel.  Where exp(log_decay) is 0
+    its gradient is 0.
     """
     b, t, hk, dk = q.shape
     width, by_channel = v.shape[-1], log_decay.ndim == q.ndim
