@@ -35,10 +35,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
-from pallas_kernels.gated_delta.kernel_chunks import PART, high_low
-from pallas_kernels.gla.channels import CHUNK, ROWS, TILE, blocks_for, digits
+from pallas_kernels.gated_delta.kernel_chunks import PART, high_low, pairs
+from pallas_kernels.gla.channels import CHUNK, ROWS, TILE, Place, blocks_for, digits
 from pallas_kernels.gla.gates import BF16_TILE
-from pallas_kernels.gla.gates_registers import Lane
 from pallas_kernels.launch import launch
 
 CHANNELS = 128  # value channels of a head, and key channels
@@ -72,10 +71,29 @@ def _words(array):
     return [flat[2 * tile : 2 * tile + 2] for tile in range(8)]
 
 
-def _symmetric(tiles, diagonal, lower, upper) -> None:
+def _diagonal(out, x) -> None:
+    """The diagonal of ``x[tile][half]``, pairs of floats, as 64 floats in shared memory."""
+    rows = inverse.Rows()
+    at = p.add(out, p.shift_left(rows.first, 2))
+    for half in range(2):
+        for e in range(2):
+            value = inverse._of_warp(rows, [x[2 * w + half][half][e] for w in range(4)])
+            p.when(
+                p.equal(rows.g, p.add(p.shift_left(rows.c, 1), e)),
+                lambda value=value, half=half: p.store_shared(at, [value], 32 * half),
+            )
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
+def _diagonal_call(ctx, out, x) -> None:
+    del ctx
+    _diagonal(p.shared_address(out), pairs(x))
+
+
+def _symmetric(tiles, lower, upper) -> None:
     """G + G^T, without a diagonal, from the words of G, of which what is below the diagonal counts,
     and of G^T, as ``gla.products`` has it: in a second tile the pairs of the levels 1 to 8 of the
-    16 x 16 blocks on the diagonal.  G's diagonal to ``diagonal``, 64 floats."""
+    16 x 16 blocks on the diagonal."""
     rows, zero = inverse.Rows(), p.ci(0)
     halves = 0xFFFF, 0xFFFF0000
 
@@ -112,16 +130,6 @@ def _symmetric(tiles, diagonal, lower, upper) -> None:
                 inverse._of_warp(rows, [part[2 * w + tile][half] for w in range(4)])
                 for part in (lower, upper)
             )
-            if tile == half:
-                at = p.add(diagonal, p.shift_left(rows.first, 2))
-                for e, value in enumerate((p.widen(x), p.widen_high(x))):
-                    same = p.equal(row, column(tile, e))
-                    p.when(
-                        same,
-                        lambda at=at, value=value, half=half: p.store_shared(
-                            at, [value], 32 * half
-                        ),
-                    )
             both = merged(row, tile, x, y)
             for n in range(4):
 
@@ -133,26 +141,35 @@ def _symmetric(tiles, diagonal, lower, upper) -> None:
     rows.store_tile(p.add(tiles, TILE), levels)
 
 
-@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), plgpu.RefType(), _WGMMA, _WGMMA))
-def _symmetric_call(ctx, tiles, diagonal, lower, upper) -> None:
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), _WGMMA, _WGMMA))
+def _symmetric_call(ctx, tiles, lower, upper) -> None:
     del ctx
-    _symmetric(p.shared_address(tiles), p.shared_address(diagonal), _words(lower), _words(upper))
+    _symmetric(p.shared_address(tiles), _words(lower), _words(upper))
 
 
 def _sum_states(tiles, out) -> None:
     """Sums over the value channels, a quarter of these a warp, of S E of 64 key channels.  tiles:
     address of the first of the warpgroup's."""
-    lane, total = Lane(tiles), [p.cf(0.0)] * 2
+    place, total = Place(), [p.cf(0.0)] * 8
+    row, chunk = p.shift_right(place.lane, 3), p.masked(place.lane, 7)  # of four, of eight
+    start = p.add(tiles, p.shift_left(place.warp, 11), p.shift_left(row, 7))
+    both = [
+        p.add(start, p.shift_left(arith.xori(chunk, p.add(row, 4 * odd)), 4)) for odd in range(2)
+    ]
     for tile in (0, 2):
-        for r in range(16):
-            words = [
-                p.load_shared(lane.pairs[r % 8], 1, TILE * (at + tile) + 128 * r)[0]
-                for at in (_S, _E)
-            ]
-            pairs = [[p.widen(x), p.widen_high(x)] for x in words]
-            total = [p.fma(x, y, z) for x, y, z in zip(*pairs, total, strict=True)]
-    to = p.offset(out, p.add(p.shift_left(lane.warp, 5), lane.lane), 8)
-    p.store_global(to, total)
+        for r in range(4):
+            words = [p.load_shared(both[r % 2], 4, TILE * (at + tile) + 512 * r) for at in (_S, _E)]
+            state, end = ([f(x) for x in four for f in (p.widen, p.widen_high)] for four in words)
+            total = [p.fma(x, y, z) for x, y, z in zip(state, end, total, strict=True)]
+    for distance in (8, 16):
+        total = [arith.addf(x, p.shuffle_xor(x, distance)) for x in total]
+    to = p.offset(out, p.add(p.shift_left(place.warp, 3), chunk), 32)
+
+    def store():
+        for n in (0, 4):
+            p.store_global(to, total[n : n + 4], 4 * n)
+
+    p.when(p.less(row, 1), store)
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), plgpu.RefType()))
@@ -246,11 +263,13 @@ def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_o
 
         given, factor = _O + 2 * wg, jnp.where(wg == 0, scale, -1.0)
         (lower,) = _products(1, *[(0, tile(given + m), flipped(_U + m)) for m in range(2)])
-        lower = (lower * factor).astype(jnp.bfloat16)
+        lower = lower * factor
+        _diagonal_call(diagonal.at[wg], lower)
+        lower = lower.astype(jnp.bfloat16)
         (upper,) = _products(1, *[(0, tile(_U + m), flipped(given + m)) for m in range(2)])
         upper = (upper * factor).astype(jnp.bfloat16)
         plgpu.commit_smem()  # all warps have read what is there
-        _symmetric_call(rows_of.at[given], diagonal.at[wg], lower, upper)
+        _symmetric_call(rows_of.at[given], lower, upper)
         plgpu.commit_smem()
         for m in range(2):
             plgpu.copy_smem_to_gmem(rows_of.at[given + m], pairs_out.at[b, head, c, 2 * wg + m])

@@ -29,7 +29,7 @@ C, BF16 = 64, ml_dtypes.bfloat16
 TILE, BASE = 8192, 1024
 WORDS, PAIRS, STATES = BASE, BASE + 4 * TILE, BASE + 8 * TILE
 GATES, DIAGONAL = BASE + 11 * TILE, BASE + 13 * TILE
-THROUGH, SIZE = DIAGONAL + 256, DIAGONAL + 1024
+THROUGH, SIZE = DIAGONAL + 256, DIAGONAL + 2048
 
 
 def places(address, dtype):
@@ -62,6 +62,19 @@ def words(x):
     ]
 
 
+def fragments(x):
+    """The same in float32: ``x[tile][half][e]``."""
+    thread = np.arange(128)
+    row, column = 16 * (thread // 32) + thread % 32 // 4, 2 * (thread % 4)
+    return [
+        [
+            [x[row + 8 * half, 8 * tile + column + e].astype(np.float32) for e in range(2)]
+            for half in range(2)
+        ]
+        for tile in range(8)
+    ]
+
+
 @contextlib.contextmanager
 def threads():
     block = warp_emulator.Block(128, SIZE)
@@ -73,7 +86,8 @@ def threads():
 
 
 def symmetric(block, at, lower):
-    products._symmetric(block.c(at), block.c(DIAGONAL), words(lower), words(lower.T))
+    products._symmetric(block.c(at), words(lower), words(lower.T))
+    products._diagonal(block.c(DIAGONAL), fragments(lower))
 
 
 def test_pairs_are_symmetric_and_sorted_by_level():
@@ -90,6 +104,19 @@ def test_pairs_are_symmetric_and_sorted_by_level():
         met = (i % 16 ^ j) >> n == 1
         want = np.where(met, whole[i, i // 16 * 16 + j], 0)
         np.testing.assert_array_equal(levels[:, 16 * n : 16 * n + 16], want)
+
+
+def test_states_and_their_gradients_are_summed_over_value_channels():
+    rng = np.random.default_rng(0)
+    states, ends = (rounded(rng.normal(size=(2, C, C))) for _ in range(2))
+    with threads() as block:
+        for n in range(2):
+            put(block, BASE + (products._S + 2 * n) * TILE, states[n])
+            put(block, BASE + (products._E + 2 * n) * TILE, ends[n])
+        products._sum_states(block.c(BASE), block.c(DIAGONAL, np.int64))
+        got = block.memory[DIAGONAL : DIAGONAL + 1024].view(np.float32).reshape(4, C)
+    want = np.sum((states * ends).reshape(2, 4, 16, C), axis=(0, 2))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def slice_gradients(q, k, g, d_p, d_n, states, through):
