@@ -11,9 +11,9 @@ the token, whose output is taken off the value and has -dv.  So no gradient of X
 and dbeta divides u_i and dv_i, which both have beta_i as a factor, before they meet (``kernel``
 keeps it off zero).  X, and R before X, have two bf16 parts.
 
-Two chunks of a value head a block, two warpgroups each (four, so that the compiler keeps to 128
-registers); one has half of the value channels up to U, then half of the key channels, and one of dP
-and dN:
+Two workers of a block, one block to an SM, each walk their own list of chunks and value heads.  A
+worker is two warpgroups (four in all keep the compiler to 128 registers); one has half of the value
+channels up to U, then half of the key channels, and dP or dN:
 
     TMA V K S X do dv | R | U, dbeta | TMA E | do S^T, dv S^T | S E, U E^T -> TMA | dP, dN -> TMA
 
@@ -42,7 +42,6 @@ from pallas_kernels.launch import launch
 
 CHANNELS = 128  # value channels of a head, and key channels
 _WGMMA = plgpu.Layout.WGMMA
-_SQUARE = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
 # Tiles, by halves of the channels; those of S^T and E^T by value and key channels.  The right names
 # are what takes their places.
 _V = _R = _U = 0
@@ -54,15 +53,15 @@ _E = _K  # and those of X
 _TILES = 14
 
 
-def _products(n: int, *steps):
-    """n results [64, 64] of products begun at zero: steps are (which, left, right)."""
+def _product(*steps):
+    """[64, 64]: the sum of products (left, right)."""
 
-    def run(*accs):
-        for which, left, right in steps:
-            plgpu.wgmma(accs[which], left, right)
-        return tuple(acc[...] for acc in accs)
+    def run(acc):
+        for left, right in steps:
+            plgpu.wgmma(acc, left, right)
+        return acc[...]
 
-    return pl.run_scoped(run, *[_SQUARE] * n)
+    return pl.run_scoped(run, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
 
 
 def _words(array):
@@ -229,13 +228,13 @@ def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_o
 
         pl.when(wg == 0)(lambda: load(i, rows_of))
         plgpu.barrier_wait(ready)
-        (seen,) = _products(1, *[(0, tile(_K + n), flipped(_S + 2 * wg + n)) for n in range(2)])
+        seen = _product(*[(tile(_K + n), flipped(_S + 2 * wg + n)) for n in range(2)])
         rest = plgpu.load(tile(_V + wg), layout=_WGMMA).astype(jnp.float32) - seen
         meet()  # K is read
         tiles_of[_R + wg], tiles_of[_R_LOW + wg] = high_low(rest)
         plgpu.commit_smem()
         factors = ((_X, _R), (_X, _R_LOW), (_X + 1, _R))
-        (writes,) = _products(1, *[(0, flipped(x), tile(r + wg)) for x, r in factors])
+        writes = _product(*[(flipped(x), tile(r + wg)) for x, r in factors])
         given = plgpu.load(tile(_DV + wg), layout=_WGMMA).astype(jnp.float32)
         sums.sum_rows(table.at[wg], writes * given)
         plgpu.commit_smem()  # R is read
@@ -243,12 +242,12 @@ def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_o
         plgpu.commit_smem()
         meet()  # U is there; X and R's low part are free
         pl.when(wg == 0)(lambda: load_ends(i, rows_of))
-        (asked,) = _products(1, *[(0, tile(_O + n), tile(_S + 2 * n + wg)) for n in range(2)])
+        asked = _product(*[(tile(_O + n), tile(_S + 2 * n + wg)) for n in range(2)])
         asked = (asked * scale).astype(jnp.bfloat16)
-        (seen,) = _products(1, *[(0, tile(_DV + n), tile(_S + 2 * n + wg)) for n in range(2)])
+        seen = _product(*[(tile(_DV + n), tile(_S + 2 * n + wg)) for n in range(2)])
         seen = (-seen).astype(jnp.bfloat16)
         plgpu.barrier_wait(ended)
-        (keys,) = _products(1, *[(0, tile(_U + n), tile(_E + 2 * n + wg)) for n in range(2)])
+        keys = _product(*[(tile(_U + n), tile(_E + 2 * n + wg)) for n in range(2)])
         keys = keys.astype(jnp.bfloat16)
         _sum_states_call(rows_of.at[wg], state_sums.at[b, head, c, wg])
         meet()  # S and E are read
@@ -262,11 +261,11 @@ def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_o
         plgpu.copy_smem_to_gmem(table.at[wg], beta_sums.at[b, head, c, wg])
 
         given, factor = _O + 2 * wg, jnp.where(wg == 0, scale, -1.0)
-        (lower,) = _products(1, *[(0, tile(given + m), flipped(_U + m)) for m in range(2)])
+        lower = _product(*[(tile(given + m), flipped(_U + m)) for m in range(2)])
         lower = lower * factor
         _diagonal_call(diagonal.at[wg], lower)
         lower = lower.astype(jnp.bfloat16)
-        (upper,) = _products(1, *[(0, tile(_U + m), flipped(given + m)) for m in range(2)])
+        upper = _product(*[(tile(_U + m), flipped(given + m)) for m in range(2)])
         upper = (upper * factor).astype(jnp.bfloat16)
         plgpu.commit_smem()  # all warps have read what is there
         _symmetric_call(rows_of.at[given], lower, upper)
