@@ -490,7 +490,10 @@ def await_kernel() -> None:
 
 
 def prefetch(at: Value, size: int) -> None:
-    """Asks L2 for ``size`` contiguous bytes of device memory; both multiples of 16."""
+    """Asks L2 for ``size`` contiguous bytes of device memory, where there is an ``await_kernel`` to
+    wait at; both multiples of 16."""
+    if not _OVERLAPS:
+        return
     ptx(f"cp.async.bulk.prefetch.L2.global [$0], {size};", at)
 
 
