@@ -192,7 +192,7 @@ class Step:
 
     def prefetch(self, rows: int, count: int) -> None:
         """Asks for what is known before the kernel before has ended: the first ``count`` of the
-        warp's ``rows`` of the state, a lane each, and the decays' weights, a thread each."""
+        warp's ``rows`` of the state, a lane each, and the decays' weights."""
         shape = self.shape
         size, pitch = 4 * shape.columns, 4 * shape.dv
         state = p.offset(self.memory.state, self.whole_head, pitch * shape.dk)
