@@ -74,8 +74,31 @@ def operands_reason(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> str
     return None
 
 
+def is_halved(q: jax.Array) -> bool:
+    """Whether a head of q is computed as two of half its channels: o is a sum over them."""
+    return q.shape[-1] == 512
+
+
+def halves(x: jax.Array) -> jax.Array:
+    """``[..., H, Dk]`` as ``[..., 2 H, Dk / 2]``."""
+    return x.reshape(*x.shape[:-2], 2 * x.shape[-2], x.shape[-1] // 2)
+
+
+def twice(x: jax.Array) -> jax.Array:
+    """``[..., H, Dv]`` for both of each head's halves."""
+    return jnp.repeat(x, 2, axis=-2)
+
+
+def summed(x: jax.Array) -> jax.Array:
+    """``[..., 2 H, Dv]`` of halves -> ``[..., H, Dv]``."""
+    pairs = x.reshape(*x.shape[:-2], x.shape[-2] // 2, 2, x.shape[-1])
+    return jnp.sum(pairs.astype(jnp.float32), axis=-2).astype(x.dtype)
+
+
 def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
     """How ``gla_step`` computes a call: the state is updated in place, so it cannot be padded."""
+    if is_halved(q):
+        q, k, v = (jax.eval_shape(cut, x) for cut, x in ((halves, q), (halves, k), (twice, v)))
     if v.shape[-1] % 128:
         return Reason(f"v has Dv = {v.shape[-1]}, not a multiple of 128")
     reason = operands_reason(q, k, v, 128)
@@ -120,8 +143,14 @@ def _call(shape: Shape, operands: Operands, rows: int, out: Any) -> Any:
 def gla_step(q, k, v, log_decay, state, scale: float, plan: Plan | None = None):
     """q, k, log_decay [B, H, Dk], v [B, H, Dv], float32 state [B, H, Dk, Dv] -> (o, state).
 
-    bf16 q, k, v; Dk % 64 == 0, Dv % 128 == 0.  The state is aliased: donate it and no copy is made.
+    bf16 q, k, v; Dk in 64, 128, 256, 512; Dv % 128 == 0.  The state is aliased: donate it and no
+    copy is made.
     """
+    if is_halved(q):
+        parts = halves(q), halves(k), twice(v), halves(log_decay)
+        batch, heads, dk, dv = state.shape
+        o, new = gla_step(*parts, state.reshape(batch, 2 * heads, dk // 2, dv), scale, plan)
+        return summed(o), new.reshape(state.shape)
     b, h, dk = q.shape
     dv = v.shape[-1]
     pitches = (h * dk, h * dk, h * dv)
