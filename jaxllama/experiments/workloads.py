@@ -28,6 +28,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.config import Experiment
 from jaxllama.experiments.settings import (
     BIBLE,
+    FACTS,
     FILES,
     LearnSettings,
     ModelSettings,
@@ -206,8 +207,11 @@ def learn(experiment: Experiment, settings: LearnSettings, seed: int, room: Path
     from jaxllama.training.corpus import bible
 
     enable_compilation_cache()
-    is_bible = settings.text == BIBLE
-    text = bible().encode() if is_bible else experiment.find(settings.text).read_bytes()
+    if settings.text == FACTS:
+        text = None
+    else:
+        is_bible = settings.text == BIBLE
+        text = bible().encode() if is_bible else experiment.find(settings.text).read_bytes()
     return learning.learn(experiment.models[settings.model], text, settings, seed)
 
 
@@ -270,7 +274,7 @@ def _check_files(experiment: Experiment, settings: Any) -> None:
         TokenFile.open(settings.config.data.tokens)
     for key in FILES:
         name = getattr(settings, key, None)
-        if name is not None and name != BIBLE:
+        if name is not None and name not in (BIBLE, FACTS):
             path = experiment.find(name)
             try:
                 path.stat()
