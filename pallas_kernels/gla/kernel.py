@@ -38,7 +38,7 @@ from pallas_kernels.gla.gates import gates
 from pallas_kernels.gla.gradients import chunk_gradients
 from pallas_kernels.gla.scan import VALUE_BLOCK, scan
 from pallas_kernels.gla.step_kernel import gla_step as gla_step
-from pallas_kernels.gla.step_kernel import halves, is_halved, operands_reason, summed, twice
+from pallas_kernels.gla.step_kernel import halves, is_halved, shapes_reason, summed, twice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,10 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
     """How ``gla_forward`` and ``gla_backward`` compute ``gla``."""
     if is_halved(q):
         q, k, v = (jax.eval_shape(cut, x) for cut, x in ((halves, q), (halves, k), (twice, v)))
-    if reason := operands_reason(q, k, v, 64):
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != jnp.bfloat16:
+            return Reason(f"{name} is {x.dtype}, the kernel takes bfloat16")
+    if reason := shapes_reason(q, v, 64):
         return Reason(reason)
     batch, length, heads, dv = v.shape
     return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)))
