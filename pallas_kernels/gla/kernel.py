@@ -38,7 +38,7 @@ from pallas_kernels.gla.gates import gates
 from pallas_kernels.gla.gradients import chunk_gradients
 from pallas_kernels.gla.scan import VALUE_BLOCK, scan
 from pallas_kernels.gla.step_kernel import gla_step as gla_step
-from pallas_kernels.gla.step_kernel import halves, is_halved, shapes_reason, summed, twice
+from pallas_kernels.gla.step_kernel import shapes_reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +54,13 @@ class Plan:
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
     """How ``gla_forward`` and ``gla_backward`` compute ``gla``."""
-    if is_halved(q):
-        q, k, v = (jax.eval_shape(cut, x) for cut, x in ((halves, q), (halves, k), (twice, v)))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype != jnp.bfloat16:
             return Reason(f"{name} is {x.dtype}, the kernel takes bfloat16")
     if reason := shapes_reason(q, v, 64):
         return Reason(reason)
     batch, length, heads, dv = v.shape
-    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)))
+    return Plan(segments_for(batch, heads * (1 + is_halved(q)), dv, -(-length // CHUNK)))
 
 
 def padded(x: jax.Array | None) -> jax.Array | None:
@@ -70,6 +68,27 @@ def padded(x: jax.Array | None) -> jax.Array | None:
     if x is None or x.shape[-1] % VALUE_BLOCK == 0:
         return x
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % VALUE_BLOCK)])
+
+
+def is_halved(q: jax.Array) -> bool:
+    """Whether a head of q is computed as two of half its channels: o is a sum over them."""
+    return q.shape[-1] == 512
+
+
+def halves(x: jax.Array) -> jax.Array:
+    """``[..., H, Dk]`` as ``[..., 2 H, Dk / 2]``."""
+    return x.reshape(*x.shape[:-2], 2 * x.shape[-2], x.shape[-1] // 2)
+
+
+def twice(x: jax.Array) -> jax.Array:
+    """``[..., H, Dv]`` for both of each head's halves."""
+    return jnp.repeat(x, 2, axis=-2)
+
+
+def summed(x: jax.Array) -> jax.Array:
+    """``[..., 2 H, Dv]`` of halves -> ``[..., H, Dv]``."""
+    pairs = x.reshape(*x.shape[:-2], x.shape[-2] // 2, 2, x.shape[-1])
+    return jnp.sum(pairs.astype(jnp.float32), axis=-2).astype(x.dtype)
 
 
 def _state_halves(state: jax.Array | None) -> jax.Array | None:

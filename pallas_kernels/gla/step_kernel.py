@@ -49,6 +49,7 @@ from pallas_kernels.gla.step_registers import BATCH, Operands, Shape, Step
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.operands import half_reason
 
+WIDTHS = 64, 128, 256, 512  # of keys
 LAYERS = 64  # of a commit: their addresses are the kernel's arguments
 
 
@@ -66,38 +67,15 @@ class Plan:
 
 def shapes_reason(q: jax.Array, v: jax.Array, block: int) -> str | None:
     """What GLA's kernels cannot take of q and v, whose value channels come by ``block``."""
-    if q.shape[-1] not in (64, 128, 256):
-        return f"q has Dk = {q.shape[-1]}, which is not 64, 128 or 256"
+    if q.shape[-1] not in WIDTHS:
+        return f"q has Dk = {q.shape[-1]}, which is not 64, 128, 256 or 512"
     if v.shape[-1] % block:
         return f"v has Dv = {v.shape[-1]}, not a multiple of {block}"
     return None
 
 
-def is_halved(q: jax.Array) -> bool:
-    """Whether a head of q is computed as two of half its channels: o is a sum over them."""
-    return q.shape[-1] == 512
-
-
-def halves(x: jax.Array) -> jax.Array:
-    """``[..., H, Dk]`` as ``[..., 2 H, Dk / 2]``."""
-    return x.reshape(*x.shape[:-2], 2 * x.shape[-2], x.shape[-1] // 2)
-
-
-def twice(x: jax.Array) -> jax.Array:
-    """``[..., H, Dv]`` for both of each head's halves."""
-    return jnp.repeat(x, 2, axis=-2)
-
-
-def summed(x: jax.Array) -> jax.Array:
-    """``[..., 2 H, Dv]`` of halves -> ``[..., H, Dv]``."""
-    pairs = x.reshape(*x.shape[:-2], x.shape[-2] // 2, 2, x.shape[-1])
-    return jnp.sum(pairs.astype(jnp.float32), axis=-2).astype(x.dtype)
-
-
 def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
     """How ``gla_step`` computes a call: the state is updated in place, so it cannot be padded."""
-    if is_halved(q):
-        q, k, v = (jax.eval_shape(cut, x) for cut, x in ((halves, q), (halves, k), (twice, v)))
     reason = half_reason(q=q, k=k, v=v) or shapes_reason(q, v, 128)
     return Reason(reason) if reason else divided(*q.shape, v.shape[-1])
 
@@ -143,11 +121,6 @@ def gla_step(q, k, v, log_decay, state, scale: float, plan: Plan | None = None):
     bf16 or f16 q, k, v; Dk in 64, 128, 256, 512; Dv % 128 == 0.  The state is aliased: donate it
     and no copy is made.
     """
-    if is_halved(q):
-        parts = halves(q), halves(k), twice(v), halves(log_decay)
-        batch, heads, dk, dv = state.shape
-        o, new = gla_step(*parts, state.reshape(batch, 2 * heads, dk // 2, dv), scale, plan)
-        return summed(o), new.reshape(state.shape)
     b, h, dk = q.shape
     dv = v.shape[-1]
     pitches = (h * dk, h * dk, h * dv)

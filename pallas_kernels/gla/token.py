@@ -149,8 +149,8 @@ def plan(
     if reason := half_reason(**named):
         return Reason(reason)
     dk, dv = state.shape[2:]
-    if dk not in (64, 128, 256):
-        return Reason(f"state {state.shape}: Dk = {dk} is not 64, 128 or 256")
+    if dk not in step_kernel.WIDTHS:
+        return Reason(f"state {state.shape}: Dk = {dk} is not 64, 128, 256 or 512")
     if dv % COLUMNS or dv > CLUSTER * COLUMNS:
         most = CLUSTER * COLUMNS
         return Reason(f"state {state.shape}: Dv = {dv} is not a multiple of {COLUMNS} up to {most}")

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(
 
 if VERSION >= (0, 11, 2):
     from pallas_kernels.gla import kernel as gla_mosaic
-    from pallas_kernels.gla import step_kernel
     from pallas_kernels.gla.gates import gates
     from pallas_kernels.gla.op import gla
 
@@ -211,9 +210,9 @@ def test_halves_of_a_head_are_the_head():
         return jnp.sum(o * d_o) + jnp.sum(new**2), (o, new)
 
     def cut(q, k, v, g, state):
-        parts = *map(step_kernel.halves, (q, k)), step_kernel.twice(v), step_kernel.halves(g)
+        parts = *map(gla_mosaic.halves, (q, k)), gla_mosaic.twice(v), gla_mosaic.halves(g)
         o, new = gla(*parts, initial_state=state.reshape(2, 6, 256, 64), scale=0.1)
-        o, new = step_kernel.summed(o), new.reshape(state.shape)
+        o, new = gla_mosaic.summed(o), new.reshape(state.shape)
         return jnp.sum(o * d_o) + jnp.sum(new**2), (o, new)
 
     operands = q, k, v, -jnp.abs(g), state
@@ -222,7 +221,7 @@ def test_halves_of_a_head_are_the_head():
         assert relative_rms(x, np.asarray(y, np.float64)) < 1e-5
 
 
-def test_a_step_of_two_halves_lowers_in_place():
+def test_a_step_of_512_channels_lowers_in_place():
     q, k, v, g = (
         jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype)
         for x in operands(64, 1, 4, 512, 128)

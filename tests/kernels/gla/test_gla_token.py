@@ -88,6 +88,7 @@ CASES = {  # rows, heads, kv heads, Dk, Dv, and what is special
     "groups": ((2, 4, 2, 64, 128), {"rank": 24}),
     "no-gate": ((1, 1, 1, 64, 512), {"gate": False}),
     "float16": ((2, 2, 2, 128, 256), {"dtype": "float16"}),
+    "wide": ((1, 1, 1, 512, 128), {}),
 }
 
 
