@@ -229,11 +229,15 @@ def _hidden_states(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.A
     return final_norm(cfg, params, stream)
 
 
+def mean_loss(logits: jax.Array, wanted: jax.Array, counted: jax.Array) -> jax.Array:
+    """Cross entropy over the ``counted[B, T]`` of ``wanted[B, T]``."""
+    lost = optax.softmax_cross_entropy_with_integer_labels(logits, wanted.astype(jnp.int32))
+    return jnp.mean(lost, where=counted)
+
+
 def _loss(cfg: ModelConfig, params: Params, rows: jax.Array, counted: jax.Array) -> jax.Array:
-    rows = rows.astype(jnp.int32)
-    logits = _hidden_states(cfg, params, rows[:, :-1]) @ head(params)["weight"].T
-    lost = optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:])
-    return jnp.sum(jnp.where(counted, lost, 0.0)) / jnp.sum(counted)
+    x = _hidden_states(cfg, params, rows[:, :-1].astype(jnp.int32))
+    return mean_loss(x @ head(params)["weight"].T, rows[:, 1:], counted)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

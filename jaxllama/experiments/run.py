@@ -33,7 +33,7 @@ import jaxllama
 from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.config import Experiment, Point, digest
 from jaxllama.experiments.pictures import draw
-from jaxllama.experiments.settings import BIBLE, FACTS, FILES
+from jaxllama.experiments.settings import FILES, NO_FILES
 from jaxllama.experiments.table import check_columns, markdown
 from jaxllama.experiments.workloads import WORKLOADS, check
 from jaxllama.progress import working, write
@@ -161,11 +161,8 @@ def _open(directory: Path, experiment: Experiment) -> None:
 def _hashes(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """(name, SHA-256) of every file that the settings name.  Raises JaxLlamaError for a missing
     one."""
-    names = {point.flat.get(key) for point in experiment.points for key in FILES} - {
-        None,
-        BIBLE,
-        FACTS,
-    }
+    names = {point.flat.get(key) for point in experiment.points for key in FILES}
+    names -= {None, *NO_FILES}
     for name in sorted(names):
         path = experiment.find(name)
         try:

@@ -165,6 +165,7 @@ class LearnSettings:
 
 FACTS = "facts"
 BIBLE = "bible"
+NO_FILES = BIBLE, FACTS  # though they stand where files do
 FILES = ("text", "calibration")  # settings that are files, whose contents the numbers depend on
 SETTINGS: dict[str, Any] = {
     "quality": QualitySettings,

@@ -30,6 +30,7 @@ from jaxllama.experiments.settings import (
     BIBLE,
     FACTS,
     FILES,
+    NO_FILES,
     LearnSettings,
     ModelSettings,
     OffloadSettings,
@@ -274,7 +275,7 @@ def _check_files(experiment: Experiment, settings: Any) -> None:
         TokenFile.open(settings.config.data.tokens)
     for key in FILES:
         name = getattr(settings, key, None)
-        if name is not None and name not in (BIBLE, FACTS):
+        if name is not None and name not in NO_FILES:
             path = experiment.find(name)
             try:
                 path.stat()
