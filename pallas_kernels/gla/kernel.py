@@ -38,7 +38,7 @@ from pallas_kernels.gla.gates import gates
 from pallas_kernels.gla.gradients import chunk_gradients
 from pallas_kernels.gla.scan import VALUE_BLOCK, scan
 from pallas_kernels.gla.step_kernel import gla_step as gla_step
-from pallas_kernels.gla.step_kernel import shapes_reason
+from pallas_kernels.gla.step_kernel import operands_reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +54,7 @@ class Plan:
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
     """How ``gla_forward`` and ``gla_backward`` compute ``gla``."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype != jnp.bfloat16:
-            return Reason(f"{name} is {x.dtype}, the kernel takes bfloat16")
-    if reason := shapes_reason(q, v, 64):
+    if reason := operands_reason(q, k, v, 64):
         return Reason(reason)
     batch, length, heads, dv = v.shape
     return Plan(segments_for(batch, heads * (1 + is_halved(q)), dv, -(-length // CHUNK)))

@@ -74,6 +74,14 @@ def shapes_reason(q: jax.Array, v: jax.Array, block: int) -> str | None:
     return None
 
 
+def operands_reason(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> str | None:
+    """What kernels that multiply the state in 16 bits cannot take: float16 ends at 65,504."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != jnp.bfloat16:
+            return f"{name} is {x.dtype}, the kernel takes bfloat16"
+    return shapes_reason(q, v, block)
+
+
 def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
     """How ``gla_step`` computes a call: the state is updated in place, so it cannot be padded."""
     reason = half_reason(q=q, k=k, v=v) or shapes_reason(q, v, 128)
