@@ -1,10 +1,11 @@
 """The workload "learn": what a model learns of a text in so many steps, or of looking facts up.
 
-    learn(cfg, text | None, settings, seed) -> {result: number | [numbers] | None}
+    learn(cfg, text | None, settings, seeds) -> [{result: number | [numbers] | None}], one a seed
 
-A model is trained on bytes at several learning rates at once (``jax.vmap``: one program, the same
-first weights and batches), and the rate is chosen that is best on a held part of the text; what is
-reported is of the chosen one, on another held part.
+A model is trained on bytes at several learning rates and from several seeds at once (``jax.vmap``:
+one program; the rates of a seed have its first weights and batches), and for each seed the rate is
+chosen that is best on a held part of the text; what is reported is of the chosen one, on another
+held part.
 
 Without a text it learns to recall (multi-query associative recall, arXiv 2312.04927): a row begins
 with facts, each a key and its value, and behind them every key stands once more, anywhere among
@@ -20,7 +21,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,48 +50,65 @@ KEYS, VALUES = VOCABULARY - 2 * SYMBOLS, VOCABULARY - SYMBOLS  # the first of ea
 PART = 20  # steps in one program
 
 Rows = tuple[np.ndarray, np.ndarray]  # uint8 [..., B, T + 1], and bool [..., B, T]: what counts
+Parts = tuple[Iterator[Rows], Rows, Rows]  # to train on, to choose a rate on, to report of
 
 
 def learn(
-    cfg: ModelConfig, text: bytes | None, settings: LearnSettings, seed: int
-) -> dict[str, Any]:
+    cfg: ModelConfig, text: bytes | None, settings: LearnSettings, seeds: Sequence[int]
+) -> list[dict[str, Any]]:
     """cfg: of a model of bytes.  Raises JaxLlamaError for a text that is too short."""
-    parts, chosen_on, reported_on = (_facts if text is None else _text)(text, settings, seed)
+    parts, *held = zip(*(_parts(text, settings, seed) for seed in seeds), strict=True)
     rates = schedule(settings)
-    state = first_state(random_params(cfg, jax.random.key(seed)), rates.shape[1])
+    params = [random_params(cfg, jax.random.key(seed)) for seed in seeds]
+    state = first_state(jax.tree.map(lambda *leaves: jnp.stack(leaves), *params), rates.shape[1])
     losses, seconds = [], []
-    for at, part in zip(range(0, settings.steps, PART), parts, strict=True):
+    for at, part in zip(range(0, settings.steps, PART), zip(*parts, strict=True), strict=True):
         started = time.perf_counter()
-        state, of_part = steps(cfg, state, rates[at : at + PART], part)
+        state, of_part = steps(cfg, state, rates[at : at + PART], _together(part))
         losses.append(np.asarray(of_part))
         seconds.append((time.perf_counter() - started) / PART)
-    held = []
-    for part in (chosen_on, reported_on):  # a rate of 0 tells the losses and moves nothing
+    held_losses = []
+    for part in map(_together, held):  # a rate of 0 tells the losses and moves nothing
         state, of_part = steps(cfg, state, jnp.zeros((len(part[0]), rates.shape[1])), part)
-        held.append(np.mean(of_part, axis=0))
-    best = int(np.nanargmin(held[0]))
-    recall = [None, None]
-    if text is None:
-        params = jax.tree.map(lambda leaf: leaf[best], state[0])
-        recall = [by(cfg, params, settings) for by in (recalled_of, recalled_over)]
+        held_losses.append(np.mean(of_part, axis=0))
     tokens = settings.batch_size * settings.sequence_length
-    return {
+    models = len(seeds) * rates.shape[1]
+    of_all = {
         "parameters": parameters(cfg),
-        "learning_rate": settings.learning_rates[best],
-        "held_loss": float(held[1][best]),
-        "held_losses": [float(loss) for loss in held[1]],
-        "recall_of_facts": recall[0],
-        "recall": recall[1],
-        "mean_recall": None if recall[0] is None else statistics.mean(recall[0]),
         "tokens": [tokens * (step + 1) for step in range(settings.steps)],
-        "loss": [float(loss) for loss in np.concatenate(losses)[:, best]],
-        "tokens_per_second": tokens * rates.shape[1] / statistics.median(seconds[1:] or seconds),
+        "tokens_per_second": tokens * models / statistics.median(seconds[1:] or seconds),
         "state_kilobytes": init_cache(cfg, 1, max(settings.distances)).nbytes / 1e3,
     }
+    results = []
+    for i, (to_choose, to_report) in enumerate(zip(*held_losses, strict=True)):
+        best = int(np.nanargmin(to_choose))
+        recall: list[Any] = [None, None]
+        if text is None:
+            chosen = jax.tree.map(lambda leaf, i=i, best=best: leaf[i, best], state[0])
+            recall = [by(cfg, chosen, settings) for by in (recalled_of, recalled_over)]
+        results.append(of_all | {
+            "learning_rate": settings.learning_rates[best],
+            "held_loss": float(to_report[best]),
+            "held_losses": [float(loss) for loss in to_report],
+            "recall_of_facts": recall[0],
+            "recall": recall[1],
+            "mean_recall": None if recall[0] is None else statistics.mean(recall[0]),
+            "loss": [float(loss) for loss in np.concatenate(losses)[:, i, best]],
+        })  # fmt: skip
+    return results
 
 
-def _text(text: bytes, settings: LearnSettings, seed: int) -> tuple[Iterator[Rows], Rows, Rows]:
-    """(what is trained on, part by part, what a rate is chosen on, what is reported)."""
+def _together(parts: Sequence[Rows]) -> Rows:
+    """Of each seed ``[steps, ...]`` -> ``[steps, seeds, ...]``."""
+    rows, counted = zip(*parts, strict=True)
+    return np.stack(rows, axis=1), np.stack(counted, axis=1)
+
+
+def _parts(text: bytes | None, settings: LearnSettings, seed: int) -> Parts:
+    return _of_facts(settings, seed) if text is None else _of_text(text, settings, seed)
+
+
+def _of_text(text: bytes, settings: LearnSettings, seed: int) -> Parts:
     train, *held = split(text, settings)
     shape = settings.batch_size, settings.sequence_length
 
@@ -100,7 +118,7 @@ def _text(text: bytes, settings: LearnSettings, seed: int) -> tuple[Iterator[Row
     return map(part, range(0, settings.steps, PART)), *(_windows(one, settings) for one in held)
 
 
-def _facts(_: None, settings: LearnSettings, seed: int) -> tuple[Iterator[Rows], Rows, Rows]:
+def _of_facts(settings: LearnSettings, seed: int) -> Parts:
     rng = np.random.default_rng((seed, 1))
     shape = PART, settings.batch_size
 
@@ -209,8 +227,9 @@ def _config(count: int, **options: Any) -> TrainConfig:
 
 @functools.partial(jax.jit, static_argnums=1)
 def first_state(params: Params, rates: int) -> Any:
-    """What ``steps`` takes: the same parameters, and moments, for each rate."""
-    return jax.vmap(lambda _: (params, _rule().init(params)))(jnp.arange(rates))
+    """What ``steps`` takes of ``params [seeds, ...]``: the same, and moments, for each rate."""
+    at_all_rates = jax.vmap(lambda p, _: (p, _rule().init(p)), in_axes=(None, 0))
+    return jax.vmap(at_all_rates, in_axes=(0, None))(params, jnp.arange(rates))
 
 
 def _hidden_states(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
@@ -242,7 +261,8 @@ def _loss(cfg: ModelConfig, params: Params, rows: jax.Array, counted: jax.Array)
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def steps(cfg: ModelConfig, state: Any, rates: jax.Array, batches: Rows) -> tuple[Any, jax.Array]:
-    """``batches`` of ``[steps, B, T + 1]`` -> (state, losses ``[steps, rates]``)."""
+    """``rates [steps, rates]``, ``batches`` of ``[steps, seeds, B, T + 1]`` -> (state, losses
+    ``[steps, seeds, rates]``)."""
 
     def one(state: Any, rate: jax.Array, rows: Any) -> tuple[Any, jax.Array]:
         params, moments = state
@@ -252,8 +272,8 @@ def steps(cfg: ModelConfig, state: Any, rates: jax.Array, batches: Rows) -> tupl
         changes = jax.tree.map(lambda change: rate * change, changes)
         return (optax.apply_updates(params, changes), moments), loss
 
-    at_all_rates = jax.vmap(one, in_axes=(0, 0, None))
-    return jax.lax.scan(lambda state, now: at_all_rates(state, *now), state, (rates, batches))
+    at_all = jax.vmap(jax.vmap(one, in_axes=(0, 0, None)), in_axes=(0, None, 0))
+    return jax.lax.scan(lambda state, now: at_all(state, *now), state, (rates, batches))
 
 
 def _windows(part: TokenFile, settings: LearnSettings) -> Rows:

@@ -1,6 +1,7 @@
 """The workloads: functions from one point's settings to a dict of numbers.
 
     WORKLOADS[name](experiment, settings, seed, room) -> {result: number | [numbers] | text}
+    OF_SEEDS[name](experiment, settings, seeds) -> [one such result a seed]
 
 Contract: a result depends on the arguments, the machine and nothing else; ``room`` is a directory
 that is the point's own and may not exist yet, for what lets a killed workload continue.  Lists are
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,7 +203,7 @@ def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: 
     }
 
 
-def learn(experiment: Experiment, settings: LearnSettings, seed: int, room: Path) -> Results:
+def learn(experiment: Experiment, settings: LearnSettings, seeds: Sequence[int]) -> list[Results]:
     """``learning.learn`` of a model under ``[models]``."""
     from jaxllama.experiments import learning
     from jaxllama.training.corpus import bible
@@ -213,7 +214,7 @@ def learn(experiment: Experiment, settings: LearnSettings, seed: int, room: Path
     else:
         is_bible = settings.text == BIBLE
         text = bible().encode() if is_bible else experiment.find(settings.text).read_bytes()
-    return learning.learn(experiment.models[settings.model], text, settings, seed)
+    return learning.learn(experiment.models[settings.model], text, settings, seeds)
 
 
 Function = Callable[[Experiment, Any, int, Path], Results]
@@ -222,8 +223,8 @@ WORKLOADS: dict[str, Function] = {
     "speed": speed,
     "train": train,
     "offload": offload,
-    "learn": learn,
 }
+OF_SEEDS = {"learn": learn}  # several at once
 
 
 # What they share

@@ -49,42 +49,34 @@ def test_every_fact_stands_first_and_is_asked_for_once():
     assert min(distances) == 2 and max(distances) == 30
 
 
-def test_a_rate_among_others_is_that_rate_alone():
+def test_a_rate_and_a_seed_among_others_are_as_alone():
     cfg = FAMILIES["gla"].replace(vocab_size=256, n_layers=1)
-    begin = random_params(cfg, jax.random.key(0))
-    rows = np.random.default_rng(0).integers(0, 256, (20, 2, 33)).astype(np.uint8)
-    _, losses = learning.steps(
-        cfg,
-        learning.first_state(begin, 2),
-        learning.schedule(SETTINGS),
-        (jnp.asarray(rows), jnp.ones((20, 2, 32), bool)),
-    )
+    begins = [random_params(cfg, jax.random.key(seed)) for seed in range(2)]
+    rows = np.random.default_rng(0).integers(0, 256, (20, 2, 2, 33)).astype(np.uint8)
+    state = learning.first_state(jax.tree.map(lambda *x: jnp.stack(x), *begins), 2)
+    batches = jnp.asarray(rows), jnp.ones((20, 2, 2, 32), bool)
+    _, losses = learning.steps(cfg, state, learning.schedule(SETTINGS), batches)
     config = TrainConfig(
         data=DataConfig(""), steps=20, batch_size=2, sequence_length=32, learning_rate=3e-3,
         model=cfg, optimizer=OptimizerConfig(warmup_steps=2),
     )  # fmt: skip
     setup = Setup(config, cfg)
-    state = init_state(setup, begin)
-    for step, batch in enumerate(rows):
+    state = init_state(setup, begins[1])
+    for step, batch in enumerate(rows[:, 1]):
         state, metrics = update(setup, state, None, jnp.asarray(batch[None], jnp.int32))
-        np.testing.assert_allclose(losses[step, 1], metrics["loss"], rtol=2e-5)
-    assert abs(losses[-1, 0] - losses[-1, 1]) > 1e-3
+        np.testing.assert_allclose(losses[step, 1, 1], metrics["loss"], rtol=2e-5)
+    assert abs(losses[-1, 1, 0] - losses[-1, 1, 1]) > 1e-3
 
 
-def test_what_does_not_count_moves_nothing():
-    cfg = FAMILIES["gla"].replace(vocab_size=256, n_layers=1)
+def test_only_what_counts_is_lost():
     rows, counted = learning.fact_rows(np.full(40, 4), 32, np.random.default_rng(1))
-    other = np.where(np.pad(counted, ((0, 0), (1, 0))), rows, rows ^ 1)
-    params = random_params(cfg, jax.random.key(0))
-    given = [jnp.asarray(x.reshape(20, 2, -1)) for x in (rows, counted)]
-
-    def loss(wanted):
-        return learning.mean_loss(jnp.zeros((40, 32, 256)).at[..., 7].set(1.0), wanted, counted)
-
-    assert loss(jnp.asarray(rows[:, 1:])) == loss(jnp.asarray(other[:, 1:]))
-    rates = jnp.full((20, 1), 1e-2)
-    _, losses = learning.steps(cfg, learning.first_state(params, 1), rates, tuple(given))
-    assert losses[-1, 0] < losses[0, 0]
+    wanted, other = (jnp.asarray(x[:, 1:]) for x in (rows, rows ^ 1))
+    logits = jax.random.normal(jax.random.key(0), (40, 32, 256))
+    loss = learning.mean_loss(logits, wanted, counted)
+    assert loss == learning.mean_loss(logits, jnp.where(counted, wanted, other), counted)
+    each = jax.nn.log_softmax(logits)[(*np.nonzero(counted), np.asarray(wanted)[counted])]
+    np.testing.assert_allclose(loss, -each.mean(), rtol=1e-6)
+    assert each.shape == (160,)
 
 
 def test_who_looks_up_the_key_recalls_everything(monkeypatch):
@@ -140,7 +132,7 @@ def test_the_shipped_experiment_made_small(tmp_path):
     shipped = (configs_dir() / "experiments" / "linear-family.toml").read_text()
     lines = {
         "model = ": 'model = ["attention"]', "text = [": 'text = "ab.txt"',
-        "seeds": "seeds = [0]", "learning_rates": "learning_rates = [1e-4, 1e-2]",
+        "seeds": "seeds = [0, 1]", "learning_rates": "learning_rates = [1e-4, 1e-2]",
         "distances": "distances = [4, 40]\ntrials = 4", "facts": "facts = [2, 4]",
         "held_tokens": "held_tokens = 1281",
         "steps": "steps = 40", "batch_size": "batch_size = 2", "sequence_length":
@@ -157,7 +149,9 @@ def test_the_shipped_experiment_made_small(tmp_path):
     experiment = load_experiment(tmp_path / "small.toml")
     out = run(experiment, tmp_path / "out", lambda _: None)
     rows = json.loads((out / "results.json").read_text())["rows"]
-    of_text, of_facts = (row["results"] for row in rows)
+    assert [row["seed"] for row in rows] == [0, 0, 1, 1]
+    first = {row["settings"]["text"]: row["results"] for row in rows[:2]}
+    of_text, of_facts = first["ab.txt"], first["facts"]
     for results in (of_text, of_facts):
         assert results["parameters"] == parameters(experiment.models["attention"])
         assert results["held_loss"] in results["held_losses"]
