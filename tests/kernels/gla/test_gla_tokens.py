@@ -151,10 +151,10 @@ def test_a_commit_lowers_for_cuda_as_one_kernel_in_place(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "rows, tokens, shape",
-    [*((*given[:3],) for given in CASES.values()),
-     (1, 4, (4, 4, 256, 512)), (1, 5, (4, 4, 256, 512)), (3, 8, (4, 4, 256, 512)),
-     (1, 16, (4, 4, 256, 512)), (1, 16, (2, 2, 512, 256)), (4, 8, (8, 4, 128, 1024))],
+    "rows, tokens, shape, special",
+    [*CASES.values(), (1, 4, (4, 4, 256, 512), {}), (1, 5, (4, 4, 256, 512), {}),
+     (3, 8, (4, 4, 256, 512), {}), (1, 16, (4, 4, 256, 512), {}), (1, 16, (2, 2, 512, 256), {}),
+     (4, 8, (8, 4, 128, 1024), {})],
 )  # fmt: skip
-def test_values_on_the_gpu(rows, tokens, shape):
-    check(rows, tokens, shape)
+def test_values_on_the_gpu(rows, tokens, shape, special):
+    check(rows, tokens, shape, **special)
