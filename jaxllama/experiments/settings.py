@@ -132,9 +132,9 @@ class LearnSettings:
     """``learning.learn``'s: a model of bytes, one under ``[models]``, trained on ``text``, a file,
     "bible" or "facts", at each of the ``learning_rates``.
 
-    held_tokens: of each of the two parts at a text's end that are not trained on.  facts: numbers
-    of them in a row of "facts", each as often.  distances: of recall, in bytes.  trials: rows for
-    each of these two.
+    n_layers: the model's last ones, all by default.  held_tokens: of each of the two parts at a
+    text's end that are not trained on.  facts: numbers of them in a row of "facts", each as often.
+    distances: of recall, in bytes.  trials: rows for each of these two.
     """
 
     model: str
@@ -145,12 +145,13 @@ class LearnSettings:
     sequence_length: int
     distances: tuple[int, ...]
     facts: tuple[int, ...] = (8,)
+    n_layers: int | None = None
     held_tokens: int = 32768
     trials: int = 128
 
     def __post_init__(self) -> None:
         for key, least in (("batch_size", 1), ("sequence_length", 4), ("trials", 1),
-                           ("steps", 20)):  # fmt: skip
+                           ("steps", 20), ("n_layers", 1)):  # fmt: skip
             at_least(self, key, least)
         if self.steps % 20:
             raise JaxLlamaError(f"steps = {self.steps}: must be a multiple of 20")

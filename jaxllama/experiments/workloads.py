@@ -214,7 +214,9 @@ def learn(experiment: Experiment, settings: LearnSettings, seeds: Sequence[int])
     else:
         is_bible = settings.text == BIBLE
         text = bible().encode() if is_bible else experiment.find(settings.text).read_bytes()
-    return learning.learn(experiment.models[settings.model], text, settings, seeds)
+    cfg = model_config(experiment, settings)
+    assert cfg is not None  # ``check`` has seen it
+    return learning.learn(cfg, text, settings, seeds)
 
 
 Function = Callable[[Experiment, Any, int, Path], Results]
@@ -297,6 +299,11 @@ def model_config(experiment: Experiment, settings: Any) -> ModelConfig | None:
     """A model's configuration as far as it is known without its checkpoint."""
     if isinstance(settings, TrainSettings):
         return settings.config.model
+    if isinstance(settings, LearnSettings) and settings.n_layers is not None:
+        cfg = experiment.models[settings.model]
+        return cfg.replace(
+            n_layers=settings.n_layers, layer_types=cfg.layer_types[-settings.n_layers :]
+        )
     if settings.model in experiment.models:
         return experiment.models[settings.model]
     return load_config(settings.model) if settings.model in preset_names() else None
