@@ -61,14 +61,14 @@ def vectors_call(scale: float, pitch: int, want_out: bool = True):
 
 
 def pairs(array):
-    """A [64, 64] array's registers as ``x[tile][half]``, pairs."""
+    """The registers of an array of 64 rows as ``x[tile][half]``, pairs."""
     flat = list(array.registers.reshape(-1))
     return [
         [
             [llvm.extractelement(flat[2 * tile + half], p.ci(e)) for e in range(2)]
             for half in range(2)
         ]
-        for tile in range(8)
+        for tile in range(len(flat) // 2)
     ]
 
 
