@@ -18,15 +18,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
-from pallas_kernels.gated_delta.kernel_chunks import PART, array, high_low, pairs
+from pallas_kernels.gated_delta.kernel_chunks import PART, array, bf16_array, high_low, pairs
 from pallas_kernels.gated_delta.kernel_scan import (
     by_token,
     tiles,
@@ -131,12 +129,7 @@ def _rest_call(ragged: bool):
                     there = [p.below(p.add(token, i), limit.registers.flat[0]) for i in range(2)]
                     rest = [arith.select(x, y, p.cf(0.0)) for x, y in zip(there, rest, strict=True)]
                 out.append(p.pack(*rest))
-        layout, kind = _WGMMA.to_mgpu(), ir.BF16Type.get()
-        zero = mgpu.FragmentedArray.splat(mgpu.utils.c(0.0, kind), _SQUARE, layout, is_signed=None)
-        registers = zero.registers.copy()
-        kind = ir.VectorType.get((2,), kind)
-        registers.reshape(-1)[:] = [mgpu.utils.bitcast(word, kind) for word in out]
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        return bf16_array(out)
 
     return call
 
@@ -175,6 +168,7 @@ def _body(q, k, g, beta, v, *rest, length: int, scale: float, group: int, parts:
 
     def prepare():
         _vectors_call(scale)(vectors.at[0], gates(0))
+        plgpu.commit_smem()  # the other warps read them too
         plgpu.barrier_arrive(begun)
 
         def step(c, _):
