@@ -116,7 +116,7 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
         scratch, g.at[b, rows, head], beta.at[b, rows, head], g.at[b, rows, head], limit
     )
     codes = [
-        plgpu.load(remainders.at[b, head, c, wg, n], layout=remainder.LAYOUT) for n in range(2)
+        plgpu.load(remainders.at[b, head, c, n, wg], layout=remainder.LAYOUT) for n in range(2)
     ]
     plgpu.barrier_wait(ready)
 
@@ -135,57 +135,34 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
     plgpu.commit_smem()
     sums.block_barrier()
 
-    def begin(w: int, more=()):
-        """(do S^T, dR S^T, K dK'^T of the w-th half of the key channels, and the product of the
-        steps ``more`` if there are any)"""
-        through = []
-        for n in range(2):
-            state = plgpu.load(s_sm.at[w, n], layout=_WGMMA)
-            state = remainder.joined(codes[n], state)
-            through.append(state * (_read(e_sm[0][w].at[n]) + _read(e_sm[1][w].at[n])))
-        sums.sum_rows(table.at[sums.STATES + w], sum(through) * decay_sm[0, CHUNK - 1])
-        asked, seen, d_keys, *rest = _products(
-            3 + bool(more),
-            *[(0, o_sm.at[n], s_sm.at[n, w]) for n in range(2)],
-            *[(1, dr_sm.at[n], s_sm.at[n, w]) for n in range(2)],
-            *[(2, r.at[n], e_sm[part][n].at[w]) for n in range(2)
-              for r, part in ((r_sm, 0), (r_sm, 1), (r_low, 0))],
-            *[(3, *step) for step in more],
-        )  # fmt: skip
-        sums.block_barrier()  # 1: states, ends, do, dR and R are read
-        end_sm[w] = (d_keys * vector(inverse.BETA, 0)).astype(jnp.bfloat16)
-        (d_x,) = _products(1, *[(0, x, _transposed(k_sm.at[w])) for x in high_low(d_keys)])
-        return asked, seen, d_x, *rest
+    # What both warpgroups do stands once, for the one that runs it: written out for each, the
+    # instructions are more than their cache holds.
+    own = pl.ds(PART * wg, PART)
+    through = []
+    for n in range(2):
+        state = plgpu.load(s_sm.at[n, wg], layout=_WGMMA)
+        state = remainder.joined(codes[n], state)
+        through.append(state * (_read(e_sm[0][n].at[wg]) + _read(e_sm[1][n].at[wg])))
+    sums.sum_rows(table.at[sums.STATES + wg], sum(through) * decay_sm[0, CHUNK - 1])
+    asked, seen, d_keys = _products(
+        3,
+        *[(0, o_sm.at[n], s_sm.at[n, wg]) for n in range(2)],
+        *[(1, dr_sm.at[n], s_sm.at[n, wg]) for n in range(2)],
+        *[(2, r.at[n], e_sm[part][n].at[wg]) for n in range(2)
+          for r, part in ((r_sm, 0), (r_sm, 1), (r_low, 0))],
+    )  # fmt: skip
+    sums.block_barrier()  # 1: states, ends and dR are read
+    end_sm[wg] = (d_keys * vector(inverse.BETA, 0)).astype(jnp.bfloat16)
+    (d_x,) = _products(1, *[(0, x, _transposed(k_sm.at[wg])) for x in high_low(d_keys)])
 
-    def finish(w: int, asked, seen, moved):
-        """dq and dk of the w-th half of the key channels, and log_decay's share."""
-        (d_end,) = _products(1, *[(0, _transposed(t_sm.at[n]), end_sm.at[w]) for n in range(2)])
-        keys = _read(k_sm.at[w])
-        asked, seen = asked * from_start(1), seen * from_start(0)
-        d_end = d_end * vector(inverse.TO_END, 0)
-        sums.sum_rows(table.at[sums.TO_END + w], d_end * keys)
-        moved = moved + asked * _read(q_sm.at[w]) - (d_end + seen) * keys
-        sums.sum_rows(table.at[sums.FROM + w], moved)
-        from_scores, from_keys = r_sm.at[0], r_sm.at[1]
-        x = _added(asked, (from_scores, k_sm.at[w]))
-        r_low[w] = x.astype(jnp.bfloat16)
-        x = _added(
-            d_end - seen,
-            (from_keys, k_sm.at[w]),
-            (_transposed(from_keys), k_sm.at[w]),
-            (_transposed(from_scores), q_sm.at[w]),
-        )
-        plgpu.commit_smem()  # all warps have read what is there
-        end_sm[w] = x.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(low_rows.at[w], d_q.at[b, rows, head, halves[w]])
-        plgpu.copy_smem_to_gmem(end_rows.at[w], d_k.at[b, rows, head, halves[w]])
-
+    @pl.when(wg == 0)
     def from_outputs():
-        steps = [(o_sm.at[n], _transposed(r.at[n])) for n in range(2) for r in (r_sm, r_low)]
-        asked, seen, d_x, d_m = begin(0, steps)
         partial_sm[...] = d_x
-        (qk,) = _products(1, *[(0, q_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)])
+        d_m, qk = _products(
+            2,
+            *[(0, o_sm.at[n], _transposed(r.at[n])) for n in range(2) for r in (r_sm, r_low)],
+            *[(1, q_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)],
+        )
         weight = sums.decays_call(False)(scratch) * scale
         scores = qk * weight
         o_sm[0], o_sm[1] = d_m.astype(jnp.bfloat16), scores.astype(jnp.bfloat16)
@@ -199,17 +176,17 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
         plgpu.commit_smem()
         sums.block_barrier()  # 3
         moved = d_scores * scores
+        sums.sum_rows(table.at[sums.INSIDE], moved)
         sums.sum_columns(table.at[pl.ds(sums.BY_SCORES, 4)], moved)
-        finish(0, asked, seen, moved)
 
+    @pl.when(wg == 1)
     def from_state():
-        asked, seen, d_x = begin(1)
         plgpu.commit_smem()
         sums.block_barrier()  # 2
-        d_x = (d_x + plgpu.load(partial_sm, layout=_WGMMA)) * vector(inverse.TO_END, 1)
-        d_x = _added(d_x, (_transposed(o_sm.at[0]), o_sm.at[1]))
-        sums.sum_rows(table.at[sums.BETAS], d_x * (_read(t_sm.at[0]) + _read(t_sm.at[1])))
-        high, low = high_low(d_x * vector(inverse.BETA, 0))
+        d_all = (d_x + plgpu.load(partial_sm, layout=_WGMMA)) * vector(inverse.TO_END, 1)
+        d_all = _added(d_all, (_transposed(o_sm.at[0]), o_sm.at[1]))
+        sums.sum_rows(table.at[sums.BETAS], d_all * (_read(t_sm.at[0]) + _read(t_sm.at[1])))
+        high, low = high_low(d_all * vector(inverse.BETA, 0))
         right = [_transposed(t_sm.at[n]) for n in range(2)]
         (y,) = _products(1, (0, high, right[0]), (0, high, right[1]), (0, low, right[0]))
         dr_sm[0], dr_sm[1] = high_low(y)
@@ -222,11 +199,30 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
         plgpu.commit_smem()
         sums.block_barrier()  # 3
         moved = d_a * kk
+        sums.sum_rows(table.at[sums.INSIDE + 1], -moved * vector(inverse.BETA, 1))
         sums.sum_columns(table.at[pl.ds(sums.BY_KEYS, 4)], moved)
-        finish(1, asked, seen, -moved * vector(inverse.BETA, 1))
 
-    pl.when(wg == 0)(from_outputs)
-    pl.when(wg == 1)(from_state)
+    (d_end,) = _products(1, *[(0, _transposed(t_sm.at[n]), end_sm.at[wg]) for n in range(2)])
+    keys = _read(k_sm.at[wg])
+    asked, seen = asked * from_start(1), seen * from_start(0)
+    d_end = d_end * vector(inverse.TO_END, 0)
+    sums.sum_rows(table.at[sums.TO_END + wg], d_end * keys)
+    moved = asked * _read(q_sm.at[wg]) - (d_end + seen) * keys
+    sums.sum_rows(table.at[sums.FROM + wg], moved)
+    from_scores, from_keys = r_sm.at[0], r_sm.at[1]
+    x = _added(asked, (from_scores, k_sm.at[wg]))
+    r_low[wg] = x.astype(jnp.bfloat16)
+    x = _added(
+        d_end - seen,
+        (from_keys, k_sm.at[wg]),
+        (_transposed(from_keys), k_sm.at[wg]),
+        (_transposed(from_scores), q_sm.at[wg]),
+    )
+    plgpu.commit_smem()  # all warps have read what is there
+    end_sm[wg] = x.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(low_rows.at[wg], d_q.at[b, rows, head, own])
+    plgpu.copy_smem_to_gmem(end_rows.at[wg], d_k.at[b, rows, head, own])
     sums.block_barrier()
 
     @pl.when(wg == 0)

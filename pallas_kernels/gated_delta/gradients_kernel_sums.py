@@ -18,8 +18,8 @@ from pallas_kernels.ptx import LOG2E
 _WGMMA = plgpu.Layout.WGMMA
 
 # Rows of the table of sums, 64 floats each: of each warpgroup, or of each warp, or one.
-FROM, STATES, TO_END, BY_SCORES, BY_KEYS, BETAS = 0, 2, 4, 6, 10, 14
-TABLE_ROWS = 15
+FROM, STATES, TO_END, BY_SCORES, BY_KEYS, BETAS, INSIDE = 0, 2, 4, 6, 10, 14, 15
+TABLE_ROWS = 17
 
 
 @plgpu.inline_mgpu()
@@ -91,11 +91,11 @@ def finish(scratch, table, decays, d_decays, d_betas, limit, pitch: int) -> None
 
         beta = p.load_shared(p.add(scratch, at), 2, inverse.BETA, "f32")
         keys, scores = by_warp(BY_KEYS), by_warp(BY_SCORES)
+        rows = [entries(row) for row in (FROM, FROM + 1, INSIDE, INSIDE + 1)]
+        rows = [arith.addf(arith.addf(a, b), arith.addf(c, d)) for a, b, c, d in zip(*rows, strict=True)]
         moved = [
-            arith.addf(arith.subf(a, b), p.fma(c, k, d))
-            for a, b, c, k, d in zip(
-                entries(FROM), scores, beta, keys, entries(FROM + 1), strict=True
-            )
+            arith.addf(arith.subf(a, b), arith.mulf(c, k))
+            for a, b, c, k in zip(rows, scores, beta, keys, strict=True)
         ]
         parts = [entries(row) for row in (STATES, STATES + 1, TO_END, TO_END + 1)]
         parts = [arith.addf(*pair) for pair in parts]
