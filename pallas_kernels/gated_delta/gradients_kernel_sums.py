@@ -92,7 +92,9 @@ def finish(scratch, table, decays, d_decays, d_betas, limit, pitch: int) -> None
         beta = p.load_shared(p.add(scratch, at), 2, inverse.BETA, "f32")
         keys, scores = by_warp(BY_KEYS), by_warp(BY_SCORES)
         rows = [entries(row) for row in (FROM, FROM + 1, INSIDE, INSIDE + 1)]
-        rows = [arith.addf(arith.addf(a, b), arith.addf(c, d)) for a, b, c, d in zip(*rows, strict=True)]
+        rows = [
+            arith.addf(arith.addf(a, b), arith.addf(c, d)) for a, b, c, d in zip(*rows, strict=True)
+        ]
         moved = [
             arith.addf(arith.subf(a, b), arith.mulf(c, k))
             for a, b, c, k in zip(rows, scores, beta, keys, strict=True)

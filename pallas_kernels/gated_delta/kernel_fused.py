@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
@@ -90,6 +91,37 @@ def _inverse_call(ctx, vectors_ref, scratch_ref, tiles_ref, kk):
     return array(inverse.scaled_rows(x, rows.by_row(vectors, inverse.BETA)))
 
 
+@plgpu.inline_mgpu(
+    arg_types=(_WGMMA,),
+    return_type=(plgpu.ShapeDtypeStruct(_SQUARE, jnp.bfloat16, layout=_WGMMA),) * 2,
+)
+def _halves(ctx, x):
+    """x rounded to bf16, and in a second one the bits that, with it, give x again."""
+    del ctx
+    words = []
+    for both in pairs(x):
+        for pair in both:
+            bits = [p.add(p.bits(y), 1 << 15) for y in pair]
+            words.append([p.permute(*bits, selector) for selector in (0x7632, 0x5410)])
+    return tuple(bf16_array(list(part)) for part in zip(*words, strict=True))
+
+
+@plgpu.inline_mgpu(
+    arg_types=(_WGMMA, _WGMMA),
+    return_type=plgpu.ShapeDtypeStruct(_SQUARE, jnp.float32, layout=_WGMMA),
+)
+def _whole(ctx, high, low):
+    del ctx
+    out = []
+    words = [
+        [mgpu.utils.bitcast(y, p.i32()) for y in x.registers.reshape(-1)] for x in (low, high)
+    ]
+    for low_word, high_word in zip(*words, strict=True):
+        both = (p.permute(low_word, high_word, selector) for selector in (0x5410, 0x7632))
+        out.append([p.from_bits(p.add(bits, -(1 << 15))) for bits in both])
+    return array([out[i : i + 2] for i in range(0, len(out), 2)])
+
+
 def _scores_call(scale: float, half: int):
     """To the tiles: P's columns of the ``half``, high and low, from those of q k^T."""
 
@@ -123,7 +155,10 @@ def _rest_call(ragged: bool):
                 if not half:
                     e = p.load_shared(decays, 2, inverse.FROM_START + 32 * at, "f32")
                 values = p.widen(word), p.widen_high(word)
-                rest = [p.fma(arith.negf(x), y, z) for x, y, z in zip(seen[at][half], e, values, strict=True)]
+                rest = [
+                    p.fma(arith.negf(x), y, z)
+                    for x, y, z in zip(seen[at][half], e, values, strict=True)
+                ]
                 if ragged:
                     token = p.add(p.shift_left(place.c, 1), 8 * at)
                     there = [p.below(p.add(token, i), limit.registers.flat[0]) for i in range(2)]
@@ -276,7 +311,7 @@ def _body(q, k, g, beta, v, *rest, length: int, scale: float, group: int, parts:
         else:
             zero = plgpu.layout_cast(jnp.zeros((64, PART), jnp.float32), _WGMMA)
             state = (zero,) * parts
-        state = tuple(high_low(x) for x in state)
+        state = tuple(_halves(x) for x in state)
         plgpu.barrier_wait(begun)
         pl.when(steps > 0)(lambda: score(w, 0))
 
@@ -325,14 +360,13 @@ def _body(q, k, g, beta, v, *rest, length: int, scale: float, group: int, parts:
                     plgpu.wgmma(acc, rest, kt_sm.at[place, part])
 
             whole = vectors[slot, inverse.FROM_START // 256, CHUNK - 1]
-            starts = [(x.astype(jnp.float32) + y.astype(jnp.float32)) * whole for x, y in state]
+            starts = [_whole(*x) * whole for x in state]
             state = pl.run_state(update)([plgpu.ACC.init(x) for x in starts])
-            return tuple(high_low(x) for x in state)
+            return tuple(_halves(x) for x in state)
 
         state = lax.fori_loop(0, steps, step, state)
         for part, at in enumerate(channels):
-            high, low = (x.astype(jnp.float32) for x in state[part])
-            write_state(dv)(final.at[b, head, at, columns], high + low)
+            write_state(dv)(final.at[b, head, at, columns], _whole(*state[part]))
         plgpu.wait_smem_to_gmem(0)
         if ragged:
             # Rows that end early: the outputs of the chunks beyond are zeros.
