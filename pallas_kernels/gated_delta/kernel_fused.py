@@ -77,24 +77,25 @@ def _vectors_call(scale: float):
     return call
 
 
+_PARTS = (plgpu.ShapeDtypeStruct(_SQUARE, jnp.bfloat16, layout=_WGMMA),) * 2
+
+
 @plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(ROWS), _WGMMA),
-    return_type=plgpu.ShapeDtypeStruct(_SQUARE, jnp.float32, layout=_WGMMA),
+    arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(ROWS), _WGMMA), return_type=_PARTS
 )
-def _inverse_call(ctx, vectors_ref, scratch_ref, tiles_ref, kk):
-    """k k^T -> X^T."""
+def _inverse_call(ctx, vectors, scratch, tiles_ref, kk):
+    """k k^T -> ((I + A)^-1)^T."""
     del ctx
-    vectors, scratch = p.shared_address(vectors_ref), p.shared_address(scratch_ref)
     rows = inverse.Rows()
-    a = inverse.below_diagonal(rows, vectors, pairs(kk))
-    x = inverse.inverse_transposed(rows, p.shared_address(tiles_ref), scratch, a)
-    return array(inverse.scaled_rows(x, rows.by_row(vectors, inverse.BETA)))
+    a = inverse.below_diagonal(rows, p.shared_address(vectors), pairs(kk))
+    parts = inverse.inverse_parts(
+        rows, p.shared_address(tiles_ref), p.shared_address(scratch), a
+    )
+    words = [both for tile in parts for both in tile]
+    return tuple(bf16_array(list(part)) for part in zip(*words, strict=True))
 
 
-@plgpu.inline_mgpu(
-    arg_types=(_WGMMA,),
-    return_type=(plgpu.ShapeDtypeStruct(_SQUARE, jnp.bfloat16, layout=_WGMMA),) * 2,
-)
+@plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=_PARTS)
 def _halves(ctx, x):
     """x rounded to bf16, and in a second one the bits that, with it, give x again."""
     del ctx
@@ -176,7 +177,7 @@ def _write_transposed(ctx, tile, x):
     matrices = ChannelLane().column_matrices(p.shared_address(tile))
     words = [p.pack(*pair) for both in pairs(x) for pair in both]
     for block in range(4):
-        p.store_matrices_transposed(matrices, words[4 * block : 4 * block + 4], 2048 * block)
+        p.store_matrices(matrices, words[4 * block : 4 * block + 4], 2048 * block, True)
 
 
 def _body(q, k, g, beta, v, *rest, length: int, scale: float, group: int, parts: int,
@@ -194,6 +195,7 @@ def _body(q, k, g, beta, v, *rest, length: int, scale: float, group: int, parts:
     wg = lax.axis_index("warpgroup")
     end = jnp.minimum(lengths[b], length) if ragged else length
     steps = (end + (CHUNK - 1)) // CHUNK if ragged else n_chunks
+    begin = jnp.minimum(0, steps)  # not static: a row may be shorter than a chunk
     tokens_of = lambda c: pl.ds(c * CHUNK, CHUNK)  # noqa: E731
 
     def gates(c):
@@ -202,7 +204,7 @@ def _body(q, k, g, beta, v, *rest, length: int, scale: float, group: int, parts:
         return _gates_call(4 * g.shape[-1])(g.at[b, rows, head], beta.at[b, rows, head], limit)
 
     def prepare():
-        _vectors_call(scale)(vectors.at[0], gates(0))
+        _vectors_call(scale)(vectors.at[0], gates(begin))
         plgpu.commit_smem()  # the other warps read them too
         plgpu.barrier_arrive(begun)
 
@@ -229,30 +231,33 @@ def _body(q, k, g, beta, v, *rest, length: int, scale: float, group: int, parts:
 
             square = plgpu.ACC(_SQUARE, jnp.float32)
             kk = pl.run_scoped(products, square)
-            x = _inverse_call(vectors.at[slot], scratch, a_rows, kk)
-            to_end = plgpu.load(vectors.at[slot, inverse.TO_END // 256], layout=_WGMMA.reduce(0))
-            moved = high_low(x * lax.broadcast_in_dim(to_end, _SQUARE, [1]))
-
-            def sums(acc, part):
-                for left in moved:
-                    plgpu.wgmma(acc, left, k_sm.at[slot, part])
-                return acc[...]
-
-            keys = [
-                pl.run_scoped(functools.partial(sums, part=part), square).astype(q.dtype)
-                for part in range(parts)
-            ]
+            high, low = _inverse_call(vectors.at[slot], scratch, a_rows, kk)
             plgpu.barrier_wait(scored)  # P is there, and chunk c - 2 has passed
-            high, low = high_low(x)
+
+            def vector(at, axis):
+                place = vectors.at[slot, at // 256]
+                x = plgpu.load(place, layout=_WGMMA.reduce(1 - axis))
+                return lax.broadcast_in_dim(x, _SQUARE, [axis])
 
             def weigh(acc):
                 for left, n in ((high, 0), (high, 1), (low, 0)):
                     plgpu.wgmma(acc, left, p_sm.at[n].transpose((1, 0)))
-                return acc[...]
+                x = high.astype(jnp.float32) + low.astype(jnp.float32)
+                return acc[...], *high_low(x * vector(inverse.TO_END, 1))
 
-            m_sm[c % 2] = pl.run_scoped(weigh, square).astype(q.dtype)
+            weights, *moved = pl.run_scoped(weigh, square)
+            beta_rows = vector(inverse.BETA, 0)
+            m_sm[c % 2] = (weights * beta_rows).astype(q.dtype)
+
+            def sums(*accs):
+                for part, acc in enumerate(accs):
+                    for left in moved:
+                        plgpu.wgmma(acc, left, k_sm.at[slot, part])
+                return [acc[...] for acc in accs]
+
+            keys = pl.run_scoped(sums, *[square] * parts)
             for part in range(parts):
-                kt_sm[c % 2, part] = keys[part]
+                kt_sm[c % 2, part] = (keys[part] * beta_rows).astype(q.dtype)
             _vectors_call(scale)(vectors.at[(c + 1) % SLOTS], ahead)
             plgpu.commit_smem()
             plgpu.barrier_arrive(prepared)
@@ -302,8 +307,8 @@ def _body(q, k, g, beta, v, *rest, length: int, scale: float, group: int, parts:
 
         @pl.when(w == 0)
         def _():
-            lax.fori_loop(0, jnp.minimum(2, steps), lambda c, _: load_tokens(c), None)
-            pl.when(steps > 0)(lambda: load_values(0))
+            lax.fori_loop(begin, jnp.minimum(2, steps), lambda c, _: load_tokens(c), None)
+            pl.when(steps > 0)(lambda: load_values(begin))
 
         if initial:
             place = start.at[b, head]
@@ -313,7 +318,7 @@ def _body(q, k, g, beta, v, *rest, length: int, scale: float, group: int, parts:
             state = (zero,) * parts
         state = tuple(_halves(x) for x in state)
         plgpu.barrier_wait(begun)
-        pl.when(steps > 0)(lambda: score(w, 0))
+        pl.when(steps > 0)(lambda: score(w, begin))
 
         def step(c, state):
             slot, place = c % SLOTS, c % 2

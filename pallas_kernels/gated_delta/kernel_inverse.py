@@ -127,12 +127,10 @@ class Rows(Place):
 
     def store_tile(self, base, x, first: int = 0) -> None:
         """bf16 pairs ``x[tile][half]`` to a swizzled [64, 64] tile, from its 8 columns ``first``
-        on."""
-        for tile, words in enumerate(x):
-            chunk = arith.xori(p.ci(first + tile), self.g)
-            at = self.pair(base, self.first, chunk)
-            for half in range(2):
-                p.store_shared(at, [words[half]], 1024 * half)
+        (it is even) on."""
+        addresses = self.row_matrices(p.add(base, p.shift_left(self.warp, 11)))
+        for n in range(0, len(x), 2):
+            p.store_matrices(addresses[(first + n) // 2], [*x[n], *x[n + 1]])
 
 
 def split(pair):
@@ -242,7 +240,7 @@ def coefficients(rows: Rows, scratch, kk, qk, scale: float):
 
 
 def _decayed(rows: Rows, vectors, x, factors, first: int, diagonal: bool):
-    """``x[tile][half]``, from the 8 columns ``first`` on, times a factor a row and the decay between
+    """``x[tile][half]``, columns from 8 * ``first`` on, times a factor a row and the decay between
     the tokens, below the diagonal or with it; else 0."""
     log_row = rows.by_row(vectors, LOG)
     log_column = rows.by_column(vectors, LOG, range(first, first + len(x)))
@@ -254,11 +252,11 @@ def _decayed(rows: Rows, vectors, x, factors, first: int, diagonal: bool):
         for half in range(2):
             pair = []
             for e in range(2):
-                between = arith.subf(log_row[half], log_column[tile][e])
-                decay = p.exp2(p.minimum(between, p.cf(0.0)))
+                # Above the diagonal this may be inf, and is not used.
+                decay = p.exp2(arith.subf(log_row[half], log_column[tile][e]))
                 value = arith.mulf(arith.mulf(values[half][e], factors[half]), decay)
                 column = 8 * (first + tile) + e - 8 * half
-                outside = p.less(place, column + (not diagonal))
+                outside = p.below(place, p.ci(column + (not diagonal)))
                 pair.append(arith.select(outside, p.cf(0.0), value))
             out[tile].append(pair)
     return out
@@ -322,8 +320,15 @@ def _left(acc):
 
 
 def inverse_transposed(rows: Rows, tiles, scratch, a):
-    """((I + A)^-1)^T as ``x[tile][half]``, for A below the diagonal, of which the diagonal and what
-    is above are zeros.
+    """``inverse_parts``'s sum, pairs of floats."""
+    return [
+        [joined(*words) for words in tile] for tile in inverse_parts(rows, tiles, scratch, a)
+    ]
+
+
+def inverse_parts(rows: Rows, tiles, scratch, a):
+    """((I + A)^-1)^T as ``x[tile][half]``, words of high and of low parts, for A below the diagonal,
+    of which the diagonal and what is above are zeros.
 
     tiles: two swizzled [64, 64] bf16 tiles of shared memory, which end up as A's two parts.
     """
@@ -367,6 +372,5 @@ def inverse_transposed(rows: Rows, tiles, scratch, a):
         ]
         left.append(words)
         for tile in range(2):
-            out.append([joined(words[0][2 * tile + half], words[1][2 * tile + half])
-                        for half in range(2)])  # fmt: skip
+            out.append([[part[2 * tile + half] for part in words] for half in range(2)])
     return out
