@@ -60,7 +60,7 @@ def _gates_call(pitch: int):
     def call(ctx, decays, betas, limit):
         del ctx
         gates = inverse.load_gates(
-            p.address(decays), p.address(betas), limit.registers.flat[0], pitch
+            p.address(decays), p.address(betas), limit.registers.flat[0], pitch, ""
         )
         return bundle([x for pair in gates for x in pair])
 
@@ -68,11 +68,11 @@ def _gates_call(pitch: int):
 
 
 def _vectors_call(scale: float):
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), bundle_layout(_GATES)))
-    def call(ctx, vectors, gates):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), bundle_layout(_GATES), _LIMIT))
+    def call(ctx, vectors, gates, limit):
         del ctx
-        to = p.shared_address(vectors)
-        inverse.store_vectors(to, *unbundle(gates, 2, 2), scale)
+        to, limit = p.shared_address(vectors), limit.registers.flat[0]
+        inverse.store_vectors(to, unbundle(gates, 2, 2), limit, scale)
 
     return call
 
@@ -198,19 +198,22 @@ def _body(q, k, g, beta, v, *rest, length: int, scale: float, group: int, parts:
     begin = jnp.minimum(0, steps)  # not static: a row may be shorter than a chunk
     tokens_of = lambda c: pl.ds(c * CHUNK, CHUNK)  # noqa: E731
 
+    def limit_of(c):
+        return jnp.full((128,), end - c * CHUNK, jnp.int32)
+
     def gates(c):
-        limit = jnp.full((128,), end - c * CHUNK, jnp.int32)
-        rows = tokens_of(c)
-        return _gates_call(4 * g.shape[-1])(g.at[b, rows, head], beta.at[b, rows, head], limit)
+        at = b, tokens_of(c), head
+        return _gates_call(4 * g.shape[-1])(g.at[*at], beta.at[*at], limit_of(c))
 
     def prepare():
-        _vectors_call(scale)(vectors.at[0], gates(begin))
+        _vectors_call(scale)(vectors.at[0], gates(begin), limit_of(begin))
         plgpu.commit_smem()  # the other warps read them too
         plgpu.barrier_arrive(begun)
 
         def step(c, _):
             slot = c % SLOTS
-            ahead = gates(jnp.minimum(c + 1, steps - 1))
+            after = jnp.minimum(c + 1, steps - 1)
+            ahead = gates(after)
             plgpu.barrier_wait(full.at[slot])
             if ragged:
 
@@ -258,7 +261,7 @@ def _body(q, k, g, beta, v, *rest, length: int, scale: float, group: int, parts:
             keys = pl.run_scoped(sums, *[square] * parts)
             for part in range(parts):
                 kt_sm[c % 2, part] = (keys[part] * beta_rows).astype(q.dtype)
-            _vectors_call(scale)(vectors.at[(c + 1) % SLOTS], ahead)
+            _vectors_call(scale)(vectors.at[(c + 1) % SLOTS], ahead, limit_of(after))
             plgpu.commit_smem()
             plgpu.barrier_arrive(prepared)
 
@@ -348,8 +351,7 @@ def _body(q, k, g, beta, v, *rest, length: int, scale: float, group: int, parts:
             square = plgpu.ACC((64, CHUNK), jnp.float32)
             seen, asked = pl.run_scoped(read, square, square)
             plgpu.barrier_wait(given.at[place])
-            limit = jnp.full((128,), end - c * CHUNK, jnp.int32)
-            rest = _rest_call(ragged)(vectors.at[slot], v_rows.at[place, w], seen, limit)
+            rest = _rest_call(ragged)(vectors.at[slot], v_rows.at[place, w], seen, limit_of(c))
 
             def weigh(acc):
                 plgpu.wgmma(acc, rest, m_sm.at[place])

@@ -38,24 +38,33 @@ _A_BLOCKS = 768
 _X_BLOCKS = _A_BLOCKS + 4 * _DIAGONAL
 
 
-def load_gates(decays, betas, limit, pitch):
-    """Of a lane's two tokens log_decay, in base 2 and at least ``LOWEST``, and beta.
+def load_gates(decays, betas, limit, pitch, cache: str = ".nc"):
+    """A lane's two tokens' log_decay and beta.
 
     decays, betas: addresses of the first token's float, the next is ``pitch`` bytes on.
-    limit: how many tokens there are; those past them decay nothing and have beta = 0.
+    limit: how many tokens there are; for those past them it reads the first.
+    cache: ".nc", or "": read where this stands, and not where it is used.
     """
     lane = p.masked(p.register("tid.x"), 31)
-    x, beta = [], []
+    out = [], []
     for e in range(2):
         token = p.add(p.shift_left(lane, 1), e)
-        inside = p.below(token, limit)
-        safe = arith.select(inside, token, p.ci(0))
-        (g,) = p.load_global(p.offset(decays, safe, pitch), 1, 0, "f32")
-        (b,) = p.load_global(p.offset(betas, safe, pitch), 1, 0, "f32")
+        safe = arith.select(p.below(token, limit), token, p.ci(0))
+        for values, base in zip(out, (decays, betas), strict=True):
+            values += p.load_global(p.offset(base, safe, pitch), 1, 0, "f32", cache)
+    return out
+
+
+def _inside(lane, limit, decays, betas):
+    """log_decay in base 2, at least ``LOWEST``, and beta; tokens past ``limit`` decay nothing and
+    have beta = 0."""
+    zero, out = p.cf(0.0), ([], [])
+    for e, (g, beta) in enumerate(zip(decays, betas, strict=True)):
+        there = p.below(p.add(p.shift_left(lane, 1), e), limit)
         g = p.maximum(arith.mulf(g, p.cf(LOG2E)), p.cf(LOWEST))
-        x.append(arith.select(inside, g, p.cf(0.0)))
-        beta.append(arith.select(inside, b, p.cf(0.0)))
-    return x, beta
+        out[0].append(arith.select(there, g, zero))
+        out[1].append(arith.select(there, beta, zero))
+    return out
 
 
 def _sums(lane, scratch, x, beta):
@@ -76,12 +85,13 @@ def _sums(lane, scratch, x, beta):
     return at, [p.exp2(y) for y in log]
 
 
-def store_vectors(vectors, x, beta, scale) -> None:
+def store_vectors(vectors, gates, limit, scale) -> None:
     """By the first warp: a chunk's five vectors of floats from ``load_gates``'s."""
     thread = p.masked(p.register("tid.x"), 127)
 
     def work():
-        at, decay = _sums(p.masked(thread, 31), vectors, x, beta)
+        lane = p.masked(thread, 31)
+        at, decay = _sums(lane, vectors, *_inside(lane, limit, *gates))
         p.store_shared(at, decay, FROM_START)
         p.store_shared(at, [arith.mulf(y, p.cf(scale)) for y in decay], SCALED)
 
@@ -97,8 +107,8 @@ def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
 
     def work():
         lane = p.masked(thread, 31)
-        x, beta = load_gates(decays, betas, limit, pitch)
-        _, decay = _sums(lane, scratch, x, beta)
+        gates = load_gates(decays, betas, limit, pitch)
+        _, decay = _sums(lane, scratch, *_inside(lane, limit, *gates))
         if out is None:
             return
         to = p.offset(out, lane, 8)
@@ -349,16 +359,13 @@ def inverse_parts(rows: Rows, tiles, scratch, a):
     own = [p.load_matrices(own, at=_BLOCK * n) for n in range(2)]
     everywhere = _matrices(rows, p.add(scratch, _X_BLOCKS))
     addresses = rows.row_matrices(tiles)
-    left, out = [], []
+    # As soon as a block is known it is multiplied into the sums of all below it, which wait for
+    # nothing else.
+    out = []
+    sums = [[zero, zero] for _ in range(4)]
     for i in range(4):
         here = p.equal(rows.warp, i)
-        acc = [zero, zero]
-        for m in range(i):
-            right = []
-            for n in range(2):
-                w = p.load_matrices(addresses[m], at=2048 * i + TILE * n)
-                right.append([[w[0], w[2]], [w[1], w[3]]])
-            acc = _product(acc, left[m], right)
+        acc = sums[i]
         if i:
             right = []
             for n in range(2):
@@ -370,7 +377,12 @@ def inverse_parts(rows: Rows, tiles, scratch, a):
             [arith.select(here, x, y) for x, y in zip(*both, strict=True)]
             for both in zip(own, _left(acc), strict=True)
         ]
-        left.append(words)
+        for m in range(i + 1, 4):
+            right = []
+            for n in range(2):
+                w = p.load_matrices(addresses[i], at=2048 * m + TILE * n)
+                right.append([[w[0], w[2]], [w[1], w[3]]])
+            sums[m] = _product(sums[m], words, right)
         for tile in range(2):
             out.append([[part[2 * tile + half] for part in words] for half in range(2)])
     return out
