@@ -83,7 +83,7 @@ def _read(ref):
 
 def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays, d_q, d_k,
           d_g, d_beta, q_union, k_union, o_union, dr_union, r_union, low_union, end_union, ends_sm,
-          s_union, t_sm, decay_sm, scratch, table, ready, *, length: int, scale: float,
+          s_union, t_sm, decay_sm, scratch, table, *ready, length: int, scale: float,
           group: int):  # fmt: skip
     (q_rows, q_sm), (k_rows, k_sm), (o_rows, o_sm) = q_union, k_union, o_union
     (dr_rows, dr_sm), (r_rows, r_sm), (low_rows, r_low) = dr_union, r_union, low_union
@@ -95,30 +95,35 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
     limit = jnp.full((128,), length - c * CHUNK, jnp.int32)
     halves = [pl.ds(PART * n, PART) for n in range(2)]
 
+    own = pl.ds(PART * wg, PART)
+    # Each warpgroup copies a half of everything, and first what is first used.
+    for n, x, to in ((0, k, k_rows), (0, v, r_rows), (1, d_out, o_rows), (1, d_rest, dr_rows)):
+        at = head // group if x is k else head
+        plgpu.copy_gmem_to_smem(x.at[b, rows, at, own], to.at[wg], ready[n])
+        if x is v:
+            for m in range(2):
+                plgpu.copy_gmem_to_smem(
+                    states.at[b, head, c, halves[m], own], s_sm.at[m, wg], ready[0]
+                )
+    for part in range(2):
+        for m in range(2):
+            plgpu.copy_gmem_to_smem(
+                ends.at[b, head, c, part, halves[m], own], e_sm[part][m].at[wg], ready[1]
+            )
+    plgpu.copy_gmem_to_smem(q.at[b, rows, head // group, own], q_rows.at[wg], ready[2])
+    plgpu.copy_gmem_to_smem(inverses.at[b, head, wg, rows], t_sm.at[wg], ready[2])
+
     @pl.when(wg == 0)
     def _():
-        def copy(source, to):
-            plgpu.copy_gmem_to_smem(source, to, ready)
+        plgpu.copy_gmem_to_smem(decays.at[b, head, c], decay_sm, ready[0])
 
-        for n, at in enumerate(halves):
-            copy(q.at[b, rows, head // group, at], q_rows.at[n])
-            copy(k.at[b, rows, head // group, at], k_rows.at[n])
-            for x, to in ((v, r_rows), (d_out, o_rows), (d_rest, dr_rows)):
-                copy(x.at[b, rows, head, at], to.at[n])
-            copy(inverses.at[b, head, n, rows], t_sm.at[n])
-            for m in range(2):
-                copy(states.at[b, head, c, at, halves[m]], s_sm.at[n, m])
-                for part in range(2):
-                    copy(ends.at[b, head, c, part, at, halves[m]], e_sm[part][n].at[m])
-        copy(decays.at[b, head, c], decay_sm)
-
-    vectors_call(scale, 4 * g.shape[-1], False)(
-        scratch, g.at[b, rows, head], beta.at[b, rows, head], g.at[b, rows, head], limit
-    )
     codes = [
         plgpu.load(remainders.at[b, head, c, n, wg], layout=remainder.LAYOUT) for n in range(2)
     ]
-    plgpu.barrier_wait(ready)
+    vectors_call(scale, 4 * g.shape[-1], False)(
+        scratch, g.at[b, rows, head], beta.at[b, rows, head], g.at[b, rows, head], limit
+    )
+    plgpu.barrier_wait(ready[0])
 
     def vector(at, axis):
         """Over rows (axis 0) or columns (1)."""
@@ -133,11 +138,11 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
     (seen,) = _products(1, *[(0, k_sm.at[n], _transposed(s_sm.at[wg, n])) for n in range(2)])
     r_sm[wg], r_low[wg] = high_low(_read(r_sm.at[wg]) - seen * from_start(0))
     plgpu.commit_smem()
+    plgpu.barrier_wait(ready[1])
     sums.block_barrier()
 
     # What both warpgroups do stands once, for the one that runs it: written out for each, the
     # instructions are more than their cache holds.
-    own = pl.ds(PART * wg, PART)
     through = []
     for n in range(2):
         state = plgpu.load(s_sm.at[n, wg], layout=_WGMMA)
@@ -154,6 +159,8 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
     sums.block_barrier()  # 1: states, ends and dR are read
     end_sm[wg] = (d_keys * vector(inverse.BETA, 0)).astype(jnp.bfloat16)
     (d_x,) = _products(1, *[(0, x, _transposed(k_sm.at[wg])) for x in high_low(d_keys)])
+
+    plgpu.barrier_wait(ready[2])
 
     @pl.when(wg == 0)
     def from_outputs():
@@ -228,9 +235,8 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
     @pl.when(wg == 0)
     def _():
         sums.finish_call(4 * g.shape[-1])(
-            scratch, table, g.at[b, rows, head], d_g.at[b, rows, head], d_beta.at[b, rows, head],
-            limit,
-        )  # fmt: skip
+            scratch, table, d_g.at[b, rows, head], d_beta.at[b, rows, head], limit
+        )
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -263,8 +269,10 @@ def chunk_gradients(
             ),
             tiles(2, CHUNK, CHUNK),
             plgpu.SMEM((2, CHUNK), jnp.float32),
-            3 * CHUNK,
+            4 * CHUNK,
             plgpu.SMEM((sums.TABLE_ROWS, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=2 * 12 + 1),
+            plgpu.Barrier(num_arrivals=9),
+            plgpu.Barrier(num_arrivals=12),
+            plgpu.Barrier(num_arrivals=4),
         ],
     )

@@ -88,9 +88,7 @@ def _inverse_call(ctx, vectors, scratch, tiles_ref, kk):
     del ctx
     rows = inverse.Rows()
     a = inverse.below_diagonal(rows, p.shared_address(vectors), pairs(kk))
-    parts = inverse.inverse_parts(
-        rows, p.shared_address(tiles_ref), p.shared_address(scratch), a
-    )
+    parts = inverse.inverse_parts(rows, p.shared_address(tiles_ref), p.shared_address(scratch), a)
     words = [both for tile in parts for both in tile]
     return tuple(bf16_array(list(part)) for part in zip(*words, strict=True))
 
@@ -114,9 +112,7 @@ def _halves(ctx, x):
 def _whole(ctx, high, low):
     del ctx
     out = []
-    words = [
-        [mgpu.utils.bitcast(y, p.i32()) for y in x.registers.reshape(-1)] for x in (low, high)
-    ]
+    words = [[mgpu.utils.bitcast(y, p.i32()) for y in x.registers.reshape(-1)] for x in (low, high)]
     for low_word, high_word in zip(*words, strict=True):
         both = (p.permute(low_word, high_word, selector) for selector in (0x5410, 0x7632))
         out.append([p.from_bits(p.add(bits, -(1 << 15))) for bits in both])

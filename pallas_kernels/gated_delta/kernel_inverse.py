@@ -33,6 +33,7 @@ WORDS = 3 * 64 + (4 * 2 * _BLOCK + 4 * _DIAGONAL) // 4  # of scratch: vectors, b
 # Scratch, in bytes: the chunk's three vectors of 64 floats, the diagonal blocks of A in float32,
 # the inverses' transposes as bf16, high and low.
 LOG, BETA, TO_END = 0, 256, 512
+DECAY = 768
 FROM_START, SCALED = 768, 1024  # and, of ``store_vectors``: exp(G), and that times the scale
 _A_BLOCKS = 768
 _X_BLOCKS = _A_BLOCKS + 4 * _DIAGONAL
@@ -101,15 +102,17 @@ def store_vectors(vectors, gates, limit, scale) -> None:
 def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
     """By the first warp, of its chunk's tokens: sums of log_decay, beta, decay to the chunk's end
     (see ``LOG``, ``BETA``, ``TO_END``); and to ``out``, if it is there, the decay from the chunk's
-    start, as it is and times ``scale``.  The rest as in ``load_gates``.
+    start, as it is and times ``scale``; if not, log_decay itself is a fourth vector.  The rest as in
+    ``load_gates``.
     """
     thread = p.masked(p.register("tid.x"), 127)
 
     def work():
         lane = p.masked(thread, 31)
         gates = load_gates(decays, betas, limit, pitch)
-        _, decay = _sums(lane, scratch, *_inside(lane, limit, *gates))
+        at, decay = _sums(lane, scratch, *_inside(lane, limit, *gates))
         if out is None:
+            p.store_shared(at, gates[0], DECAY)
             return
         to = p.offset(out, lane, 8)
         p.store_global(to, decay)
@@ -331,9 +334,7 @@ def _left(acc):
 
 def inverse_transposed(rows: Rows, tiles, scratch, a):
     """``inverse_parts``'s sum, pairs of floats."""
-    return [
-        [joined(*words) for words in tile] for tile in inverse_parts(rows, tiles, scratch, a)
-    ]
+    return [[joined(*words) for words in tile] for tile in inverse_parts(rows, tiles, scratch, a)]
 
 
 def inverse_parts(rows: Rows, tiles, scratch, a):
