@@ -25,7 +25,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
-from pallas_kernels.gated_delta.kernel_chunks import PART, array, bf16_array, high_low, pairs
+from pallas_kernels.gated_delta.kernel_chunks import (
+    PART,
+    PARTS,
+    array,
+    bf16_array,
+    high_low,
+    pairs,
+    parts_array,
+)
 from pallas_kernels.gated_delta.kernel_scan import (
     by_token,
     tiles,
@@ -77,11 +85,8 @@ def _vectors_call(scale: float):
     return call
 
 
-_PARTS = (plgpu.ShapeDtypeStruct(_SQUARE, jnp.bfloat16, layout=_WGMMA),) * 2
-
-
 @plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(ROWS), _WGMMA), return_type=_PARTS
+    arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(ROWS), _WGMMA), return_type=PARTS
 )
 def _inverse_call(ctx, vectors, scratch, tiles_ref, kk):
     """k k^T -> ((I + A)^-1)^T."""
@@ -89,11 +94,10 @@ def _inverse_call(ctx, vectors, scratch, tiles_ref, kk):
     rows = inverse.Rows()
     a = inverse.below_diagonal(rows, p.shared_address(vectors), pairs(kk))
     parts = inverse.inverse_parts(rows, p.shared_address(tiles_ref), p.shared_address(scratch), a)
-    words = [both for tile in parts for both in tile]
-    return tuple(bf16_array(list(part)) for part in zip(*words, strict=True))
+    return parts_array(parts)
 
 
-@plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=_PARTS)
+@plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=PARTS)
 def _halves(ctx, x):
     """x rounded to bf16, and in a second one the bits that, with it, give x again."""
     del ctx

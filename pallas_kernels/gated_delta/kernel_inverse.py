@@ -27,16 +27,14 @@ LOWEST = -128.0  # exp2 of it is 0 in float32
 _PITCH = 48  # bytes of a row of 16 bf16, so that eight rows lie in all banks
 _BLOCK = 16 * _PITCH
 _ROW = 80  # bytes of a row of 16 f32 in a diagonal block
-_DIAGONAL = 16 * _ROW
-WORDS = 3 * 64 + (4 * 2 * _BLOCK + 4 * _DIAGONAL) // 4  # of scratch: vectors, blocks
+WORDS = 3 * 64 + 4 * 2 * _BLOCK // 4  # of scratch: vectors, blocks
 
-# Scratch, in bytes: the chunk's three vectors of 64 floats, the diagonal blocks of A in float32,
-# the inverses' transposes as bf16, high and low.
+# Scratch, in bytes: the chunk's three vectors of 64 floats, the diagonal blocks of A in float32, and
+# in their places their inverses' transposes as bf16, high and low.
 LOG, BETA, TO_END = 0, 256, 512
 DECAY = 768
 FROM_START, SCALED = 768, 1024  # and, of ``store_vectors``: exp(G), and that times the scale
-_A_BLOCKS = 768
-_X_BLOCKS = _A_BLOCKS + 4 * _DIAGONAL
+_BLOCKS = 768
 
 
 def load_gates(decays, betas, limit, pitch, cache: str = ".nc"):
@@ -102,8 +100,8 @@ def store_vectors(vectors, gates, limit, scale) -> None:
 def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
     """By the first warp, of its chunk's tokens: sums of log_decay, beta, decay to the chunk's end
     (see ``LOG``, ``BETA``, ``TO_END``); and to ``out``, if it is there, the decay from the chunk's
-    start, as it is and times ``scale``; if not, log_decay itself is a fourth vector.  The rest as in
-    ``load_gates``.
+    start, as it is and times ``scale``; if not, log_decay itself is a fourth vector (``DECAY``).
+    The rest as in ``load_gates``.
     """
     thread = p.masked(p.register("tid.x"), 127)
 
@@ -292,9 +290,9 @@ def _of_warp(rows: Rows, values):
     return arith.select(high, arith.select(low, values[3], values[2]), first)
 
 
-def _invert_diagonal(rows: Rows, block, to) -> None:
-    """The inverse of the warp's 16x16 block of I + A, transposed: a column of X a lane; lanes 0-15
-    store its high parts, 16-31 the low ones."""
+def _invert_diagonal(rows: Rows, block) -> None:
+    """In the place of the warp's 16x16 block of A the inverse of I + A, transposed: a column of X a
+    lane; lanes 0-15 store its high parts, 16-31 the low ones."""
     column = p.masked(rows.lane, 15)
     x = []
     for i in range(16):
@@ -306,7 +304,8 @@ def _invert_diagonal(rows: Rows, block, to) -> None:
         x.append(value)
     upper = p.less(rows.lane, 16)
     words = [arith.select(upper, *split(x[i : i + 2])) for i in range(0, 16, 2)]
-    at = p.add(to, arith.muli(column, p.ci(_PITCH)))
+    p.warp_barrier()  # all lanes have read A
+    at = p.add(block, arith.muli(column, p.ci(_PITCH)))
     at = p.add(at, arith.select(upper, p.ci(0), p.ci(_BLOCK)))
     for i in range(2):
         p.store_shared(at, words[4 * i : 4 * i + 4], 16 * i)
@@ -338,27 +337,26 @@ def inverse_transposed(rows: Rows, tiles, scratch, a):
 
 
 def inverse_parts(rows: Rows, tiles, scratch, a):
-    """((I + A)^-1)^T as ``x[tile][half]``, words of high and of low parts, for A below the diagonal,
-    of which the diagonal and what is above are zeros.
+    """((I + A)^-1)^T as ``x[tile][half]``, words of high and of low parts, for A below the
+    diagonal, of which the diagonal and what is above are zeros.
 
     tiles: two swizzled [64, 64] bf16 tiles of shared memory, which end up as A's two parts.
     """
     zero = [p.cf(0.0)] * 4
     store_split(rows, tiles, a)
-    block = p.add(scratch, p.mul(rows.warp, _DIAGONAL), _A_BLOCKS)
+    block = p.add(scratch, p.mul(rows.warp, 2 * _BLOCK), _BLOCKS)
     at = p.add(block, arith.muli(rows.g, p.ci(_ROW)), p.shift_left(rows.c, 3))
     for tile in range(2):
         for half in range(2):
             pair = [_of_warp(rows, [a[2 * w + tile][half][e] for w in range(4)]) for e in range(2)]
             p.store_shared(at, pair, 32 * tile + 8 * _ROW * half)
     p.warp_barrier()
-    mine = p.add(scratch, p.mul(rows.warp, 2 * _BLOCK), _X_BLOCKS)
-    _invert_diagonal(rows, block, mine)
+    _invert_diagonal(rows, block)
     p.warpgroup_barrier()
 
-    own = _matrices(rows, mine)
+    own = _matrices(rows, block)
     own = [p.load_matrices(own, at=_BLOCK * n) for n in range(2)]
-    everywhere = _matrices(rows, p.add(scratch, _X_BLOCKS))
+    everywhere = _matrices(rows, p.add(scratch, _BLOCKS))
     addresses = rows.row_matrices(tiles)
     # As soon as a block is known it is multiplied into the sums of all below it, which wait for
     # nothing else.

@@ -158,6 +158,14 @@ class Block:
         tiles = tiles.transpose(1, 0, 3, 2) if transposed else tiles.transpose(1, 0, 2, 3)
         return [np.ascontiguousarray(tile).reshape(-1).view(U32) for tile in tiles]
 
+    def store_matrices(self, base, words, at=0, transposed=False):
+        tiles = [np.ascontiguousarray(word).view(np.uint16).reshape(-1, 8, 8) for word in words]
+        tiles = np.stack(tiles, axis=1)
+        rows = (tiles.transpose(0, 1, 3, 2) if transposed else tiles).reshape(-1, 8)
+        self.memory[self.at(np.asarray(base, np.int64) + at, 16)] = (
+            np.ascontiguousarray(rows).view(np.uint8)
+        )
+
 
 def _halves(word, kind):
     return np.ascontiguousarray(word).view(np.uint16).view(_HALF[kind])
@@ -290,7 +298,8 @@ def _modules(block: Block):
         narrow=lambda x, kind: x.astype(_HALF[kind]).view(np.uint16).astype(U32),
         mma=block.mma, shuffle_xor=block.shuffle, shuffle_up=block.shuffle_up,
         shuffle_from=lambda x, lane: x[np.arange(block.n) & -32 | lane],
-        load_matrices=block.load_matrices, transpose_8x8=block.transpose,
+        load_matrices=block.load_matrices, store_matrices=block.store_matrices,
+        transpose_8x8=block.transpose,
         load_global=lambda base, n, at=0, kind="b32", cache=".nc": block.load(
             base, n, at, kind_of(kind)),
         store_global=lambda base, values, at=0: block.store(base, values, at),
