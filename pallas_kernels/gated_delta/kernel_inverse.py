@@ -29,8 +29,8 @@ _BLOCK = 16 * _PITCH
 _ROW = 80  # bytes of a row of 16 f32 in a diagonal block
 WORDS = 3 * 64 + 4 * 2 * _BLOCK // 4  # of scratch: vectors, blocks
 
-# Scratch, in bytes: the chunk's three vectors of 64 floats, the diagonal blocks of A in float32, and
-# in their places their inverses' transposes as bf16, high and low.
+# Scratch, in bytes: the chunk's three vectors of 64 floats, the diagonal blocks of A in float32,
+# and in their places their inverses' transposes as bf16, high and low.
 LOG, BETA, TO_END = 0, 256, 512
 DECAY = 768
 FROM_START, SCALED = 768, 1024  # and, of ``store_vectors``: exp(G), and that times the scale
