@@ -44,7 +44,7 @@ from pallas_kernels.gated_delta import remainder
 from pallas_kernels.gated_delta.kernel_chunks import PART, high_low, vectors_call
 from pallas_kernels.gated_delta.kernel_scan import tiles, tokens
 from pallas_kernels.gla.channels import CHUNK
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import in_place, launch
 
 CHANNELS = 128  # value channels of a head, and key channels
 _WGMMA = plgpu.Layout.WGMMA
@@ -56,13 +56,15 @@ def _transposed(ref):
     return ref.transpose((1, 0))
 
 
-def _products(n: int, *steps):
-    """n results [64, 64] of products begun at zero: steps are (which, left, right)."""
+def _products(n: int, *steps, meanwhile=None):
+    """n results [64, 64] of products begun at zero: steps are (which, left, right); and what
+    ``meanwhile`` computes while these run."""
 
     def run(*accs):
         for which, left, right in steps:
             plgpu.wgmma(accs[which], left, right)
-        return tuple(acc[...] for acc in accs)
+        other = () if meanwhile is None else (meanwhile(),)
+        return *(acc[...] for acc in accs), *other
 
     return pl.run_scoped(run, *[plgpu.ACC(_SQUARE, jnp.float32)] * n)
 
@@ -84,7 +86,7 @@ def _read(ref):
 def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays, d_q, d_k,
           d_g, d_beta, q_union, k_union, o_union, dr_union, r_union, low_union, end_union, ends_sm,
           s_union, t_sm, decay_sm, scratch, table, *ready, length: int, scale: float,
-          group: int):  # fmt: skip
+          group: int, added: bool):  # fmt: skip
     (q_rows, q_sm), (k_rows, k_sm), (o_rows, o_sm) = q_union, k_union, o_union
     (dr_rows, dr_sm), (r_rows, r_sm), (low_rows, r_low) = dr_union, r_union, low_union
     (end_rows, end_sm), (s_sm, partial_sm) = end_union, s_union
@@ -143,19 +145,23 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
 
     # What both warpgroups do stands once, for the one that runs it: written out for each, the
     # instructions are more than their cache holds.
-    through = []
-    for n in range(2):
-        state = plgpu.load(s_sm.at[n, wg], layout=_WGMMA)
-        state = remainder.joined(codes[n], state)
-        through.append(state * (_read(e_sm[0][n].at[wg]) + _read(e_sm[1][n].at[wg])))
-    sums.sum_rows(table.at[sums.STATES + wg], sum(through) * decay_sm[0, CHUNK - 1])
-    asked, seen, d_keys = _products(
+    def through_states():
+        through = []
+        for n in range(2):
+            state = plgpu.load(s_sm.at[n, wg], layout=_WGMMA)
+            state = remainder.joined(codes[n], state)
+            through.append(state * (_read(e_sm[0][n].at[wg]) + _read(e_sm[1][n].at[wg])))
+        return sum(through) * decay_sm[0, CHUNK - 1]
+
+    asked, seen, d_keys, through = _products(
         3,
         *[(0, o_sm.at[n], s_sm.at[n, wg]) for n in range(2)],
         *[(1, dr_sm.at[n], s_sm.at[n, wg]) for n in range(2)],
         *[(2, r.at[n], e_sm[part][n].at[wg]) for n in range(2)
           for r, part in ((r_sm, 0), (r_sm, 1), (r_low, 0))],
+        meanwhile=through_states,
     )  # fmt: skip
+    sums.sum_rows(table.at[sums.STATES + wg], through)
     sums.block_barrier()  # 1: states, ends and dR are read
     end_sm[wg] = (d_keys * vector(inverse.BETA, 0)).astype(jnp.bfloat16)
     (d_x,) = _products(1, *[(0, x, _transposed(k_sm.at[wg])) for x in high_low(d_keys)])
@@ -165,12 +171,12 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
     @pl.when(wg == 0)
     def from_outputs():
         partial_sm[...] = d_x
-        d_m, qk = _products(
+        d_m, qk, weight = _products(
             2,
             *[(0, o_sm.at[n], _transposed(r.at[n])) for n in range(2) for r in (r_sm, r_low)],
             *[(1, q_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)],
+            meanwhile=lambda: sums.decays_call(False)(scratch) * scale,
         )
-        weight = sums.decays_call(False)(scratch) * scale
         scores = qk * weight
         o_sm[0], o_sm[1] = d_m.astype(jnp.bfloat16), scores.astype(jnp.bfloat16)
         plgpu.commit_smem()
@@ -188,6 +194,11 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
 
     @pl.when(wg == 1)
     def from_state():
+        kk, decay = _products(
+            1,
+            *[(0, k_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)],
+            meanwhile=lambda: sums.decays_call(True)(scratch),
+        )
         plgpu.commit_smem()
         sums.block_barrier()  # 2
         d_all = (d_x + plgpu.load(partial_sm, layout=_WGMMA)) * vector(inverse.TO_END, 1)
@@ -198,10 +209,10 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
         (y,) = _products(1, (0, high, right[0]), (0, high, right[1]), (0, low, right[0]))
         dr_sm[0], dr_sm[1] = high_low(y)
         plgpu.commit_smem()
-        steps = [(0, right[m], dr_sm.at[n]) for m, n in ((0, 0), (0, 1), (1, 0))]
-        steps += [(1, k_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)]
-        d_a, kk = _products(2, *steps)
-        d_a = -d_a * sums.decays_call(True)(scratch)
+        (d_a,) = _products(
+            1, *[(0, right[m], dr_sm.at[n]) for m, n in ((0, 0), (0, 1), (1, 0))]
+        )
+        d_a = -d_a * decay
         r_sm[1] = (d_a * vector(inverse.BETA, 1)).astype(jnp.bfloat16)
         plgpu.commit_smem()
         sums.block_barrier()  # 3
@@ -228,8 +239,12 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
     plgpu.commit_smem()  # all warps have read what is there
     end_sm[wg] = x.astype(jnp.bfloat16)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(low_rows.at[wg], d_q.at[b, rows, head, own])
-    plgpu.copy_smem_to_gmem(end_rows.at[wg], d_k.at[b, rows, head, own])
+    for x, to in ((low_rows, d_q), (end_rows, d_k)):
+        if added:
+            to = to.at[b, rows, head // group, own]
+            plgpu.copy_smem_to_gmem(x.at[wg], to, reduction_op="add")
+        else:
+            plgpu.copy_smem_to_gmem(x.at[wg], to.at[b, rows, head, own])
     sums.block_barrier()
 
     @pl.when(wg == 0)
@@ -244,7 +259,8 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
 def chunk_gradients(
     q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays, scale: float
 ):
-    """(dq, dk [B, T, H, 128] of every value head, dlog_decay, dbeta [B, T, H]), for Dk = Dv = 128.
+    """(dq, dk, dlog_decay, dbeta [B, T, H]), for Dk = Dv = 128.  dq and dk of every value head, [B,
+    T, H, 128]; where two share a key head, whose sum depends on no order, [B, T, Hk, 128].
 
     inverses, decays: ``kernel_chunks.chunks``'s.  states, remainders: ``kernel_scan.scan``'s
     borders.  d_rest, ends: ``gradients_kernel_scan.reverse_scan``'s.
@@ -252,12 +268,15 @@ def chunk_gradients(
     b, t, h, dv = d_out.shape
     hk, dk = q.shape[2:]
     assert dk == dv == CHANNELS
-    body = functools.partial(_body, length=t, scale=scale, group=h // hk)
-    per_head, per_token = (b, t, h, dk), jax.ShapeDtypeStruct((b, t, h), jnp.float32)
-    return launch(
+    group = h // hk
+    added = group == 2
+    body = functools.partial(_body, length=t, scale=scale, group=group, added=added)
+    of_keys = jax.ShapeDtypeStruct((b, t, hk if added else h, dk), q.dtype)
+    of_tokens = jax.ShapeDtypeStruct((b, t, h), jnp.float32)
+    operands = q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays
+    run = functools.partial(
+        launch,
         body,
-        (q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays),
-        (*[jax.ShapeDtypeStruct(per_head, q.dtype)] * 2, per_token, per_token),
         name="gated_delta_gradients",
         grid={"head": h, "chunk": -(-t // CHUNK), "row": b},
         warpgroups=2,
@@ -276,3 +295,8 @@ def chunk_gradients(
             plgpu.Barrier(num_arrivals=4),
         ],
     )
+    if not added:
+        return run(operands, (of_keys, of_keys, of_tokens, of_tokens))
+    zeros = (jnp.zeros(of_keys.shape, of_keys.dtype),) * 2
+    decayed, summed = in_place(lambda refs: run((*operands, *refs), (of_tokens,) * 2), zeros)
+    return *summed, *decayed
