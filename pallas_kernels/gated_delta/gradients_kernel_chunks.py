@@ -209,9 +209,7 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
         (y,) = _products(1, (0, high, right[0]), (0, high, right[1]), (0, low, right[0]))
         dr_sm[0], dr_sm[1] = high_low(y)
         plgpu.commit_smem()
-        (d_a,) = _products(
-            1, *[(0, right[m], dr_sm.at[n]) for m, n in ((0, 0), (0, 1), (1, 0))]
-        )
+        (d_a,) = _products(1, *[(0, right[m], dr_sm.at[n]) for m, n in ((0, 0), (0, 1), (1, 0))])
         d_a = -d_a * decay
         r_sm[1] = (d_a * vector(inverse.BETA, 1)).astype(jnp.bfloat16)
         plgpu.commit_smem()

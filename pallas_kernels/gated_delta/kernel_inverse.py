@@ -32,86 +32,50 @@ WORDS = 3 * 64 + 4 * 2 * _BLOCK // 4  # of scratch: vectors, blocks
 # Scratch, in bytes: the chunk's three vectors of 64 floats, the diagonal blocks of A in float32,
 # and in their places their inverses' transposes as bf16, high and low.
 LOG, BETA, TO_END = 0, 256, 512
-DECAY = 768
-FROM_START, SCALED = 768, 1024  # and, of ``store_vectors``: exp(G), and that times the scale
+DECAY = 768  # of a kernel that has no blocks there
 _BLOCKS = 768
-
-
-def load_gates(decays, betas, limit, pitch, cache: str = ".nc"):
-    """A lane's two tokens' log_decay and beta.
-
-    decays, betas: addresses of the first token's float, the next is ``pitch`` bytes on.
-    limit: how many tokens there are; for those past them it reads the first.
-    cache: ".nc", or "": read where this stands, and not where it is used.
-    """
-    lane = p.masked(p.register("tid.x"), 31)
-    out = [], []
-    for e in range(2):
-        token = p.add(p.shift_left(lane, 1), e)
-        safe = arith.select(p.below(token, limit), token, p.ci(0))
-        for values, base in zip(out, (decays, betas), strict=True):
-            values += p.load_global(p.offset(base, safe, pitch), 1, 0, "f32", cache)
-    return out
-
-
-def _inside(lane, limit, decays, betas):
-    """log_decay in base 2, at least ``LOWEST``, and beta; tokens past ``limit`` decay nothing and
-    have beta = 0."""
-    zero, out = p.cf(0.0), ([], [])
-    for e, (g, beta) in enumerate(zip(decays, betas, strict=True)):
-        there = p.below(p.add(p.shift_left(lane, 1), e), limit)
-        g = p.maximum(arith.mulf(g, p.cf(LOG2E)), p.cf(LOWEST))
-        out[0].append(arith.select(there, g, zero))
-        out[1].append(arith.select(there, beta, zero))
-    return out
-
-
-def _sums(lane, scratch, x, beta):
-    """Sums of ``x`` over the warp's tokens, stored with beta and the decay to the end."""
-    total = arith.addf(*x)
-    for distance in (1, 2, 4, 8, 16):
-        other = p.shuffle_up(total, distance)
-        there = p.no(p.less(lane, distance))
-        total = arith.select(there, arith.addf(total, other), total)
-    before = arith.select(p.less(lane, 1), p.cf(0.0), p.shuffle_up(total, 1))
-    first = arith.addf(before, x[0])
-    log = [first, arith.addf(first, x[1])]
-    end = p.shuffle_from(log[1], 31)
-    at = p.add(scratch, p.shift_left(lane, 3))
-    p.store_shared(at, log, LOG)
-    p.store_shared(at, beta, BETA)
-    p.store_shared(at, [p.exp2(arith.subf(end, y)) for y in log], TO_END)
-    return at, [p.exp2(y) for y in log]
-
-
-def store_vectors(vectors, gates, limit, scale) -> None:
-    """By the first warp: a chunk's five vectors of floats from ``load_gates``'s."""
-    thread = p.masked(p.register("tid.x"), 127)
-
-    def work():
-        lane = p.masked(thread, 31)
-        at, decay = _sums(lane, vectors, *_inside(lane, limit, *gates))
-        p.store_shared(at, decay, FROM_START)
-        p.store_shared(at, [arith.mulf(y, p.cf(scale)) for y in decay], SCALED)
-
-    p.when(p.less(thread, 32), work)
 
 
 def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
     """By the first warp, of its chunk's tokens: sums of log_decay, beta, decay to the chunk's end
     (see ``LOG``, ``BETA``, ``TO_END``); and to ``out``, if it is there, the decay from the chunk's
     start, as it is and times ``scale``; if not, log_decay itself is a fourth vector (``DECAY``).
-    The rest as in ``load_gates``.
+
+    decays, betas: addresses of the first token's float, the next is ``pitch`` bytes on.
+    limit: how many tokens there are; those past them decay nothing and have beta = 0.
     """
     thread = p.masked(p.register("tid.x"), 127)
 
     def work():
         lane = p.masked(thread, 31)
-        gates = load_gates(decays, betas, limit, pitch)
-        at, decay = _sums(lane, scratch, *_inside(lane, limit, *gates))
+        plain, x, beta = [], [], []
+        for e in range(2):
+            token = p.add(p.shift_left(lane, 1), e)
+            inside = p.below(token, limit)
+            safe = arith.select(inside, token, p.ci(0))
+            (g,) = p.load_global(p.offset(decays, safe, pitch), 1, 0, "f32")
+            (b,) = p.load_global(p.offset(betas, safe, pitch), 1, 0, "f32")
+            plain.append(g)
+            g = p.maximum(arith.mulf(g, p.cf(LOG2E)), p.cf(LOWEST))
+            x.append(arith.select(inside, g, p.cf(0.0)))
+            beta.append(arith.select(inside, b, p.cf(0.0)))
+        total = arith.addf(*x)
+        for distance in (1, 2, 4, 8, 16):
+            other = p.shuffle_up(total, distance)
+            there = p.no(p.less(lane, distance))
+            total = arith.select(there, arith.addf(total, other), total)
+        before = arith.select(p.less(lane, 1), p.cf(0.0), p.shuffle_up(total, 1))
+        first = arith.addf(before, x[0])
+        log = [first, arith.addf(first, x[1])]
+        end = p.shuffle_from(log[1], 31)
+        at = p.add(scratch, p.shift_left(lane, 3))
+        p.store_shared(at, log, LOG)
+        p.store_shared(at, beta, BETA)
+        p.store_shared(at, [p.exp2(arith.subf(end, y)) for y in log], TO_END)
         if out is None:
-            p.store_shared(at, gates[0], DECAY)
+            p.store_shared(at, plain, DECAY)
             return
+        decay = [p.exp2(y) for y in log]
         to = p.offset(out, lane, 8)
         p.store_global(to, decay)
         p.store_global(to, [arith.mulf(y, p.cf(scale)) for y in decay], 256)
@@ -131,17 +95,16 @@ class Rows(Place):
         start = p.add(base, p.shift_left(self.first, 2))
         return [p.load_float(start, at + 32 * half) for half in range(2)]
 
-    def by_column(self, base, at: int, tiles=range(8)):
+    def by_column(self, base, at: int):
         """The thread's column pairs' entries of a vector, by tile."""
         start = p.add(base, p.shift_left(self.c, 3))
-        return [p.load_shared(start, 2, at + 32 * tile, "f32") for tile in tiles]
+        return [p.load_shared(start, 2, at + 32 * tile, "f32") for tile in range(8)]
 
-    def store_tile(self, base, x, first: int = 0) -> None:
-        """bf16 pairs ``x[tile][half]`` to a swizzled [64, 64] tile, from its 8 columns ``first``
-        (it is even) on."""
+    def store_tile(self, base, x) -> None:
+        """bf16 pairs ``x[tile][half]`` to a swizzled [64, 64] tile."""
         addresses = self.row_matrices(p.add(base, p.shift_left(self.warp, 11)))
-        for n in range(0, len(x), 2):
-            p.store_matrices(addresses[(first + n) // 2], [*x[n], *x[n + 1]])
+        for n, at in enumerate(addresses):
+            p.store_matrices(at, [*x[2 * n], *x[2 * n + 1]])
 
 
 def split(pair):
@@ -155,12 +118,11 @@ def joined(high, low):
     return [arith.addf(f(high), f(low)) for f in (p.widen, p.widen_high)]
 
 
-def store_split(rows: Rows, tiles, x, first: int = 0) -> None:
+def store_split(rows: Rows, tiles, x) -> None:
     """Pairs of floats ``x[tile][half]`` as two bf16 tiles, high and low."""
     parts = [[split(pair) for pair in tile] for tile in x]
     for n in range(2):
-        words = [[word[n] for word in tile] for tile in parts]
-        rows.store_tile(p.add(tiles, n * TILE), words, first)
+        rows.store_tile(p.add(tiles, n * TILE), [[word[n] for word in tile] for tile in parts])
 
 
 def scaled_rows(x, factors):
@@ -248,39 +210,6 @@ def coefficients(rows: Rows, scratch, kk, qk, scale: float):
             a[tile].append(pairs[0])
             weights[tile].append(pairs[1])
     return a, weights
-
-
-def _decayed(rows: Rows, vectors, x, factors, first: int, diagonal: bool):
-    """``x[tile][half]``, columns from 8 * ``first`` on, times a factor a row and the decay between
-    the tokens, below the diagonal or with it; else 0."""
-    log_row = rows.by_row(vectors, LOG)
-    log_column = rows.by_column(vectors, LOG, range(first, first + len(x)))
-    # The distance of a thread's row from its column, but for constants.
-    place = arith.subi(rows.first, p.shift_left(rows.c, 1))
-    out = []
-    for tile, values in enumerate(x):
-        out.append([])
-        for half in range(2):
-            pair = []
-            for e in range(2):
-                # Above the diagonal this may be inf, and is not used.
-                decay = p.exp2(arith.subf(log_row[half], log_column[tile][e]))
-                value = arith.mulf(arith.mulf(values[half][e], factors[half]), decay)
-                column = 8 * (first + tile) + e - 8 * half
-                outside = p.below(place, p.ci(column + (not diagonal)))
-                pair.append(arith.select(outside, p.cf(0.0), value))
-            out[tile].append(pair)
-    return out
-
-
-def below_diagonal(rows: Rows, vectors, kk):
-    """From k k^T: A = beta_i k_i k_j decay below the diagonal."""
-    return _decayed(rows, vectors, kk, rows.by_row(vectors, BETA), 0, False)
-
-
-def upto_diagonal(rows: Rows, vectors, qk, scale: float, first: int):
-    """From columns of q k^T: P = scale q_i k_j decay with the diagonal."""
-    return _decayed(rows, vectors, qk, [p.cf(scale)] * 2, first, True)
 
 
 def _of_warp(rows: Rows, values):

@@ -162,8 +162,8 @@ class Block:
         tiles = [np.ascontiguousarray(word).view(np.uint16).reshape(-1, 8, 8) for word in words]
         tiles = np.stack(tiles, axis=1)
         rows = (tiles.transpose(0, 1, 3, 2) if transposed else tiles).reshape(-1, 8)
-        self.memory[self.at(np.asarray(base, np.int64) + at, 16)] = (
-            np.ascontiguousarray(rows).view(np.uint8)
+        self.memory[self.at(np.asarray(base, np.int64) + at, 16)] = np.ascontiguousarray(rows).view(
+            np.uint8
         )
 
 
