@@ -343,6 +343,6 @@ def finish_call():
         for b in range(4):
             for out, at in ((out_q, 0), (out_k, TILE)):
                 four = [out[0][2 * b], out[1][2 * b], out[0][2 * b + 1], out[1][2 * b + 1]]
-                p.store_matrices(columns, four, at + 2048 * b, transposed=True)
+                p.store_matrices_transposed(columns, four, at=at + 2048 * b)
 
     return call

@@ -158,13 +158,10 @@ class Block:
         tiles = tiles.transpose(1, 0, 3, 2) if transposed else tiles.transpose(1, 0, 2, 3)
         return [np.ascontiguousarray(tile).reshape(-1).view(U32) for tile in tiles]
 
-    def store_matrices(self, base, words, at=0, transposed=False):
+    def store_matrices(self, base, words, at=0):
         tiles = [np.ascontiguousarray(word).view(np.uint16).reshape(-1, 8, 8) for word in words]
-        tiles = np.stack(tiles, axis=1)
-        rows = (tiles.transpose(0, 1, 3, 2) if transposed else tiles).reshape(-1, 8)
-        self.memory[self.at(np.asarray(base, np.int64) + at, 16)] = np.ascontiguousarray(rows).view(
-            np.uint8
-        )
+        rows = np.stack(tiles, axis=1).reshape(-1, 8).view(np.uint8)
+        self.memory[self.at(np.asarray(base, np.int64) + at, 16)] = rows
 
 
 def _halves(word, kind):
