@@ -20,9 +20,9 @@ One block a chunk and value head.  Its two warpgroups have half of the value cha
 and half of the key channels each for all that has them; of what is left the first has what comes
 from the outputs, the second what comes from the state:
 
-    both : TMA | R | do S^T, dR S^T, R E^T, S E | K dK'^T           |         | X dK' | dQ, dK ->
-    1    :     |   | do R^T                     | q k^T, dM, P ->   | dP D -> |       | dg, dbeta ->
-    2    :     |   |                            |                   | dX  dA  -> dKK  |
+    both : TMA | R | do S^T, dR S^T, R E^T, S E | K dK'^T      |         | X dK' | dQ, dK ->
+    1    :     |   |                            | q k^T, dM -> | dP D -> |       | dg, dbeta ->
+    2    :     |   |                            | k k^T        | dX  dA  -> dKK  |
 
 Floor: 29 bytes per element of q at as many key as value heads, 0.453 ms at (8, 4096, 16, 16, 128,
 128).  Result: 1.120 on one H200.  What was tried: NOTES.md.
@@ -178,6 +178,7 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
             meanwhile=lambda: sums.decays_call(False)(scratch) * scale,
         )
         scores = qk * weight
+        plgpu.commit_smem()  # all warps have read do
         o_sm[0], o_sm[1] = d_m.astype(jnp.bfloat16), scores.astype(jnp.bfloat16)
         plgpu.commit_smem()
         sums.block_barrier()  # 2
