@@ -194,7 +194,7 @@ def gated_delta_backward(
             q, k, v, log_decay, beta, inverses, d_v, d_out, states, remainders, ends,
             operands[-1], float(scale),
         )  # fmt: skip
-    if hk != v.shape[2]:
+    if hk != d_q.shape[2]:
         d_q, d_k = (
             jnp.sum(x.reshape(b, t, hk, -1, CHANNELS), axis=3, dtype=jnp.float32).astype(q.dtype)
             for x in (d_q, d_k)
