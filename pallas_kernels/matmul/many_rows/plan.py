@@ -38,7 +38,8 @@ class PairTile:
     """One block's tile and pipeline.
 
     m, n: rows of x and of w.  m == 64 puts the two warpgroups side by side in n.
-    cluster: 2 blocks that lie below each other in m share (multicast) the weight tile.
+    cluster: 2 blocks that lie below each other in m share (multicast) the weight tile, or with
+        m == 64 two beside each other in n the rows of x.
     width: of the planar snake, in tiles of m.
     promote: 0, or fp8: steps of 128 after which the tensor cores' sum is added to a float32 one.
     split: 2 (with m == 64) gives each block of a cluster half of K.  Each sends the columns of one
@@ -166,7 +167,10 @@ def pair_tile(m: int, n: int, k: int, dtype=jnp.int8, sources: tuple[int, ...] =
     which a tile of few rows of x has only one's."""
     fp8 = dtype != jnp.int8
     if m <= 64:
-        return stream_tile(n, k, _FP8_PROMOTE if fp8 else 0, sources=sources)
+        tile = stream_tile(n, k, _FP8_PROMOTE if fp8 else 0, sources=sources)
+        # A block without a tile of its own has no source of a low-rank term to wait for.
+        alone = tile.split > 1 or tile.n < 128 or sources
+        return tile if alone else dataclasses.replace(tile, cluster=2)
     options = [(t, us) for t, us in PAIR if not (fp8 and t.cols > 192)]
 
     def cost(option):
