@@ -9,6 +9,7 @@ is not satisfied when it is reached is a deadlock; reads that no barrier protect
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from types import SimpleNamespace
 from unittest import mock
