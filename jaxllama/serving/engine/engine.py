@@ -93,8 +93,9 @@ def _of_slots(
 
 
 class Engine:
-    """options: the fields of ``EngineOptions``.  draft: who proposes tokens, as for ``lm.generate``,
-    or what makes it of ``lm``.  state: the folder of a new journal, to ``restore`` from.  observe: called as (name, seconds) with "queue" (until admission), "ttft" (until the
+    """options: the fields of ``EngineOptions``.  draft: who proposes tokens, as for
+    ``lm.generate``, or what makes it of ``lm``.  state: the folder of a new journal, to ``restore``
+    from.  observe: called as (name, seconds) with "queue" (until admission), "ttft" (until the
     first token), "itl" (between tokens) and "e2e" (until the end).
 
     failure: None, or what ended the engine.  Raises JaxLlamaError for options that do not go
@@ -475,8 +476,9 @@ class Engine:
         observe: Callable[[str, float], None] | None = None,
     ) -> Engine:
         """The engine whose journal is in this folder, on the same model and with the same model as
-        its ``draft``, if it had one, as it was when the last entry was taken: all that came in is done again, which takes as long as it did.  The steps
-        to come are the caller's, and the journal goes on.
+        its ``draft``, if it had one, as it was when the last entry was taken: all that came in is
+        done again, which takes as long as it did.  The steps to come are the caller's, and the
+        journal goes on.
 
         on_event: listens to every request, from its first token on.  Deadlines that had not struck
         count from now.

@@ -29,7 +29,8 @@ def begin(
     draft: str | LanguageModel | None,
     options: ResolvedOptions,
 ) -> Journal:
-    """draft: as ``Engine`` is told.  Raises JaxLlamaError for a journal that another engine has begun."""
+    """draft: who proposes tokens.  Raises JaxLlamaError for a journal that another engine has
+    begun."""
     journal = Journal(folder)
     if journal.history():
         journal.close()

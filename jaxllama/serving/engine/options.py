@@ -4,6 +4,7 @@ is compiled follows from them."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -169,10 +170,11 @@ class EngineOptions:
         """Tokens that there is memory for, of the first model and of its draft."""
         cfg = cfgs[0]
         own, *more = (
-            jax.eval_shape(lambda cfg=cfg: init_pages(cfg, 1, 1, 1, 1, kv_dtype)) for cfg in cfgs
+            jax.eval_shape(functools.partial(init_pages, one, 1, 1, 1, 1, kv_dtype)).layers
+            for one in cfgs
         )
-        layers = sum((one.layers for one in more), own.layers)
-        token = tree_bytes([layer for layer in layers if isinstance(layer, KVCache)])
+        drafts = [layer for layers in more for layer in layers]
+        token = tree_bytes([one for one in (*own, *drafts) if isinstance(one, KVCache)])
         if not token:
             return self.max_slots * (self.max_len or cfg.max_position)
         memory = jax.local_devices()[0].memory_stats()
@@ -185,8 +187,8 @@ class EngineOptions:
         work = rows * cfg.vocab_size * 24
         work += 2 * PREFILL_TOKENS * 4 * (3 * cfg.d_ff + 8 * cfg.d_model)
         # A draft's states: a row's, its snapshot, and those that it takes back.
-        states = [layer for one in more for layer in one.layers if not isinstance(layer, KVCache)]
-        work += 3 * self.max_slots * tree_bytes(states)
+        states = tree_bytes([one for one in drafts if not isinstance(one, KVCache)])
+        work += 3 * self.max_slots * states
         return max(int((free - work) * devices // token), self.max_len or 2)
 
 

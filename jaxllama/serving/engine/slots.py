@@ -8,9 +8,9 @@ Life of a row: ``admit`` gives a slot to a request, with its pages and the state
 with; its prompt but for the last token goes through ``fill`` into the cache; ``decode`` appends
 each row's newest token and draws the next, several times a call.  Nothing is copied on the way.  A
 slot or a page that is nobody's may hold anything, NaN included.  Rows of Llama, GLA and hybrids and
-every cache dtype differ in ``Cache``'s leaves only, so nothing here knows which they are.  A model that
-drafts has its layers behind the model's own, in the same cache: a page holds its tokens' keys and
-values for both, and so does a snapshot.
+every cache dtype differ in ``Cache``'s leaves only, so nothing here knows which they are.  A model
+that drafts has its layers behind the model's own, in the same cache: a page holds its tokens' keys
+and values for both, and so does a snapshot.
 
 ``fill`` and ``decode`` run on those rows alone that they are told.
 
@@ -46,6 +46,7 @@ from jaxllama.speculative import ADAPTIVE, Model, NGram, Pace
 Params = dict[str, Any]
 NOBODY = 2**30  # past the last slot, page or snapshot
 MAX_BIAS = 320  # entries of logit_bias a row; OpenAI takes up to 300
+_NGRAM = NGram()
 
 
 class Drafting(NamedTuple):
@@ -204,12 +205,10 @@ def _history(rows: Rows, vocab_size: int) -> History:
     return dataclasses.replace(history, counts=history.counts.at[where].add(1, mode="drop"))
 
 
-@functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("fresh", "draft"), donate_argnums=2
-)
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("fresh", "draft"), donate_argnums=2)
 def fill(
     cfg: ModelConfig, params: Params, slots: Slots, tokens: jax.Array, facts: jax.Array,
-    draft_params: Params | None = None, *, fresh: bool, draft: NGram | Model = NGram(),
+    draft_params: Params | None = None, *, fresh: bool, draft: NGram | Model = _NGRAM,
 ) -> Slots:  # fmt: skip
     """Append ``tokens[R, T]`` to rows of the cache, the draft's too; no logits.
 
@@ -269,7 +268,7 @@ def decode(
     context: int,
     width: int,
     widths: tuple[int, ...] = (1,),
-    draft: NGram | Model = NGram(),
+    draft: NGram | Model = _NGRAM,
 ) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:
     """New tokens for each of ``n`` rows, for none more than ``width``; none has more than
     ``context`` pages.  widths: tokens of a row that a pass may verify, 1 and, where there are

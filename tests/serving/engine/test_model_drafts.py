@@ -13,7 +13,6 @@ import pytest
 import jaxllama as jl
 from jaxllama.language_model import LanguageModel
 from jaxllama.serving.engine.engine import Engine
-from jaxllama.serving.engine.options import EngineOptions
 from jaxllama.serving.engine.request import Event, Request
 from tests.helpers.models import FAMILIES, params_of
 
