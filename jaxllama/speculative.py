@@ -68,7 +68,8 @@ class Drafted(NamedTuple):
 
 class Ask(NamedTuple):
     """What a draft may look at: text int32 ``[B, L]``, of which ``size[B]`` tokens are there; how
-    many are ``wanted[B]``, at most ``most``; how the model samples them."""
+    many are ``wanted[B]``, at most ``most``; how the model samples them, and what is called as
+    ``sample`` for it."""
 
     text: jax.Array
     size: jax.Array
@@ -76,6 +77,7 @@ class Ask(NamedTuple):
     most: int
     sampling: SamplingParams
     history: History | None
+    draw: Callable[..., tuple[jax.Array, jax.Array]] = sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +133,30 @@ class Model:
         chunk = prefill_chunk(*tokens.shape)
         return prefill(self.cfg, params, self._known(tokens), lengths, cache, chunk=chunk)[1]
 
+    def fill(
+        self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache,
+        totals: jax.Array, *, fresh: bool,
+    ) -> Cache:  # fmt: skip
+        """The cache with a prompt's next tokens, as ``decoder.forward`` takes them."""
+        tokens = self._known(tokens)
+        cache = decoder.forward(self.cfg, params, tokens, lengths, cache, totals, fresh=fresh)[1]
+        assert cache is not None
+        return cache
+
     def propose(self, params: Params, kept: Cache, ask: Ask) -> Drafted:
+        """Nothing is computed where nobody wants a draft."""
+        none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
+        # A loop of one round is a choice that copies no cache.
+        tokens, kept, _ = lax.while_loop(
+            lambda carry: carry[2],
+            lambda carry: (*self._proposed(params, carry[0], carry[1], ask), jnp.bool_(False)),
+            (none, kept, jnp.any(ask.wanted > 0)),
+        )
+        return Drafted(tokens, ask.wanted, kept)
+
+    def _proposed(
+        self, params: Params, none: jax.Array, kept: Cache, ask: Ask
+    ) -> tuple[jax.Array, Cache]:
         kept, hidden = self._read(params, kept, ask)
         most = jnp.max(ask.wanted)
 
@@ -139,7 +164,7 @@ class Model:
             tokens: jax.Array, index: Any, hidden: jax.Array, history: History | None
         ) -> tuple[jax.Array, History | None]:
             scores = self._scores(params, hidden)
-            token, _ = sample(scores, ask.sampling, ask.size + index, history)
+            token, _ = ask.draw(scores, ask.sampling, ask.size + index, history)
             tokens = lax.dynamic_update_slice_in_dim(tokens, token[:, None], index, axis=1)
             return tokens, None if history is None else history.add(token)
 
@@ -153,7 +178,6 @@ class Model:
             tokens, history = drafted(tokens, index, hidden[:, 0], history)
             return index + 1, tokens, cache, history
 
-        none = jnp.zeros((ask.size.shape[0], ask.most), jnp.int32)
         tokens, history = drafted(none, jnp.int32(0), hidden, ask.history)
         carry = jnp.int32(1), tokens, kept, history
         _, tokens, after, _ = lax.while_loop(lambda carry: carry[0] < most, one_more, carry)
@@ -162,7 +186,7 @@ class Model:
             new if isinstance(new, KVCache) else old
             for new, old in zip(after.layers, kept.layers, strict=True)
         )
-        return Drafted(tokens, ask.wanted, Cache(layers, kept.lengths))
+        return tokens, Cache(layers, kept.lengths, kept.table)
 
     def _read(self, params: Params, cache: Cache, ask: Ask) -> tuple[Cache, jax.Array]:
         """(the cache with what the text has more, the last token's hidden state ``[B, D]``), of

@@ -158,19 +158,22 @@ def draft(args: argparse.Namespace, lm: LanguageModel) -> dict[str, Any]:
         if args.draft_tokens is not None:
             raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")
         return {}
-    proposer: Any = args.draft
-    if proposer != "ngram":
-        from jaxllama.loading import first_layers, load
+    return {"draft": proposer(args, lm), "draft_tokens": args.draft_tokens or 0}
 
-        name, layers = first_layers(proposer)
-        if name == args.model:  # nothing is loaded twice
-            proposer = lm if layers is None else lm.first_layers(layers)
-        else:
-            proposer = load(
-                proposer, args.dtype, args.quantize, mesh=lm.mesh, exact=args.exact,
-                random=args.random, progress=True,
-            )  # fmt: skip
-    return {"draft": proposer, "draft_tokens": args.draft_tokens or 0}
+
+def proposer(args: argparse.Namespace, lm: LanguageModel) -> Any:
+    """Who --draft is: "ngram" or a LanguageModel."""
+    if args.draft == "ngram":
+        return args.draft
+    from jaxllama.loading import first_layers, load
+
+    name, layers = first_layers(args.draft)
+    if name == args.model:  # nothing is loaded twice
+        return lm if layers is None else lm.first_layers(layers)
+    return load(
+        args.draft, args.dtype, args.quantize, mesh=lm.mesh, exact=args.exact, random=args.random,
+        progress=True,
+    )  # fmt: skip
 
 
 # Devices and hosts

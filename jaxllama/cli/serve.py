@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from jaxllama.cli import common
-from jaxllama.cli.domains import COUNT, SHARE, Bad, Number, Parser, api_key, filled, out_folder
+from jaxllama.cli.domains import COUNT, SHARE, Number, Parser, api_key, filled, out_folder
 from jaxllama.errors import JaxLlamaError
 
 # The engine's sizes that few change: (option, what it says).  Without one the engine chooses.
@@ -41,18 +41,7 @@ def engine_options(sub: Parser) -> None:
                        help="prompts are read whole, whatever is known of them")  # fmt: skip
     group.add_argument("--deterministic", action="store_true", default=None,
                        help="the same bits whatever runs beside a request")  # fmt: skip
-    group.add_argument("--draft", type=ngram, metavar="ngram",
-                       help="proposes what followed in a request's text before; the same tokens, "
-                            "several a step where it was right")  # fmt: skip
-    group.add_argument("--draft-tokens", type=Number(int, 0, 15), metavar="K",
-                       help="that are proposed at once, up to 15 (default 0: the engine's "
-                            "choice)")  # fmt: skip
-
-
-def ngram(text: str) -> str:
-    if text != "ngram":
-        raise Bad(f"= {text}: the engine drafts with ngram; models draft for generate and chat")
-    return text
+    common.draft_options(sub)
 
 
 def engine_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -62,9 +51,17 @@ def engine_of(args: argparse.Namespace) -> dict[str, Any]:
     engine = {"max_slots": args.slots, "max_len": args.max_len, "max_queue": args.max_queue,
               "kv_dtype": common.kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
     named = [option.replace("-", "_") for option, _ in ENGINE]
-    named += ["memory_share", "prefix_cache", "deterministic", "draft", "draft_tokens"]
+    named += ["memory_share", "prefix_cache", "deterministic", "draft_tokens"]
     engine |= {name: getattr(args, name) for name in named}
+    if args.draft is not None:
+        engine["draft"] = functools.partial(common.proposer, _plain(args))
     return {name: value for name, value in engine.items() if value is not None}
+
+
+def _plain(args: argparse.Namespace) -> argparse.Namespace:
+    """What replicas are told cannot bring the parser along."""
+    own = {name: value for name, value in vars(args).items() if name not in ("run", "top")}
+    return argparse.Namespace(**own)
 
 
 def take_memory() -> None:
@@ -118,6 +115,4 @@ def run(args: argparse.Namespace) -> None:
         args.state, engine_of(args), tuple(args.served_model_name), tuple(args.allowed_origin),
         args.api_servers, args.replicas,
     )  # fmt: skip
-    # What replicas are told cannot bring the parser along.
-    own = {name: value for name, value in vars(args).items() if name not in ("run", "top")}
-    serve(options, functools.partial(common.load, argparse.Namespace(**own)))
+    serve(options, functools.partial(common.load, _plain(args)))

@@ -64,15 +64,20 @@ _log = logging.getLogger("jaxllama.serving")
 HAND_OVER = 0.005
 
 
+Draft = str | LanguageModel | Callable[[LanguageModel], str | LanguageModel] | None
+
+
 def _of_slots(
-    lm: LanguageModel, asked: dict[str, Any]
+    lm: LanguageModel, draft: str | LanguageModel | None, asked: dict[str, Any]
 ) -> tuple[ResolvedOptions, Scheduler, Runner]:
     """What runs a model whose weights are all on the device, or on a mesh."""
     mesh = mesh_of(lm.params)
     devices = 1 if mesh is None else mesh.shape[MODEL_AXIS]
-    asked = {"deterministic": lm.deterministic, **asked}
+    drafting = lm.drafting(draft, asked.get("draft_tokens", 0))
+    by = draft.config if isinstance(draft, LanguageModel) else draft
+    asked = {"deterministic": lm.deterministic, **asked, "draft": by}
     options = EngineOptions(**asked).resolve(lm.config, lm.dtype, devices)
-    runner = Runner(lm.config, lm.params, options, lm.adapters)
+    runner = Runner(lm.config, lm.params, options, lm.adapters, drafting)
     scheduler = Scheduler(
         max_slots=options.max_slots,
         pages=runner.pages,
@@ -88,7 +93,8 @@ def _of_slots(
 
 
 class Engine:
-    """options: the fields of ``EngineOptions``.  state: the folder of a new journal, to ``restore``
+    """options: the fields of ``EngineOptions``.  draft: who proposes tokens, as for
+    ``lm.generate``, or what makes it of ``lm``.  state: the folder of a new journal, to ``restore``
     from.  observe: called as (name, seconds) with "queue" (until admission), "ttft" (until the
     first token), "itl" (between tokens) and "e2e" (until the end).
 
@@ -100,20 +106,23 @@ class Engine:
         self,
         lm: LanguageModel,
         *,
+        draft: Draft = None,
         state: str | Path | None = None,
         observe: Callable[[str, float], None] | None = None,
         **options: Any,
     ) -> None:
         self.lm = lm
         self.failure: str | None = None
+        draft = draft(lm) if callable(draft) else draft
         if isinstance(lm, OffloadedModel):
+            options |= {} if draft is None else {"draft": draft}
             if state is not None:
                 raise JaxLlamaError(f"state = {str(state)!r}: the steps of blocks are not written")
             self.options = blocks.options_of(lm, options)
             self.scheduler: Scheduler = blocks.BlockScheduler(lm, self.options)
             self.runner: Runner | blocks.BlockRunner = blocks.BlockRunner(lm, self.options)
         else:
-            self.options, self.scheduler, self.runner = _of_slots(lm, options)
+            self.options, self.scheduler, self.runner = _of_slots(lm, draft, options)
         self.admission = Admission(lm, self.options, self.scheduler)
         self._observe = observe or (lambda name, seconds: None)
         self.live: dict[str, Live] = {}
@@ -122,7 +131,7 @@ class Engine:
         self.arrivals = 0
         self.steps = 0
         self._is_replaying = False
-        self.journal = None if state is None else history.begin(state, lm, self.options)
+        self.journal = None if state is None else history.begin(state, lm, draft, self.options)
         self.compiled = self.runner.compiled_programs()
         self._stats = count(self)
         self._inbox = Inbox()
@@ -463,17 +472,19 @@ class Engine:
         lm: LanguageModel,
         on_event: OnEvent = lambda event: None,
         *,
+        draft: LanguageModel | None = None,
         observe: Callable[[str, float], None] | None = None,
     ) -> Engine:
-        """The engine whose journal is in this folder, on the same model, as it was when the last
-        entry was taken: all that came in is done again, which takes as long as it did.  The steps
-        to come are the caller's, and the journal goes on.
+        """The engine whose journal is in this folder, on the same model and with the same model as
+        its ``draft``, if it had one, as it was when the last entry was taken: all that came in is
+        done again, which takes as long as it did.  The steps to come are the caller's, and the
+        journal goes on.
 
         on_event: listens to every request, from its first token on.  Deadlines that had not struck
         count from now.
-        Raises JaxLlamaError if there is no engine's journal, or one of another model.
+        Raises JaxLlamaError if there is no engine's journal, or one of another model or draft.
         """
-        journal, options, entries = history.resume(state, lm)
+        journal, options, entries = history.resume(state, lm, draft)
         try:
             engine = cls(lm, observe=observe, **options)
             engine._replay(entries, on_event)

@@ -1,8 +1,8 @@
 """What an engine took, and at which step, in a journal; ``Engine.restore`` does it again.
 
-begin(folder, lm, options) -> Journal                     a new one, which says whose it is
-record(journal, step, kind, entry)                        before anything is done about it
-resume(folder, lm) -> (Journal, options, [Entry, ...])    what to do again, in order
+begin(folder, lm, draft, options) -> Journal                   a new one, which says whose it is
+record(journal, step, kind, entry)                             before anything is done about it
+resume(folder, lm, draft) -> (Journal, options, [Entry, ...])  what to do again, in order
 """
 
 from __future__ import annotations
@@ -23,8 +23,14 @@ from jaxllama.serving.engine.options import EngineOptions, ResolvedOptions
 from jaxllama.serving.journal import Entry, Journal
 
 
-def begin(folder: str | Path, lm: LanguageModel, options: ResolvedOptions) -> Journal:
-    """Raises JaxLlamaError for a journal that another engine has begun."""
+def begin(
+    folder: str | Path,
+    lm: LanguageModel,
+    draft: str | LanguageModel | None,
+    options: ResolvedOptions,
+) -> Journal:
+    """draft: who proposes tokens.  Raises JaxLlamaError for a journal that another engine has
+    begun."""
     journal = Journal(folder)
     if journal.history():
         journal.close()
@@ -32,6 +38,8 @@ def begin(folder: str | Path, lm: LanguageModel, options: ResolvedOptions) -> Jo
     asked = [field.name for field in dataclasses.fields(EngineOptions)]
     sizes = {name: getattr(options, name) for name in asked}
     header = {"model": _fingerprint(lm), "options": sizes}
+    if isinstance(draft, LanguageModel):
+        sizes["draft"], header["draft"] = None, _fingerprint(draft)
     journal.accept(None, "options", 0, json.dumps(header))
     return journal
 
@@ -43,8 +51,10 @@ def record(
     journal.accept(None, kind, step, json.dumps(entry, default=lambda number: number.item()))
 
 
-def resume(folder: str | Path, lm: LanguageModel) -> tuple[Journal, dict[str, Any], list[Entry]]:
-    """Raises JaxLlamaError if there is no engine's journal, or one of another model."""
+def resume(
+    folder: str | Path, lm: LanguageModel, draft: LanguageModel | None
+) -> tuple[Journal, dict[str, Any], list[Entry]]:
+    """Raises JaxLlamaError if there is no engine's journal, or one of another model or draft."""
     if not Path(folder).is_dir():
         raise JaxLlamaError(f"{folder}: not an engine's journal")
     journal = Journal(folder)
@@ -55,7 +65,10 @@ def resume(folder: str | Path, lm: LanguageModel) -> tuple[Journal, dict[str, An
         header = json.loads(entries[0].body)
         if header["model"] != _fingerprint(lm):
             raise JaxLlamaError(f"{folder}: the journal of another model than {lm.config.name}")
-        return journal, header["options"], entries[1:]
+        if header.get("draft") != (None if draft is None else _fingerprint(draft)):
+            raise JaxLlamaError(f"{folder}: the journal of an engine with another draft")
+        options = header["options"] | ({} if draft is None else {"draft": draft})
+        return journal, options, entries[1:]
     except BaseException:
         journal.close()
         raise

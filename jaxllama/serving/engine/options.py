@@ -4,6 +4,7 @@ is compiled follows from them."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -64,7 +65,8 @@ class EngineOptions:
     draft: "ngram": what followed a row's last tokens where they stood before is verified several
         tokens a pass (``jaxllama.speculative``): the same tokens, sooner where text repeats.  A row
         whose drafts are wrong asks for fewer, and for none; so do all where there are too many rows
-        for it to pay.
+        for it to pay.  Or the config of the model that does it, whose layers are of the same cache;
+        where it has states, prefixes are taken over in whole chunks, as a hybrid's are.
     draft_tokens: that a row proposes at most, up to 15; 0 leaves that to the engine.
     """
 
@@ -81,7 +83,7 @@ class EngineOptions:
     max_queue: int = 256
     steps_per_call: int | None = None
     deterministic: bool = False
-    draft: str | None = None
+    draft: str | ModelConfig | None = None
     draft_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -106,11 +108,8 @@ class EngineOptions:
             raise JaxLlamaError(f"memory_share = {self.memory_share}: must be in (0, 1]")
         if self.kv_dtype is not None:
             object.__setattr__(self, "kv_dtype", _cache_dtype(self.kv_dtype))
-        if self.draft not in (None, "ngram"):
-            raise JaxLlamaError(
-                f'draft = {short(self.draft)}: the engine drafts with "ngram"; models draft for '
-                "LanguageModel.generate"
-            )
+        if not isinstance(self.draft, ModelConfig) and self.draft not in (None, "ngram"):
+            raise JaxLlamaError(f'draft = {short(self.draft)}: expected "ngram" or a ModelConfig')
         if self.draft is None and self.draft_tokens:
             raise JaxLlamaError(f"draft_tokens = {self.draft_tokens!r} needs a draft")
         speculative.Plan.of(self.draft, self.draft_tokens)
@@ -124,11 +123,13 @@ class EngineOptions:
             )
         on_cpu = jax.default_backend() == "cpu"
         kv_dtype = self.kv_dtype or jnp.dtype(dtype).name
-        tokens = self.cache_tokens or self._affordable(cfg, kv_dtype, devices)
+        cfgs = (cfg, self.draft) if isinstance(self.draft, ModelConfig) else (cfg,)
+        tokens = self.cache_tokens or self._affordable(cfgs, kv_dtype, devices)
         share = tokens // self.max_slots if self.deterministic else tokens
         max_len = self.max_len or max(min(cfg.max_position, share), 2)
         chunk = self.prefill_chunk or min(64 if on_cpu else 2048, max_len)
-        has_states, is_dynamic = cfg.has_states, cfg.rope.scaling == "dynamic"
+        has_states = any(one.has_states for one in cfgs)
+        is_dynamic = cfg.rope.scaling == "dynamic"
         page = self.page_size or min(16 if on_cpu else 64, chunk)
         if self.page_size is None and (has_states or self.deterministic):
             page = math.gcd(page, chunk)
@@ -165,10 +166,15 @@ class EngineOptions:
         resolved.check()
         return resolved
 
-    def _affordable(self, cfg: ModelConfig, kv_dtype: str, devices: int) -> int:
-        """Tokens that there is memory for."""
-        one = jax.eval_shape(lambda: init_pages(cfg, 1, 1, 1, 1, kv_dtype))
-        token = tree_bytes([layer for layer in one.layers if isinstance(layer, KVCache)])
+    def _affordable(self, cfgs: tuple[ModelConfig, ...], kv_dtype: str, devices: int) -> int:
+        """Tokens that there is memory for, of the first model and of its draft."""
+        cfg = cfgs[0]
+        own, *more = (
+            jax.eval_shape(functools.partial(init_pages, one, 1, 1, 1, 1, kv_dtype)).layers
+            for one in cfgs
+        )
+        drafts = [layer for layers in more for layer in layers]
+        token = tree_bytes([one for one in (*own, *drafts) if isinstance(one, KVCache)])
         if not token:
             return self.max_slots * (self.max_len or cfg.max_position)
         memory = jax.local_devices()[0].memory_stats()
@@ -180,6 +186,9 @@ class EngineOptions:
         rows = self.max_slots if self.draft is None else max(self.max_slots, DRAFTING_TOKENS[False])
         work = rows * cfg.vocab_size * 24
         work += 2 * PREFILL_TOKENS * 4 * (3 * cfg.d_ff + 8 * cfg.d_model)
+        # A draft's states: a row's, its snapshot, and those that it takes back.
+        states = tree_bytes([one for one in drafts if not isinstance(one, KVCache)])
+        work += 3 * self.max_slots * states
         return max(int((free - work) * devices // token), self.max_len or 2)
 
 
@@ -202,7 +211,7 @@ class ResolvedOptions:
     steps_per_call: int
     deterministic: bool
     snapshots: int
-    draft: str | None
+    draft: str | ModelConfig | None
     draft_tokens: int
 
     def check(self) -> None:
@@ -232,7 +241,8 @@ class ResolvedOptions:
              "a deterministic engine decodes in one shape, and drafts need others"),
         ):  # fmt: skip
             if not fits:
-                raise JaxLlamaError(f"{name} = {getattr(self, name)}: {why}")
+                value = getattr(self, name)
+                raise JaxLlamaError(f"{name} = {getattr(value, 'name', value)}: {why}")
 
     def rows(self, width: int) -> int:
         """Prompts that a prefill call of ``width`` tokens a row takes."""

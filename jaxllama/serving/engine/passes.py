@@ -22,10 +22,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxllama.config import ModelConfig
+from jaxllama.model.cache import Cache
 from jaxllama.model.decoder import commit, forward, logits, propose
-from jaxllama.sampling import Sampling
+from jaxllama.sampling import History, Sampling, SamplingParams, sample
 from jaxllama.serving.engine.request import MAX_LOGPROBS
-from jaxllama.speculative import Ask, Drafted, NGram, following, in_width, sampled, verdict
+from jaxllama.speculative import (
+    Ask,
+    Drafted,
+    Model,
+    NGram,
+    following,
+    in_width,
+    sampled,
+    verdict,
+)
 
 if TYPE_CHECKING:
     from jaxllama.serving.engine.slots import Slots
@@ -63,6 +73,7 @@ def level_of(requests: Sequence[Sampling], is_masked: bool) -> int:
 def run(
     cfg: ModelConfig, params: Params, slots: Slots, limits: jax.Array, orders: jax.Array,
     masks: jax.Array, stop_ids: jax.Array, width: int, widths: tuple[int, ...],
+    draft_by: NGram | Model, draft_params: Params | None,
 ) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
     batch, n_top = slots.size, min(MAX_LOGPROBS, cfg.vocab_size)
     level, wants_top, steps = orders
@@ -94,8 +105,13 @@ def run(
     def one_step(carry: tuple[jax.Array, Slots, Drawn]) -> tuple[jax.Array, Slots, Drawn]:
         if not drafts_here:
             return one_pass(Drafted(none[:, None], none, None), 1, carry)
-        draft = _draft(cfg, carry[1], may_write(*carry[1:]), limits, masks, carry[2].counts, most)
+        step, slots, drawn = carry
+        slots, draft = _draft(
+            cfg, draft_by, draft_params, slots, may_write(slots, drawn), limits, masks,
+            drawn.counts, most, level,
+        )  # fmt: skip
         needed = jnp.max(draft.lengths) + 1
+        carry = step, slots, drawn
         return in_width(widths, needed, functools.partial(one_pass, draft), carry)
 
     def one_pass(
@@ -182,29 +198,59 @@ def run(
 
 
 def _draft(
-    cfg: ModelConfig, slots: Slots, is_live: jax.Array, limits: jax.Array, masks: jax.Array,
-    counts: jax.Array, most: int,
-) -> Drafted:  # fmt: skip
+    cfg: ModelConfig, draft_by: NGram | Model, draft_params: Params | None, slots: Slots,
+    is_live: jax.Array, limits: jax.Array, masks: jax.Array, counts: jax.Array, most: int,
+    level: jax.Array,
+) -> tuple[Slots, Drafted]:  # fmt: skip
     """What live rows propose that have written ``counts[B]`` of a call's up to ``limits[B]``
-    tokens: up to ``most``; where tokens are forced, those."""
-    assert slots.drafting is not None
-    text, pace = slots.drafting
+    tokens: up to ``most``; where tokens are forced, those.  With the slots, whose draft may have
+    read more of their text."""
+    drafting = slots.drafting
+    assert drafting is not None
+    pace = drafting.pace
     if cfg.attn_sparsity < 1.0:  # a prompt's last token attends otherwise than those it verifies
         is_live = is_live & ~jnp.any(is_live & slots.prompted)
     room = jnp.minimum(jnp.minimum(limits - counts, slots.remaining) - 1, most)
     wanted = jnp.where(is_live & (pace.wait == 0), jnp.minimum(pace.tokens, room), 0)
-    text = text[:, : slots.cache.capacity]
-    ask = Ask(text, slots.cache.lengths + 1, wanted, most, slots.sampling, None)
-    found = NGram().propose(None, None, ask)
     place = jnp.arange(most, dtype=jnp.int32)[None, :]
     forced = _forced(masks, counts[:, None] + place, cfg.vocab_size)
     run = jnp.min(jnp.where(forced < 0, place, most), axis=1)
+    wanted = jnp.where(run > 0, 0, wanted)
+    text, sampling = drafting.text[:, : slots.cache.capacity], slots.sampling
+    ask = Ask(text, slots.cache.lengths + 1, wanted, most, sampling, None)
+    if isinstance(draft_by, Model):
+        assert draft_params is not None
+        ask = ask._replace(history=slots.history, draw=_draw_at(level))
+        kept = Cache(drafting.layers, drafting.read, slots.cache.table)
+        found = draft_by.propose(draft_params, kept, ask)
+        drafting = drafting._replace(layers=found.kept.layers, read=found.kept.lengths)
+        slots = dataclasses.replace(slots, drafting=drafting)
+    else:
+        found = draft_by.propose(None, None, ask)
     lengths = jnp.where(is_live, jnp.minimum(run, room), 0)
-    return Drafted(
+    draft = Drafted(
         jnp.where(run[:, None] > 0, forced, found.tokens),
         jnp.where(run > 0, lengths, found.lengths),
         None,
     )
+    return slots, draft
+
+
+def _draw_at(level: jax.Array) -> Any:
+    """``sample``, by the sampler's branch."""
+
+    def draw(
+        scores: jax.Array, sampling: SamplingParams, positions: jax.Array, history: History
+    ) -> tuple[jax.Array, jax.Array]:
+        def branch(features: tuple[str, ...]) -> Any:
+            params = dataclasses.replace(sampling, features=features)
+            return lambda scores, history: sample(
+                scores, params, positions, history if features else None
+            )
+
+        return lax.switch(level, [branch(features) for features in _LEVELS], scores, history)
+
+    return draw
 
 
 def _likeliest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:

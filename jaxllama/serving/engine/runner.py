@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
+from jaxllama.language_model import Drafting
 from jaxllama.model.lora import for_rows
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.serving.engine import slots as device
@@ -28,6 +29,7 @@ from jaxllama.serving.engine.passes import HIGHEST_LEVEL, level_of
 from jaxllama.serving.engine.programs import Programs, Wanted, folder
 from jaxllama.serving.engine.scheduler import Fill, Plan, Scheduler, Sequence
 from jaxllama.serving.engine.slots import NOBODY
+from jaxllama.speculative import Model, NGram
 
 
 class Written(NamedTuple):
@@ -77,8 +79,11 @@ class Runner:
         params: device.Params,
         options: ResolvedOptions,
         adapters: tuple[str, ...] = (),
+        drafting: Drafting | None = None,
     ) -> None:
         self.cfg, self.params, self.options, self.adapters = cfg, params, options, adapters
+        self._draft = NGram() if drafting is None else drafting.plan.draft
+        self._draft_params = None if drafting is None else drafting.params
         self.mesh = mesh_of(params)
         self.pages = Pages(
             options.pages, options.page_size, states=options.snapshots, unit=options.unit,
@@ -88,9 +93,9 @@ class Runner:
         compiled = functools.partial(
             compiler_options.compiled_for, static_argnums=0, donate_argnums=2
         )
-        self._fill_program, names = device.fill, ("n", "context", "width", "widths")
+        self._fill_program, names = device.fill, ("n", "context", "width", "widths", "draft")
         if self.mesh is None:
-            self._fill_program = compiled(device.fill, None, static_argnames="fresh")
+            self._fill_program = compiled(device.fill, None, static_argnames=("fresh", "draft"))
         self._decode_program = compiled(device.decode, self.mesh, static_argnames=names)
         self.slots = self._empty()
         [home, *_] = self.slots.token.devices()
@@ -106,6 +111,7 @@ class Runner:
         sizes = (
             self.cfg, options.max_slots, options.row_pages, options.pages, options.page_size,
             options.snapshots, options.kv_dtype, 0 if options.draft is None else options.max_len,
+            self._draft.cfg if isinstance(self._draft, Model) else None,
         )  # fmt: skip
         if self.mesh is None:
             return device.empty_slots(*sizes)
@@ -266,8 +272,9 @@ class Runner:
     def _filling(
         self, params: device.Params, tokens: np.ndarray, facts: np.ndarray, fresh: bool
     ) -> tuple[Hashable, Wanted]:
-        told = params, self.slots, tokens, facts
-        wanted = Wanted(self._fill_program, told, self.cfg, {"fresh": fresh})
+        told = params, self.slots, tokens, facts, self._draft_params
+        static = {"fresh": fresh, "draft": self._draft}
+        wanted = Wanted(self._fill_program, told, self.cfg, static)
         return ("fill", *tokens.shape, fresh), wanted
 
     # Answers
@@ -311,9 +318,14 @@ class Runner:
 
     def _decoding(self, decode: Decode) -> tuple[Hashable, Wanted]:
         n, context = decode.n, decode.context
-        told = decode.params, self.slots, decode.orders, decode.masks, self._stop_ids
-        widths = self.options.pass_widths(n)
-        static = {"n": n, "context": context, "width": self._width(n), "widths": widths}
+        told = (
+            decode.params, self.slots, decode.orders, decode.masks, self._stop_ids,
+            self._draft_params,
+        )  # fmt: skip
+        static = {
+            "n": n, "context": context, "width": self._width(n),
+            "widths": self.options.pass_widths(n), "draft": self._draft,
+        }  # fmt: skip
         return ("decode", n, context), Wanted(self._decode_program, told, self.cfg, static)
 
     def read(self, drawn: Drawn) -> dict[Sequence, Written]:

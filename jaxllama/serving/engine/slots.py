@@ -8,7 +8,9 @@ Life of a row: ``admit`` gives a slot to a request, with its pages and the state
 with; its prompt but for the last token goes through ``fill`` into the cache; ``decode`` appends
 each row's newest token and draws the next, several times a call.  Nothing is copied on the way.  A
 slot or a page that is nobody's may hold anything, NaN included.  Rows of Llama, GLA and hybrids and
-every cache dtype differ in ``Cache``'s leaves only, so nothing here knows which they are.
+every cache dtype differ in ``Cache``'s leaves only, so nothing here knows which they are.  A model
+that drafts has its layers behind the model's own, in the same cache: a page holds its tokens' keys
+and values for both, and so does a snapshot.
 
 ``fill`` and ``decode`` run on those rows alone that they are told.
 
@@ -39,19 +41,23 @@ from jaxllama.model.decoder import forward
 from jaxllama.parallel.mesh import traced_mesh
 from jaxllama.sampling import History, Sampling, SamplingParams
 from jaxllama.serving.engine import passes
-from jaxllama.speculative import ADAPTIVE, Pace
+from jaxllama.speculative import ADAPTIVE, Model, NGram, Pace
 
 Params = dict[str, Any]
 NOBODY = 2**30  # past the last slot, page or snapshot
 MAX_BIAS = 320  # entries of logit_bias a row; OpenAI takes up to 300
+_NGRAM = NGram()
 
 
 class Drafting(NamedTuple):
     """text int32 ``[B, L]``: prompt and answer, up to the newest token.  pace: how much each row
-    asks for."""
+    asks for.  read int32 ``[B]``: how much of the text a model that drafts has in its cache; its
+    layers, in a decode call."""
 
     text: jax.Array
     pace: Pace
+    read: jax.Array
+    layers: tuple[KVCache | GLAState, ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -79,21 +85,25 @@ class Slots:
         return self.token.shape[0]
 
 
-@functools.partial(jax.jit, static_argnums=range(8))
+@functools.partial(jax.jit, static_argnums=range(9))
 def empty_slots(
     cfg: ModelConfig, size: int, row_pages: int, pages: int, page: int, states: int, dtype: str,
-    text: int = 0,
+    text: int = 0, draft: ModelConfig | None = None,
 ) -> Slots:  # fmt: skip
     """``size`` slots, all free; the sizes of ``init_pages``, how many snapshots, and how many
-    tokens of text a row drafts from."""
-    cache = init_pages(cfg, size, row_pages, pages, page, dtype)
-    like = init_pages(cfg, states, 1, 1, 1, dtype).layers
+    tokens of text a row drafts from; the model that does, if one does."""
+    cfgs = (cfg,) if draft is None else (cfg, draft)
+    caches = [init_pages(one, size, row_pages, pages, page, dtype) for one in cfgs]
+    cache = dataclasses.replace(caches[0], layers=sum((one.layers for one in caches), ()))
+    like = sum((init_pages(one, states, 1, 1, 1, dtype).layers for one in cfgs), ())
     snapshots = tuple(None if isinstance(layer, KVCache) else layer for layer in like)
     none, no = jnp.zeros(size, jnp.int32), jnp.zeros(size, bool)
     vocab = cfg.vocab_size
     history = History(jnp.zeros((size, vocab), bool), jnp.zeros((size, vocab), jnp.int32))
     sampling = jax.tree.map(jnp.asarray, stack_sampling([Sampling()] * size, vocab))
-    drafting = Drafting(jnp.zeros((size, text), jnp.int32), _new_pace(size)) if text else None
+    drafting = None
+    if text:
+        drafting = Drafting(jnp.zeros((size, text), jnp.int32), _new_pace(size), none)
     return Slots(cache, snapshots, none, no, no, none, no, sampling, history, drafting)
 
 
@@ -168,7 +178,8 @@ def admit(slots: Slots, packed: jax.Array) -> Slots:
     )
     if slots.drafting is not None:
         more = slots.drafting.text.shape[1] - rows.tokens.shape[1]
-        news = Drafting(jnp.pad(rows.tokens, ((0, 0), (0, more))), _new_pace(len(slot)))
+        text = jnp.pad(rows.tokens, ((0, 0), (0, more)))
+        news = Drafting(text, _new_pace(len(slot)), rows.length)
         admitted = dataclasses.replace(admitted, drafting=_put(slot, slots.drafting, news))
     return _constrained(admitted, slots)
 
@@ -194,12 +205,12 @@ def _history(rows: Rows, vocab_size: int) -> History:
     return dataclasses.replace(history, counts=history.counts.at[where].add(1, mode="drop"))
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="fresh", donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("fresh", "draft"), donate_argnums=2)
 def fill(
-    cfg: ModelConfig, params: Params, slots: Slots, tokens: jax.Array, facts: jax.Array, *,
-    fresh: bool,
+    cfg: ModelConfig, params: Params, slots: Slots, tokens: jax.Array, facts: jax.Array,
+    draft_params: Params | None = None, *, fresh: bool, draft: NGram | Model = _NGRAM,
 ) -> Slots:  # fmt: skip
-    """Append ``tokens[R, T]`` to rows of the cache; no logits.
+    """Append ``tokens[R, T]`` to rows of the cache, the draft's too; no logits.
 
     facts int32 ``[R, 4]``: each row's slot, past the last for nobody's; how many of its tokens are
     valid; the whole prompt's length, which dynamic RoPE depends on, and what is behind it was
@@ -210,14 +221,28 @@ def fill(
     cache = _by_row(_take, slot, slots.cache)
     columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     written = cache.lengths[:, None] + columns >= totals[:, None]
-    _, cache = forward(cfg, params, tokens, lengths, cache, totals, sparse=written, fresh=fresh)
-    assert cache is not None
+    own, more = _parted(cfg, cache)
+    _, own = forward(cfg, params, tokens, lengths, own, totals, sparse=written, fresh=fresh)
+    assert own is not None
+    drafting = slots.drafting
+    if isinstance(draft, Model):
+        assert draft_params is not None and drafting is not None
+        more = draft.fill(draft_params, tokens, lengths, more, totals, fresh=fresh)
+        drafting = drafting._replace(read=_put(slot, drafting.read, own.lengths))
+    cache = dataclasses.replace(own, layers=(*own.layers, *more.layers))
     snapshots = tuple(
         None if known is None else _put(snapshot, known, state)
         for known, state in zip(slots.snapshots, cache.layers, strict=True)
     )
     cache = _by_row(_put, slot, slots.cache, cache)
-    return _constrained(dataclasses.replace(slots, cache=cache, snapshots=snapshots), slots)
+    filled = dataclasses.replace(slots, cache=cache, snapshots=snapshots, drafting=drafting)
+    return _constrained(filled, slots)
+
+
+def _parted(cfg: ModelConfig, cache: Cache) -> tuple[Cache, Cache]:
+    """The model's own layers, and those behind them."""
+    own, more = cache.layers[: cfg.n_layers], cache.layers[cfg.n_layers :]
+    return dataclasses.replace(cache, layers=own), dataclasses.replace(cache, layers=more)
 
 
 def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, steps: int) -> np.ndarray:
@@ -227,8 +252,9 @@ def make_orders(rows: np.ndarray, *, level: int, wants_top: bool, steps: int) ->
 
 
 @functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("n", "context", "width", "widths"), donate_argnums=2
-)
+    jax.jit, static_argnums=0, static_argnames=("n", "context", "width", "widths", "draft"),
+    donate_argnums=2,
+)  # fmt: skip
 def decode(
     cfg: ModelConfig,
     params: Params,
@@ -236,15 +262,17 @@ def decode(
     orders: jax.Array,
     masks: jax.Array,
     stop_ids: jax.Array,
+    draft_params: Params | None = None,
     *,
     n: int,
     context: int,
     width: int,
     widths: tuple[int, ...] = (1,),
+    draft: NGram | Model = _NGRAM,
 ) -> tuple[Slots, jax.Array, tuple[jax.Array, jax.Array]]:
     """New tokens for each of ``n`` rows, for none more than ``width``; none has more than
     ``context`` pages.  widths: tokens of a row that a pass may verify, 1 and, where there are
-    drafts, more.
+    drafts, more.  draft: who makes them.
 
     orders: of ``make_orders``.  A slot past the last is nobody's; with as many rows as there are
     slots, row i is slot i's or nobody's.  A page past the last is none.  level: the sampler's
@@ -265,13 +293,20 @@ def decode(
     table = cache.table
     assert table is not None
     cache = dataclasses.replace(cache, table=table[:, :context])
+    cache, more = _parted(cfg, cache)
     slots = dataclasses.replace(slots, cache=cache, active=slots.active & is_live)
+    if slots.drafting is not None:
+        drafting = slots.drafting._replace(layers=more.layers)
+        slots = dataclasses.replace(slots, drafting=drafting)
     slots, drawn, top = passes.run(
-        cfg, params, slots, limits, orders[:3], masks, stop_ids, width, widths
+        cfg, params, slots, limits, orders[:3], masks, stop_ids, width, widths, draft, draft_params
     )
-    active = jnp.where(is_live, slots.active, every.active[:n])
-    cache = dataclasses.replace(slots.cache, table=table)
-    slots = dataclasses.replace(slots, cache=cache, active=active)
+    active, drafting = jnp.where(is_live, slots.active, every.active[:n]), slots.drafting
+    layers = slots.cache.layers
+    if drafting is not None:
+        layers, drafting = (*layers, *drafting.layers), drafting._replace(layers=())
+    cache = dataclasses.replace(slots.cache, layers=layers, table=table)
+    slots = dataclasses.replace(slots, cache=cache, active=active, drafting=drafting)
     if n < every.size:
         slots = _to_rows(every, rows, slots)
     return _constrained(slots, every), drawn, top
