@@ -107,7 +107,9 @@ def test_killed_restarted_drained(folder, capsys):
     assert "Once" not in log.read_text(), "prompts are not logged"
 
 
-@pytest.mark.parametrize("draft", ["ngram", pytest.param("{}:layers=1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "draft", ["ngram", pytest.param("{}/tiny:layers=1", marks=pytest.mark.slow)]
+)
 def test_names_origins_and_engine_options(folder, draft):
     flags = ["--slots", "2", "--max-len", "128", "--served-model-name", "tiny",
              "--served-model-name", "other", "--allowed-origin", "https://page",
