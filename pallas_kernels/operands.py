@@ -137,10 +137,10 @@ def _either(names: tuple[str, ...]) -> str:
 
 def half_reason(**operands: Any) -> str | None:
     """What a kernel of 16-bit floats cannot read: others, or two kinds of them at once."""
-    first = next(iter(operands.values())).dtype
+    first, known = next(iter(operands.items()))
     for name, x in operands.items():
         if x.dtype.name not in ("bfloat16", "float16"):
             return f"{name} is {x.dtype}; the kernel takes bfloat16 and float16"
-        if x.dtype != first:
-            return f"{name} is {x.dtype} beside {first}"
+        if x.dtype != known.dtype:
+            return f"{name} is {x.dtype} where {first} is {known.dtype}"
     return None
