@@ -29,7 +29,7 @@ from jaxllama.bench.harness import bytes_per_step
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.cli.main import main
 from jaxllama.language_model import LanguageModel
-from jaxllama.quantization import calibration, gptq
+from jaxllama.quantization import calibration, gptq, pipeline
 from jaxllama.quantization.checkpoint import Request, quantize_checkpoint, table
 from jaxllama.quantization.pipeline import calibrate
 from jaxllama.quantization.scheme import parse
@@ -144,6 +144,19 @@ def test_rtn_is_quantize_params_and_its_errors_are_what_they_say(lm, made, token
     want = np.linalg.norm(x @ off.T) / np.linalg.norm(x @ np.asarray(weight, np.float64).T)
     # The report looks at 512 tokens of these 1536.
     assert errors[0]["output_error"] == pytest.approx(want, rel=0.1)
+
+
+def test_products_are_not_those_of_tf32(lm, tokens, monkeypatch):
+    seen, advance = [], pipeline.advance
+
+    def watched(*args):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return advance(*args)
+
+    monkeypatch.setattr(pipeline, "advance", watched)
+    calibrate(CFG, lm.params, tokens[:1], parse("w8a16"), "rtn", measure=False)
+    assert seen == ["highest"] * CFG.n_layers
+    assert jax.config.jax_default_matmul_precision is None
 
 
 def test_a_static_scale_covers_every_calibration_token(lm, tokens):
