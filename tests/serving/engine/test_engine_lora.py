@@ -31,13 +31,19 @@ def lm() -> LanguageModel:
 
 
 # Deterministic engines have fewer programs; the others' prefill takes several prompts at once.
-@pytest.mark.parametrize("deterministic", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_an_engine_gives_each_request_the_tokens_of_its_adapter(lm, deterministic):
+@pytest.mark.parametrize(
+    ("deterministic", "draft"),
+    [
+        (True, None),
+        *(pytest.param(False, draft, marks=pytest.mark.slow) for draft in ("ngram", "model")),
+    ],
+)
+def test_an_engine_gives_each_request_the_tokens_of_its_adapter(lm, deterministic, draft):
     """Short prompts together and a long one in chunks, more than slots; nothing that the prefix
     cache holds is shared between two adapters, and what one of them left is found again."""
     engine = Engine(
         lm, max_slots=3, max_len=48, prefill_chunk=16, prefill_rows=1 if deterministic else 2,
-        deterministic=deterministic, draft=None if deterministic else "ngram",
+        deterministic=deterministic, draft=lm.first_layers(1) if draft == "model" else draft,
     )  # fmt: skip
     engine.warm_up()
     prompt = np.random.default_rng(0).integers(3, CFG.vocab_size, 40)

@@ -94,9 +94,16 @@ def check(family: str, request: Request, events: list[Event]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), [("gqa", {"draft": "ngram"}), ("hybrid", {"cache_tokens": 80})]
+    ("family", "options"),
+    [
+        ("gqa", {"draft": "ngram"}),
+        ("hybrid", {"cache_tokens": 80}),
+        pytest.param("gqa", {"draft": "first"}, marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_are_those_of_one_mask_a_token(family, options):
+    if options.get("draft") == "first":
+        options = {**options, "draft": model(family).first_layers(1)}
     eng = Engine(model(family), **{**OPTIONS, **options})
     events = eng.generate(REQUESTS)
     for request in REQUESTS:
