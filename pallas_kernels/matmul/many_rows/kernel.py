@@ -8,7 +8,7 @@ values, K = 4096, against 1.3e-3 for one long sum (which is what XLA's fp8 dot d
 a weight is (q - zero) * scale rounded once to x's dtype where there are groups; with one scale per
 row the scale multiplies the float32 accumulator instead.  Codes of x beside int4: in two levels of
 scales int8 sums are exact; else a group's sum is multiplied in float32 by its scale (int8 exact up
-to there, e4m3 as above: relative RMS error 1.3e-4); where groups are no multiples of 128 columns,
+to there, e4m3 as above: relative RMS error 8e-5); where groups are no multiples of 128 columns,
 codes are multiplied as bf16, which holds them.  f16 with groups is divided by the row's
 largest scale, which the epilogue multiplies back, so that no scale over- or underflows f16.
 """

@@ -155,7 +155,7 @@ FEW_WEIGHT = (
 )
 _RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
 _PLAIN_SIZE = 1 << 26
-_SCALED_TOKENS = 128  # of a tile whose groups' sums are multiplied: two sums are in registers
+_SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
 _FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum beside the tensor cores' needs cols <= 192
 
 
