@@ -25,7 +25,7 @@ from the outputs, the second what comes from the state:
     2    :     |   |                            | k k^T        | dX  dA  -> dKK  |
 
 Floor: 29 bytes per element of q at as many key as value heads, 0.453 ms at (8, 4096, 16, 16, 128,
-128).  Result: 1.120 on one H200.  What was tried: NOTES.md.
+128).  Result: 0.886 on one H200.  What was tried: NOTES.md.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ One block of one warpgroup a chunk and value head, several to an SM, one after t
     TMA q k | sums of log_decay | k k^T, q k^T | A, P | X (``kernel_inverse``) | M, K' | TMA out
 
 Floor: 7 bytes per element of q at Dk = 128 and as many key as value heads (4 in, 3 out), 0.109 ms
-at (8, 4096, 16, 16, 128, 128).  Result: 0.162 on one H200.  What was tried: NOTES.md.
+at (8, 4096, 16, 16, 128, 128).  Result: 0.144 on one H200.  What was tried: NOTES.md.
 """
 
 from __future__ import annotations
