@@ -419,7 +419,7 @@ class LanguageModel:
             self._check_draft(draft)
             own, params = speculative.Model(draft.config, vocab_size), draft.params
         elif draft == "ngram":
-            own = speculative.NGram()
+            own = speculative.NGram(unsure=not draft_tokens)
         else:
             raise JaxLlamaError(f'draft = {short(draft)}: expected "ngram" or a LanguageModel')
         return Drafting(speculative.Plan.of(own, draft_tokens, self.deterministic), params)

@@ -16,9 +16,9 @@ whose cache holds accepted tokens only: each turn it reads those that it has not
 goes on from there in a copy of what it would have to take back.
 
 A turn is draft, verify, commit, in one ``lax.while_loop``; the pass is as wide as the longest draft
-of a row needs, of a few compiled widths.  With ``draft_tokens`` 0 each row asks for what pays:
-twice as many after a draft of which a token stayed, half after one of which none did, and after the
-last of those none for 2, 4, 8, ... 64 turns.
+of a row needs, of a few compiled widths.  With ``draft_tokens`` 0 each row asks for what pays: four
+times as many after a draft of which a token stayed, half after one of which none did, and after the
+last of those none for 2, 4, 8, ... 64 turns; and ``NGram`` proposes few where it is unsure.
 
 ``proposed``, ``read``, ``settled`` are its parts for who runs the pass otherwise (``offload``);
 ``in_width``, ``verdict`` and ``sampled`` those that the serving engine's loop has of it.
@@ -49,6 +49,7 @@ from pallas_kernels.brief import short_repr
 
 MOST = 15  # drafted tokens of a pass
 ADAPTIVE = 7  # the most that a row asks for where it adapts
+FEW = 3  # drafted tokens where little speaks for them
 _LONGEST_PAUSE = 64  # turns
 _CATCH_UP = 32  # tokens that a draft reads at once behind a pause
 Carry = TypeVar("Carry")
@@ -82,10 +83,14 @@ class Ask(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class NGram:
     """What followed the longest suffix of the text, of up to ``longest`` and at least ``least``
-    tokens, where it stood last.  Where that is so near that the text ends, it goes round."""
+    tokens, where it stood last.  Where that is so near that the text ends, it goes round.
+
+    unsure: behind a suffix of just ``least`` tokens it proposes at most ``FEW``.
+    """
 
     longest: int = 8
     least: int = 2
+    unsure: bool = False
 
     def begin(self, *_: Any) -> None:
         """It keeps nothing but the text."""
@@ -106,7 +111,11 @@ class NGram:
         ahead = jnp.arange(ask.most, dtype=jnp.int32)[None, :]
         follows = end + 1 + ahead % jnp.maximum(size - 1 - end, 1)
         tokens = jnp.take_along_axis(text, jnp.minimum(follows, width - 1), axis=1)
-        return Drafted(tokens, jnp.where(best[:, 0] >= 0, ask.wanted, 0), None)
+        wanted = jnp.where(best[:, 0] >= 0, ask.wanted, 0)
+        if self.unsure:
+            is_short = best[:, 0] < (self.least + 1) * width
+            wanted = jnp.where(is_short, jnp.minimum(wanted, FEW), wanted)
+        return Drafted(tokens, wanted, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +266,7 @@ class Pace(NamedTuple):
 
     def after(self, drafted: jax.Array, accepted: jax.Array, most: int) -> Pace:
         is_wrong = accepted == 0
-        tokens = jnp.where(is_wrong, self.tokens // 2, jnp.minimum(2 * self.tokens, most))
+        tokens = jnp.where(is_wrong, self.tokens // 2, jnp.minimum(4 * self.tokens, most))
         pauses = tokens == 0
         pause = jnp.where(pauses, jnp.minimum(2 * self.pause, _LONGEST_PAUSE), self.pause)
         tried = Pace(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import jax
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf
 from jax.experimental.mosaic import gpu as mgpu
@@ -360,7 +361,8 @@ def _store(space: str, base: Value, values: Sequence[Value], at: int) -> None:
 
 
 def load_global(base: Value, n: int, at: int = 0, kind: str = "b32", cache: str = ".nc"):
-    """n (1, 2, 4) words, or "f32"; cache: "" where a thread may write them during the kernel."""
+    """n (1, 2, 4) words, or "f32"; cache: "" where a thread may write them during the kernel,
+    or the kernel before did (``await_kernel``)."""
     return _load(f"global{cache}", base, n, at, kind)
 
 
@@ -372,15 +374,15 @@ def store_global(base: Value, values: Value | Sequence[Value], at: int = 0) -> N
         _store("global", base, values, at)
 
 
-def load_half(base: Value, at: int = 0) -> Value:
-    """16 bits of device memory that no thread writes, in the low half of a word."""
-    code = f"{{ .reg .b16 h; ld.global.nc.u16 h, [$1+{at}]; cvt.u32.u16 $0, h; }}"
+def load_half(base: Value, at: int = 0, cache: str = ".nc") -> Value:
+    """16 bits of device memory, in the low half of a word; cache: as of ``load_global``."""
+    code = f"{{ .reg .b16 h; ld.global{cache}.u16 h, [$1+{at}]; cvt.u32.u16 $0, h; }}"
     return ptx(code, base, results=i32())
 
 
-def load_signed_byte(base: Value, at: int = 0) -> Value:
-    """8 bits of device memory that no thread writes, as an i32."""
-    code = f"{{ .reg .b16 h; ld.global.nc.s8 h, [$1+{at}]; cvt.s32.s16 $0, h; }}"
+def load_signed_byte(base: Value, at: int = 0, cache: str = ".nc") -> Value:
+    """8 bits of device memory as an i32; cache: as of ``load_global``."""
+    code = f"{{ .reg .b16 h; ld.global{cache}.s8 h, [$1+{at}]; cvt.s32.s16 $0, h; }}"
     return ptx(code, base, results=i32())
 
 
@@ -461,6 +463,38 @@ def warpgroup_barrier() -> None:
 def warp_barrier() -> None:
     """All threads of the warp; shared memory written before is visible after."""
     ptx("bar.warp.sync -1;", convergent=True)
+
+
+# --- The kernel before this one ---
+
+_OVERLAPS = jax.__version_info__ >= (0, 12)
+
+
+def await_kernel() -> None:
+    """By all threads: until the kernel before has ended; then the one behind may begin.
+
+    A kernel that calls it begins while the one before still runs (programmatic dependent launch,
+    from jax 0.12 on; with an older one it begins behind it, and this is nothing).  So before it a
+    kernel writes nothing and reads nothing, weights neither, which may have been computed just now:
+    it may ask L2 for them (``prefetch``).  Behind it, what other kernels write is not read through
+    the path of constants (``cache=""``): the lines there may be older.
+    """
+    if not _OVERLAPS:
+        return
+    ptx("griddepcontrol.wait;")
+    ptx("griddepcontrol.launch_dependents;")
+    owner = ir.InsertionPoint.current.block.owner
+    while owner.parent is not None:
+        owner = owner.parent
+    owner.attributes["mosaic_gpu.uses_pdl"] = ir.UnitAttr.get()
+
+
+def prefetch(at: Value, size: int) -> None:
+    """Asks L2 for ``size`` contiguous bytes of device memory, where there is an ``await_kernel`` to
+    wait at; both multiples of 16."""
+    if not _OVERLAPS:
+        return
+    ptx(f"cp.async.bulk.prefetch.L2.global [$0], {size};", at)
 
 
 # --- Copies into shared memory, and the barriers that count them ---

@@ -123,6 +123,11 @@ def test_an_ngram_follows_the_longest_suffix_where_it_stood_last():
     drafted = speculative.NGram().propose(None, None, ask)
     np.testing.assert_array_equal(drafted.lengths, [4, 4, 0, 0])
     np.testing.assert_array_equal(drafted.tokens[:2], [[9, 5, 2, 3], [7, 8, 7, 8]])
+    rows[0][:3] = 5, 5, 5  # then the longest are two tokens
+    text = text.at[0, : len(rows[0])].set(jnp.asarray(rows[0]))
+    drafted = speculative.NGram(unsure=True).propose(None, None, ask._replace(text=text))
+    np.testing.assert_array_equal(drafted.lengths, [3, 4, 0, 0])
+    np.testing.assert_array_equal(drafted.tokens[0, :3], [8, 1, 2])
 
 
 def test_a_wrong_draft_is_asked_ever_more_seldom():

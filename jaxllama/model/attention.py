@@ -57,7 +57,7 @@ from pallas_kernels.attention.blockwise import (
     weighted_values,
 )
 from pallas_kernels.attention.op import MOST_ROWS, decode_attention
-from pallas_kernels.attention.rope_attention import rope_and_attend
+from pallas_kernels.attention.rope_attention import rope_and_attend, tokens_have_a_steps_bits
 from pallas_kernels.attention.rope_cache import (
     from_cache_basis,
     norm_heads,
@@ -159,6 +159,13 @@ def split_heads(cfg: ModelConfig, p: Params, qkv: jax.Array) -> jax.Array:
     return norm_heads(heads, cfg.n_kv_heads, _norms(p), cfg.norm_eps, cfg.qk_norm == "full")
 
 
+def _with_norm(cfg: ModelConfig, p: Params, qkv: jax.Array) -> tuple[jax.Array, Any]:
+    """``split_heads``, where each head's norm is left to who takes (weights of q, of k, eps)."""
+    if cfg.qk_norm != "head":
+        return split_heads(cfg, p, qkv), None
+    return qkv.reshape(*qkv.shape[:2], -1, cfg.head_dim), (*_norms(p), cfg.norm_eps)
+
+
 def _norms(p: Params) -> tuple[jax.Array, jax.Array]:
     return p["q_norm"]["weight"], p["k_norm"]["weight"]
 
@@ -209,10 +216,7 @@ def _decode(
     slots = jnp.where(at.lengths > 0, position, capacity_of(cache.k, table))
     where = (*(turns[:, 0] for turns in at.rope.of(cfg.rope)), cache.k, cache.v, slots)
     if cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0):
-        if cfg.qk_norm == "head":
-            heads, norm = qkv.reshape(*qkv.shape[:2], -1, cfg.head_dim), (*_norms(p), cfg.norm_eps)
-        else:
-            heads, norm = split_heads(cfg, p, qkv), None
+        heads, norm = _with_norm(cfg, p, qkv)
         # A row without a new token sees nothing and gives zeros.
         out, *kv = rope_and_attend(heads[:, 0], *where, norm=norm, window=window, table=table)
         return out, KVCache(*kv)
@@ -245,13 +249,26 @@ def _verify(
     """``_decode`` where ``drafted`` consecutive rows are tokens of one row of the cache."""
     assert at.rope is not None
     n_rows = qkv.shape[0] // drafted
+    by_row = lambda x: x.reshape(n_rows, drafted, *x.shape[1:])  # noqa: E731
+    has_kernel = cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0)
+    if has_kernel:
+        heads, norm = _with_norm(cfg, p, qkv)
+        heads = by_row(heads[:, 0])
+        if tokens_have_a_steps_bits(heads, cache.k, at.table):
+            turns = (by_row(table[:, 0]) for table in at.rope.of(cfg.rope))
+            capacity = capacity_of(cache.k, at.table)
+            slots = by_row(jnp.where(at.lengths > 0, at.positions[:, 0], capacity))
+            out, *kv = rope_and_attend(
+                heads, *turns, cache.k, cache.v, slots, norm=norm, window=cfg.sliding_window,
+                table=at.table,
+            )  # fmt: skip
+            return out.reshape(-1, *out.shape[2:]), KVCache(*kv)
     if at.table is None:
         pages, table = _as_pages(cache)
         # A constant: no layer has a kernel that makes it.
         shared = jnp.asarray(np.repeat(table, drafted, axis=0))
     else:
         pages, shared = cache, jnp.repeat(at.table, drafted, axis=0)
-    has_kernel = cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0)
     if at.exact and has_kernel:
         # A step writes and attends in one kernel, with roundings of its own: so all tokens are
         # written by the first call, and each finds those before it in the second.
@@ -270,8 +287,7 @@ def _verify(
     if at.exact or (too_many and has_kernel and jax.default_backend() == "gpu"):
         return _query(cfg, q, pages, at._replace(table=shared)), cache
 
-    rows = [x.reshape(n_rows, drafted, *x.shape[1:]) for x in (q, at.positions[:, 0], at.lengths)]
-    q, positions, is_new = rows
+    q, positions, is_new = (by_row(x) for x in (q, at.positions[:, 0], at.lengths))
     own = at._replace(positions=positions, lengths=jnp.sum(is_new, axis=1), table=at.table)
     seen = jnp.where(is_new > 0, positions + 1, 0)
     window, cap = cfg.sliding_window, cfg.attn_softcap

@@ -281,7 +281,7 @@ def propose(
 
     They are T decode steps in one: each is a row of every product, as a step of B * T rows has
     them, and sees the tokens before it.  exact: attention and states are in the shapes of such a
-    step, too, and so have its bits; dearer on a CPU.
+    step, too, and so have its bits; dearer where XLA does a CPU's attention.
     """
     mesh = traced_mesh(params)
     if mesh is not None:

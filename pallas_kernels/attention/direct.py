@@ -1,5 +1,6 @@
 """Decode attention of one or two rows on Hopper: one kernel, a cluster of blocks per kv head.
 
+    all      the first keys and values -> L2 | the kernel before has ended
     warp     16 tokens of keys and values at a time, straight into registers | query heads
              [RoPE: norms and rotates them; the new token's tile takes it from the projection and
               stores it]
@@ -104,6 +105,9 @@ class _Kernel:
 
     def run(self) -> None:
         self.gathering.start()
+        if self.window is None and not self.paging:
+            self.prefetch()
+        p.await_kernel()
         source = Source(
             self.inputs, self.codes, self.shape, self.paging, self.kind, self.row, self.head,
             self.lane, self.staged,
@@ -121,6 +125,17 @@ class _Kernel:
         first = p.add(p.mul(self.row, n), p.mul(self.head, self.group))
         line = functools.partial(p.add, first)
         self.gathering.finish(write_heads(self.out, line, self.lane, self.kind, h))
+
+    def prefetch(self) -> None:
+        """Asks for the warp's first tile: a lane for a token's keys, a lane for its values."""
+        _, capacity, n_kv, _, _ = self.shape
+        arrays, size = 1 + self.codes.quantized + self.codes.zeros, self.codes.row_bytes
+        keys, values = (p.address(self.inputs[-i]) for i in (2 * arrays, arrays))
+        place = p.add(p.mul(self.warp, self.plan.cluster), self.rank)
+        token = p.minimum(p.add(p.mul(place, TILE), p.masked(self.lane, TILE - 1)), capacity - 1)
+        base = arith.select(p.less(self.lane, TILE), keys, values)
+        base = p.offset(base, self.row, capacity * n_kv * size)
+        p.prefetch(p.offset(p.offset(base, self.head, size), token, n_kv * size), size)
 
     def adjusted(self, loaded, values: bool):
         """[token g | g + 8][scale, zero][group] of loaded numbers."""

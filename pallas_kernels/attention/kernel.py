@@ -29,8 +29,9 @@ The G query heads of several tokens are T * G query rows, each with an end (and 
 first key) of its own; a warp takes ``Plan.fuls`` times eight of them over the words that it read
 once.  Copies end at the row's longest; a query row that has seen no key yet has a finite maximum.
 
-With a block table (``attention.pages``) steps lie in pages: a window's first step begins before it,
-masked, and the entries for the steps that the ring will fetch are carried by the loop.
+With a block table (``attention.pages``) steps lie in pages, and the entries for the steps that the
+ring will fetch are carried by the loop.  A window's first step begins before it, masked, where a
+page's would: rows give the bits that pages do.
 
 Floor: the bytes of K, V and scales at 4.2 TB/s; cuDNN's decode shows that 4.46 can be read.
 Result, one H200, 32/8 heads of 128, 64 rows x 8192, microseconds: bfloat16 536 (95% of the floor's
@@ -142,12 +143,10 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
         late, apart = p.ci(0), step_tokens
     head = p.add(first_head, own)  # own: kv head within the team
     pages = Pages(*pages_ref, row, paging) if paging else None
-    from_page = pages is not None and window is not None
     seen = begin
     if window is not None:
-        seen = begin = p.larger(begin, p.add(fewest, -window))
-    if from_page:
-        begin = p.masked(begin, -step_tokens)
+        seen = p.larger(begin, p.add(fewest, -window))
+        begin = p.masked(seen, -step_tokens)
     begin = p.add(begin, late)
 
     order = Ring.order(g)
@@ -242,7 +241,7 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
         def is_seen(token, ful, c):
             own_first, own_end = spans[ful][c]
             inside = p.below(token, own_end)
-            if from_page or (window is not None and rows.tokens > 1):
+            if window is not None:
                 inside = arith.andi(inside, p.at_most(own_first, token))
             return inside
 

@@ -88,18 +88,12 @@ def decode_attention(
     """
     _check(q, k, v, lengths, table, window)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    find, on_cpu = lambda: plan(q, k, v, table), lambda: _cpu_plan(q, k, table)
+    find, on_cpu = lambda: plan(q, k, v, table), lambda: cpu.plan(q, k, table)
     found = choose_plan("decode_attention", implementation, find, q, k, v, cpu=on_cpu)
     if is_empty(q, k):  # nobody asks, or there is nothing to see
         return jnp.zeros(q.shape, q.dtype)
     call = window, scale, found
     return _decode_attention(chosen(found, implementation), call, q, k, v, lengths, table)
-
-
-def _cpu_plan(q: jax.Array, k: Cached, table: jax.Array | None) -> Plan | Reason:
-    if q.ndim == 4:
-        return Reason(f"q has {q.shape[1]} tokens a row; the handler takes one")
-    return cpu.plan(q, k, table)
 
 
 def _kernel(call: _Static, q: jax.Array, k: Cached, v: Cached, lengths: jax.Array,

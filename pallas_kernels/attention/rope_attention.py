@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import rope_cache
+from pallas_kernels.attention import rope_cache, rope_tokens
 from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.rope_cache import Cached, norm_heads
 from pallas_kernels.cpu import attention as cpu
-from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan
+from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, device_of
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
 
@@ -47,10 +47,11 @@ def rope_and_attend(
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | QTensor, jax.Array | QTensor]:
     """``qkv [B, N + 2K, H]`` (heads of q, then k, then v) and a cache ``k, v [B, S, K, H]`` ->
-    (heads ``[B, N, H]``, k, v with the new tokens).
+    (heads ``[B, N, H]``, k, v with the new tokens); or of several tokens ``qkv [B, T, N + 2K, H]``
+    -> heads ``[B, T, N, H]``, each of which sees those before it.
 
-    cos, sin, slots, table: as ``rope_and_write`` takes them.  window, scale: as
-        ``decode_attention`` does.
+    cos, sin, slots, table: as ``rope_and_write``, or ``rope_and_write_tokens``, takes them.
+    window, scale: as ``decode_attention`` does.
     norm: (weights ``[H]`` of q's heads, of k's, eps) of an RMSNorm of every head before RoPE.
     implementation: "mosaic" and "cpu" are the one kernel; None that, or the two ops with their own
         choices.
@@ -62,7 +63,8 @@ def rope_and_attend(
     Raises what the two ops raise; NotImplementedError when "mosaic" or "cpu" is asked for and its
     one kernel does not take the call.
     """
-    rope_cache.check_operands("rope_and_attend", qkv, cos, sin, k, v, slots, table)
+    check = rope_tokens.check_operands if qkv.ndim == 4 else rope_cache.check_operands
+    check("rope_and_attend", qkv, cos, sin, k, v, slots, table)
     if window is not None and window < 1:
         raise ValueError(f"rope_and_attend: window {window} is below 1")
     weights, eps, h = None, None, qkv.shape[-1]
@@ -80,18 +82,27 @@ def rope_and_attend(
         return _rope_and_attend(choice, call, qkv, cos, sin, k, v, slots, weights, table)
     if weights is not None and eps is not None:  # both or neither
         qkv = norm_heads(qkv, k.shape[2], weights, eps)
-    q, k, v = rope_cache.rope_and_write(
-        qkv, cos, sin, k, v, slots, table=table, implementation=implementation
-    )
+    options = {"table": table, "implementation": implementation}
+    if qkv.ndim == 4:
+        q, _, _, k, v = rope_tokens.rope_and_write_tokens(qkv, cos, sin, k, v, slots, **options)
+    else:
+        q, k, v = rope_cache.rope_and_write(qkv, cos, sin, k, v, slots, **options)
     if table is None:
         inside = (slots >= 0) & (slots < k.shape[1])
     else:
-        inside = rope_cache.place(k, slots[:, None], table)[0][:, 0] < k.shape[0]
+        by_row = slots.reshape(slots.shape[0], -1)
+        inside = (rope_cache.place(k, by_row, table)[0] < k.shape[0]).reshape(slots.shape)
     out = decode_attention(
-        q, k, v, jnp.where(inside, slots + 1, 0), window=window, scale=scale, table=table,
-        implementation=implementation,
-    )  # fmt: skip
+        q, k, v, jnp.where(inside, slots + 1, 0), window=window, scale=scale, **options
+    )
     return out, k, v
+
+
+def tokens_have_a_steps_bits(qkv: jax.Array, k: Cached, table: jax.Array | None) -> bool:
+    """Whether of several tokens ``qkv [B, T, N + 2K, H]`` each gets the bits that a call of its own
+    would give: where the CPU's handler runs."""
+    on_cpu = device_of((qkv, k)).platform == "cpu"
+    return on_cpu and isinstance(cpu.new_token_plan(qkv, k, table), cpu.CpuPlan)
 
 
 def _kernel(call: _Static, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
@@ -136,6 +147,8 @@ def plan(
     from pallas_kernels.attention import direct
     from pallas_kernels.attention.pages import as_rows
 
+    if qkv.ndim == 4:
+        return Reason(f"qkv has {qkv.shape[1]} tokens a row; the kernel takes one")
     if isinstance(k, QTensor):
         codes = jnp.dtype(k.dtype).name
         return Reason(f"k is a cache of {codes} codes; the kernel writes 16-bit floats")

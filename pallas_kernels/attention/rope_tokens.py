@@ -49,11 +49,17 @@ def rope_and_write_tokens(
     and jax's transformations: as of ``rope_cache.rope_and_write``.
     """
     op = "rope_and_write_tokens"
+    check_operands(op, qkv, cos, sin, k, v, slots, table)
+    found = choose_plan(op, implementation, lambda: rope_cache.plan(qkv, k), qkv, k, v)
+    return _op(chosen(found, implementation), None, qkv, cos, sin, k, v, slots, table)
+
+
+def check_operands(op: str, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,
+                   slots: jax.Array, table: jax.Array | None) -> None:  # fmt: skip
+    """ValueError that names what ``rope_and_write_tokens`` cannot take."""
     lines = _OPERANDS if table is None else _OPERANDS | PAGED
     sizes = check(op, lines, qkv=qkv, k=k, v=v, cos=cos, sin=sin, slots=slots, table=table)
     rope_cache.check_heads(op, sizes, qkv, cos, sin, k, v)
-    found = choose_plan(op, implementation, lambda: rope_cache.plan(qkv, k), qkv, k, v)
-    return _op(chosen(found, implementation), None, qkv, cos, sin, k, v, slots, table)
 
 
 def _kernel(_: None, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached,

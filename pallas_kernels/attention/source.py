@@ -51,10 +51,7 @@ class Source:
         self.eps, self.staged = staged or (None, None)
         if self.staged is not None:
             self.stage()
-        # Memory that the kernel writes is not read through the path of constants.
-        self.cache = "" if self.tables else ".nc"
-
-        (number,) = p.load_global(p.offset(p.address(lengths), row, 4), 1)
+        (number,) = p.load_global(p.offset(p.address(lengths), row, 4), 1, cache="")
         group = self.n // self.n_kv
         mine = p.add(p.mul(head, group), p.minimum(self.g, group - 1))  # past the group copies
         self.raw_query = self.projected(mine)
@@ -133,7 +130,7 @@ class Source:
                 for j in range(codes.k_chunks)
                 for w in p.load_global(
                     p.offset(self.line(self.k[0], t, codes.row_bytes, shift), at),
-                    codes.k_chunk // 4, j * 4 * codes.k_chunk, cache=self.cache,
+                    codes.k_chunk // 4, j * 4 * codes.k_chunk, cache="",
                 )
             ]
             for t in tokens
@@ -143,15 +140,15 @@ class Source:
         size, tokens = self.codes.row_bytes, self.value_tokens(token0)
         lines = [self.line(self.v[0], t, size, shift) for t in tokens]
         numbers = self.load_numbers(self.v, self.key_tokens(token0), shift)
-        return [self.value_words(at, self.cache) for at in lines], numbers
+        return [self.value_words(at) for at in lines], numbers
 
-    def value_words(self, base, cache: str) -> list:
+    def value_words(self, base) -> list:
         codes = self.codes
         base = p.offset(base, p.mul(self.g, codes.v_chunk))
         return [
             w
             for j in range(codes.v_chunks)
-            for w in p.load_global(base, codes.v_chunk // 4, j * 8 * codes.v_chunk, cache=cache)
+            for w in p.load_global(base, codes.v_chunk // 4, j * 8 * codes.v_chunk, cache="")
         ]
 
     def load_numbers(self, refs, tokens, shift) -> list:
@@ -159,7 +156,7 @@ class Source:
         size = self.codes.groups * self.codes.scale_size
         return [
             [
-                [p.load_half(at)] if size == 2 else p.load_global(at, size // 4)
+                [p.load_half(at, cache="")] if size == 2 else p.load_global(at, size // 4, cache="")
                 for at in [self.line(ref, t, size, shift) for ref in refs[1:]]
             ]
             for t in (tokens if self.codes.quantized else ())
@@ -178,7 +175,7 @@ class Source:
     def projected(self, head) -> list:
         """A head's features that meet this lane's chunks of keys."""
         at = p.mul(self.quad, 2 * tile.features_of(self.codes))
-        return tile.load_heads(p.offset(self.head_of(head), at), self.codes)
+        return tile.load_heads(p.offset(self.head_of(head), at), self.codes, "")
 
     def stage(self) -> None:
         """Sends the row's tables and the norms' weights, 2 H bytes each, to shared memory."""
@@ -210,7 +207,7 @@ class Source:
                 for i in range(features // 4)
                 for x in p.load_global(
                     p.offset(p.offset(p.address(t), self.row, 2 * self.h), at),
-                    4, 16 * features * j + 16 * i, "f32",
+                    4, 16 * features * j + 16 * i, "f32", "",
                 )
             ]
             for t in self.tables
@@ -218,7 +215,7 @@ class Source:
         return projected, turns
 
     def load_new_value(self) -> list:
-        return self.value_words(self.head_of(p.add(self.head, self.n + self.n_kv)), ".nc")
+        return self.value_words(self.head_of(p.add(self.head, self.n + self.n_kv)))
 
     def turned(self, chunks, turns, of: str) -> list:
         """RoPE of a head of q or k, after its norm; a lane has feature i + H / 2 in the chunk half

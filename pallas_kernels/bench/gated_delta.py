@@ -35,6 +35,7 @@ STEPS = ((64, 16, 32, 128), (1, 16, 32, 128))  # B, Hk, H, Dk = Dv
 FORWARD = ("chunks", "scan")
 FORWARD_BY_CHANNEL = ("channels", "scan")
 BACKWARD = ("chunks", "scan", "reverse", "gradients")
+BACKWARD_BY_CHANNEL = ("channels", "scan", "reverse", "products", "gradients")
 
 
 def inputs(
@@ -84,10 +85,8 @@ def bench_shape(shape: tuple[int, ...], check: bool, by_channel: bool = False) -
             want = recurrence64(*x, scale)
         errors = (relative_rms(a, b) for a, b in zip(forward(*x), want, strict=True))
         print(shape, "relative RMS of o, state:", *(f"{e:.2e}" for e in errors), flush=True)
-    if by_channel:  # whose gradients are XLA's
-        return
     backward = jax.jit(lambda *x: kernel.gated_delta_backward(*x, None, scale=scale))
-    report(shape, "backward", backward, (*x, x[2]), BACKWARD)
+    report(shape, "backward", backward, (*x, x[2]), BACKWARD_BY_CHANNEL if by_channel else BACKWARD)
 
 
 def bench_step(b: int, hk: int, h: int, d: int, by_channel: bool) -> None:

@@ -11,8 +11,9 @@ so the bits depend on neither.  All in float32, on what the cache holds; a row o
 after phase 1.  In a part tokens go 16 at a time through all heads, as they lie, and each asks for
 what lies 16 tokens on, so that a cache is read at memory's rate.
 
-With RoPE the part that ends with the new token writes it first.  Cache arrays are operands and
-results in one.
+With RoPE the part that ends with the new token writes it first; where several consecutive rows are
+tokens of one row of the cache (a draft being verified), a phase before writes them all.  So a
+token's bits are those of its own step.  Cache arrays are operands and results in one.
 
 Source: Flash-Decoding's split over keys (as ``attention.op``).  Leaves out: float8 caches; heads of
 other than multiples of 16 features (32 with int4 or RoPE); RoPE before an int4 cache, whose basis
@@ -32,7 +33,7 @@ import numpy as np
 from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.cache import LANES, Form, form
 from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
-from pallas_kernels.cpu.parts import PART, Join, Part, Rows, ahead
+from pallas_kernels.cpu.parts import PART, Join, Part, Rows, Write, ahead
 from pallas_kernels.cpu.scores import KEYS
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
@@ -55,7 +56,7 @@ def plan(q: jax.Array, k: Cached, table: jax.Array | None) -> CpuPlan | Reason:
     """Of ``decode_attention``."""
     if q.dtype not in FLOATS:
         return Reason(f"q is {q.dtype.name}")
-    return _plan(k, q.shape[1], table)
+    return _plan(k, q.shape[-2], table)
 
 
 def new_token_plan(qkv: jax.Array, k: Cached, table: jax.Array | None) -> CpuPlan | Reason:
@@ -67,7 +68,7 @@ def new_token_plan(qkv: jax.Array, k: Cached, table: jax.Array | None) -> CpuPla
                       f"{LANES}")  # fmt: skip
     if k.dtype == jnp.int4:
         return Reason("an int4 cache is in another basis")
-    heads = qkv.shape[1] - 2 * k.shape[2]
+    heads = qkv.shape[-2] - 2 * k.shape[2]
     return _plan(k, heads, table, new=True)
 
 
@@ -88,19 +89,22 @@ def decode_attention(
     q: jax.Array, k: Cached, v: Cached, lengths: jax.Array, table: jax.Array | None, *,
     window: int | None, scale: float, plan: CpuPlan,
 ) -> jax.Array:  # fmt: skip
-    """``[B, N, H]`` in q's dtype, in the cache's basis."""
-    operands = [q.astype(jnp.float32), lengths, *jax.tree.leaves((k, v, table))]
-    results = _results(plan.program, q.shape[0], k, table)
+    """``[B, N, H]``, or ``[B, T, N, H]``, in q's dtype, in the cache's basis."""
+    rows = q.astype(jnp.float32).reshape(-1, *q.shape[-2:])
+    operands = [rows, lengths.reshape(-1), *jax.tree.leaves((k, v, table))]
+    results = _results(plan.program, rows.shape[0], k, table)
     call = jax.ffi.ffi_call(jit.register(plan.program), results)
     out, _ = call(*operands, **fixed(window, scale))
-    return out.astype(q.dtype)
+    return out.astype(q.dtype).reshape(q.shape)
 
 
 def rope_and_attend(
     qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached, slots: jax.Array,
     table: jax.Array | None, *, window: int | None, scale: float, plan: CpuPlan,
 ) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
-    """(heads ``[B, N, H]``, k, v with the new tokens)."""
+    """(heads ``[B, N, H]``, or ``[B, T, N, H]``, k, v with the new tokens)."""
+    shape = qkv.shape[:-2]
+    qkv, cos, sin, slots = (x.reshape(-1, *x.shape[len(shape) :]) for x in (qkv, cos, sin, slots))
     caches, tree = jax.tree.flatten((k, v))
     results = _results(plan.program, qkv.shape[0], k, table)
     results += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
@@ -110,7 +114,7 @@ def rope_and_attend(
     )  # fmt: skip
     rest = jax.tree.leaves((table, cos, sin))
     out, _, *caches = call(qkv, slots, *caches, *rest, **fixed(window, scale))
-    return out, *jax.tree.unflatten(tree, caches)
+    return out.reshape(*shape, *out.shape[1:]), *jax.tree.unflatten(tree, caches)
 
 
 def fixed(window: int | None, scale: float) -> dict[str, Any]:
@@ -158,6 +162,14 @@ class Attend(Program):
         return 4 * (floats + KEYS * self.cache.width) + 8 * (PART + ahead(self.cache))
 
     def phases(self, target: Target) -> Sequence[Phase]:
+        def count_owners(e: Emitter, call: Frame) -> Value:
+            body = Rows(self, e, call)
+            several = e.b.icmp_unsigned(">", body.sharing, e.i64(1))
+            return e.b.select(several, body.owners, e.i64(0))
+
+        def written(e: Emitter, call: Frame, i: Value) -> None:
+            Write(self, e, call).chunk(i)
+
         def count_parts(e: Emitter, call: Frame) -> Value:
             body = Rows(self, e, call)
             return e.b.mul(body.batch, body.most_parts())
@@ -174,4 +186,5 @@ class Attend(Program):
         def joined(e: Emitter, call: Frame, i: Value) -> None:
             Join(self, e, call).chunk(i)
 
-        return [Phase(count_parts, part), Phase(count_joined, joined)]
+        phases = [Phase(count_parts, part), Phase(count_joined, joined)]
+        return [Phase(count_owners, written), *phases] if self.new else phases

@@ -1,8 +1,12 @@
 """What ``cpu.attention`` does with a row's keys, in emitted code: a part of them, the parts joined.
 
 Rows     what a call has: rows, the keys that each sees, its parts, where their records are
+Write    new tokens into the cache; a phase before the others where a row of it has several
 Part     phase 1: queries (rotated, where they are new), scores, weights, sums of values
 Join     phase 2
+
+A row is a query; consecutive ones, equally many, share a row of the cache (its table's, where it
+has one).
 """
 
 from __future__ import annotations
@@ -47,6 +51,8 @@ class Rows:
         self.batch = call.argument_dim(0, 0)
         table = 2 + 2 * program.cache.arrays if program.paged else None
         self.places = Places(e, call, 2, table)
+        self.owners = call.argument_dim(2 if table is None else table, 0)  # rows of the cache
+        self.sharing = e.b.udiv(self.batch, self.owners)
 
     def row(self, row: Value) -> Row:
         e, b = self.e, self.b
@@ -54,7 +60,8 @@ class Rows:
         if self.p.new:
             inside = b.icmp_unsigned("<", length, self.places.capacity)
             if self.p.paged:
-                entry = self.places.entry(row, b.select(inside, length, e.i64(0)))
+                owner = b.udiv(row, self.sharing)
+                entry = self.places.entry(owner, b.select(inside, length, e.i64(0)))
                 inside = b.and_(inside, b.icmp_unsigned("<", entry, self.places.pages))
             length = b.select(inside, b.add(length, e.i64(1)), e.i64(0))
         length = e.limited(length, self.places.capacity)
@@ -99,13 +106,58 @@ class Rows:
             e.store(value, out, 64 * i)
 
 
-class Part(Rows):
-    """A part of a row's keys: all heads."""
+class Write(Rows):
+    """The new tokens of one row of the cache."""
 
     def __init__(self, program: Attend, e: Emitter, call: Frame) -> None:
         super().__init__(program, e, call)
         f, arrays = program.cache, program.cache.arrays
         self.k, self.v = (Heads.of(f, call, 2 + i * arrays) for i in range(2))
+
+    def chunk(self, i: Value) -> None:
+        e, b = self.e, self.b
+
+        def one(t: Value) -> None:
+            row = b.add(b.mul(i, self.sharing), t)
+            found = self.row(row)
+            with e.when(b.icmp_signed(">", found.count, e.i64(0))):
+                newest = b.sub(b.add(found.first, found.count), e.i64(1))
+                self.write(row, self.places.token(i, newest))
+
+        e.loop(self.sharing, one)
+
+    def turned(self, x: list[Value], row: Value) -> list[Value]:
+        """A head after RoPE."""
+        e, b, p = self.e, self.b, self.p
+        at = 2 + 2 * p.cache.arrays + p.paged
+        half = len(x) // 2
+        start = b.mul(row, e.i64(2 * p.cache.width))
+        cos, sin = (self.vectors(e.at(self.call.argument(at + i), start), half) for i in (0, 1))
+        pairs = list(zip(x[:half], x[half:], cos, sin, strict=True))
+        first = [b.fsub(b.fmul(u, c), b.fmul(v, s)) for u, v, c, s in pairs]
+        return first + [b.fadd(b.fmul(v, c), b.fmul(u, s)) for u, v, c, s in pairs]
+
+    def write(self, row: Value, token: Value) -> None:
+        """The row's new token."""
+        e, b, p = self.e, self.b, self.p
+        all_heads = p.heads + 2 * p.cache.heads
+
+        def one(head: Value) -> None:
+            for i, heads in enumerate((self.k, self.v)):
+                n = b.add(head, e.i64(p.heads + i * p.cache.heads))
+                x = self.vectors(self.heads_at(self.call.argument(0), row, n, all_heads))
+                heads.store(token, head, x if i else self.turned(x, row))
+
+        e.loop(p.cache.heads, one)
+
+
+class Part(Write):
+    """A part of a row's keys: all heads.  Rows that share a row of the cache take a part in turn,
+    while it is near."""
+
+    def __init__(self, program: Attend, e: Emitter, call: Frame) -> None:
+        super().__init__(program, e, call)
+        f = program.cache
         self.scored = scores_of(self.k, program.heads)
         self.sums = e.room(4 * program.heads * f.width)
         self.scores = e.room(4 * program.heads * PART)
@@ -117,16 +169,19 @@ class Part(Rows):
     def chunk(self, i: Value) -> None:
         e, b = self.e, self.b
         parts = self.most_parts()
-        row, part = b.udiv(i, parts), b.urem(i, parts)
+        i, turn = b.udiv(i, self.sharing), b.urem(i, self.sharing)
+        owner, part = b.udiv(i, parts), b.urem(i, parts)
+        row = b.add(b.mul(owner, self.sharing), turn)
         found = self.row(row)
         with e.when(b.icmp_signed("<", part, found.parts)):
             begin = b.mul(part, e.i64(PART))
             count = e.least(b.sub(found.count, begin), e.i64(PART))
-            self.find(row, b.add(found.first, begin), b.sub(found.count, begin))
+            self.find(owner, b.add(found.first, begin), b.sub(found.count, begin))
             self.take_queries(row)
             if self.p.new:
                 is_last = b.icmp_signed("==", b.add(part, e.i64(1)), found.parts)
-                with e.when(b.and_(is_last, b.icmp_signed(">", count, e.i64(0)))):
+                is_it = b.and_(is_last, b.icmp_signed("==", self.sharing, e.i64(1)))
+                with e.when(b.and_(is_it, b.icmp_signed(">", count, e.i64(0)))):
                     self.write(row, self.token(b.sub(count, e.i64(1))))
             self.ask(count)
             e.loop(count, lambda j: self.some_keys(j, count), step=KEYS)
@@ -136,7 +191,7 @@ class Part(Rows):
 
     # --- before -------------------------------------------------------------------------------
 
-    def find(self, row: Value, first: Value, left: Value) -> None:
+    def find(self, owner: Value, first: Value, left: Value) -> None:
         """The places of a part's tokens from ``first`` on, of which the row has ``left``."""
         e, b = self.e, self.b
         many = e.least(left, e.i64(PART + self.ahead))
@@ -145,7 +200,7 @@ class Part(Rows):
             e.store(place, self.tokens, b.mul(j, e.i64(8)), align=8)
 
         with e.when(b.icmp_signed(">", left, e.i64(0))):
-            e.loop(many, lambda j: keep(self.places.token(row, b.add(first, j)), j))
+            e.loop(many, lambda j: keep(self.places.token(owner, b.add(first, j)), j))
             last = self.token(b.sub(many, e.i64(1)))
             e.loop(PART + self.ahead, lambda j: keep(last, j), start=many)
 
@@ -189,30 +244,6 @@ class Part(Rows):
                 e.store(e.floats(0.0), self.sums, at, align=64)
 
         e.loop(self.p.heads, one)
-
-    def turned(self, x: list[Value], row: Value) -> list[Value]:
-        """A head after RoPE."""
-        e, b, p = self.e, self.b, self.p
-        at = 2 + 2 * p.cache.arrays + p.paged
-        half = len(x) // 2
-        start = b.mul(row, e.i64(2 * p.cache.width))
-        cos, sin = (self.vectors(e.at(self.call.argument(at + i), start), half) for i in (0, 1))
-        pairs = list(zip(x[:half], x[half:], cos, sin, strict=True))
-        first = [b.fsub(b.fmul(u, c), b.fmul(v, s)) for u, v, c, s in pairs]
-        return first + [b.fadd(b.fmul(v, c), b.fmul(u, s)) for u, v, c, s in pairs]
-
-    def write(self, row: Value, token: Value) -> None:
-        """The row's new token."""
-        e, b, p = self.e, self.b, self.p
-        all_heads = p.heads + 2 * p.cache.heads
-
-        def one(head: Value) -> None:
-            for i, heads in enumerate((self.k, self.v)):
-                n = b.add(head, e.i64(p.heads + i * p.cache.heads))
-                x = self.vectors(self.heads_at(self.call.argument(0), row, n, all_heads))
-                heads.store(token, head, x if i else self.turned(x, row))
-
-        e.loop(p.cache.heads, one)
 
     # --- keys ---------------------------------------------------------------------------------
 

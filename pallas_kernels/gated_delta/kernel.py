@@ -5,11 +5,12 @@ do among themselves, all chunks at once, and ``kernel_scan`` passes the state ov
 Where there are too few heads to fill the GPU a row is cut into segments, whose first states follow
 from a scan of each from zero, and of the identity, which finds the matrix that the segment
 multiplies its first state by.  Backwards ``gradients_kernel_scan`` passes the state's gradient back
-over the chunks, and ``gradients_kernel_chunks`` finds the others.
+over the chunks, and ``gradients_kernel_chunks`` finds the others; for a decay of every key channel
+``gradients_channels_scan``, ``gradients_channels_products`` and ``gradients_channels`` do.
 
-Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed; backwards one number a head), beta and
-states; T of any length; Dk 64 or 128; Dv a multiple of 64, padded here with channels of zeros to
-one of 128 where it is none.  Everything is read and written in [B, T, H, D].  A reset inside a row
+Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed), beta and states; T of any length; Dk
+64 or 128; Dv a multiple of 64, padded here with channels of zeros to one of 128 where it is none,
+backwards up to 128.  Everything is read and written in [B, T, H, D].  A reset inside a row
 (packed sequences) is log_decay = -inf at the first token of the new segment.
 
 Memory's floor for the two passes is 0.281 ms at (8, 4096, 16 and 16 heads, 128, 128) and 0.187 with
@@ -29,8 +30,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.gated_delta import (
+    gradients_channels,
+    gradients_channels_scan,
+    gradients_kernel_scan,
+)
 from pallas_kernels.gated_delta.gradients_kernel_chunks import CHANNELS, chunk_gradients
-from pallas_kernels.gated_delta.gradients_kernel_scan import reverse_scan
 from pallas_kernels.gated_delta.kernel_channels import chunks_by_channel
 from pallas_kernels.gated_delta.kernel_chunks import chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
@@ -38,6 +43,8 @@ from pallas_kernels.gla import kernel as gla
 from pallas_kernels.gla.channels import CHUNK
 from pallas_kernels.gla.kernel import padded
 from pallas_kernels.gla.step_kernel import operands_reason
+
+LEAST_BETA = 1e-10  # what a token's gradients are divided by, for a decay a key channel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +65,7 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan
     if q.shape[-1] > 128:
         return Reason(f"q has Dk = {q.shape[-1]}, the kernel takes 64 and 128")
     batch, length, heads, dv = v.shape
-    backward = dv <= CHANNELS and log_decay.ndim < q.ndim
-    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)), backward)
+    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)), dv <= CHANNELS)
 
 
 def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
@@ -148,19 +154,27 @@ def gated_delta_backward(
 
     Four kernels, six where a row has segments: what a chunk's tokens do among themselves; the
     states at the chunks' starts; the same scan backwards for the states' gradients and dv; the
-    chunks' gradients.  Where exp(log_decay) is 0 its gradient is 0.
+    chunks' gradients, which are two kernels for a decay a key channel.  Where exp(log_decay) is 0
+    its gradient is 0.
     """
     b, t, hk, dk = q.shape
-    width = v.shape[-1]
+    width, by_channel = v.shape[-1], log_decay.ndim == q.ndim
     v, d_out, d_state, initial_state = map(padded, (v, d_out, d_state, initial_state))
     if dk < CHANNELS:
-        q, k = (padded(x) for x in (q, k))
+        q, k, log_decay = (padded(x) if x.ndim == q.ndim else x for x in (q, k, log_decay))
         d_state, initial_state = (
             x if x is None else padded(x.mT).mT for x in (d_state, initial_state)
         )
-    *prepared, inverses = chunks(q, k, log_decay, beta, None, float(scale), save=True)
+    if by_channel:
+        beta = jnp.where(jnp.abs(beta) < LEAST_BETA, LEAST_BETA, beta)
+        *operands, inverses = chunks_by_channel(
+            q, k, log_decay, beta, None, float(scale), save=True
+        )
+        reverse_scan = gradients_channels_scan.reverse_scan
+    else:
+        *prepared, inverses = chunks(q, k, log_decay, beta, None, float(scale), save=True)
+        operands, reverse_scan = (q, k, *prepared), gradients_kernel_scan.reverse_scan
     n = segments or segments_for(*v.shape[::2], width, -(-t // CHUNK))
-    operands = q, k, *prepared
     start, transitions = _starts((*operands, v), initial_state, None, n)
     states, remainders, _ = scan(*operands, v, start=start, segments=n, want="borders")
     if n > 1:
@@ -169,10 +183,17 @@ def gated_delta_backward(
     elif d_state is not None:
         d_state = d_state[:, :, None]
     d_v, ends, d_initial = reverse_scan(*operands, d_out, d_state, segments=n)
-    d_q, d_k, d_g, d_beta = chunk_gradients(
-        q, k, v, log_decay, beta, inverses, d_v, d_out, states, remainders, ends, prepared[-1],
-        float(scale),
-    )  # fmt: skip
+    if by_channel:
+        d_q, d_k, d_g, d_beta = gradients_channels.chunk_gradients(
+            q, k, v, log_decay, beta, inverses, d_v, d_out, states, ends, operands[1],
+            operands[-1], float(scale),
+        )  # fmt: skip
+        d_g = d_g[..., :dk]
+    else:
+        d_q, d_k, d_g, d_beta = chunk_gradients(
+            q, k, v, log_decay, beta, inverses, d_v, d_out, states, remainders, ends,
+            operands[-1], float(scale),
+        )  # fmt: skip
     if hk != v.shape[2]:
         d_q, d_k = (
             jnp.sum(x.reshape(b, t, hk, -1, CHANNELS), axis=3, dtype=jnp.float32).astype(q.dtype)

@@ -120,9 +120,10 @@ def _inverse_call(scale: float):
 
 
 def _channels_body(q, k, g, beta, *rest, length: int, scale: float, group: int, parts: int,
-                   sizes: tuple[int, int, int], ragged: bool):  # fmt: skip
+                   sizes: tuple[int, int, int], ragged: bool, save: bool):  # fmt: skip
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
+    writers = rest.pop(5) if save else None
     queries, from_start, keys, weights, decay, unions, scratch_all, bars = rest
     n_heads, n_chunks, n_rows = sizes
     wg, n_items, item_of = worker_items(n_heads * n_chunks * n_rows, WARPGROUPS)
@@ -180,6 +181,13 @@ def _channels_body(q, k, g, beta, *rest, length: int, scale: float, group: int, 
             x = _inverse_call(scale)(rows_of, scratch)
             plgpu.commit_smem()
             high, low = high_low(x)
+            if save:  # in the place of A, which all warps have read
+                for n, part in enumerate((high, low)):
+                    tiles_of[tree.KEYS + n] = part
+                plgpu.commit_smem()
+                for n in range(2):
+                    place_of = writers.at[b, head, n, rows]
+                    plgpu.copy_smem_to_gmem(rows_of.at[tree.KEYS + n], place_of)
             square = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
 
             def scores(acc):
@@ -201,6 +209,8 @@ def _channels_body(q, k, g, beta, *rest, length: int, scale: float, group: int, 
             for part in range(parts):
                 at = pl.ds(part * PART, PART)
                 plgpu.copy_smem_to_gmem(rows_of.at[tree.BLOCKS + part], keys.at[b, head, rows, at])
+            if save:
+                plgpu.wait_smem_to_gmem(1 + parts, wait_read_only=True)
             begin(i + 1)
 
         if not ragged:
@@ -214,19 +224,20 @@ def _channels_body(q, k, g, beta, *rest, length: int, scale: float, group: int, 
     plgpu.wait_smem_to_gmem(0)
 
 
-def chunks_by_channel(q, k, log_decay, beta, lengths, scale: float):
+def chunks_by_channel(q, k, log_decay, beta, lengths, scale: float, save: bool = False):
     """q, k [B, T, Hk, Dk] bf16, log_decay [B, T, H, Dk] and beta [B, T, H] f32 -> Q and K from the
     chunk's start [B, T, H, Dk], K' [B, H, NC*64, Dk] and M^T [B, H, NC*64, 64], bf16, and
     exp(G_64) [B, H, NC, Dk] f32: what ``kernel_scan.scan`` takes.
 
     lengths: int32[B] or None.  Chunks that start at or after a row's length are not written.
+    save: also X^T, as two bf16 parts [B, H, 2, NC*64, 64].
     """
     b, t, hk, dk = q.shape
     h = beta.shape[-1]
     nc, parts = -(-t // CHUNK), dk // PART
     body = functools.partial(
         _channels_body, length=t, scale=scale, group=h // hk, parts=parts,
-        sizes=(h, nc, b), ragged=lengths is not None,
+        sizes=(h, nc, b), ragged=lengths is not None, save=save,
     )  # fmt: skip
     tiles, half = (WARPGROUPS, tree.TILES, CHUNK, PART), jnp.bfloat16
     return launch(
@@ -238,6 +249,7 @@ def chunks_by_channel(q, k, log_decay, beta, lengths, scale: float):
             jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), half),
             jax.ShapeDtypeStruct((b, h, nc * CHUNK, CHUNK), half),
             jax.ShapeDtypeStruct((b, h, nc, dk), jnp.float32),
+            *([jax.ShapeDtypeStruct((b, h, 2, nc * CHUNK, CHUNK), half)] if save else []),
         ),
         name="gated_delta_channels",
         grid=blocks_for(h * nc * b, WARPGROUPS),

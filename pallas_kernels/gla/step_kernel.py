@@ -21,6 +21,7 @@ batch of them in flight; the warps' partial rows of o meet in shared memory.  Th
 value channels of a head, whose blocks are a cluster: each sends its sum of squares to all
 (st.async, counted by a barrier, so that nobody waits for the stores of the state).
 
+    all: first batch of S -> L2 | the kernel before has ended
     warps: first batch of S in flight | q, k, decay -> smem | barrier
            | per row and token: a*S + k*v, o += q*S; store | next batch ... | partial o -> smem
            | barrier

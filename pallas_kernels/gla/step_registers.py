@@ -117,7 +117,7 @@ class Step:
 
     def load_pairs(self, at, n: int):
         """2 n bfloat16 of device memory as floats."""
-        return floats(p.load_global(at, n))
+        return floats(p.load_global(at, n, cache=""))
 
     def run(self) -> None:
         shape, normed, tokens = self.shape, self.normed, range(self.shape.tokens)
@@ -136,10 +136,12 @@ class Step:
             several = range(start, min(start + batch, rows))
             return [p.load_global(state, 4, step * r, "f32", cache="") for r in several]
 
+        self.prefetch(shape.dk // shape.warps, ahead * batch * at_once)
+        p.await_kernel()
         pending = [load(batch * i) for i in range(ahead)]
         length = None
         if self.memory.lengths is not None:
-            (length,) = p.load_global(p.offset(self.memory.lengths, self.row, 4), 1)
+            (length,) = p.load_global(p.offset(self.memory.lengths, self.row, 4), 1, cache="")
         self.moves = [None if length is None else p.less(p.ci(t), length) for t in tokens]
         self.fill_table()
         v = [self.load_v(t) for t in tokens]
@@ -188,6 +190,24 @@ class Step:
 
         p.when(p.less(self.warp, min(shape.warps, shape.tokens)), finish)
 
+    def prefetch(self, rows: int, count: int) -> None:
+        """Asks for what is known before the kernel before has ended: the first ``count`` of the
+        warp's ``rows`` of the state, a lane each, and the decays' weights."""
+        shape = self.shape
+        size, pitch = 4 * shape.columns, 4 * shape.dv
+        state = p.offset(self.memory.state, self.whole_head, pitch * shape.dk)
+        state = p.offset(state, self.block, size)
+        state = p.offset(state, p.mul(self.warp, rows), pitch)
+        for start in range(0, min(count, rows), 32):
+            row = p.add(self.lane, start)
+            ask = functools.partial(p.prefetch, p.offset(state, row, pitch), size)
+            p.when(p.less(row, min(count, rows)), ask)
+        if self.memory.decay_weight is not None:
+            first, size = p.mul(self.kv_head, shape.dk), 2 * shape.rank
+            weights = p.offset(self.memory.decay_weight, first, size)
+            ask = functools.partial(p.prefetch, weights, size * shape.dk)
+            p.when(p.less(self.thread, 1), ask)
+
     def finished_here(self) -> list[Any]:
         """The tokens that this warp finishes, the last one again where there are no more."""
         last = self.shape.tokens - 1
@@ -203,7 +223,7 @@ class Step:
     def load_v(self, t: int):
         """The lane's columns of a token's v."""
         columns = p.add(p.mul(self.kv_head, self.shape.dv), self.column)
-        words = p.load_global(self.stream(2, t, columns), 2)
+        words = p.load_global(self.stream(2, t, columns), 2, cache="")
         if self.kept:
             at = p.offset(self.of_head(self.kept[1], t, 2 * self.shape.dv), self.column, 2)
             p.when(p.less(self.thread, self.lanes), lambda: p.store_global(at, words))
@@ -243,13 +263,13 @@ class Step:
         """(q, k, of the decay the low rank's values, or itself)."""
         shape, q = self.shape, None
         if self.memory.q is not None:
-            q = p.load_half(self.stream(0, t, p.add(p.mul(self.head, shape.dk), d)))
-        k = p.load_half(self.stream(1, t, key))
+            q = p.load_half(self.stream(0, t, p.add(p.mul(self.head, shape.dk), d)), cache="")
+        k = p.load_half(self.stream(1, t, key), cache="")
         if self.memory.log_decay is None:
             low = self.stream(3, t, p.ci(0))
-            return q, k, [p.load_global(low, 4, 2 * c) for c in range(0, shape.rank, 8)]
+            return q, k, [p.load_global(low, 4, 2 * c, cache="") for c in range(0, shape.rank, 8)]
         at = self.of_head(self.memory.log_decay, t, 4 * shape.dk)
-        return q, k, p.load_global(p.offset(at, d, 4), 1, 0, "f32")[0]
+        return q, k, p.load_global(p.offset(at, d, 4), 1, 0, "f32", "")[0]
 
     def store_channel(self, t: int, d: Any, q: Any, k: Any, decay: Any, weights: Any) -> None:
         shape, zero = self.shape, p.cf(0.0)
@@ -274,8 +294,8 @@ class Step:
     def decay_weights(self, key: Any):
         """(bias, the row's words)."""
         row = p.offset(self.memory.decay_weight, key, 2 * self.shape.rank)
-        bias = p.load_half(p.offset(self.memory.decay_bias, key, 2))
-        words = [p.load_global(row, 4, 2 * c) for c in range(0, self.shape.rank, 8)]
+        bias = p.load_half(p.offset(self.memory.decay_bias, key, 2), cache="")
+        words = [p.load_global(row, 4, 2 * c, cache="") for c in range(0, self.shape.rank, 8)]
         return bias, words
 
     def low_rank_decay(self, low: Any, weights: Any):

@@ -56,9 +56,10 @@ def gradients(q, k, v, g, beta, d_out, d_last, state, scale):
     q, k, v, g, beta, d_out, d_state, state = (np.asarray(x, np.float64) for x in given)
     heads, group = q.shape[2], v.shape[2] // q.shape[2]
     q, k = (np.repeat(x, group, axis=2) for x in (q, k))
+    wide, over = (*beta[:, 0].shape, -1, 1), (-1,) if g.ndim == q.ndim else (-1, -2)
     states, out = [], [np.zeros_like(x) for x in (q, k, v, g, beta)]
     for t in range(q.shape[1]):
-        decayed = np.exp(g[:, t])[..., None, None] * state
+        decayed = np.exp(g[:, t]).reshape(wide) * state
         rest = v[:, t] - np.einsum("bhk,bhkv->bhv", k[:, t], decayed)
         change = beta[:, t][..., None] * rest
         state = decayed + k[:, t][..., None] * change[..., None, :]
@@ -75,8 +76,8 @@ def gradients(q, k, v, g, beta, d_out, d_last, state, scale):
         out[1][:, t] -= np.einsum("bhkv,bhv->bhk", decayed, d_v)
         d_state = d_state - k[:, t][..., None] * d_v[..., None, :]
         decay = np.exp(g[:, t])
-        out[3][:, t] = np.where(decay == 0, 0, np.sum(d_state * decayed, axis=(-1, -2)))
-        d_state = decay[..., None, None] * d_state
+        out[3][:, t] = np.where(decay == 0, 0, np.sum(d_state * decayed, axis=over))
+        d_state = decay.reshape(wide) * d_state
     for i in range(2):
         out[i] = out[i].reshape(*out[i].shape[:2], heads, group, -1).sum(axis=3)
     return (*out, d_state)

@@ -48,6 +48,7 @@ class Block:
         self.memory = np.full(size, 0xFF, np.uint8)  # NaN until written
         self.masks = [np.ones(self.n, bool)]
         self.barriers: dict[int, list[int]] = {}
+        self.touched = False  # device memory, by this block
         index = np.arange(self.n, dtype=U32)
         self.rank = index // U32(threads)
         self.special = {"tid.x": index % U32(threads), "cluster_ctarank": self.rank}
@@ -75,6 +76,14 @@ class Block:
         keep = self.masks[-1]
         assert not ((source + from_at) % 16)[keep].any() and not ((to + at) % 16)[keep].any()
         self.memory[self.at(to + at, 16)[keep]] = raw[keep]
+
+    def await_kernel(self):
+        assert not self.touched, "device memory is read or written before the kernel before ended"
+
+    def prefetch(self, at, size):
+        address = np.asarray(at, np.int64)[self.masks[-1]]
+        assert size % 16 == 0 and (address % 16 == 0).all()
+        assert (address + size <= len(self.memory)).all()
 
     def narrow(self, address, kind, offset=0):
         dtype = {"u8": np.uint8, "s8": np.int8, "u16": np.uint16}[kind]
@@ -158,6 +167,12 @@ class Block:
         tiles = tiles.transpose(1, 0, 3, 2) if transposed else tiles.transpose(1, 0, 2, 3)
         return [np.ascontiguousarray(tile).reshape(-1).view(U32) for tile in tiles]
 
+    def store_matrices_transposed(self, base, words, at=0):
+        tiles = np.stack(words).view(np.uint16).reshape(4, -1, 8, 8).transpose(1, 0, 3, 2)
+        rows = np.ascontiguousarray(tiles).view(np.uint8).reshape(self.n, 16)
+        keep = self.masks[-1]
+        self.memory[self.at(np.asarray(base, np.int64) + at, 16)[keep]] = rows[keep]
+
 
 def _halves(word, kind):
     return np.ascontiguousarray(word).view(np.uint16).view(_HALF[kind])
@@ -202,6 +217,12 @@ def _to_e4m3(*x):
 def _from_e4m3(word):
     pair = word.astype(np.uint16).view(ml_dtypes.float8_e4m3fn).reshape(-1, 2)
     return list(np.ascontiguousarray(pair.T).astype(np.float32))
+
+
+_GLOBAL = (
+    "load_global", "load_half", "load_signed_byte", "store_global", "store_global_half",
+    "store_byte", "copy_async", "copy_bulk",
+)  # fmt: skip
 
 
 def _modules(block: Block):
@@ -261,6 +282,13 @@ def _modules(block: Block):
         block.masks.pop()
         return values
 
+    def touching(access):
+        def run(*operands, **options):
+            block.touched = True
+            return access(*operands, **options)
+
+        return run
+
     def kind_of(kind):
         return np.float32 if kind == "f32" else U32
 
@@ -290,7 +318,8 @@ def _modules(block: Block):
         narrow=lambda x, kind: x.astype(_HALF[kind]).view(np.uint16).astype(U32),
         mma=block.mma, shuffle_xor=block.shuffle, shuffle_up=block.shuffle_up,
         shuffle_from=lambda x, lane: x[np.arange(block.n) & -32 | lane],
-        load_matrices=block.load_matrices, transpose_8x8=block.transpose,
+        load_matrices=block.load_matrices,
+        store_matrices_transposed=block.store_matrices_transposed, transpose_8x8=block.transpose,
         load_global=lambda base, n, at=0, kind="b32", cache=".nc": block.load(
             base, n, at, kind_of(kind)),
         store_global=lambda base, values, at=0: block.store(base, values, at),
@@ -299,8 +328,8 @@ def _modules(block: Block):
         to_integer=lambda x: np.rint(x).astype(np.int32).view(U32),
         to_float=lambda x: signed(x).astype(np.float32),
         to_e4m3=_to_e4m3, from_e4m3=_from_e4m3,
-        load_half=lambda base, at=0: block.load(base, 1, at, U32)[0] & U32(0xFFFF),
-        load_signed_byte=lambda base, at=0: block.narrow(base, "s8", at),
+        load_half=lambda base, at=0, cache=".nc": block.load(base, 1, at, U32)[0] & U32(0xFFFF),
+        load_signed_byte=lambda base, at=0, cache=".nc": block.narrow(base, "s8", at),
         load_shared=lambda base, n, at=0, kind="b32": block.load(base, n, at, kind_of(kind)),
         load_float=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
         load_peer=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
@@ -311,13 +340,15 @@ def _modules(block: Block):
         loop=lambda start, stop, step, *rest: block.loop(
             number(start), number(stop), number(step), *rest),
         barrier=lambda: None, warpgroup_barrier=lambda: None, warp_barrier=lambda: None,
-        copies_commit=lambda: None,
+        copies_commit=lambda: None, await_kernel=block.await_kernel, prefetch=block.prefetch,
         copies_wait=lambda n: None, copy_bulk=copy_bulk, barrier_init=barrier_init,
         barriers_ready=lambda: None, barrier_expect=expect, barrier_arrive=arrive,
         barrier_wait=block.wait, cluster_arrive=lambda order="": None, cluster_wait=lambda: None,
         peer_address=lambda x, rank: x + (rank - block.rank) * U32(block.apart),
         send_peer=send_peer,
     )  # fmt: skip
+    for name in _GLOBAL:
+        setattr(p, name, touching(getattr(p, name)))
     arith = SimpleNamespace(
         andi=np.bitwise_and, ori=np.bitwise_or, xori=np.bitwise_xor,
         shli=lambda x, k: x << k, divui=lambda x, k: x // k, remui=lambda x, k: x % k,
@@ -370,6 +401,7 @@ def emulated(*modules):
                 for i in range(grid[0]):
                     block.special["clusterid.x"] = block.c(i)
                     block.special["ctaid.x"] = block.c(i) * U32(blocks) + block.rank
+                    block.touched = False
                     body(*starts[:-1])
             for start, x, old in zip(starts, operands, data, strict=False):
                 if not isinstance(x, jax.Array):  # a reference, to memory that may be written

@@ -107,6 +107,29 @@ class Copies:
             source = piece * 64 + half * self.places["w"].stride // 2
             p.copy_async(slot, at, 512 * half, source)
 
+    def prefetch(self) -> None:
+        """Asks for the first tiles, as many as the ring holds, and their scales: a thread a row."""
+        plan, block = self.block.plan, self.block
+        tiles = min(plan.per, max(1, plan.depth // block.n_blocks))
+        whole = {"w": self.operands.w, "scale": self.operands.scale, "zero": self.operands.zero}
+        for name, base in whole.items():
+            if base is None:
+                continue
+            places = dataclasses.replace(self.places[name], base=base)
+            parts, rows = (plan.split, 16) if name == "w" else (1, 1)
+            apart = places.stride // rows
+            size = apart // parts
+            if size % 16:
+                continue
+
+            def ask(places=places, rows=rows, apart=apart, size=size, parts=parts):
+                row = arith.remui(block.thread, p.ci(rows))
+                tile = block.tile_of(arith.divui(block.thread, p.ci(rows)))
+                at = p.offset(places.of(tile), row, apart)
+                p.prefetch(at if parts == 1 else p.offset(at, block.rank, size), size)
+
+            p.when(p.less(block.thread, rows * tiles), ask)
+
     def fill(self) -> None:
         plan, n_blocks = self.block.plan, self.block.n_blocks
         for u in range(plan.depth):

@@ -41,13 +41,17 @@ class Operands:
 
     # --- before the product ---
 
-    def eight(self, name: str, at: Value, cache: str) -> list[Value]:
+    def prefetch(self, thread: Value) -> None:
+        """Asks for the norm's weight, which all blocks read."""
+        if self.gamma is not None:
+            size = BYTES[self.kinds["gamma"]] * self.k
+            p.when(p.less(thread, 1), lambda: p.prefetch(self.gamma, size))
+
+    def eight(self, name: str, at: Value) -> list[Value]:
         """8 neighbours of gamma or of what is pending, as floats."""
         if self.kinds[name] != "f32":
-            return floats(p.load_global(at, 4, cache=cache))
-        kind = "b32" if cache else "f32"
-        values = [v for i in (0, 16) for v in p.load_global(at, 4, i, kind, cache)]
-        return [p.from_bits(v) for v in values] if cache else values
+            return floats(p.load_global(at, 4, cache=""))
+        return [v for i in (0, 16) for v in p.load_global(at, 4, i, "f32", "")]
 
     def store_total(
         self, words: Sequence[Value], pending: Sequence[Value], place: Callable, block: Callable

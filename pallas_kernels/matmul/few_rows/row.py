@@ -8,7 +8,8 @@ Who does what.  A block of 16 warps per SM.  A warp has one or two rows of w at 
 a row of gate and its row of up), neighbouring warps neighbouring rows, so that all SMs read from
 one place of w.
 
-    all      x and the norm's weight, then the first of w -> registers   (``Input.ask``, ``load``)
+    all      the first of w -> L2 | the kernel before has ended | x and the norm's weight, then the
+             first of w -> registers             (``prefetch``, ``Input.ask``, ``load``)
     all      x times that weight -> shared memory; sum of x's squares; barrier     (``Input.store``)
     warp     per group of 4 loads: the next group -> registers, multiply this one   (``row_loops``)
     warp     sum over lanes; lane 0: what is fused, one rounding, store                 (``finish``)
@@ -38,7 +39,7 @@ from pallas_kernels.matmul.few_rows.row_loops import Floats, Nibbles
 from pallas_kernels.matmul.few_rows.scheme import Scheme
 from pallas_kernels.ptx import Value
 
-_STREAMED = ".nc.L1::no_allocate"
+_STREAMED = ".L1::no_allocate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +75,7 @@ class Input:
 
     def eight(self, name: str, piece: Value) -> list[Value]:
         size = 32 if self.operands.kinds[name] == "f32" else 16
-        return self.operands.eight(
-            name, p.offset(getattr(self.operands, name), piece, size), cache=""
-        )
+        return self.operands.eight(name, p.offset(getattr(self.operands, name), piece, size))
 
     def store(self, asked, warp: Value, lane: Value) -> None:
         """x times the norm's weight to shared memory, and the warps' sums of x's squares."""
@@ -118,6 +117,7 @@ class Rows:
     """
 
     plan: RowPlan
+    scheme: Scheme
     operands: Operands
     loop: Floats | Nibbles
     lane: Value
@@ -128,6 +128,23 @@ class Rows:
         swiglu = self.operands.swiglu
         row = unit if swiglu else p.mul(unit, self.plan.rows)
         return [row, p.add(row, self.plan.units if swiglu else 1)][: self.plan.rows]
+
+    def prefetch(self, unit: Value) -> None:
+        """Asks for the unit's first loads, and its scales: a lane for each."""
+        plan, scheme = self.plan, self.scheme
+        runs = [(self.operands.w, plan.k * plan.bits // 8, 512 * len(plan.groups[0]))]
+        if self.loop.in_groups:
+            size = plan.k // 128 * scheme.scale_bytes
+            runs.append((self.operands.scale, size, size))
+
+        def one(base: Value, row: Value, apart: int, size: int) -> None:
+            p.prefetch(p.offset(base, row, apart), size)
+
+        for i, row in enumerate(self.of(unit)):
+            for j, (base, apart, size) in enumerate(runs):
+                if apart % 16 == 0:
+                    mine = p.equal(self.lane, 2 * i + j)
+                    p.when(mine, functools.partial(one, base, row, apart, size))
 
     def load(self, unit: Value, group: Sequence[int]) -> list[Value]:
         """What a lane needs of these chunks of the unit's rows: 4 words of each, and with groups of
@@ -156,7 +173,7 @@ class Rows:
         kind, base = self.operands.kinds[name], getattr(self.operands, name)
         if kind == "f32":
             return p.load_global(p.offset(base, index, 4), 1, 0, "f32", "")[0]
-        return p.widen(p.load_half(p.offset(base, index, 2)), kind)
+        return p.widen(p.load_half(p.offset(base, index, 2), cache=""), kind)
 
     def finish(self, unit: Value, sums, asked, factor: Value | None) -> None:
         totals = over_lanes(self.loop.totals(sums))
@@ -181,11 +198,15 @@ def run(plan: RowPlan, scheme: Scheme, operands: Operands, scratch: Sequence[Val
     w = p.offset(operands.w, lane, 16)
     loop = (Nibbles if plan.bits == 4 else Floats).of(plan, scheme, operands, xs, lane)
     source = Input(plan, operands, loop, thread, squares)
-    rows = Rows(plan, operands, loop, lane, w)
+    rows = Rows(plan, scheme, operands, loop, lane, w)
     groups, stride = plan.groups, plan.blocks * WARPS
 
+    start = p.minimum(first, plan.units - 1)
+    operands.prefetch(thread)
+    rows.prefetch(start)
+    p.await_kernel()
     asked = source.ask(early=True)
-    ready = rows.load(p.minimum(first, plan.units - 1), groups[0])
+    ready = rows.load(start, groups[0])
     source.store(asked, warp, lane)
     p.barrier()
     factor = source.factor()

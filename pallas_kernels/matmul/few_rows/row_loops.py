@@ -117,10 +117,10 @@ class Nibbles:
         if self.scheme.scale_kind == "f32":
             scale = p.load_global(at, 1, start, "f32", "")[0]
         else:
-            scale = p.load_half(at, start)
+            scale = p.load_half(at, start, "")
         offset = p.ci(self.scheme.bias)
         if self.zeros is not None:
-            zero = p.load_signed_byte(places[1], 8 * chunk)
+            zero = p.load_signed_byte(places[1], 8 * chunk, "")
             offset = arith.addi(offset, p.mul(zero, 0x00010001))
         return [scale, offset]
 

@@ -11,6 +11,7 @@ own weights, 16 bytes of one row at a time, through its own places in a ring in 
 (cp.async), and reads back only what it wrote: between the first and the last barrier no warp waits
 for another.
 
+    all      the first of w -> L2 | the kernel before has ended
     all      x, scales of the first batch -> smem, ring filled         (``tile_x``, ``copies``)
     warp     its run of x -> registers | barrier
     warp     per tile: wait, codes -> registers, refill, dequantize, mma, partial sum -> smem
@@ -113,6 +114,9 @@ def run(
     sums = Sums(block, operands, layout, partial, normed)
 
     depth, n_blocks = plan.depth, block.n_blocks
+    operands.prefetch(block.thread)
+    copies.prefetch()
+    p.await_kernel()
     if normed is None:
         block.working_warps(staged.copy)
     else:

@@ -218,13 +218,13 @@ class NormedX:
         index = p.add(self.lane, step * self.lanes)
         index = p.minimum(index, self.per_token - 1)
         rows = [p.minimum(t, self.block.plan.m - 1) for t in self.tokens]
-        xs = [p.load_global(self.staged.source(row, index), 4) for row in rows]
+        xs = [p.load_global(self.staged.source(row, index), 4, cache="") for row in rows]
         if self.operands.pending is not None:
             pending = [self.load_pending(row, index) for row in rows]
             xs = list(zip(xs, pending, strict=True))
         column = p.add(self.block.k0, p.mul(index, 8))
         size = 4 if self.operands.kinds["gamma"] == "f32" else 2
-        return xs, self.operands.eight("gamma", p.offset(self.operands.gamma, column, size), ".nc")
+        return xs, self.operands.eight("gamma", p.offset(self.operands.gamma, column, size))
 
     def use(self, step: int, xs, gamma) -> None:
         plan, per_token, at_once = self.block.plan, self.per_token, len(self.sums[0])
@@ -261,7 +261,7 @@ class NormedX:
         size = BYTES[self.operands.kinds["pending"]]
         at = p.offset(self.operands.pending, token, size * self.block.k)
         at = p.offset(at, p.add(self.block.k0, p.mul(index, 8)), size)
-        return self.operands.eight("pending", at, ".nc")
+        return self.operands.eight("pending", at)
 
     def store_total(self, words, pending, token, index):
         """8 columns of a token with what was pending: words, which the first cluster stores."""

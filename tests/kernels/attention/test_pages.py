@@ -256,7 +256,7 @@ def emulation():
 @pytest.mark.parametrize("form", ["direct", "clusters", "blocks", "chunks", "few chunks"])
 @pytest.mark.parametrize("case", EMULATED, ids=str)
 def test_the_kernel_emulated_reads_through_the_table(case, form, monkeypatch):
-    """Every step is that of the rows: without a window, whose first step is aligned, to the bit."""
+    """Every step is that of the rows, to the bit."""
     capacity, page, heads, cache, q_dtype, window = case
     if (form == "direct" and heads[0] // heads[1] > 8) or (
         form in (("blocks", "clusters") if cache == "int4" else ("few chunks",))
@@ -271,8 +271,7 @@ def test_the_kernel_emulated_reads_through_the_table(case, form, monkeypatch):
     with emulation():
         got = decode_attention(q, *pages, lengths, table=table, **options)
         want = decode_attention(q, k, v, lengths, **options)
-    if window is None or form == "direct":
-        same(got, want)
+    same(got, want)
     assert error(got, oracle(q, k, v, lengths, window)) < 4e-3
     assert not np.asarray(got, np.float32)[1].any()
 
@@ -390,8 +389,7 @@ def test_the_kernel_reads_through_the_table(heads, cache, window, monkeypatch):
         got = run(q, *pages, lengths, table=table)
         assert error(got, oracle(q, k, v, lengths, window)) < 4e-3
         same(run(q, *pages, lengths, table=table), got)
-        if window is None or form == "direct":
-            same(got, run(q, k, v, lengths))
+        same(got, run(q, k, v, lengths))
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels import decode_attention, explain, rope_and_attend
 from pallas_kernels.attention.rope_cache import from_cache_basis, rope_and_write
+from pallas_kernels.attention.rope_tokens import rope_and_write_tokens
 from pallas_kernels.cpu import attention, frame, jit
 from pallas_kernels.cpu.attention import PART, Attend, CpuPlan
 from pallas_kernels.cpu.cache import Form
@@ -177,6 +178,37 @@ def test_the_new_token_is_written_and_seen(cache, paged):
     seen = jnp.where(slots < capacity, slots + 1, 0)
     same(out, decode_attention(q, *want, seen, implementation="cpu", **options))
     assert not np.asarray(out)[np.asarray(slots) >= capacity].any()
+
+
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_each_of_several_tokens_has_its_own_steps_bits(cache, paged):
+    """Over the end of a part, at once and one after the other; rows full, empty and of no page."""
+    capacity, n_tokens = 2 * PART, 5
+    *new, k, v, _ = new_token(capacity, (6, 2, 64), "float32", cache=cache)
+    qkv, cos, sin = (jnp.stack([jnp.roll(x, t, axis=-1) for t in range(5)], axis=1) for x in new)
+    first = jnp.asarray([PART - 2, capacity - 3, 0, capacity, 77], jnp.int32)
+    slots = jnp.minimum(first[:, None] + jnp.arange(n_tokens, dtype=jnp.int32), capacity)
+    slots = slots.at[-1, 2:].set(capacity)  # not new
+    k, v = (jax.tree.map(jnp.nan_to_num, x) for x in (k, v))
+    table = None
+    if paged:
+        (k, v), table = in_pages((k, v), 16, jnp.full(k.shape[0], capacity, jnp.int32))
+    options = {"window": 99, "table": table, "implementation": "cpu"}
+    assert "cpu, attention_cpu" in explain(
+        rope_and_attend, qkv, cos, sin, k, v, slots, window=99, table=table
+    )
+    out, *after = jax.jit(functools.partial(rope_and_attend, **options))(qkv, cos, sin, k, v, slots)
+    step, want = jax.jit(functools.partial(rope_and_attend, **options)), (k, v)
+    for t in range(n_tokens):
+        one, *want = step(qkv[:, t], cos[:, t], sin[:, t], *want, slots[:, t])
+        same(out[:, t], one)
+    same(after, want)
+    seen = jnp.where(slots < capacity, slots + 1, 0)
+    q, *_ = rope_and_write_tokens(qkv, cos, sin, k, v, slots, table=table)
+    again = decode_attention(q, *want, seen, **options)
+    for t in range(n_tokens):
+        same(again[:, t], decode_attention(q[:, t], *want, seen[:, t], **options))
 
 
 def test_the_write_is_in_place():

@@ -82,10 +82,9 @@ def test_a_reason_names_the_fact(change, reason):
     assert reason in kernel.plan(*operands(**shape)[:4]).text
 
 
-def test_gradients_of_decays_by_channel_are_xlas():
-    q, k, v, g, _ = operands(1, 64, 1, 1, 128, 128)
-    by_channel = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    assert kernel.plan(q, k, v, g).backward and not kernel.plan(q, k, v, by_channel).backward
+def test_gradients_of_wide_values_are_xlas():
+    assert kernel.plan(*operands(1, 64, 1, 1, 128, 128)[:4]).backward
+    assert not kernel.plan(*operands(1, 64, 1, 1, 128, 256)[:4]).backward
 
 
 @pytest.mark.parametrize(
@@ -146,10 +145,18 @@ def test_short_ragged_rows_lower(by_channel):
 
 
 @pytest.mark.parametrize(
-    "shape, kernels", [((8, 4096, 8, 16, 128, 128), 4), ((1, 16384, 16, 16, 64, 64), 6)]
+    "shape, by_channel, kernels",
+    [
+        ((8, 4096, 8, 16, 128, 128), False, 4),
+        ((1, 16384, 16, 16, 64, 64), False, 6),
+        ((1, 8192, 64, 64, 128, 128), True, 5),
+        ((1, 16384, 8, 16, 64, 64), True, 7),
+    ],
 )
-def test_backward_lowers(shape, kernels):
-    x = operands(*shape)
+def test_backward_lowers(shape, by_channel, kernels):
+    x = list(operands(*shape))
+    if by_channel:
+        x[3] = jax.ShapeDtypeStruct((*x[3].shape, shape[-2]), jnp.float32)
     text = lowered(lambda *x: kernel.gated_delta_backward(*x, None, scale=0.1), *x, x[2])
     assert text.count("@mosaic_gpu_v2(") == kernels
 
@@ -184,12 +191,16 @@ def test_values(shape, kind, segments, by_channel):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape, kind, segments",
-    [((1, 512, 4, 4, 128, 128), "equal", 1)]
-    + [x for x in CASES if x[0][-1] <= 128 and x[1] != "near"],  # near: README.md
+    "shape, kind, segments, by_channel",
+    [
+        (*x, by_channel)
+        for x in [((1, 512, 4, 4, 128, 128), "equal", 1), *CASES]
+        for by_channel in (False, True)
+        if x[0][-1] <= 128 and (by_channel or x[1] != "near")  # near: README.md
+    ],
 )
-def test_gradients(shape, kind, segments):
-    *x, state = case(shape, kind)
+def test_gradients(shape, kind, segments, by_channel):
+    *x, state = case(shape, kind, by_channel=by_channel)
     rng = np.random.default_rng(9)
     d_out = jnp.asarray(rng.normal(size=x[2].shape), jnp.bfloat16)
     d_last = jnp.asarray(rng.normal(size=state.shape), jnp.float32)

@@ -1,0 +1,191 @@
+"""The gated delta rule's gradients inside a chunk on Hopper, for a decay of every key channel: dq,
+dk and dlog_decay from the products of ``gradients_channels_products``.
+
+With G_i the sums of log_decay from the chunk's start, dP on and below the diagonal, dN below it,
+and a, s and e what came through the states,
+
+    dq_i = exp(G_i) a_i + sum_{j <= i} dP_ij exp(G_i - G_j) k_j
+    dk_i = exp(G_i) s_i + sum_{j < i} dN_ij exp(G_i - G_j) k_j
+           + exp(G_64 - G_i) e_i + sum_{l >= i} (dP_li q_l + dN_li k_l) exp(G_l - G_i)
+    dlog_decay_t = exp(G_64) <S, E> + sum_j k_j e_j exp(G_64 - G_j)
+           + sum_{l >= t} (q_l dq_l + k_l (first line of dk_l) - k_l (second line of dk_l))
+
+the last sum without the diagonal, which has no decay.  That is ``gla.gradients`` with two readings
+of the keys, and is done as there: level by level of a binary tree, whose factors are products of
+numbers in [0, 1], with every pair entering dlog_decay's sum and leaving it as the same number.
+
+Two workers (warpgroups) of a block, one block to an SM, each walk their own list of slices of 64
+key channels:
+
+    TMA a s e | six levels    | what came through the states | sums from the end | TMA out
+                       dP dN g of the next <- TMA                  q k of the next <- TMA
+
+Floor: 30 bytes per element of q at Dk = 128, 0.47 ms at (1, 8192, 64, 128, 128).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ptx as p
+from pallas_kernels.gated_delta import gradients_channels_registers as registers
+from pallas_kernels.gated_delta.gradients_channels_products import chunk_products
+from pallas_kernels.gla.channels import (
+    CHUNK,
+    ROWS,
+    SLICE,
+    blocks_for,
+    bundle,
+    bundle_layout,
+    bundle_type,
+    digits,
+    unbundle,
+    worker_items,
+)
+from pallas_kernels.launch import launch
+
+WARPGROUPS = 2  # workers of a block
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS),) * 2, return_type=bundle_type(registers.N_STATE))
+def _levels_call(ctx, words, pairs):
+    del ctx
+    return bundle(registers.levels(p.shared_address(words), p.shared_address(pairs)))
+
+
+@plgpu.inline_mgpu(
+    arg_types=(
+        *[plgpu.RefType(ROWS)] * 3, *[plgpu.RefType()] * 2, bundle_layout(registers.N_STATE),
+    ),
+)  # fmt: skip
+def _finish_call(ctx, words, states, gates_out, diagonal, through, state) -> None:
+    del ctx
+    (state,) = unbundle(state, registers.N_STATE)
+    refs = words, states, gates_out, diagonal, through
+    registers.finish(*map(p.shared_address, refs), state)
+
+
+def _body(q, k, g, pairs_in, diagonal_in, asked, seen, keys, through_in, d_q, d_k, d_g, unions,
+          pairs_all, states_all, gates_outs, diagonals, throughs, bar_words, bar_pairs, bar_states,
+          *, group: int, sizes: tuple[int, int, int, int]):  # fmt: skip
+    n_slices, n_chunks, n_heads, n_rows = sizes
+    wg, n_items, item_of = worker_items(n_slices * n_chunks * n_heads * n_rows, WARPGROUPS)
+    words, gates = (x.at[wg] for x in unions)
+    pairs, states, gates_out, diagonal, through = (
+        x.at[wg] for x in (pairs_all, states_all, gates_outs, diagonals, throughs)
+    )
+    words_ready, pairs_ready, states_ready = (x.at[wg] for x in (bar_words, bar_pairs, bar_states))
+
+    def place(i):
+        s, c, head, b = digits(item_of(i), n_slices, n_chunks, n_heads)
+        return s, c, head, b, pl.ds(c * CHUNK, CHUNK), pl.ds(s * SLICE, SLICE)
+
+    def gate_columns(s):
+        return [pl.ds(s * SLICE + 32 * half, 32) for half in range(2)]
+
+    def load_words(i):
+        _, _, head, b, rows, at = place(i)
+        for n, x in enumerate((q, k)):
+            plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], words.at[n], words_ready)
+
+    def load_pairs(i):
+        s, c, head, b, rows, _ = place(i)
+        for half, columns in enumerate(gate_columns(s)):
+            to = gates.at[registers.GATES + half]
+            plgpu.copy_gmem_to_smem(g.at[b, rows, head, columns], to, pairs_ready)
+        for n in range(4):
+            plgpu.copy_gmem_to_smem(pairs_in.at[b, head, c, n], pairs.at[n], pairs_ready)
+
+    def load_states(i):
+        _, c, head, b, rows, at = place(i)
+        for n, x in enumerate((asked, seen, keys)):
+            plgpu.copy_gmem_to_smem(x.at[b, head, rows, at], states.at[n], states_ready)
+        plgpu.copy_gmem_to_smem(diagonal_in.at[b, head, c], diagonal, states_ready)
+        plgpu.copy_gmem_to_smem(through_in.at[b, head, c, at], through, states_ready)
+
+    @pl.when(n_items > 0)
+    def _():
+        load_pairs(0)
+        load_words(0)
+
+    def item(i, _):
+        more = i + 1 < n_items
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last results have left their places
+        load_states(i)
+        plgpu.barrier_wait(pairs_ready)
+        plgpu.barrier_wait(words_ready)
+        state = _levels_call(words, pairs)
+        plgpu.commit_smem()  # all warps have read the pairs
+        pl.when(more)(lambda: load_pairs(i + 1))
+        plgpu.barrier_wait(states_ready)
+        _finish_call(words, states, gates_out, diagonal, through, state)
+        plgpu.commit_smem()
+        pl.when(more)(lambda: load_words(i + 1))
+        s, _, head, b, rows, at = place(i)
+        for n, out in enumerate((d_q, d_k)):
+            plgpu.copy_smem_to_gmem(states.at[n], out.at[b, rows, head, at])
+        for half, columns in enumerate(gate_columns(s)):
+            plgpu.copy_smem_to_gmem(gates_out.at[half], d_g.at[b, rows, head, columns])
+
+    lax.fori_loop(0, n_items, item, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def chunk_gradients(
+    q, k, v, log_decay, beta, writers, d_v, d_out, states, ends, from_start, decays, scale: float
+):
+    """(dq, dk [B, T, H, 128] of every value head, dlog_decay [B, T, H, 128], dbeta [B, T, H]), for
+    Dk = Dv = 128; beta may not be 0.
+
+    writers, from_start, decays: X, K from the chunk's start and exp(G_64), as
+    ``kernel_channels.chunks_by_channel`` gives them.  states: ``kernel_scan.scan``'s borders.
+    d_v, ends: ``gradients_channels_scan.reverse_scan``'s.
+    """
+    *products, through, written = chunk_products(
+        from_start, v, writers, d_out, d_v, states, ends, scale
+    )
+    through = decays * jnp.sum(through, axis=4).reshape(decays.shape)
+    b, t, h = beta.shape
+    written = jnp.sum(written, axis=3).reshape(b, h, -1)[:, :, :t]
+    d_beta = jnp.swapaxes(written, 1, 2) / (beta * beta)
+    return *_gradients(q, k, log_decay, products, through), d_beta
+
+
+def _gradients(q, k, log_decay, products, through):
+    """(dq, dk, dlog_decay); products: the first five of ``chunk_products``; through: exp(G_64)
+    <S, E>, f32 [B, H, NC, Dk]."""
+    b, t, h, dk = log_decay.shape
+    n_slices, nc = dk // SLICE, -(-t // CHUNK)
+    sizes = n_slices, nc, h, b
+    half, n = jnp.bfloat16, WARPGROUPS
+    per_head = jax.ShapeDtypeStruct(log_decay.shape, half)
+
+    def rows(*shape, dtype=half):
+        return plgpu.SMEM((n, *shape), dtype, transforms=ROWS)
+
+    words = rows(registers.TILES, CHUNK, SLICE), rows(registers.TILES, CHUNK, 32, dtype=jnp.float32)
+    return launch(
+        functools.partial(_body, group=h // q.shape[2], sizes=sizes),
+        (q, k, log_decay, *products, through),
+        (per_head, per_head, jax.ShapeDtypeStruct(log_decay.shape, jnp.float32)),
+        name="gated_delta_gradients",
+        grid=blocks_for(n_slices * nc * h * b, n),
+        warpgroups=n,
+        scratch=[
+            plgpu.RefUnion(*words),
+            rows(4, CHUNK, CHUNK),
+            rows(3, CHUNK, SLICE),
+            rows(2, CHUNK, 32, dtype=jnp.float32),
+            plgpu.SMEM((n, CHUNK), jnp.float32),
+            plgpu.SMEM((n, SLICE), jnp.float32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=n),
+            plgpu.Barrier(num_arrivals=6, num_barriers=n),
+            plgpu.Barrier(num_arrivals=5, num_barriers=n),
+        ],
+    )

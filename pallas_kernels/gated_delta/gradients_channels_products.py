@@ -1,0 +1,326 @@
+"""The gated delta rule's gradients inside a chunk on Hopper, for a decay of every key channel: all
+that takes whole matrices, before ``gradients_channels`` multiplies decays in.
+
+What tokens write, U = X R with R = V - K S, makes the delta rule two of GLA's readings of the same
+decayed sum of k_j u_j^T: one by q, whose output has the gradient do, and one by k, strictly before
+the token, whose output is taken off the value and has -dv.  So no gradient of X is needed:
+
+    dP = scale do U^T, with the diagonal    dN = -dv U^T, below it    dbeta_i = u_i dv_i / beta_i^2
+    scale do S^T, -dv S^T of rows i         U E^T of rows j           <S, E> of a key channel
+
+and dbeta divides u_i and dv_i, which both have beta_i as a factor, before they meet (``kernel``
+keeps it off zero).  X, and R before X, have two bf16 parts.
+
+Two workers of a block, one block to an SM, each walk their own list of chunks and value heads.  A
+worker is two warpgroups (four in all keep the compiler to 128 registers); one has half of the value
+channels up to U, then half of the key channels, and dP or dN:
+
+    TMA V K S X do dv | R | U, dbeta | TMA E | do S^T, dv S^T | S E, U E^T -> TMA | dP, dN -> TMA
+
+Floor: 224 KB a chunk and head, 0.43 ms at (1, 8192, 64, 128, 128).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ptx as p
+from pallas_kernels.gated_delta import gradients_kernel_sums as sums
+from pallas_kernels.gated_delta import kernel_inverse as inverse
+from pallas_kernels.gated_delta.kernel_chunks import PART, high_low, pairs
+from pallas_kernels.gla.channels import CHUNK, ROWS, TILE, Place, blocks_for, digits
+from pallas_kernels.gla.gates import BF16_TILE
+from pallas_kernels.launch import launch
+
+CHANNELS = 128  # value channels of a head, and key channels
+_WGMMA = plgpu.Layout.WGMMA
+# Tiles, by halves of the channels; those of S^T and E^T by value and key channels.  The right names
+# are what takes their places.
+_V = _R = _U = 0
+_K = _R_LOW = 2
+_X = 4
+_S = 6
+_O, _DV = 10, 12
+_E = _K  # and those of X
+_TILES = 14
+
+
+def _product(*steps):
+    """[64, 64]: the sum of products (left, right)."""
+
+    def run(acc):
+        for left, right in steps:
+            plgpu.wgmma(acc, left, right)
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.ACC((CHUNK, CHUNK), jnp.float32))
+
+
+def _words(array):
+    """A bf16 [64, 64] array's pairs as ``x[tile][half]``."""
+    flat = [mgpu.utils.bitcast(x, p.i32()) for x in array.registers.reshape(-1)]
+    return [flat[2 * tile : 2 * tile + 2] for tile in range(8)]
+
+
+def _diagonal(out, x) -> None:
+    """The diagonal of ``x[tile][half]``, pairs of floats, as 64 floats in shared memory."""
+    rows = inverse.Rows()
+    at = p.add(out, p.shift_left(rows.first, 2))
+    for half in range(2):
+        for e in range(2):
+            value = inverse._of_warp(rows, [x[2 * w + half][half][e] for w in range(4)])
+            p.when(
+                p.equal(rows.g, p.add(p.shift_left(rows.c, 1), e)),
+                lambda value=value, half=half: p.store_shared(at, [value], 32 * half),
+            )
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
+def _diagonal_call(ctx, out, x) -> None:
+    del ctx
+    _diagonal(p.shared_address(out), pairs(x))
+
+
+def _symmetric(tiles, lower, upper) -> None:
+    """G + G^T, without a diagonal, from the words of G, of which what is below the diagonal counts,
+    and of G^T, as ``gla.products`` has it: in a second tile the pairs of the levels 1 to 8 of the
+    16 x 16 blocks on the diagonal."""
+    rows, zero = inverse.Rows(), p.ci(0)
+    halves = 0xFFFF, 0xFFFF0000
+
+    def column(tile: int, e: int):
+        return p.add(p.shift_left(rows.c, 1), 8 * tile + e)
+
+    def of_each(word):
+        """The pair of what ``word`` gives for its two columns."""
+        return arith.ori(*[p.masked(word(e), mask) for e, mask in enumerate(halves)])
+
+    def merged(row, tile: int, x, y):
+        def word(e):
+            j = column(tile, e)
+            above = arith.select(p.equal(j, row), zero, y)
+            return arith.select(p.less(j, row), x, above)
+
+        return of_each(word)
+
+    rows.store_tile(
+        tiles,
+        [
+            [
+                merged(p.add(rows.first, 8 * half), tile, lower[tile][half], upper[tile][half])
+                for half in range(2)
+            ]
+            for tile in range(8)
+        ],
+    )
+    levels = [[None, None] for _ in range(8)]
+    for tile in range(2):
+        for half in range(2):
+            row = p.add(rows.g, 8 * half)
+            x, y = (
+                inverse._of_warp(rows, [part[2 * w + tile][half] for w in range(4)])
+                for part in (lower, upper)
+            )
+            both = merged(row, tile, x, y)
+            for n in range(4):
+
+                def met(e, n=n, row=row, tile=tile, both=both):
+                    differ = arith.xori(row, column(tile, e))
+                    return arith.select(p.equal(p.shift_right(differ, n), 1), both, zero)
+
+                levels[2 * n + tile][half] = of_each(met)
+    rows.store_tile(p.add(tiles, TILE), levels)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), _WGMMA, _WGMMA))
+def _symmetric_call(ctx, tiles, lower, upper) -> None:
+    del ctx
+    _symmetric(p.shared_address(tiles), _words(lower), _words(upper))
+
+
+def _sum_states(tiles, out) -> None:
+    """Sums over the value channels, a quarter of these a warp, of S E of 64 key channels.  tiles:
+    address of the first of the warpgroup's."""
+    place, total = Place(), [p.cf(0.0)] * 8
+    row, chunk = p.shift_right(place.lane, 3), p.masked(place.lane, 7)  # of four, of eight
+    start = p.add(tiles, p.shift_left(place.warp, 11), p.shift_left(row, 7))
+    both = [
+        p.add(start, p.shift_left(arith.xori(chunk, p.add(row, 4 * odd)), 4)) for odd in range(2)
+    ]
+    for tile in (0, 2):
+        for r in range(4):
+            words = [p.load_shared(both[r % 2], 4, TILE * (at + tile) + 512 * r) for at in (_S, _E)]
+            state, end = ([f(x) for x in four for f in (p.widen, p.widen_high)] for four in words)
+            total = [p.fma(x, y, z) for x, y, z in zip(state, end, total, strict=True)]
+    for distance in (8, 16):
+        total = [arith.addf(x, p.shuffle_xor(x, distance)) for x in total]
+    to = p.offset(out, p.add(p.shift_left(place.warp, 3), chunk), 32)
+
+    def store():
+        for n in (0, 4):
+            p.store_global(to, total[n : n + 4], 4 * n)
+
+    p.when(p.less(row, 1), store)
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(ROWS), plgpu.RefType()))
+def _sum_states_call(ctx, tiles, out) -> None:
+    del ctx
+    _sum_states(p.shared_address(tiles), p.address(out))
+
+
+def _body(k, v, writers, d_out, d_v, states, ends, pairs_out, diagonals, asked_out, seen_out,
+          keys_out, state_sums, beta_sums, unions, diagonals_all, tables, bars_ready, bars_ended,
+          bars_met, *, scale: float, sizes: tuple[int, int, int]):  # fmt: skip
+    n_heads, n_chunks, n_rows = sizes
+    place, wg = lax.axis_index("warpgroup") // 2, lax.axis_index("warpgroup") % 2
+    stride = 2 * blocks_for(n_heads * n_chunks * n_rows, 2)
+    first = 2 * lax.axis_index("block") + place
+    diagonal, table = diagonals_all.at[place], tables.at[place]
+    ready, ended, met = (x.at[place] for x in (bars_ready, bars_ended, bars_met))
+    halves = [pl.ds(PART * n, PART) for n in range(2)]
+
+    def meet():
+        """Of the two warpgroups of a chunk."""
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
+
+    def where(i):
+        head, c, b = digits(first + i * stride, n_heads, n_chunks)
+        return head, c, b, pl.ds(c * CHUNK, CHUNK)
+
+    def load(i, rows_of):
+        head, c, b, rows = where(i)
+        for n, at in enumerate(halves):
+            for x, to in ((v, _V), (k, _K), (d_out, _O), (d_v, _DV)):
+                plgpu.copy_gmem_to_smem(x.at[b, rows, head, at], rows_of.at[to + n], ready)
+            plgpu.copy_gmem_to_smem(writers.at[b, head, n, rows], rows_of.at[_X + n], ready)
+            for m in range(2):
+                source = states.at[b, head, c, at, halves[m]]
+                plgpu.copy_gmem_to_smem(source, rows_of.at[_S + 2 * n + m], ready)
+
+    def load_ends(i, rows_of):
+        head, c, b, _ = where(i)
+        for n, at in enumerate(halves):
+            for m in range(2):
+                source = ends.at[b, head, c, at, halves[m]]
+                plgpu.copy_gmem_to_smem(source, rows_of.at[_E + 2 * n + m], ended)
+
+    def item(i, _):
+        head, c, b, rows = where(i)
+        # Zero, which the compiler does not know: it would carry every address through the loop.
+        slot = place + lax.shift_right_logical(i, 30)
+        rows_of, tiles_of = (x.at[slot] for x in unions)
+
+        def tile(n):
+            return tiles_of.at[n]
+
+        def flipped(n):
+            return tiles_of.at[n].transpose((1, 0))
+
+        pl.when(wg == 0)(lambda: load(i, rows_of))
+        plgpu.barrier_wait(ready)
+        seen = _product(*[(tile(_K + n), flipped(_S + 2 * wg + n)) for n in range(2)])
+        rest = plgpu.load(tile(_V + wg), layout=_WGMMA).astype(jnp.float32) - seen
+        meet()  # K is read
+        tiles_of[_R + wg], tiles_of[_R_LOW + wg] = high_low(rest)
+        plgpu.commit_smem()
+        factors = ((_X, _R), (_X, _R_LOW), (_X + 1, _R))
+        writes = _product(*[(flipped(x), tile(r + wg)) for x, r in factors])
+        given = plgpu.load(tile(_DV + wg), layout=_WGMMA).astype(jnp.float32)
+        sums.sum_rows(table.at[wg], writes * given)
+        plgpu.commit_smem()  # R is read
+        tiles_of[_U + wg] = writes.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        meet()  # U is there; X and R's low part are free
+        pl.when(wg == 0)(lambda: load_ends(i, rows_of))
+        asked = _product(*[(tile(_O + n), tile(_S + 2 * n + wg)) for n in range(2)])
+        asked = (asked * scale).astype(jnp.bfloat16)
+        seen = _product(*[(tile(_DV + n), tile(_S + 2 * n + wg)) for n in range(2)])
+        seen = (-seen).astype(jnp.bfloat16)
+        plgpu.barrier_wait(ended)
+        keys = _product(*[(tile(_U + n), tile(_E + 2 * n + wg)) for n in range(2)])
+        keys = keys.astype(jnp.bfloat16)
+        _sum_states_call(rows_of.at[wg], state_sums.at[b, head, c, wg])
+        meet()  # S and E are read
+        results = ((asked, _S), (seen, _S + 2), (keys, _E))
+        for x, to in results:
+            tiles_of[to + wg] = x
+        plgpu.commit_smem()
+        at = pl.ds(PART * wg, PART)
+        for out, (_, to) in zip((asked_out, seen_out, keys_out), results, strict=True):
+            plgpu.copy_smem_to_gmem(rows_of.at[to + wg], out.at[b, head, rows, at])
+        plgpu.copy_smem_to_gmem(table.at[wg], beta_sums.at[b, head, c, wg])
+
+        given, factor = _O + 2 * wg, jnp.where(wg == 0, scale, -1.0)
+        lower = _product(*[(tile(given + m), flipped(_U + m)) for m in range(2)])
+        lower = lower * factor
+        _diagonal_call(diagonal.at[wg], lower)
+        lower = lower.astype(jnp.bfloat16)
+        upper = _product(*[(tile(_U + m), flipped(given + m)) for m in range(2)])
+        upper = (upper * factor).astype(jnp.bfloat16)
+        plgpu.commit_smem()  # all warps have read what is there
+        _symmetric_call(rows_of.at[given], lower, upper)
+        plgpu.commit_smem()
+        for m in range(2):
+            plgpu.copy_smem_to_gmem(rows_of.at[given + m], pairs_out.at[b, head, c, 2 * wg + m])
+
+        @pl.when(wg == 0)
+        def _():
+            plgpu.copy_smem_to_gmem(diagonal.at[0], diagonals.at[b, head, c])
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        meet()  # all results have left
+
+    n_items = (n_heads * n_chunks * n_rows - first + stride - 1) // stride
+    lax.fori_loop(0, n_items, item, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
+    """What ``gradients_channels`` takes, for Dk = Dv = 128:
+
+    dP and dN, for each the two tiles of ``_symmetric``, bf16 [B, H, NC, 4, 64, 64]; dP's diagonal,
+    f32 [B, H, NC, 64]; scale do S^T, -dv S^T and U E^T, bf16 [B, H, NC*64, 128]; and in parts that
+    have to be summed <S, E>, f32 [B, H, NC, 2 halves of Dk, 4, 64], and u dv, [B, H, NC, 2, 64].
+
+    k [B, T, H, 128], from the chunk's start, writers: ``chunks_by_channel``'s.  states:
+    ``kernel_scan.scan``'s borders.  d_v, ends: ``gradients_channels_scan.reverse_scan``'s.
+    """
+    b, t, h, dk = k.shape
+    assert dk == v.shape[-1] == CHANNELS
+    nc, half = -(-t // CHUNK), jnp.bfloat16
+    per_channel = jax.ShapeDtypeStruct((b, h, nc * CHUNK, dk), half)
+    return launch(
+        functools.partial(_body, scale=scale, sizes=(h, nc, b)),
+        (k, v, writers, d_out, d_v, states, ends),
+        (
+            jax.ShapeDtypeStruct((b, h, nc, 4, CHUNK, CHUNK), half),
+            jax.ShapeDtypeStruct((b, h, nc, CHUNK), jnp.float32),
+            *[per_channel] * 3,
+            jax.ShapeDtypeStruct((b, h, nc, 2, 4, 64), jnp.float32),
+            jax.ShapeDtypeStruct((b, h, nc, 2, CHUNK), jnp.float32),
+        ),
+        name="gated_delta_products",
+        grid=blocks_for(h * nc * b, 2),
+        warpgroups=4,
+        scratch=[
+            plgpu.RefUnion(
+                plgpu.SMEM((2, _TILES, CHUNK, PART), half, transforms=ROWS),
+                plgpu.SMEM((2, _TILES, CHUNK, PART), half, transforms=BF16_TILE),
+            ),
+            plgpu.SMEM((2, 2, CHUNK), jnp.float32),
+            plgpu.SMEM((2, 2, CHUNK), jnp.float32),
+            plgpu.Barrier(num_arrivals=14, num_barriers=2),
+            plgpu.Barrier(num_arrivals=4, num_barriers=2),
+            plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        ],
+    )
