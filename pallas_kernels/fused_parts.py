@@ -15,6 +15,8 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels import ptx as p
 from pallas_kernels.ptx import LOG2E, Value
 
+KIND = {"bfloat16": "bf16", "float16": "f16"}  # of 16-bit floats, by dtype
+
 
 def floats(words: Sequence[Value], kind: str = "bf16") -> list[Value]:
     """The values of words that hold two 16-bit floats each."""

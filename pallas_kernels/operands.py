@@ -133,3 +133,14 @@ def _check_axes(
 
 def _either(names: tuple[str, ...]) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def half_reason(**operands: Any) -> str | None:
+    """What a kernel of 16-bit floats cannot read: others, or two kinds of them at once."""
+    first, known = next(iter(operands.items()))
+    for name, x in operands.items():
+        if x.dtype.name not in ("bfloat16", "float16"):
+            return f"{name} is {x.dtype}; the kernel takes bfloat16 and float16"
+        if x.dtype != known.dtype:
+            return f"{name} is {x.dtype} where {first} is {known.dtype}"
+    return None

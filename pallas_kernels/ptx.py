@@ -341,10 +341,19 @@ def load_matrices(base: Value, at: int = 0, transposed: bool = False) -> list[Va
     return list(ptx(code, base, results=[i32()] * 4, convergent=True))
 
 
+def _store_matrices(kind: str, base: Value, words: Sequence[Value], at: int) -> None:
+    code = f"stmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 [$0+{at}], {{$1,$2,$3,$4}};"
+    ptx(code, base, *words, convergent=True)
+
+
+def store_matrices(base: Value, words: Sequence[Value], at: int = 0) -> None:
+    """The inverse of ``load_matrices``."""
+    _store_matrices("", base, words, at)
+
+
 def store_matrices_transposed(base: Value, words: Sequence[Value], at: int = 0) -> None:
     """The inverse of ``load_matrices(transposed=True)``."""
-    code = f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+{at}], {{$1,$2,$3,$4}};"
-    ptx(code, base, *words, convergent=True)
+    _store_matrices(".trans", base, words, at)
 
 
 # --- Memory ---

@@ -1,25 +1,27 @@
-"""The workload "learn": what a model learns of a text in so many steps, and how far it recalls.
+"""The workload "learn": what a model learns of a text in so many steps, or of looking facts up.
 
-    learn(experiment, settings, seed, room) -> {result: number | [numbers]}
+    learn(cfg, text | None, settings, seeds) -> [{result: number | [numbers] | None}], one a seed
 
-A model is trained on bytes at several learning rates at once (``jax.vmap``: one program, the same
-first weights and batches), and the rate is chosen that is best on a held part of the text; what is
-reported is of the chosen one, on another held part.
+A model is trained on bytes at several learning rates and from several seeds at once (``jax.vmap``:
+one program; the rates of a seed have its first weights and batches), and for each seed the rate is
+chosen that is best on a held part of the text; what is reported is of the chosen one, on another
+held part.
 
-Into every training row facts are planted: a key of 64 and, behind it, its value of 64, bytes that
-no text has.  Each stands once more later in its row, where the value follows from the key
-(multi-query associative recall, arXiv 2312.04927).  ``recall`` is the share of values that come
-first among all 256 bytes when the key comes again ``distances`` bytes after its fact, behind
-``facts`` facts at the beginning of held text; chance is 1/64.  Distances beyond ``sequence_length``
-are longer than anything that was trained on.
+Without a text it learns to recall (multi-query associative recall, arXiv 2312.04927): a row begins
+with facts, each a key and its value, and behind them every key stands once more, anywhere among
+bytes that mean nothing; only the values there count.  ``recall`` is the share of them that come
+first among all 256 bytes, by the number of ``facts`` in a row as long as trained on, and by
+``distance`` with the fewest facts, where rows may be longer than any trained on.  Chance is 1/112.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,66 +42,151 @@ from jaxllama.training.config import DataConfig, OptimizerConfig, TrainConfig
 from jaxllama.training.data import TokenFile
 from jaxllama.training.flops import parameters
 from jaxllama.training.forward import embed
-from jaxllama.training.loss import cross_entropy
 from jaxllama.training.optimizer import learning_rate, optimizer
 
 VOCABULARY = 256
-SYMBOLS = 64  # keys, and values
-_KEYS, _VALUES = VOCABULARY - 2 * SYMBOLS, VOCABULARY - SYMBOLS  # the first of each
+SYMBOLS = 112  # keys, and values
+KEYS, VALUES = VOCABULARY - 2 * SYMBOLS, VOCABULARY - SYMBOLS  # the first of each
 PART = 20  # steps in one program
 
+Rows = tuple[np.ndarray, np.ndarray]  # uint8 [..., B, T + 1], and bool [..., B, T]: what counts
+Parts = tuple[Iterator[Rows], Rows, Rows]  # to train on, to choose a rate on, to report of
 
-def learn(cfg: ModelConfig, text: bytes, settings: LearnSettings, seed: int) -> dict[str, Any]:
+
+def learn(
+    cfg: ModelConfig, text: bytes | None, settings: LearnSettings, seeds: Sequence[int]
+) -> list[dict[str, Any]]:
     """cfg: of a model of bytes.  Raises JaxLlamaError for a text that is too short."""
-    train, chosen_on, reported_on = split(text, settings)
-    rng = np.random.default_rng((seed, 1))
-    batches = np.stack([
-        planted(train.batch(step, settings.batch_size, settings.sequence_length, seed),
-                settings.facts, rng)
-        for step in range(settings.steps)
-    ])  # fmt: skip
-    begin = random_params(cfg, jax.random.key(seed))
+    parts, *held = zip(*(_parts(text, settings, seed) for seed in seeds), strict=True)
     rates = schedule(settings)
-    state = first_state(begin, rates.shape[1])
+    params = [random_params(cfg, jax.random.key(seed)) for seed in seeds]
+    state = first_state(jax.tree.map(lambda *leaves: jnp.stack(leaves), *params), rates.shape[1])
     losses, seconds = [], []
-    for at in range(0, settings.steps, PART):
+    for at, part in zip(range(0, settings.steps, PART), zip(*parts, strict=True), strict=True):
         started = time.perf_counter()
-        part = jnp.asarray(batches[at : at + PART])
-        state, of_part = steps(cfg, state, rates[at : at + PART], part)
+        state, of_part = steps(cfg, state, rates[at : at + PART], _together(part))
         losses.append(np.asarray(of_part))
         seconds.append((time.perf_counter() - started) / PART)
-    held = []
-    for part in (chosen_on, reported_on):  # a rate of 0 tells the losses and moves nothing
-        rows = _windows(part, settings)
-        state, of_part = steps(cfg, state, jnp.zeros((len(rows), rates.shape[1])), rows)
-        held.append(np.mean(of_part, axis=0))
-    best, params = int(np.nanargmin(held[0])), state[0]
+    held_losses = []
+    for part in map(_together, held):  # a rate of 0 tells the losses and moves nothing
+        state, of_part = steps(cfg, state, jnp.zeros((len(part[0]), rates.shape[1])), part)
+        held_losses.append(np.mean(of_part, axis=0))
     tokens = settings.batch_size * settings.sequence_length
-    recall = recalled(cfg, jax.tree.map(lambda leaf: leaf[best], params), reported_on.ids, settings)
-    return {
+    models = len(seeds) * rates.shape[1]
+    of_all = {
         "parameters": parameters(cfg),
-        "learning_rate": settings.learning_rates[best],
-        "held_loss": float(held[1][best]),
-        "held_losses": [float(loss) for loss in held[1]],
-        "distance": list(settings.distances),
-        "recall": recall,
-        "mean_recall": statistics.mean(recall),
         "tokens": [tokens * (step + 1) for step in range(settings.steps)],
-        "loss": [float(loss) for loss in np.concatenate(losses)[:, best]],
-        "tokens_per_second": tokens * rates.shape[1] / statistics.median(seconds[1:] or seconds),
+        "tokens_per_second": tokens * models / statistics.median(seconds[1:] or seconds),
         "state_kilobytes": init_cache(cfg, 1, max(settings.distances)).nbytes / 1e3,
     }
+    results = []
+    for i, (to_choose, to_report) in enumerate(zip(*held_losses, strict=True)):
+        best = int(np.nanargmin(to_choose))
+        recall: list[Any] = [None, None]
+        if text is None:
+            chosen = jax.tree.map(lambda leaf, i=i, best=best: leaf[i, best], state[0])
+            recall = [by(cfg, chosen, settings) for by in (recalled_of, recalled_over)]
+        results.append(of_all | {
+            "learning_rate": settings.learning_rates[best],
+            "held_loss": float(to_report[best]),
+            "held_losses": [float(loss) for loss in to_report],
+            "recall_of_facts": recall[0],
+            "recall": recall[1],
+            "mean_recall": None if recall[0] is None else statistics.mean(recall[0]),
+            "loss": [float(loss) for loss in np.concatenate(losses)[:, i, best]],
+        })  # fmt: skip
+    return results
+
+
+def _together(parts: Sequence[Rows]) -> Rows:
+    """Of each seed ``[steps, ...]`` -> ``[steps, seeds, ...]``."""
+    rows, counted = zip(*parts, strict=True)
+    return np.stack(rows, axis=1), np.stack(counted, axis=1)
+
+
+def _parts(text: bytes | None, settings: LearnSettings, seed: int) -> Parts:
+    return _of_facts(settings, seed) if text is None else _of_text(text, settings, seed)
+
+
+def _of_text(text: bytes, settings: LearnSettings, seed: int) -> Parts:
+    train, *held = split(text, settings)
+    shape = settings.batch_size, settings.sequence_length
+
+    def part(at: int) -> Rows:
+        return _all(np.stack([train.batch(at + step, *shape, seed) for step in range(PART)]))
+
+    return map(part, range(0, settings.steps, PART)), *(_windows(one, settings) for one in held)
+
+
+def _of_facts(settings: LearnSettings, seed: int) -> Parts:
+    rng = np.random.default_rng((seed, 1))
+    shape = PART, settings.batch_size
+
+    def part() -> Rows:
+        counts = rng.choice(settings.facts, math.prod(shape))
+        rows = fact_rows(counts, settings.sequence_length, rng)
+        return tuple(one.reshape(*shape, -1) for one in rows)
+
+    held = part(), part()
+    return (part() for _ in range(settings.steps // PART)), *held
+
+
+def fact_rows(counts: np.ndarray, length: int, rng: np.random.Generator) -> Rows:
+    """``counts[N]`` facts in each row of ``length`` and one more, every key asked for once."""
+    number, most = len(counts), max(counts)
+    rows = rng.integers(KEYS, size=(number, length + 1), dtype=np.uint8)
+    counted = np.zeros((number, length), bool)
+    keys = np.argsort(rng.random((number, SYMBOLS)), axis=1)[:, :most] + KEYS
+    values = rng.integers(VALUES, VOCABULARY, keys.shape)
+    places = rng.random((number, length // 2))
+    places[np.arange(length // 2) < counts[:, None]] = 2  # last: the facts stand there
+    asked = 2 * np.argsort(places, axis=1)[:, :most]
+    row, fact = np.nonzero(np.arange(most) < counts[:, None])
+    for at in (2 * fact, asked[row, fact]):
+        rows[row, at], rows[row, at + 1] = keys[row, fact], values[row, fact]
+    counted[row, asked[row, fact]] = True
+    return rows, counted
+
+
+def recalled_of(cfg: ModelConfig, params: Params, settings: LearnSettings) -> list[float]:
+    """The share of values recalled in rows of each of ``settings.facts``."""
+    rng = np.random.default_rng(0)
+    shares = []
+    for facts in settings.facts:
+        counts = np.full(settings.trials, facts)
+        rows, counted = fact_rows(counts, settings.sequence_length, rng)
+        said = np.asarray(said_after(cfg, params, jnp.asarray(rows[:, :-1], jnp.int32)))
+        shares.append(float(np.mean((said == rows[:, 1:])[counted])))
+    return shares
+
+
+def recalled_over(cfg: ModelConfig, params: Params, settings: LearnSettings) -> list[float]:
+    """The share of values recalled at each of ``settings.distances``, bytes from key to key."""
+    rng = np.random.default_rng(0)
+    facts, trials = min(settings.facts), settings.trials
+    shares = []
+    for distance in settings.distances:
+        rows, _ = fact_rows(np.full(trials, facts), 4 * facts, rng)
+        length = max(settings.distances) + 2 * facts
+        more = rng.integers(KEYS, size=(trials, length))
+        more[:, : 2 * facts] = rows[:, : 2 * facts]
+        # The last fact of those that are asked for beyond all of them.
+        asked = facts - 1 if distance < 2 * facts else rng.integers(facts)
+        at = max(2 * asked + distance, 2 * facts)
+        more[:, at] = more[:, 2 * asked]
+        said = np.asarray(said_after(cfg, params, jnp.asarray(more, jnp.int32)))
+        shares.append(float(np.mean(said[:, at] == more[:, 2 * asked + 1])))
+    return shares
 
 
 def split(text: bytes, settings: LearnSettings) -> tuple[TokenFile, TokenFile, TokenFile]:
-    """(what is trained on, what a rate is chosen on, what is reported), bytes below 128."""
+    """(what is trained on, what a rate is chosen on, what is reported)."""
     ids = np.frombuffer(text, np.uint8)
-    ids = np.where(ids < _KEYS, ids, ord("?")).astype(np.uint8)
     file = TokenFile(Path(), ids, VOCABULARY, "")
-    need = max(settings.sequence_length, *settings.distances) + 2 * settings.facts + 2
+    need = settings.sequence_length + 1
     if settings.held_tokens < need or len(ids) < 3 * settings.held_tokens:
         raise JaxLlamaError(
-            f"held_tokens = {settings.held_tokens}: must be at least {need}, the longest row, and "
+            f"held_tokens = {settings.held_tokens}: must be at least {need}, one row, and "
             f"at most a third of the text's {len(ids)} bytes"
         )
     rest, reported_on = file.split(settings.held_tokens)
@@ -107,58 +194,13 @@ def split(text: bytes, settings: LearnSettings) -> tuple[TokenFile, TokenFile, T
     return train, chosen_on, reported_on
 
 
-def planted(rows: np.ndarray, facts: int, rng: np.random.Generator) -> np.ndarray:
-    """``rows[B, T + 1]`` with ``facts`` facts in each, and each once more behind it: at distances
-    from 2 to T, their logarithms uniform."""
-    rows = rows.copy()
-    places = rows.shape[1] // 2
-    for row in rows:
-        free = np.ones(places, bool)
-        for key in rng.choice(SYMBOLS, facts, replace=False):
-            here = rng.choice(np.flatnonzero(free[:-1]))
-            after = np.flatnonzero(free[here + 1 :]) + 1
-            wanted = np.exp(rng.uniform(0, np.log(places - here)))
-            if not after.size:
-                continue
-            there = here + after[np.argmin(np.abs(after - wanted))]
-            free[[here, there]] = False
-            fact = _KEYS + key, _VALUES + rng.integers(SYMBOLS)
-            for place in (here, there):
-                row[2 * place : 2 * place + 2] = fact
-    return rows
-
-
-def recalled(
-    cfg: ModelConfig, params: Params, text: np.ndarray, settings: LearnSettings
-) -> list[float]:
-    """The share of values recalled at each of ``settings.distances``."""
-    rng = np.random.default_rng(0)
-    facts, trials = settings.facts, settings.trials
-    length = max(settings.distances) + 2 * facts + 2
-    shares = []
-    for distance in settings.distances:
-        starts = rng.integers(0, len(text) - length + 1, trials)
-        rows = np.stack([text[start : start + length] for start in starts]).astype(np.int32)
-        keys = np.stack([rng.choice(SYMBOLS, facts, replace=False) for _ in starts]) + _KEYS
-        values = rng.integers(SYMBOLS, size=keys.shape) + _VALUES
-        rows[:, : 2 * facts] = np.stack([keys, values], axis=-1).reshape(trials, -1)
-        # The last fact of those that are asked for beyond all of them.
-        asked = facts - 1 if distance < 2 * facts else rng.integers(facts)
-        at = max(2 * asked + distance, 2 * facts)
-        rows[:, at] = keys[:, asked]
-        said = _said(cfg, params, jnp.asarray(rows), jnp.int32(at))
-        shares.append(float(np.mean(np.asarray(said) == values[:, asked])))
-    return shares
-
-
 @functools.partial(jax.jit, static_argnums=0)
-def _said(cfg: ModelConfig, params: Params, rows: jax.Array, at: jax.Array) -> jax.Array:
-    """The byte that comes first behind position ``at`` of ``rows[N, T]``, row by row."""
+def said_after(cfg: ModelConfig, params: Params, rows: jax.Array) -> jax.Array:
+    """The byte that comes first behind each of ``rows[N, T]``."""
 
     def one(row: jax.Array) -> jax.Array:
         x = _hidden_states(cfg, params, row[None])[0]
-        x = jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
-        return jnp.argmax(head(params)["weight"] @ x)
+        return jnp.argmax(x @ head(params)["weight"].T, axis=-1)
 
     return jax.lax.map(one, rows, batch_size=32)
 
@@ -185,8 +227,9 @@ def _config(count: int, **options: Any) -> TrainConfig:
 
 @functools.partial(jax.jit, static_argnums=1)
 def first_state(params: Params, rates: int) -> Any:
-    """What ``steps`` takes: the same parameters, and moments, for each rate."""
-    return jax.vmap(lambda _: (params, _rule().init(params)))(jnp.arange(rates))
+    """What ``steps`` takes of ``params [seeds, ...]``: the same, and moments, for each rate."""
+    at_all_rates = jax.vmap(lambda p, _: (p, _rule().init(p)), in_axes=(None, 0))
+    return jax.vmap(at_all_rates, in_axes=(0, None))(params, jnp.arange(rates))
 
 
 def _hidden_states(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
@@ -205,33 +248,41 @@ def _hidden_states(cfg: ModelConfig, params: Params, tokens: jax.Array) -> jax.A
     return final_norm(cfg, params, stream)
 
 
-def _loss(cfg: ModelConfig, params: Params, rows: jax.Array) -> jax.Array:
-    rows = rows.astype(jnp.int32)
-    x = _hidden_states(cfg, params, rows[:, :-1])
-    return cross_entropy(x, head(params)["weight"], rows[:, 1:])[0]
+def mean_loss(logits: jax.Array, wanted: jax.Array, counted: jax.Array) -> jax.Array:
+    """Cross entropy over the ``counted[B, T]`` of ``wanted[B, T]``."""
+    lost = optax.softmax_cross_entropy_with_integer_labels(logits, wanted.astype(jnp.int32))
+    return jnp.mean(lost, where=counted)
+
+
+def _loss(cfg: ModelConfig, params: Params, rows: jax.Array, counted: jax.Array) -> jax.Array:
+    x = _hidden_states(cfg, params, rows[:, :-1].astype(jnp.int32))
+    return mean_loss(x @ head(params)["weight"].T, rows[:, 1:], counted)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def steps(
-    cfg: ModelConfig, state: Any, rates: jax.Array, batches: jax.Array
-) -> tuple[Any, jax.Array]:
-    """``batches uint8 [steps, B, T + 1]`` -> (state, losses ``[steps, rates]``)."""
+def steps(cfg: ModelConfig, state: Any, rates: jax.Array, batches: Rows) -> tuple[Any, jax.Array]:
+    """``rates [steps, rates]``, ``batches`` of ``[steps, seeds, B, T + 1]`` -> (state, losses
+    ``[steps, seeds, rates]``)."""
 
-    def one(state: Any, rate: jax.Array, rows: jax.Array) -> tuple[Any, jax.Array]:
+    def one(state: Any, rate: jax.Array, rows: Any) -> tuple[Any, jax.Array]:
         params, moments = state
-        loss, gradients = jax.value_and_grad(functools.partial(_loss, cfg))(params, rows)
+        loss, gradients = jax.value_and_grad(functools.partial(_loss, cfg))(params, *rows)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
             changes, moments = _rule().update(gradients, moments, params)
         changes = jax.tree.map(lambda change: rate * change, changes)
         return (optax.apply_updates(params, changes), moments), loss
 
-    at_all_rates = jax.vmap(one, in_axes=(0, 0, None))
-    return jax.lax.scan(lambda state, now: at_all_rates(state, *now), state, (rates, batches))
+    at_all = jax.vmap(jax.vmap(one, in_axes=(0, 0, None)), in_axes=(0, None, 0))
+    return jax.lax.scan(lambda state, now: at_all(state, *now), state, (rates, batches))
 
 
-def _windows(part: TokenFile, settings: LearnSettings) -> jax.Array:
+def _windows(part: TokenFile, settings: LearnSettings) -> Rows:
     """The whole windows of a held part, in batches that are as large as training's or smaller."""
     count = part.windows(settings.sequence_length)
     size = min(count, settings.batch_size)
     rows = [part.window(i, settings.sequence_length) for i in range(count // size * size)]
-    return jnp.asarray(np.stack(rows).reshape(-1, size, settings.sequence_length + 1))
+    return _all(np.stack(rows).reshape(-1, size, settings.sequence_length + 1))
+
+
+def _all(rows: np.ndarray) -> Rows:
+    return rows, np.ones((*rows.shape[:-1], rows.shape[-1] - 1), bool)

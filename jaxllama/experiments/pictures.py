@@ -106,12 +106,10 @@ def _plot(axes: Axes, picture: Picture, label: str, groups: list[Group], number:
 def _scale(axes: Axes, picture: Picture, rows: Sequence[Row]) -> None:
     """Axes as asked for; few x values that were chosen are the ticks themselves."""
     first = value(rows[0], picture.x)
-    if is_number(first):
+    if is_number(first) or isinstance(first, list):
         axes.set_xscale(picture.x_scale)
-        ticks = sorted({value(row, picture.x) for row in rows})
+        ticks = sorted({value(row, picture.x) for row in rows} if is_number(first) else first)
         if picture.x_scale == "log" and picture.x in rows[0]["settings"] and len(ticks) <= 12:
             axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
             axes.minorticks_off()
-    elif isinstance(first, list):
-        axes.set_xscale(picture.x_scale)
     axes.set_yscale(picture.y_scale)

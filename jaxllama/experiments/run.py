@@ -33,9 +33,9 @@ import jaxllama
 from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.config import Experiment, Point, digest
 from jaxllama.experiments.pictures import draw
-from jaxllama.experiments.settings import BIBLE, FILES
+from jaxllama.experiments.settings import FILES, NO_FILES
 from jaxllama.experiments.table import check_columns, markdown
-from jaxllama.experiments.workloads import WORKLOADS, check
+from jaxllama.experiments.workloads import OF_SEEDS, WORKLOADS, check
 from jaxllama.progress import working, write
 
 RUNS = Path("runs")
@@ -61,12 +61,16 @@ def run(
     if len(missing) < len(work):
         tell(f"{directory}: {len(work) - len(missing)} of {len(work)} are there already")
     begun = time.perf_counter()
-    for index, (point, seed) in enumerate(missing):
-        left = _left(begun, index, len(missing))
-        tell(f"[{index + 1}/{len(missing)}] {point.name}, seed {seed}{left}")
+    done = 0
+    for point, seeds in _at_once(experiment, missing):
+        left, several = _left(begun, done, len(missing)), "s" * (len(seeds) > 1)
+        of = f"seed{several} {', '.join(map(str, seeds))}"
+        tell(f"[{done + len(seeds)}/{len(missing)}] {point.name}, {of}{left}")
         with working(point.name):
-            measured = _measure(experiment, point, seed, directory)
-        _write(_file(directory, point, seed), measured)
+            measured = _measure(experiment, point, seeds, directory)
+        for one in measured:
+            _write(_file(directory, point, one["seed"]), one)
+        done += len(seeds)
     rows = [json.loads(_file(directory, *one).read_text(encoding="utf-8")) for one in work]
     _write(directory / "results.json", {"title": experiment.title, "rows": rows})
     _write_text(directory / "table.md", markdown(experiment, rows))
@@ -96,25 +100,46 @@ def _left(begun: float, done: int, of: int) -> str:
     return f", about {seconds / 60:.0f} min left" if seconds > 90 else f", {seconds:.0f} s left"
 
 
-def _measure(experiment: Experiment, point: Point, seed: int, directory: Path) -> dict[str, Any]:
-    room = directory / "work" / _stem(point, seed)
+def _at_once(
+    experiment: Experiment, missing: list[tuple[Point, int]]
+) -> list[tuple[Point, list[int]]]:
+    """What is measured in one go: a seed, or all of a point's where the workload can."""
+    if experiment.workload not in OF_SEEDS:
+        return [(point, [seed]) for point, seed in missing]
+    seeds: dict[str, tuple[Point, list[int]]] = {}
+    for point, seed in missing:
+        seeds.setdefault(point.name, (point, []))[1].append(seed)
+    return list(seeds.values())
+
+
+def _measure(
+    experiment: Experiment, point: Point, seeds: list[int], directory: Path
+) -> list[dict[str, Any]]:
     begun = time.perf_counter()
     try:
-        results = WORKLOADS[experiment.workload](experiment, point.settings, seed, room)
+        if experiment.workload in OF_SEEDS:
+            results = OF_SEEDS[experiment.workload](experiment, point.settings, seeds)
+        else:
+            (seed,) = seeds
+            room = directory / "work" / _stem(point, seed)
+            results = [WORKLOADS[experiment.workload](experiment, point.settings, seed, room)]
     except JaxLlamaError as error:
         raise JaxLlamaError(f"{experiment.path}: {point.name}: {error}") from None
-    seconds = time.perf_counter() - begun
+    seconds = (time.perf_counter() - begun) / len(seeds)
     try:
-        check_columns(experiment, results)
+        check_columns(experiment, results[0])
     except JaxLlamaError as error:
         raise JaxLlamaError(f"{experiment.path}: {error}") from None
-    return {
-        "point": point.name,
-        "settings": point.flat,
-        "seed": seed,
-        "seconds": seconds,
-        "results": results,
-    }
+    return [
+        {
+            "point": point.name,
+            "settings": point.flat,
+            "seed": seed,
+            "seconds": seconds,
+            "results": result,
+        }
+        for seed, result in zip(seeds, results, strict=True)
+    ]
 
 
 def _stem(point: Point, seed: int) -> str:
@@ -161,7 +186,8 @@ def _open(directory: Path, experiment: Experiment) -> None:
 def _hashes(experiment: Experiment) -> Iterator[tuple[str, str]]:
     """(name, SHA-256) of every file that the settings name.  Raises JaxLlamaError for a missing
     one."""
-    names = {point.flat.get(key) for point in experiment.points for key in FILES} - {None, BIBLE}
+    names = {point.flat.get(key) for point in experiment.points for key in FILES}
+    names -= {None, *NO_FILES}
     for name in sorted(names):
         path = experiment.find(name)
         try:

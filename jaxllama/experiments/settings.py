@@ -129,11 +129,12 @@ class TrainSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnSettings:
-    """``learning.learn``'s: a model of bytes, one under ``[models]``, trained on ``text``, a file
-    or "bible", at each of the ``learning_rates``, ``facts`` facts in every row.
+    """``learning.learn``'s: a model of bytes, one under ``[models]``, trained on ``text``, a file,
+    "bible" or "facts", at each of the ``learning_rates``.
 
-    held_tokens: of each of the two parts at the text's end that are not trained on.  distances:
-    of recall, in bytes, each from ``trials`` rows.
+    n_layers: the model's last ones, all by default.  held_tokens: of each of the two parts at a
+    text's end that are not trained on.  facts: numbers of them in a row of "facts", each as often.
+    distances: of recall, in bytes.  trials: rows for each of these two.
     """
 
     model: str
@@ -143,26 +144,29 @@ class LearnSettings:
     batch_size: int
     sequence_length: int
     distances: tuple[int, ...]
+    facts: tuple[int, ...] = (8,)
+    n_layers: int | None = None
     held_tokens: int = 32768
-    facts: int = 8
     trials: int = 128
 
     def __post_init__(self) -> None:
-        for key, least in (("batch_size", 1), ("sequence_length", 2), ("facts", 1), ("trials", 1),
-                           ("steps", 20)):  # fmt: skip
+        for key, least in (("batch_size", 1), ("sequence_length", 4), ("trials", 1),
+                           ("steps", 20), ("n_layers", 1)):  # fmt: skip
             at_least(self, key, least)
         if self.steps % 20:
             raise JaxLlamaError(f"steps = {self.steps}: must be a multiple of 20")
-        most = min(64, self.sequence_length // 4)
-        if self.facts > most:
-            raise JaxLlamaError(f"facts = {self.facts}: must be at most {most}")
-        for key, least in (("learning_rates", 0.0), ("distances", 1)):
+        for key, least in (("learning_rates", 0.0), ("distances", 1), ("facts", 0)):
             values = getattr(self, key)
             if not values or not all(value > least for value in values):
                 raise JaxLlamaError(f"{key} = {list(values)}: one or more above {least}")
+        most = min(112, self.sequence_length // 4)
+        if max(self.facts) > most:
+            raise JaxLlamaError(f"facts = {list(self.facts)}: must be at most {most}")
 
 
+FACTS = "facts"
 BIBLE = "bible"
+NO_FILES = BIBLE, FACTS  # though they stand where files do
 FILES = ("text", "calibration")  # settings that are files, whose contents the numbers depend on
 SETTINGS: dict[str, Any] = {
     "quality": QualitySettings,

@@ -1,6 +1,7 @@
 """The workloads: functions from one point's settings to a dict of numbers.
 
     WORKLOADS[name](experiment, settings, seed, room) -> {result: number | [numbers] | text}
+    OF_SEEDS[name](experiment, settings, seeds) -> [one such result a seed]
 
 Contract: a result depends on the arguments, the machine and nothing else; ``room`` is a directory
 that is the point's own and may not exist yet, for what lets a killed workload continue.  Lists are
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,9 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.config import Experiment
 from jaxllama.experiments.settings import (
     BIBLE,
+    FACTS,
     FILES,
+    NO_FILES,
     LearnSettings,
     ModelSettings,
     OffloadSettings,
@@ -200,15 +203,20 @@ def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: 
     }
 
 
-def learn(experiment: Experiment, settings: LearnSettings, seed: int, room: Path) -> Results:
+def learn(experiment: Experiment, settings: LearnSettings, seeds: Sequence[int]) -> list[Results]:
     """``learning.learn`` of a model under ``[models]``."""
     from jaxllama.experiments import learning
     from jaxllama.training.corpus import bible
 
     enable_compilation_cache()
-    is_bible = settings.text == BIBLE
-    text = bible().encode() if is_bible else experiment.find(settings.text).read_bytes()
-    return learning.learn(experiment.models[settings.model], text, settings, seed)
+    if settings.text == FACTS:
+        text = None
+    else:
+        is_bible = settings.text == BIBLE
+        text = bible().encode() if is_bible else experiment.find(settings.text).read_bytes()
+    cfg = model_config(experiment, settings)
+    assert cfg is not None  # ``check`` has seen it
+    return learning.learn(cfg, text, settings, seeds)
 
 
 Function = Callable[[Experiment, Any, int, Path], Results]
@@ -217,8 +225,8 @@ WORKLOADS: dict[str, Function] = {
     "speed": speed,
     "train": train,
     "offload": offload,
-    "learn": learn,
 }
+OF_SEEDS = {"learn": learn}  # several at once
 
 
 # What they share
@@ -270,7 +278,7 @@ def _check_files(experiment: Experiment, settings: Any) -> None:
         TokenFile.open(settings.config.data.tokens)
     for key in FILES:
         name = getattr(settings, key, None)
-        if name is not None and name != BIBLE:
+        if name is not None and name not in NO_FILES:
             path = experiment.find(name)
             try:
                 path.stat()
@@ -291,6 +299,11 @@ def model_config(experiment: Experiment, settings: Any) -> ModelConfig | None:
     """A model's configuration as far as it is known without its checkpoint."""
     if isinstance(settings, TrainSettings):
         return settings.config.model
+    if isinstance(settings, LearnSettings) and settings.n_layers is not None:
+        cfg = experiment.models[settings.model]
+        return cfg.replace(
+            n_layers=settings.n_layers, layer_types=cfg.layer_types[-settings.n_layers :]
+        )
     if settings.model in experiment.models:
         return experiment.models[settings.model]
     return load_config(settings.model) if settings.model in preset_names() else None

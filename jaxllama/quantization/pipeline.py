@@ -8,7 +8,8 @@ GPTQ's); the error of each weight; on to the next.  Then the head, where it is n
 
     rtn          each weight by itself; w4a16's grids weigh columns by their inputs' size
     awq          weight-only schemes: scales, and clipping of int4 groups
-    gptq         any scheme: its rounding, on grids clipped as AWQ clips them (int4)
+    gptq         any scheme: its rounding, on grids clipped as AWQ clips them (int4), behind
+                 smoothquant's scales where activations are int8
     smoothquant  quantized activations (w8a8, fp8, fp8-static, w4a8, w4a8-fp8): scales
 
 AWQ and GPTQ then fit the codes' scales to the output (``scale_fit``).
@@ -66,6 +67,8 @@ def _searches(scheme: Scheme, method: str) -> bool:
     """Whether the method searches scales for a weight of this scheme."""
     if method == "awq":
         return scheme.activations is None or scheme.weights == "int4"
+    if method == "gptq":  # floats of 8 bits have an exponent for the tokens' outliers
+        return scheme.activations == "int8"
     return method == "smoothquant" and scheme.activations is not None
 
 

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats, packed
+from pallas_kernels.fused_parts import KIND, floats, packed
 
-KIND = {"bfloat16": "bf16", "float16": "f16"}
 _BITS = {"bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "float8_e4m3fn": 8}
 
 

@@ -29,13 +29,13 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile
 from pallas_kernels.attention.blockwise import capacity_of
-from pallas_kernels.attention.codes import KIND, Codes
+from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import Gather, write_heads
 from pallas_kernels.attention.pages import Paging
 from pallas_kernels.attention.source import Source, staged_floats
 from pallas_kernels.attention.tile import LEAST, NEG_INF, TILE
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.fused_parts import floats
+from pallas_kernels.fused_parts import KIND, floats
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
 

@@ -51,7 +51,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels import ptx as p
 from pallas_kernels.attention import tile as mma_tile
 from pallas_kernels.attention.blockwise import capacity_of
-from pallas_kernels.attention.codes import KIND, Codes
+from pallas_kernels.attention.codes import Codes
 from pallas_kernels.attention.gather import write_heads
 from pallas_kernels.attention.merge import merge_chunks
 from pallas_kernels.attention.pages import Pages, Paging
@@ -66,6 +66,7 @@ from pallas_kernels.attention.plan import (
 from pallas_kernels.attention.query_rows import QueryRows
 from pallas_kernels.attention.ring import Ring, Scales, Tokens, ring_bytes, scale_bytes
 from pallas_kernels.attention.tile import HEADS, LEAST, NEG_INF, TILE
+from pallas_kernels.fused_parts import KIND
 from pallas_kernels.launch import launch
 from pallas_kernels.qtensor import QTensor
 

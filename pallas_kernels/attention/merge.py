@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
-from pallas_kernels.attention.codes import KIND, hadamard_of_lanes
-from pallas_kernels.fused_parts import packed
+from pallas_kernels.attention.codes import hadamard_of_lanes
+from pallas_kernels.fused_parts import KIND, packed
 from pallas_kernels.launch import launch
 
 NEG_INF = float("-inf")

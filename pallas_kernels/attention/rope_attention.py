@@ -82,7 +82,7 @@ def rope_and_attend(
         return _rope_and_attend(choice, call, qkv, cos, sin, k, v, slots, weights, table)
     if weights is not None and eps is not None:  # both or neither
         qkv = norm_heads(qkv, k.shape[2], weights, eps)
-    options = {"table": table, "implementation": implementation}
+    options: dict[str, Any] = {"table": table, "implementation": implementation}
     if qkv.ndim == 4:
         q, _, _, k, v = rope_tokens.rope_and_write_tokens(qkv, cos, sin, k, v, slots, **options)
     else:

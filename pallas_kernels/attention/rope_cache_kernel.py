@@ -27,14 +27,13 @@ from pallas_kernels import ptx as p
 from pallas_kernels.attention.blockwise import capacity_of
 from pallas_kernels.attention.codes import hadamard_of_lanes
 from pallas_kernels.attention.pages import Pages, Paging
-from pallas_kernels.fused_parts import floats, packed
+from pallas_kernels.fused_parts import KIND, floats, packed
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import CODES
 
 WARPS = 4
 TEAM = 8  # query heads that a warp of many tokens loads at once
-_KIND = {"bfloat16": "bf16", "float16": "f16"}
 
 
 class _Heads:
@@ -332,7 +331,7 @@ def _run(body, tokens, units, out, operands, cache):
     body = functools.partial(
         body, shape=(*tokens, heads - 2 * n_kv, n_kv, h, capacity_of(k, table)),
         paging=Paging.of(k, table), dtype=jnp.dtype(k.dtype).name,
-        groups=k.scale.shape[-1] if isinstance(k, QTensor) else 1, kind=_KIND[qkv.dtype.name],
+        groups=k.scale.shape[-1] if isinstance(k, QTensor) else 1, kind=KIND[qkv.dtype.name],
     )  # fmt: skip
 
     def run(cache):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Plan, Reason, choose_plan, has_plan
 from pallas_kernels.gated_delta.step import step
 from pallas_kernels.gated_delta.token import MOST
-from pallas_kernels.operands import check
+from pallas_kernels.operands import check, half_reason
 from pallas_kernels.transform import Op, chosen
 
 LAYERS = 64  # their addresses are the kernel's arguments
@@ -65,11 +65,10 @@ def plan(layers: Layers, count: jax.Array) -> Plan | Reason:
     for layer in layers:
         named = _named(layer, count)
         sizes = check("gated_delta_commit", _OPERANDS, **named)
-        for name in ("last", "k", "v", "read"):
-            if named[name].dtype != jnp.bfloat16:
-                return Reason(f"{name} is {named[name].dtype}; the kernel takes bfloat16")
-        if [x.shape for x in layer] != [x.shape for x in layers[0]]:
-            return Reason("layers of several shapes")
+        if reason := half_reason(**{name: named[name] for name in ("last", "k", "v", "read")}):
+            return Reason(reason)
+        if [(x.shape, x.dtype) for x in layer] != [(x.shape, x.dtype) for x in layers[0]]:
+            return Reason("layers of several shapes or dtypes")
     if sizes["Dk"] not in (64, 128, 256) or sizes["Dv"] != token_kernel.COLUMNS:
         return Reason(f"state {layers[0][0].shape}: not Dk = 64, 128 or 256 and Dv = 128")
     if sizes["F"] != 2 * sizes["Hk"] * sizes["Dk"] + sizes["H"] * sizes["Dv"]:

@@ -20,12 +20,12 @@ One block a chunk and value head.  Its two warpgroups have half of the value cha
 and half of the key channels each for all that has them; of what is left the first has what comes
 from the outputs, the second what comes from the state:
 
-    both : TMA | R | do S^T, dR S^T, R E^T, S E | K dK'^T           |         | X dK' | dQ, dK ->
-    1    :     |   | do R^T                     | q k^T, dM, P ->   | dP D -> |       | dg, dbeta ->
-    2    :     |   |                            |                   | dX  dA  -> dKK  |
+    both : TMA | R | do S^T, dR S^T, R E^T, S E | K dK'^T      |         | X dK' | dQ, dK ->
+    1    :     |   |                            | q k^T, dM -> | dP D -> |       | dg, dbeta ->
+    2    :     |   |                            | k k^T        | dX  dA  -> dKK  |
 
 Floor: 29 bytes per element of q at as many key as value heads, 0.453 ms at (8, 4096, 16, 16, 128,
-128).  Result: 1.120 on one H200.  What was tried: NOTES.md.
+128).  Result: 0.886 on one H200.  What was tried: NOTES.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pallas_kernels.gated_delta import remainder
 from pallas_kernels.gated_delta.kernel_chunks import PART, high_low, vectors_call
 from pallas_kernels.gated_delta.kernel_scan import tiles, tokens
 from pallas_kernels.gla.channels import CHUNK
-from pallas_kernels.launch import launch
+from pallas_kernels.launch import in_place, launch
 
 CHANNELS = 128  # value channels of a head, and key channels
 _WGMMA = plgpu.Layout.WGMMA
@@ -56,13 +56,15 @@ def _transposed(ref):
     return ref.transpose((1, 0))
 
 
-def _products(n: int, *steps):
-    """n results [64, 64] of products begun at zero: steps are (which, left, right)."""
+def _products(n: int, *steps, meanwhile=None):
+    """n results [64, 64] of products begun at zero: steps are (which, left, right); and what
+    ``meanwhile`` computes while these run."""
 
     def run(*accs):
         for which, left, right in steps:
             plgpu.wgmma(accs[which], left, right)
-        return tuple(acc[...] for acc in accs)
+        other = () if meanwhile is None else (meanwhile(),)
+        return *(acc[...] for acc in accs), *other
 
     return pl.run_scoped(run, *[plgpu.ACC(_SQUARE, jnp.float32)] * n)
 
@@ -83,8 +85,8 @@ def _read(ref):
 
 def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays, d_q, d_k,
           d_g, d_beta, q_union, k_union, o_union, dr_union, r_union, low_union, end_union, ends_sm,
-          s_union, t_sm, decay_sm, scratch, table, ready, *, length: int, scale: float,
-          group: int):  # fmt: skip
+          s_union, t_sm, decay_sm, scratch, table, *ready, length: int, scale: float,
+          group: int, added: bool):  # fmt: skip
     (q_rows, q_sm), (k_rows, k_sm), (o_rows, o_sm) = q_union, k_union, o_union
     (dr_rows, dr_sm), (r_rows, r_sm), (low_rows, r_low) = dr_union, r_union, low_union
     (end_rows, end_sm), (s_sm, partial_sm) = end_union, s_union
@@ -95,30 +97,35 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
     limit = jnp.full((128,), length - c * CHUNK, jnp.int32)
     halves = [pl.ds(PART * n, PART) for n in range(2)]
 
+    own = pl.ds(PART * wg, PART)
+    # Each warpgroup copies a half of everything, and first what is first used.
+    for n, x, to in ((0, k, k_rows), (0, v, r_rows), (1, d_out, o_rows), (1, d_rest, dr_rows)):
+        at = head // group if x is k else head
+        plgpu.copy_gmem_to_smem(x.at[b, rows, at, own], to.at[wg], ready[n])
+        if x is v:
+            for m in range(2):
+                plgpu.copy_gmem_to_smem(
+                    states.at[b, head, c, halves[m], own], s_sm.at[m, wg], ready[0]
+                )
+    for part in range(2):
+        for m in range(2):
+            plgpu.copy_gmem_to_smem(
+                ends.at[b, head, c, part, halves[m], own], e_sm[part][m].at[wg], ready[1]
+            )
+    plgpu.copy_gmem_to_smem(q.at[b, rows, head // group, own], q_rows.at[wg], ready[2])
+    plgpu.copy_gmem_to_smem(inverses.at[b, head, wg, rows], t_sm.at[wg], ready[2])
+
     @pl.when(wg == 0)
     def _():
-        def copy(source, to):
-            plgpu.copy_gmem_to_smem(source, to, ready)
+        plgpu.copy_gmem_to_smem(decays.at[b, head, c], decay_sm, ready[0])
 
-        for n, at in enumerate(halves):
-            copy(q.at[b, rows, head // group, at], q_rows.at[n])
-            copy(k.at[b, rows, head // group, at], k_rows.at[n])
-            for x, to in ((v, r_rows), (d_out, o_rows), (d_rest, dr_rows)):
-                copy(x.at[b, rows, head, at], to.at[n])
-            copy(inverses.at[b, head, n, rows], t_sm.at[n])
-            for m in range(2):
-                copy(states.at[b, head, c, at, halves[m]], s_sm.at[n, m])
-                for part in range(2):
-                    copy(ends.at[b, head, c, part, at, halves[m]], e_sm[part][n].at[m])
-        copy(decays.at[b, head, c], decay_sm)
-
+    codes = [
+        plgpu.load(remainders.at[b, head, c, n, wg], layout=remainder.LAYOUT) for n in range(2)
+    ]
     vectors_call(scale, 4 * g.shape[-1], False)(
         scratch, g.at[b, rows, head], beta.at[b, rows, head], g.at[b, rows, head], limit
     )
-    codes = [
-        plgpu.load(remainders.at[b, head, c, wg, n], layout=remainder.LAYOUT) for n in range(2)
-    ]
-    plgpu.barrier_wait(ready)
+    plgpu.barrier_wait(ready[0])
 
     def vector(at, axis):
         """Over rows (axis 0) or columns (1)."""
@@ -133,61 +140,45 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
     (seen,) = _products(1, *[(0, k_sm.at[n], _transposed(s_sm.at[wg, n])) for n in range(2)])
     r_sm[wg], r_low[wg] = high_low(_read(r_sm.at[wg]) - seen * from_start(0))
     plgpu.commit_smem()
+    plgpu.barrier_wait(ready[1])
     sums.block_barrier()
 
-    def begin(w: int, more=()):
-        """(do S^T, dR S^T, K dK'^T of the w-th half of the key channels, and the product of the
-        steps ``more`` if there are any)"""
+    # What both warpgroups do stands once, for the one that runs it: written out for each, the
+    # instructions are more than their cache holds.
+    def through_states():
         through = []
         for n in range(2):
-            state = plgpu.load(s_sm.at[w, n], layout=_WGMMA)
+            state = plgpu.load(s_sm.at[n, wg], layout=_WGMMA)
             state = remainder.joined(codes[n], state)
-            through.append(state * (_read(e_sm[0][w].at[n]) + _read(e_sm[1][w].at[n])))
-        sums.sum_rows(table.at[sums.STATES + w], sum(through) * decay_sm[0, CHUNK - 1])
-        asked, seen, d_keys, *rest = _products(
-            3 + bool(more),
-            *[(0, o_sm.at[n], s_sm.at[n, w]) for n in range(2)],
-            *[(1, dr_sm.at[n], s_sm.at[n, w]) for n in range(2)],
-            *[(2, r.at[n], e_sm[part][n].at[w]) for n in range(2)
-              for r, part in ((r_sm, 0), (r_sm, 1), (r_low, 0))],
-            *[(3, *step) for step in more],
-        )  # fmt: skip
-        sums.block_barrier()  # 1: states, ends, do, dR and R are read
-        end_sm[w] = (d_keys * vector(inverse.BETA, 0)).astype(jnp.bfloat16)
-        (d_x,) = _products(1, *[(0, x, _transposed(k_sm.at[w])) for x in high_low(d_keys)])
-        return asked, seen, d_x, *rest
+            through.append(state * (_read(e_sm[0][n].at[wg]) + _read(e_sm[1][n].at[wg])))
+        return sum(through) * decay_sm[0, CHUNK - 1]
 
-    def finish(w: int, asked, seen, moved):
-        """dq and dk of the w-th half of the key channels, and log_decay's share."""
-        (d_end,) = _products(1, *[(0, _transposed(t_sm.at[n]), end_sm.at[w]) for n in range(2)])
-        keys = _read(k_sm.at[w])
-        asked, seen = asked * from_start(1), seen * from_start(0)
-        d_end = d_end * vector(inverse.TO_END, 0)
-        sums.sum_rows(table.at[sums.TO_END + w], d_end * keys)
-        moved = moved + asked * _read(q_sm.at[w]) - (d_end + seen) * keys
-        sums.sum_rows(table.at[sums.FROM + w], moved)
-        from_scores, from_keys = r_sm.at[0], r_sm.at[1]
-        x = _added(asked, (from_scores, k_sm.at[w]))
-        r_low[w] = x.astype(jnp.bfloat16)
-        x = _added(
-            d_end - seen,
-            (from_keys, k_sm.at[w]),
-            (_transposed(from_keys), k_sm.at[w]),
-            (_transposed(from_scores), q_sm.at[w]),
-        )
-        plgpu.commit_smem()  # all warps have read what is there
-        end_sm[w] = x.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(low_rows.at[w], d_q.at[b, rows, head, halves[w]])
-        plgpu.copy_smem_to_gmem(end_rows.at[w], d_k.at[b, rows, head, halves[w]])
+    asked, seen, d_keys, through = _products(
+        3,
+        *[(0, o_sm.at[n], s_sm.at[n, wg]) for n in range(2)],
+        *[(1, dr_sm.at[n], s_sm.at[n, wg]) for n in range(2)],
+        *[(2, r.at[n], e_sm[part][n].at[wg]) for n in range(2)
+          for r, part in ((r_sm, 0), (r_sm, 1), (r_low, 0))],
+        meanwhile=through_states,
+    )  # fmt: skip
+    sums.sum_rows(table.at[sums.STATES + wg], through)
+    sums.block_barrier()  # 1: states, ends and dR are read
+    end_sm[wg] = (d_keys * vector(inverse.BETA, 0)).astype(jnp.bfloat16)
+    (d_x,) = _products(1, *[(0, x, _transposed(k_sm.at[wg])) for x in high_low(d_keys)])
 
+    plgpu.barrier_wait(ready[2])
+
+    @pl.when(wg == 0)
     def from_outputs():
-        steps = [(o_sm.at[n], _transposed(r.at[n])) for n in range(2) for r in (r_sm, r_low)]
-        asked, seen, d_x, d_m = begin(0, steps)
         partial_sm[...] = d_x
-        (qk,) = _products(1, *[(0, q_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)])
-        weight = sums.decays_call(False)(scratch) * scale
+        d_m, qk, weight = _products(
+            2,
+            *[(0, o_sm.at[n], _transposed(r.at[n])) for n in range(2) for r in (r_sm, r_low)],
+            *[(1, q_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)],
+            meanwhile=lambda: sums.decays_call(False)(scratch) * scale,
+        )
         scores = qk * weight
+        plgpu.commit_smem()  # all warps have read do
         o_sm[0], o_sm[1] = d_m.astype(jnp.bfloat16), scores.astype(jnp.bfloat16)
         plgpu.commit_smem()
         sums.block_barrier()  # 2
@@ -199,42 +190,67 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
         plgpu.commit_smem()
         sums.block_barrier()  # 3
         moved = d_scores * scores
+        sums.sum_rows(table.at[sums.INSIDE], moved)
         sums.sum_columns(table.at[pl.ds(sums.BY_SCORES, 4)], moved)
-        finish(0, asked, seen, moved)
 
+    @pl.when(wg == 1)
     def from_state():
-        asked, seen, d_x = begin(1)
+        kk, decay = _products(
+            1,
+            *[(0, k_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)],
+            meanwhile=lambda: sums.decays_call(True)(scratch),
+        )
         plgpu.commit_smem()
         sums.block_barrier()  # 2
-        d_x = (d_x + plgpu.load(partial_sm, layout=_WGMMA)) * vector(inverse.TO_END, 1)
-        d_x = _added(d_x, (_transposed(o_sm.at[0]), o_sm.at[1]))
-        sums.sum_rows(table.at[sums.BETAS], d_x * (_read(t_sm.at[0]) + _read(t_sm.at[1])))
-        high, low = high_low(d_x * vector(inverse.BETA, 0))
+        d_all = (d_x + plgpu.load(partial_sm, layout=_WGMMA)) * vector(inverse.TO_END, 1)
+        d_all = _added(d_all, (_transposed(o_sm.at[0]), o_sm.at[1]))
+        sums.sum_rows(table.at[sums.BETAS], d_all * (_read(t_sm.at[0]) + _read(t_sm.at[1])))
+        high, low = high_low(d_all * vector(inverse.BETA, 0))
         right = [_transposed(t_sm.at[n]) for n in range(2)]
         (y,) = _products(1, (0, high, right[0]), (0, high, right[1]), (0, low, right[0]))
         dr_sm[0], dr_sm[1] = high_low(y)
         plgpu.commit_smem()
-        steps = [(0, right[m], dr_sm.at[n]) for m, n in ((0, 0), (0, 1), (1, 0))]
-        steps += [(1, k_sm.at[n], _transposed(k_sm.at[n])) for n in range(2)]
-        d_a, kk = _products(2, *steps)
-        d_a = -d_a * sums.decays_call(True)(scratch)
+        (d_a,) = _products(1, *[(0, right[m], dr_sm.at[n]) for m, n in ((0, 0), (0, 1), (1, 0))])
+        d_a = -d_a * decay
         r_sm[1] = (d_a * vector(inverse.BETA, 1)).astype(jnp.bfloat16)
         plgpu.commit_smem()
         sums.block_barrier()  # 3
         moved = d_a * kk
+        sums.sum_rows(table.at[sums.INSIDE + 1], -moved * vector(inverse.BETA, 1))
         sums.sum_columns(table.at[pl.ds(sums.BY_KEYS, 4)], moved)
-        finish(1, asked, seen, -moved * vector(inverse.BETA, 1))
 
-    pl.when(wg == 0)(from_outputs)
-    pl.when(wg == 1)(from_state)
+    (d_end,) = _products(1, *[(0, _transposed(t_sm.at[n]), end_sm.at[wg]) for n in range(2)])
+    keys = _read(k_sm.at[wg])
+    asked, seen = asked * from_start(1), seen * from_start(0)
+    d_end = d_end * vector(inverse.TO_END, 0)
+    sums.sum_rows(table.at[sums.TO_END + wg], d_end * keys)
+    moved = asked * _read(q_sm.at[wg]) - (d_end + seen) * keys
+    sums.sum_rows(table.at[sums.FROM + wg], moved)
+    from_scores, from_keys = r_sm.at[0], r_sm.at[1]
+    x = _added(asked, (from_scores, k_sm.at[wg]))
+    r_low[wg] = x.astype(jnp.bfloat16)
+    x = _added(
+        d_end - seen,
+        (from_keys, k_sm.at[wg]),
+        (_transposed(from_keys), k_sm.at[wg]),
+        (_transposed(from_scores), q_sm.at[wg]),
+    )
+    plgpu.commit_smem()  # all warps have read what is there
+    end_sm[wg] = x.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    for x, to in ((low_rows, d_q), (end_rows, d_k)):
+        if added:
+            to = to.at[b, rows, head // group, own]
+            plgpu.copy_smem_to_gmem(x.at[wg], to, reduction_op="add")
+        else:
+            plgpu.copy_smem_to_gmem(x.at[wg], to.at[b, rows, head, own])
     sums.block_barrier()
 
     @pl.when(wg == 0)
     def _():
         sums.finish_call(4 * g.shape[-1])(
-            scratch, table, g.at[b, rows, head], d_g.at[b, rows, head], d_beta.at[b, rows, head],
-            limit,
-        )  # fmt: skip
+            scratch, table, d_g.at[b, rows, head], d_beta.at[b, rows, head], limit
+        )
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -242,7 +258,8 @@ def _body(q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, d
 def chunk_gradients(
     q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays, scale: float
 ):
-    """(dq, dk [B, T, H, 128] of every value head, dlog_decay, dbeta [B, T, H]), for Dk = Dv = 128.
+    """(dq, dk, dlog_decay, dbeta [B, T, H]), for Dk = Dv = 128.  dq and dk of every value head, [B,
+    T, H, 128]; where two share a key head, whose sum depends on no order, [B, T, Hk, 128].
 
     inverses, decays: ``kernel_chunks.chunks``'s.  states, remainders: ``kernel_scan.scan``'s
     borders.  d_rest, ends: ``gradients_kernel_scan.reverse_scan``'s.
@@ -250,12 +267,15 @@ def chunk_gradients(
     b, t, h, dv = d_out.shape
     hk, dk = q.shape[2:]
     assert dk == dv == CHANNELS
-    body = functools.partial(_body, length=t, scale=scale, group=h // hk)
-    per_head, per_token = (b, t, h, dk), jax.ShapeDtypeStruct((b, t, h), jnp.float32)
-    return launch(
+    group = h // hk
+    added = group == 2
+    body = functools.partial(_body, length=t, scale=scale, group=group, added=added)
+    of_keys = jax.ShapeDtypeStruct((b, t, hk if added else h, dk), q.dtype)
+    of_tokens = jax.ShapeDtypeStruct((b, t, h), jnp.float32)
+    operands = q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays
+    run = functools.partial(
+        launch,
         body,
-        (q, k, v, g, beta, inverses, d_rest, d_out, states, remainders, ends, decays),
-        (*[jax.ShapeDtypeStruct(per_head, q.dtype)] * 2, per_token, per_token),
         name="gated_delta_gradients",
         grid={"head": h, "chunk": -(-t // CHUNK), "row": b},
         warpgroups=2,
@@ -267,8 +287,15 @@ def chunk_gradients(
             ),
             tiles(2, CHUNK, CHUNK),
             plgpu.SMEM((2, CHUNK), jnp.float32),
-            3 * CHUNK,
+            4 * CHUNK,
             plgpu.SMEM((sums.TABLE_ROWS, CHUNK), jnp.float32),
-            plgpu.Barrier(num_arrivals=2 * 12 + 1),
+            plgpu.Barrier(num_arrivals=9),
+            plgpu.Barrier(num_arrivals=12),
+            plgpu.Barrier(num_arrivals=4),
         ],
     )
+    if not added:
+        return run(operands, (of_keys, of_keys, of_tokens, of_tokens))
+    zeros = (jnp.zeros(of_keys.shape, of_keys.dtype),) * 2
+    decayed, summed = in_place(lambda refs: run((*operands, *refs), (of_tokens,) * 2), zeros)
+    return *summed, *decayed

@@ -18,8 +18,8 @@ from pallas_kernels.ptx import LOG2E
 _WGMMA = plgpu.Layout.WGMMA
 
 # Rows of the table of sums, 64 floats each: of each warpgroup, or of each warp, or one.
-FROM, STATES, TO_END, BY_SCORES, BY_KEYS, BETAS = 0, 2, 4, 6, 10, 14
-TABLE_ROWS = 15
+FROM, STATES, TO_END, BY_SCORES, BY_KEYS, BETAS, INSIDE = 0, 2, 4, 6, 10, 14, 15
+TABLE_ROWS = 17
 
 
 @plgpu.inline_mgpu()
@@ -60,18 +60,18 @@ def sum_columns(ctx, to, x) -> None:
 def finish_call(pitch: int):
     """The gradients of log_decay and beta from the table."""
 
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 5, plgpu.Layout.WG_SPLAT((128,))))
-    def call(ctx, scratch, table, decays, d_decays, d_betas, limit):
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, plgpu.Layout.WG_SPLAT((128,))))
+    def call(ctx, scratch, table, d_decays, d_betas, limit):
         del ctx
         finish(
-            p.shared_address(scratch), p.shared_address(table), p.address(decays),
-            p.address(d_decays), p.address(d_betas), limit.registers.flat[0], pitch,
+            p.shared_address(scratch), p.shared_address(table), p.address(d_decays),
+            p.address(d_betas), limit.registers.flat[0], pitch,
         )  # fmt: skip
 
     return call
 
 
-def finish(scratch, table, decays, d_decays, d_betas, limit, pitch: int) -> None:
+def finish(scratch, table, d_decays, d_betas, limit, pitch: int) -> None:
     """By the first warp of the warpgroup: a lane has two tokens, the last lane the first ones."""
     thread = p.masked(p.register("tid.x"), 127)
 
@@ -89,13 +89,17 @@ def finish(scratch, table, decays, d_decays, d_betas, limit, pitch: int) -> None
                 x = [arith.addf(a, b) for a, b in zip(x, entries(row + w), strict=True)]
             return x
 
-        beta = p.load_shared(p.add(scratch, at), 2, inverse.BETA, "f32")
+        beta, log = (
+            p.load_shared(p.add(scratch, at), 2, x, "f32") for x in (inverse.BETA, inverse.DECAY)
+        )
         keys, scores = by_warp(BY_KEYS), by_warp(BY_SCORES)
+        rows = [entries(row) for row in (FROM, FROM + 1, INSIDE, INSIDE + 1)]
+        rows = [
+            arith.addf(arith.addf(a, b), arith.addf(c, d)) for a, b, c, d in zip(*rows, strict=True)
+        ]
         moved = [
-            arith.addf(arith.subf(a, b), p.fma(c, k, d))
-            for a, b, c, k, d in zip(
-                entries(FROM), scores, beta, keys, entries(FROM + 1), strict=True
-            )
+            arith.addf(arith.subf(a, b), arith.mulf(c, k))
+            for a, b, c, k in zip(rows, scores, beta, keys, strict=True)
         ]
         parts = [entries(row) for row in (STATES, STATES + 1, TO_END, TO_END + 1)]
         parts = [arith.addf(*pair) for pair in parts]
@@ -115,8 +119,7 @@ def finish(scratch, table, decays, d_decays, d_betas, limit, pitch: int) -> None
             token = p.add(first, e)
 
             def store(token=token, e=e):
-                (g,) = p.load_global(p.offset(decays, token, pitch), 1, 0, "f32")
-                decay = p.exp2(arith.mulf(g, p.cf(LOG2E)))
+                decay = p.exp2(arith.mulf(log[e], p.cf(LOG2E)))
                 alive = arith.cmpf(arith.CmpFPredicate.OGT, decay, p.cf(0.0))
                 value = arith.select(alive, d_decay[e], p.cf(0.0))
                 p.store_global(p.offset(d_decays, token, pitch), [value])

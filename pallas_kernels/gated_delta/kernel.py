@@ -14,7 +14,7 @@ backwards up to 128.  Everything is read and written in [B, T, H, D].  A reset i
 (packed sequences) is log_decay = -inf at the first token of the new segment.
 
 Memory's floor for the two passes is 0.281 ms at (8, 4096, 16 and 16 heads, 128, 128) and 0.187 with
-4 key heads.  Result on one H200: 0.345 and 0.298 ms; errors against the float64 recursion: o 3e-3,
+4 key heads.  Result on one H200: 0.325 and 0.279 ms; errors against the float64 recursion: o 3e-3,
 state 2.4e-3 relative RMS.  The table, and the backward pass: NOTES.md.  Command: ``python -m
 pallas_kernels.bench.gated_delta``.
 """
@@ -194,7 +194,7 @@ def gated_delta_backward(
             q, k, v, log_decay, beta, inverses, d_v, d_out, states, remainders, ends,
             operands[-1], float(scale),
         )  # fmt: skip
-    if hk != v.shape[2]:
+    if hk != d_q.shape[2]:
         d_q, d_k = (
             jnp.sum(x.reshape(b, t, hk, -1, CHANNELS), axis=3, dtype=jnp.float32).astype(q.dtype)
             for x in (d_q, d_k)

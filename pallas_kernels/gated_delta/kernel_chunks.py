@@ -21,7 +21,7 @@ One block of one warpgroup a chunk and value head, several to an SM, one after t
     TMA q k | sums of log_decay | k k^T, q k^T | A, P | X (``kernel_inverse``) | M, K' | TMA out
 
 Floor: 7 bytes per element of q at Dk = 128 and as many key as value heads (4 in, 3 out), 0.109 ms
-at (8, 4096, 16, 16, 128, 128).  Result: 0.162 on one H200.  What was tried: NOTES.md.
+at (8, 4096, 16, 16, 128, 128).  Result: 0.144 on one H200.  What was tried: NOTES.md.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
-from pallas_kernels.gla.channels import CHUNK, ROWS
+from pallas_kernels.gla.channels import CHUNK, ROWS, TILE
 from pallas_kernels.gla.gates import BF16_TILE
 from pallas_kernels.launch import launch
 
 PART = 64  # key channels of a tile
 _WGMMA = plgpu.Layout.WGMMA
+PARTS = (plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.bfloat16, layout=_WGMMA),) * 2
 
 
 def vectors_call(scale: float, pitch: int, want_out: bool = True):
@@ -61,14 +62,14 @@ def vectors_call(scale: float, pitch: int, want_out: bool = True):
 
 
 def pairs(array):
-    """A [64, 64] array's registers as ``x[tile][half]``, pairs."""
+    """The registers of an array of 64 rows as ``x[tile][half]``, pairs."""
     flat = list(array.registers.reshape(-1))
     return [
         [
             [llvm.extractelement(flat[2 * tile + half], p.ci(e)) for e in range(2)]
             for half in range(2)
         ]
-        for tile in range(8)
+        for tile in range(len(flat) // 2)
     ]
 
 
@@ -83,12 +84,12 @@ def array(parts):
 
 
 def _inverse_call(scale: float, save: bool):
-    """(k k^T, q k^T) -> X^T; overwrites q by P's high and low parts, and leaves those of X^T before
-    beta in the tiles if they are to be saved."""
+    """(k k^T, q k^T) -> ((I + A)^-1)^T; overwrites q by P's high and low parts, and leaves what it
+    returns in the tiles if it is to be saved."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(ROWS), plgpu.RefType(ROWS), _WGMMA, _WGMMA),
-        return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=_WGMMA),
+        return_type=PARTS,
     )
     def call(ctx, scratch_ref, q_ref, tiles_ref, kk, qk):
         del ctx
@@ -97,18 +98,40 @@ def _inverse_call(scale: float, save: bool):
         a, weights = inverse.coefficients(rows, scratch, pairs(kk), pairs(qk), scale)
         p.warpgroup_barrier()  # all warps' products have read q
         inverse.store_split(rows, p.shared_address(q_ref), weights)
-        x = inverse.inverse_transposed(rows, tiles, scratch, a)
+        x = inverse.inverse_parts(rows, tiles, scratch, a)
         if save:
             p.warpgroup_barrier()  # all warps have read A
-            inverse.store_split(rows, tiles, x)
-        return array(inverse.scaled_rows(x, rows.by_row(scratch, inverse.BETA)))
+            for n in range(2):
+                words = [[both[n] for both in tile] for tile in x]
+                rows.store_tile(p.add(tiles, n * TILE), words)
+        return parts_array(x)
 
     return call
 
 
-def high_low(x):
-    high = x.astype(jnp.bfloat16)
-    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+def bf16_array(words):
+    """Words of two bf16 in the order of ``pairs`` as a [64, 8 * tiles] array."""
+    layout, half = _WGMMA.to_mgpu(), ir.BF16Type.get()
+    shape = (CHUNK, 4 * len(words))
+    zero = mgpu.FragmentedArray.splat(mgpu.utils.c(0.0, half), shape, layout, is_signed=None)
+    registers = zero.registers.copy()
+    kind = ir.VectorType.get((2,), half)
+    registers.reshape(-1)[:] = [mgpu.utils.bitcast(word, kind) for word in words]
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def parts_array(x):
+    """``x[tile][half]``, words of high and of low parts, as two arrays."""
+    words = [both for tile in x for both in tile]
+    return tuple(bf16_array(list(part)) for part in zip(*words, strict=True))
+
+
+@plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=PARTS)
+def high_low(ctx, x):
+    """A [64, 64] array as two bf16 parts.  By instructions that convert two floats: what the
+    compiler makes of ``astype`` converts the low part float by float, at an eighth of the rate."""
+    del ctx
+    return parts_array([[inverse.split(pair) for pair in tile] for tile in pairs(x)])
 
 
 def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, parts: int,
@@ -151,33 +174,38 @@ def _chunk_body(q, k, g, beta, *rest, length: int, scale: float, group: int, par
 
         square = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
         kk, qk = pl.run_scoped(products, square, square)
-        x = _inverse_call(scale, save)(scratch, q_rows, a_rows, kk, qk)
+        high, low = _inverse_call(scale, save)(scratch, q_rows, a_rows, kk, qk)
         plgpu.commit_smem()
         if save:
             for n in range(2):
                 plgpu.copy_smem_to_gmem(a_rows.at[n], inverses.at[b, head, n, rows])
 
+        def vector(at, axis):
+            place = scratch.at[pl.ds(at // 4, CHUNK)]
+            x = plgpu.load(place, layout=_WGMMA.reduce(1 - axis))
+            return lax.broadcast_in_dim(x, (CHUNK, CHUNK), [axis])
+
         def scores(acc):
-            high, low = high_low(x)
             for left, n in ((high, 0), (high, 1), (low, 0)):
                 plgpu.wgmma(acc, left, q_sm.at[n].transpose((1, 0)))
-            return acc[...]
+            x = high.astype(jnp.float32) + low.astype(jnp.float32)
+            return acc[...], *high_low(x * vector(inverse.TO_END, 1))
 
-        to_end = plgpu.load(scratch.at[pl.ds(inverse.TO_END // 4, CHUNK)], layout=_WGMMA.reduce(0))
-        high, low = high_low(x * lax.broadcast_in_dim(to_end, (CHUNK, CHUNK), [1]))
+        scored, *moved = pl.run_scoped(scores, square)
+        betas = vector(inverse.BETA, 0)
 
         def sums(acc, part):
-            plgpu.wgmma(acc, high, k_sm.at[part])
-            plgpu.wgmma(acc, low, k_sm.at[part])
+            for left in moved:
+                plgpu.wgmma(acc, left, k_sm.at[part])
             return acc[...]
 
-        scored = pl.run_scoped(scores, square).astype(q.dtype)
         if save:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        a_sm[0] = scored
+        a_sm[0] = (scored * betas).astype(q.dtype)
         plgpu.commit_smem()  # and now P
         for part in range(parts):
-            q_sm[part] = pl.run_scoped(functools.partial(sums, part=part), square).astype(q.dtype)
+            x = pl.run_scoped(functools.partial(sums, part=part), square)
+            q_sm[part] = (x * betas).astype(q.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(a_rows.at[0], weights.at[b, head, rows])
         for part in range(parts):

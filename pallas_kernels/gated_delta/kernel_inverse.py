@@ -27,20 +27,19 @@ LOWEST = -128.0  # exp2 of it is 0 in float32
 _PITCH = 48  # bytes of a row of 16 bf16, so that eight rows lie in all banks
 _BLOCK = 16 * _PITCH
 _ROW = 80  # bytes of a row of 16 f32 in a diagonal block
-_DIAGONAL = 16 * _ROW
-WORDS = 3 * 64 + (4 * 2 * _BLOCK + 4 * _DIAGONAL) // 4  # of scratch: vectors, blocks
+WORDS = 3 * 64 + 4 * 2 * _BLOCK // 4  # of scratch: vectors, blocks
 
 # Scratch, in bytes: the chunk's three vectors of 64 floats, the diagonal blocks of A in float32,
-# the inverses' transposes as bf16, high and low.
+# and in their places their inverses' transposes as bf16, high and low.
 LOG, BETA, TO_END = 0, 256, 512
-_A_BLOCKS = 768
-_X_BLOCKS = _A_BLOCKS + 4 * _DIAGONAL
+DECAY = 768  # of a kernel that has no blocks there
+_BLOCKS = 768
 
 
 def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
     """By the first warp, of its chunk's tokens: sums of log_decay, beta, decay to the chunk's end
     (see ``LOG``, ``BETA``, ``TO_END``); and to ``out``, if it is there, the decay from the chunk's
-    start, as it is and times ``scale``.
+    start, as it is and times ``scale``; if not, log_decay itself is a fourth vector (``DECAY``).
 
     decays, betas: addresses of the first token's float, the next is ``pitch`` bytes on.
     limit: how many tokens there are; those past them decay nothing and have beta = 0.
@@ -49,13 +48,14 @@ def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
 
     def work():
         lane = p.masked(thread, 31)
-        x, beta = [], []
+        plain, x, beta = [], [], []
         for e in range(2):
             token = p.add(p.shift_left(lane, 1), e)
             inside = p.below(token, limit)
             safe = arith.select(inside, token, p.ci(0))
             (g,) = p.load_global(p.offset(decays, safe, pitch), 1, 0, "f32")
             (b,) = p.load_global(p.offset(betas, safe, pitch), 1, 0, "f32")
+            plain.append(g)
             g = p.maximum(arith.mulf(g, p.cf(LOG2E)), p.cf(LOWEST))
             x.append(arith.select(inside, g, p.cf(0.0)))
             beta.append(arith.select(inside, b, p.cf(0.0)))
@@ -73,6 +73,7 @@ def chunk_vectors(scratch, decays, betas, limit, pitch, out, scale) -> None:
         p.store_shared(at, beta, BETA)
         p.store_shared(at, [p.exp2(arith.subf(end, y)) for y in log], TO_END)
         if out is None:
+            p.store_shared(at, plain, DECAY)
             return
         decay = [p.exp2(y) for y in log]
         to = p.offset(out, lane, 8)
@@ -101,11 +102,9 @@ class Rows(Place):
 
     def store_tile(self, base, x) -> None:
         """bf16 pairs ``x[tile][half]`` to a swizzled [64, 64] tile."""
-        for tile in range(8):
-            chunk = arith.xori(p.ci(tile), self.g)
-            at = self.pair(base, self.first, chunk)
-            for half in range(2):
-                p.store_shared(at, [x[tile][half]], 1024 * half)
+        addresses = self.row_matrices(p.add(base, p.shift_left(self.warp, 11)))
+        for n, at in enumerate(addresses):
+            p.store_matrices(at, [*x[2 * n], *x[2 * n + 1]])
 
 
 def split(pair):
@@ -220,9 +219,9 @@ def _of_warp(rows: Rows, values):
     return arith.select(high, arith.select(low, values[3], values[2]), first)
 
 
-def _invert_diagonal(rows: Rows, block, to) -> None:
-    """The inverse of the warp's 16x16 block of I + A, transposed: a column of X a lane; lanes 0-15
-    store its high parts, 16-31 the low ones."""
+def _invert_diagonal(rows: Rows, block) -> None:
+    """In the place of the warp's 16x16 block of A the inverse of I + A, transposed: a column of X a
+    lane; lanes 0-15 store its high parts, 16-31 the low ones."""
     column = p.masked(rows.lane, 15)
     x = []
     for i in range(16):
@@ -234,7 +233,8 @@ def _invert_diagonal(rows: Rows, block, to) -> None:
         x.append(value)
     upper = p.less(rows.lane, 16)
     words = [arith.select(upper, *split(x[i : i + 2])) for i in range(0, 16, 2)]
-    at = p.add(to, arith.muli(column, p.ci(_PITCH)))
+    p.warp_barrier()  # all lanes have read A
+    at = p.add(block, arith.muli(column, p.ci(_PITCH)))
     at = p.add(at, arith.select(upper, p.ci(0), p.ci(_BLOCK)))
     for i in range(2):
         p.store_shared(at, words[4 * i : 4 * i + 4], 16 * i)
@@ -261,38 +261,39 @@ def _left(acc):
 
 
 def inverse_transposed(rows: Rows, tiles, scratch, a):
-    """((I + A)^-1)^T as ``x[tile][half]``, for A below the diagonal, of which the diagonal and what
-    is above are zeros.
+    """``inverse_parts``'s sum, pairs of floats."""
+    return [[joined(*words) for words in tile] for tile in inverse_parts(rows, tiles, scratch, a)]
+
+
+def inverse_parts(rows: Rows, tiles, scratch, a):
+    """((I + A)^-1)^T as ``x[tile][half]``, words of high and of low parts, for A below the
+    diagonal, of which the diagonal and what is above are zeros.
 
     tiles: two swizzled [64, 64] bf16 tiles of shared memory, which end up as A's two parts.
     """
     zero = [p.cf(0.0)] * 4
     store_split(rows, tiles, a)
-    block = p.add(scratch, p.mul(rows.warp, _DIAGONAL), _A_BLOCKS)
+    block = p.add(scratch, p.mul(rows.warp, 2 * _BLOCK), _BLOCKS)
     at = p.add(block, arith.muli(rows.g, p.ci(_ROW)), p.shift_left(rows.c, 3))
     for tile in range(2):
         for half in range(2):
             pair = [_of_warp(rows, [a[2 * w + tile][half][e] for w in range(4)]) for e in range(2)]
             p.store_shared(at, pair, 32 * tile + 8 * _ROW * half)
     p.warp_barrier()
-    mine = p.add(scratch, p.mul(rows.warp, 2 * _BLOCK), _X_BLOCKS)
-    _invert_diagonal(rows, block, mine)
+    _invert_diagonal(rows, block)
     p.warpgroup_barrier()
 
-    own = _matrices(rows, mine)
+    own = _matrices(rows, block)
     own = [p.load_matrices(own, at=_BLOCK * n) for n in range(2)]
-    everywhere = _matrices(rows, p.add(scratch, _X_BLOCKS))
+    everywhere = _matrices(rows, p.add(scratch, _BLOCKS))
     addresses = rows.row_matrices(tiles)
-    left, out = [], []
+    # As soon as a block is known it is multiplied into the sums of all below it, which wait for
+    # nothing else.
+    out = []
+    sums = [[zero, zero] for _ in range(4)]
     for i in range(4):
         here = p.equal(rows.warp, i)
-        acc = [zero, zero]
-        for m in range(i):
-            right = []
-            for n in range(2):
-                w = p.load_matrices(addresses[m], at=2048 * i + TILE * n)
-                right.append([[w[0], w[2]], [w[1], w[3]]])
-            acc = _product(acc, left[m], right)
+        acc = sums[i]
         if i:
             right = []
             for n in range(2):
@@ -304,8 +305,12 @@ def inverse_transposed(rows: Rows, tiles, scratch, a):
             [arith.select(here, x, y) for x, y in zip(*both, strict=True)]
             for both in zip(own, _left(acc), strict=True)
         ]
-        left.append(words)
+        for m in range(i + 1, 4):
+            right = []
+            for n in range(2):
+                w = p.load_matrices(addresses[i], at=2048 * m + TILE * n)
+                right.append([[w[0], w[2]], [w[1], w[3]]])
+            sums[m] = _product(sums[m], words, right)
         for tile in range(2):
-            out.append([joined(words[0][2 * tile + half], words[1][2 * tile + half])
-                        for half in range(2)])  # fmt: skip
+            out.append([[part[2 * tile + half] for part in words] for half in range(2)])
     return out

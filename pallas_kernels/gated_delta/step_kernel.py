@@ -20,14 +20,14 @@ import functools
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.fused_parts import floats
+from pallas_kernels.fused_parts import KIND, floats, packed
 from pallas_kernels.launch import in_place, launch
+from pallas_kernels.operands import half_reason
 from pallas_kernels.ptx import LOG2E
 
 ROWS = 16  # of the state that a lane holds, four columns of each
@@ -46,9 +46,8 @@ class Plan:
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
     """How ``gated_delta_step`` computes a call."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype != jnp.bfloat16:
-            return Reason(f"{name} is {x.dtype}, the kernel takes bfloat16")
+    if reason := half_reason(q=q, k=k, v=v):
+        return Reason(reason)
     if q.shape[-1] not in (64, 128, 256):
         return Reason(f"q has Dk = {q.shape[-1]}, which is not 64, 128 or 256")
     batch, heads, dv = v.shape
@@ -67,6 +66,7 @@ class _Shape:
     scale: float
     columns: int
     by_channel: bool  # a decay for every key channel
+    kind: str  # of the 16-bit floats
 
     @property
     def warps(self) -> int:
@@ -98,7 +98,7 @@ def _body(shape: _Shape, *refs) -> None:
     step = 4 * shape.dv * at_once
     old = [p.load_global(state, 4, step * r, "f32", cache="") for r in range(ROWS)]
     values = p.offset(p.offset(v, head, 2 * shape.dv), column, 2)
-    values = floats(p.load_global(values, 2))
+    values = floats(p.load_global(values, 2), shape.kind)
     (weight,) = p.load_global(p.offset(beta, head, 4), 1, 0, "f32")
 
     def entry(d):
@@ -108,7 +108,7 @@ def _body(shape: _Shape, *refs) -> None:
             at = p.offset(log_decay, head, 4)
         (g,) = p.load_global(at, 1, 0, "f32")
         key, query = (
-            p.widen(p.load_half(p.offset(p.offset(x, key_head, 2 * shape.dk), d, 2)), "bf16")
+            p.widen(p.load_half(p.offset(p.offset(x, key_head, 2 * shape.dk), d, 2)), shape.kind)
             for x in (k, q)
         )
         decay = p.exp2(arith.mulf(g, p.cf(LOG2E)))
@@ -163,7 +163,7 @@ def _body(shape: _Shape, *refs) -> None:
         asked, (both,) = total(at, 4, 4 * shape.columns), total(sums, 1, 8 * shape.columns)
         y = [p.fma(both, d, x) for x, d in zip(asked, change, strict=True)]
         to = p.offset(p.offset(out, head, 2 * shape.dv), column, 2)
-        p.store_global(to, [p.pack(*y[i : i + 2], "bf16") for i in (0, 2)])
+        p.store_global(to, packed(y, shape.kind))
 
     p.when(p.less(thread, lanes), finish)
 
@@ -184,7 +184,10 @@ def gated_delta_step(
     [B, H, Dk, Dv] -> (o [B, H, Dv], state).  The state is aliased: donate it and no copy is made.
     """
     b, h, dk, dv = state.shape
-    shape = _Shape(h, h // q.shape[1], dk, dv, float(scale), plan.columns, log_decay.ndim == 3)
+    shape = _Shape(
+        h, h // q.shape[1], dk, dv, float(scale), plan.columns, log_decay.ndim == 3,
+        KIND[v.dtype.name],
+    )  # fmt: skip
 
     def run(state):
         return launch(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Plan, Reason, choose_plan, has_plan, is_empty
 from pallas_kernels.matmul.blocks import Columns
-from pallas_kernels.operands import check
+from pallas_kernels.operands import check, half_reason
 from pallas_kernels.transform import Choice, Op
 
 CLUSTER = 8  # value heads of a key head
@@ -55,7 +55,7 @@ def gated_delta_token(
     """(y ``[B, H, Dv]``, new state, new last inputs): donate the latter two.
 
     streams: qkvz, ``F = 2 Hk Dk + H Dv`` columns of q, k and v and, where the layer has a gate,
-        ``H Dv`` of z; ba, b and a of H heads.  bfloat16, as all but the state.
+        ``H Dv`` of z; ba, b and a of H heads.  All but the state are bfloat16, or all float16.
     conv: taps ``[F, W]``; last: ``[B, W - 1, F]``.  decay: a_log, dt_bias ``[H]``.  norm: ``[Dv]``.
     lengths: int32 ``[B]``; where it is 0 the row stands still, and its y means nothing.
     Raises ValueError naming the operand for shapes and dtypes that no layer has,
@@ -65,7 +65,7 @@ def gated_delta_token(
     found = plan(*operands)
     if is_empty(state):
         batch, heads, _, dv = state.shape
-        return jnp.zeros((batch, heads, dv), jnp.bfloat16), state, last
+        return jnp.zeros((batch, heads, dv), last.dtype), state, last
     call, rows = _call("gated_delta_token", found, operands, eps, beta_max)
     return _gated_delta_token(Choice("mosaic"), call, rows, *operands[1:])
 
@@ -157,9 +157,8 @@ def plan(
         if x.width not in allowed or not 0 <= x.start <= x.rows.shape[1] - x.width:
             raise ValueError(f"{op}: {name} is {x.width} columns from {x.start} of "
                              f"{x.rows.shape}, not {allowed[-1]}")  # fmt: skip
-    for name, x in named.items():
-        if x.dtype != jnp.bfloat16:
-            return Reason(f"{name} is {x.dtype}; the kernel takes bfloat16")
+    if reason := half_reason(**named):
+        return Reason(reason)
     if dk not in (64, 128, 256) or dv != token_kernel.COLUMNS:
         return Reason(f"state {state.shape}: not Dk = 64, 128 or 256 and Dv = 128")
     if rows > MOST * batch:

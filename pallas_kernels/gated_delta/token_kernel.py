@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fused_parts import KIND
 from pallas_kernels.gated_delta.token_registers import COLUMNS, ROWS, Operands, Shape, Token
 from pallas_kernels.launch import in_place, launch
 
@@ -97,7 +98,7 @@ def gated_delta_token(
     key_heads, dtype = (features - h * dv) // (2 * dk), streams[0].dtype
     tokens = streams[0].shape[0] // b
     pitches = streams[0].shape[1], streams[1].shape[1]
-    shape = Shape(h, h // key_heads, dk, taps, pitches, starts, *options, tokens)
+    shape = Shape(h, h // key_heads, dk, taps, pitches, starts, *options, tokens, KIND[dtype.name])
     operands = Operands(*streams, conv, *decay, norm, lengths)
     spec, lead = jax.ShapeDtypeStruct, (b, tokens)
     out = (spec((b * tokens, h, dv), dtype),)
@@ -116,6 +117,7 @@ def gated_delta_commit(states, lasts, k, v, log_decay, beta, read, count, *, pla
     del plan
     b, h, dk, _ = states[0].shape
     tokens, key_heads = k[0].shape[1:3]
-    shape = Shape(h, h // key_heads, dk, lasts[0].shape[1] + 1, tokens=tokens)
+    shape = Shape(h, h // key_heads, dk, lasts[0].shape[1] + 1, tokens=tokens,
+                  kind=KIND[v[0].dtype.name])  # fmt: skip
     operands = Operands(lengths=count, k=k, v=v, log_decay=log_decay, beta=beta, read=read)
     return in_place(functools.partial(_launched, shape, operands, b, ()), (states, lasts))[1]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats, layer_address, silu
+from pallas_kernels.fused_parts import floats, layer_address, packed, silu
 from pallas_kernels.gated_delta.reference import EPSILON
 from pallas_kernels.ptx import LOG2E
 
@@ -37,6 +37,7 @@ class Shape:
     beta_max: float = 0.0
     gated: bool = False
     tokens: int = 1  # of a row of the state
+    kind: str = "bf16"  # of the 16-bit floats
 
     @property
     def warps(self) -> int:
@@ -79,10 +80,6 @@ class Operands(NamedTuple):
     read: Any = None
     out: Any = None
     kept: Any = None  # (k, v, log_decay, beta, read) to be written; nothing else is, then
-
-
-def _rounded(x: Any):
-    return p.widen(p.narrow(x, "bf16"), "bf16")
 
 
 class Token:
@@ -145,6 +142,13 @@ class Token:
         base = p.offset(self.memory[index], self.of_token(token), 2 * self.shape.pitches[index])
         return p.offset(base, p.add(column, self.shape.starts[index]), 2)
 
+    def load(self, at: Any):
+        """A 16-bit float of device memory."""
+        return p.widen(p.load_half(at), self.shape.kind)
+
+    def rounded(self, x: Any):
+        return p.widen(p.narrow(x, self.shape.kind), self.shape.kind)
+
     def run(self) -> None:
         shape, tokens = self.shape, range(self.shape.tokens)
         first = p.mul(self.warp, ROWS)
@@ -163,7 +167,9 @@ class Token:
             if self.joined:
                 p.cluster_arrive()  # what was read has been summed up
             gates = [self.gates(t) for t in tokens]
-            weight = floats(p.load_global(p.offset(self.memory.norm, self.column, 2), 2))
+            weight = floats(
+                p.load_global(p.offset(self.memory.norm, self.column, 2), 2), shape.kind
+            )
             if shape.gated:
                 at = p.add(p.mul(self.head, COLUMNS), self.column, shape.features)
                 z = [p.load_global(self.stream(0, t, at), 2) for t in tokens]
@@ -195,10 +201,10 @@ class Token:
         decayed, keys = [], []
         at = p.add(self.table, p.mul(first, 4), 8 * shape.dk * t)
         for r, row in enumerate(rows):
-            key = _rounded(arith.mulf(p.load_float(at, 4 * (shape.dk + r)), of_k))
+            key = self.rounded(arith.mulf(p.load_float(at, 4 * (shape.dk + r)), of_k))
             row = [arith.mulf(decay, x) for x in row]
             if not self.commits:
-                query = _rounded(arith.mulf(p.load_float(at, 4 * r), of_q))
+                query = self.rounded(arith.mulf(p.load_float(at, 4 * r), of_q))
                 query = arith.mulf(query, scale)
                 asked = [p.fma(query, x, y) for x, y in zip(row, asked, strict=True)]
                 both = p.fma(query, key, both)
@@ -226,7 +232,7 @@ class Token:
 
         def finish():
             asked, (both,) = total(at, 4, 4 * COLUMNS), total(here, 1, 8 * COLUMNS)
-            o = [_rounded(p.fma(both, d, x)) for x, d in zip(asked, change, strict=True)]
+            o = [self.rounded(p.fma(both, d, x)) for x, d in zip(asked, change, strict=True)]
             squares = zero
             for x in o:
                 squares = p.fma(x, x, squares)
@@ -235,9 +241,9 @@ class Token:
             factor = p.rsqrt(p.fma(squares, p.cf(1.0 / COLUMNS), p.cf(shape.eps)))
             y = [arith.mulf(arith.mulf(x, factor), w) for x, w in zip(o, weight, strict=True)]
             if z is not None:
-                y = [arith.mulf(x, silu(g)) for x, g in zip(y, floats(z), strict=True)]
+                y = [arith.mulf(x, silu(g)) for x, g in zip(y, floats(z, shape.kind), strict=True)]
             to = self.of_head(self.memory.out, t, 2 * COLUMNS)
-            pairs = [p.pack(*y[i : i + 2], "bf16") for i in (0, 2)]
+            pairs = packed(y, shape.kind)
             p.store_global(p.offset(to, self.column, 2), pairs)
 
         if not self.commits:
@@ -296,12 +302,12 @@ class Token:
         """The convolution of each token, and its SiLU."""
         taps = self.shape.taps
         at = p.offset(self.memory.conv, feature, 2 * taps)
-        weights, made = floats(p.load_global(at, taps // 2)), []
+        weights, made = floats(p.load_global(at, taps // 2), self.shape.kind), []
         for t in range(self.shape.tokens):
             y = p.cf(0.0)
             for x, w in zip(given[t : t + taps], weights, strict=True):
-                y = p.fma(p.widen(x, "bf16"), w, y)
-            made.append(_rounded(silu(y)))
+                y = p.fma(p.widen(x, self.shape.kind), w, y)
+            made.append(self.rounded(silu(y)))
         return made
 
     def store_last(self, qk: list, v: list) -> None:
@@ -321,7 +327,7 @@ class Token:
         kept, before = self.kept, self.shape.taps - 1
         assert kept is not None
         for t in range(self.shape.tokens):
-            key = p.narrow(of_qk[t], "bf16")
+            key = p.narrow(of_qk[t], self.shape.kind)
 
             def of_key_head(t=t, key=key):
                 p.store_global_half(self.of_read(kept.read, t, self.feature), qk[before + t])
@@ -329,7 +335,7 @@ class Token:
 
             def of_value_head(t=t):
                 at = p.offset(self.of_head(kept.v, t, 2 * COLUMNS), self.v_channel, 2)
-                p.store_global_half(at, p.narrow(of_v[t], "bf16"))
+                p.store_global_half(at, p.narrow(of_v[t], self.shape.kind))
                 p.store_global_half(self.of_read(kept.read, t, self.v_feature), v[before + t])
 
             p.when(p.less(self.rank, 1), of_key_head)
@@ -346,7 +352,7 @@ class Token:
                 return arith.select(stays, x, p.cf(otherwise))
 
             v = p.offset(self.of_head(memory.v, t, 2 * COLUMNS), self.v_channel, 2)
-            k, v = (p.widen(p.load_half(at), "bf16") for at in (self.of_key(memory.k, t), v))
+            k, v = (self.load(at) for at in (self.of_key(memory.k, t), v))
             self.put(t, of(k), of(v))
             g, beta = (p.load_global(self.of_head(x, t, 4), 1, 0, "f32")[0]
                        for x in (memory.log_decay, memory.beta))  # fmt: skip
@@ -365,13 +371,9 @@ class Token:
     def gates(self, t: int):
         """(a, beta) of a token, of every thread."""
         shape = self.shape
-        b, a = (
-            p.widen(p.load_half(self.stream(1, t, p.add(self.head, n))), "bf16")
-            for n in (0, shape.heads)
-        )
+        b, a = (self.load(self.stream(1, t, p.add(self.head, n))) for n in (0, shape.heads))
         rate, dt = (
-            p.widen(p.load_half(p.offset(x, self.head, 2)), "bf16")
-            for x in (self.memory.a_log, self.memory.dt)
+            self.load(p.offset(x, self.head, 2)) for x in (self.memory.a_log, self.memory.dt)
         )
         one, log2e = p.cf(1.0), p.cf(LOG2E)
         beta = p.divide(p.cf(shape.beta_max), arith.addf(p.exp2(arith.mulf(b, p.cf(-LOG2E))), one))

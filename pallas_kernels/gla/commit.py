@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Plan, Reason, choose_plan, has_plan, is_empty
 from pallas_kernels.gla.token import MOST
-from pallas_kernels.operands import check
+from pallas_kernels.operands import check, half_reason
 from pallas_kernels.transform import Op, chosen
 
 _OPERANDS = {
@@ -55,17 +55,16 @@ def plan(
     from pallas_kernels.gla import step_kernel
 
     del log_decay, count
-    for name, several in (("k", k), ("v", v)):
-        for x in several:
-            if x.dtype != jnp.bfloat16:
-                return Reason(f"{name} is {x.dtype}; the kernel takes bfloat16")
+    for layer in zip(k, v, strict=True):
+        if reason := half_reason(**{"the first layer's v": v[0]}, k=layer[0], v=layer[1]):
+            return Reason(reason)
     if len({x.shape for x in states}) > 1:
         return Reason("states of several shapes")
     if len(states) > step_kernel.LAYERS:
         return Reason(f"{len(states)} layers, over {step_kernel.LAYERS}")
     if k[0].shape[1] > MOST:
         return Reason(f"{k[0].shape[1]} tokens, over {MOST}")
-    if reason := step_kernel.operands_reason(k[0], k[0], v[0], 128):
+    if reason := step_kernel.shapes_reason(k[0], v[0], 128):
         return Reason(reason)
     batch, heads, dk, dv = states[0].shape
     return step_kernel.divided(len(states) * batch, heads, dk, dv)

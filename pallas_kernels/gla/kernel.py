@@ -12,10 +12,10 @@ the loop runs inside the kernel over a segment of chunks, and ``segments_for`` p
 segments a row has, so that value blocks x heads x rows x segments just fits the GPU's SMs.
 
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed) and states; T of any length;
-Dk in 64, 128, 256; Dv a multiple of 64, padded here with channels of zeros to one of 128 where it
-is none (``gla_step`` takes multiples of 128 only).  Everything is read and written in
-[B, T, H, D].  A reset inside a row (packed sequences) is log_decay = -inf at the first token of the
-new segment.
+Dk in 64, 128, 256, and 512 as two heads of 256 whose answers are added; Dv a multiple of 64, padded
+here with channels of zeros to one of 128 where it is none (``gla_step`` takes multiples of 128
+only).  Everything is read and written in [B, T, H, D].  A reset inside a row (packed sequences) is
+log_decay = -inf at the first token of the new segment.
 
 Memory's floor for the two forward passes is 0.343 ms at (8, 4096, 16, 128, 128).  Result: 0.407 ms
 on one H200, forward and backward 1.521; errors against the float64 recurrence: o 3.7e-3, state
@@ -57,7 +57,7 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
     if reason := operands_reason(q, k, v, 64):
         return Reason(reason)
     batch, length, heads, dv = v.shape
-    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)))
+    return Plan(segments_for(batch, heads * (1 + is_halved(q)), dv, -(-length // CHUNK)))
 
 
 def padded(x: jax.Array | None) -> jax.Array | None:
@@ -65,6 +65,35 @@ def padded(x: jax.Array | None) -> jax.Array | None:
     if x is None or x.shape[-1] % VALUE_BLOCK == 0:
         return x
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % VALUE_BLOCK)])
+
+
+def is_halved(q: jax.Array) -> bool:
+    """Whether a head of q is computed as two of half its channels: o is a sum over them."""
+    return q.shape[-1] == 512
+
+
+def halves(x: jax.Array) -> jax.Array:
+    """``[..., H, Dk]`` as ``[..., 2 H, Dk / 2]``."""
+    return x.reshape(*x.shape[:-2], 2 * x.shape[-2], x.shape[-1] // 2)
+
+
+def twice(x: jax.Array) -> jax.Array:
+    """``[..., H, Dv]`` for both of each head's halves."""
+    return jnp.repeat(x, 2, axis=-2)
+
+
+def summed(x: jax.Array) -> jax.Array:
+    """``[..., 2 H, Dv]`` of halves -> ``[..., H, Dv]``."""
+    pairs = x.reshape(*x.shape[:-2], x.shape[-2] // 2, 2, x.shape[-1])
+    return jnp.sum(pairs.astype(jnp.float32), axis=-2).astype(x.dtype)
+
+
+def _state_halves(state: jax.Array | None) -> jax.Array | None:
+    """``[B, H, 512, Dv]`` of the two heads that each is."""
+    if state is None:
+        return None
+    batch, heads, dk, dv = state.shape
+    return state.reshape(batch, 2 * heads, dk // 2, dv)
 
 
 def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
@@ -139,6 +168,12 @@ def gla_forward(
         if save != "nothing":
             raise ValueError("gla_forward: save needs whole rows; zero the padding, omit lengths")
         lengths = lengths.astype(jnp.int32)
+    if is_halved(q):
+        o, state, *kept = gla_forward(
+            halves(q), halves(k), twice(v), halves(log_decay), scale=scale, lengths=lengths,
+            initial_state=_state_halves(initial_state), segments=segments, save=save,
+        )  # fmt: skip
+        return summed(o), state.reshape(*q.shape[::2], q.shape[3], v.shape[3]), *kept
     dv = v.shape[-1]
     gated = gates(q, k, log_decay, lengths, float(scale))
     o, borders, state = _scan_in_segments(
@@ -171,6 +206,14 @@ def gla_backward(
     forward pass; the same scan backwards for the states' gradients and dv; the chunk-local
     gradients.  Where exp(log_decay) is 0 its gradient is 0.
     """
+    if is_halved(q):
+        dq, dk, dv, dg, d_initial = gla_backward(
+            halves(q), halves(k), twice(v), halves(log_decay), twice(d_out),
+            _state_halves(d_state), scale=scale, initial_state=_state_halves(initial_state),
+            saved=saved, segments=segments,
+        )  # fmt: skip
+        dq, dk, dg = (x.reshape(q.shape) for x in (dq, dk, dg))
+        return dq, dk, summed(dv), dg, d_initial.reshape(*q.shape[::2], q.shape[3], v.shape[3])
     width = v.shape[-1]
     v, d_out, d_state, initial_state = map(padded, (v, d_out, d_state, initial_state))
     gated, before = saved if saved is not None else (None, None)

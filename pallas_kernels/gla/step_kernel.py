@@ -45,9 +45,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
+from pallas_kernels.fused_parts import KIND
 from pallas_kernels.gla.step_registers import BATCH, Operands, Shape, Step
 from pallas_kernels.launch import in_place, launch
+from pallas_kernels.operands import half_reason
 
+WIDTHS = 64, 128, 256, 512  # of keys
 LAYERS = 64  # of a commit: their addresses are the kernel's arguments
 
 
@@ -63,23 +66,26 @@ class Plan:
         return f"blocks of {self.columns} value channels and {self.warps} warps"
 
 
-def operands_reason(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> str | None:
-    """What GLA's kernels cannot read of q, k and v, whose value channels come by ``block``."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype != jnp.bfloat16:
-            return f"{name} is {x.dtype}, the kernel takes bfloat16"
-    if q.shape[-1] not in (64, 128, 256):
-        return f"q has Dk = {q.shape[-1]}, which is not 64, 128 or 256"
+def shapes_reason(q: jax.Array, v: jax.Array, block: int) -> str | None:
+    """What GLA's kernels cannot take of q and v, whose value channels come by ``block``."""
+    if q.shape[-1] not in WIDTHS:
+        return f"q has Dk = {q.shape[-1]}, which is not 64, 128, 256 or 512"
     if v.shape[-1] % block:
         return f"v has Dv = {v.shape[-1]}, not a multiple of {block}"
     return None
 
 
+def operands_reason(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> str | None:
+    """What kernels that multiply the state in 16 bits cannot take: float16 ends at 65,504."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != jnp.bfloat16:
+            return f"{name} is {x.dtype}, the kernel takes bfloat16"
+    return shapes_reason(q, v, block)
+
+
 def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
     """How ``gla_step`` computes a call: the state is updated in place, so it cannot be padded."""
-    if v.shape[-1] % 128:
-        return Reason(f"v has Dv = {v.shape[-1]}, not a multiple of 128")
-    reason = operands_reason(q, k, v, 128)
+    reason = half_reason(q=q, k=k, v=v) or shapes_reason(q, v, 128)
     return Reason(reason) if reason else divided(*q.shape, v.shape[-1])
 
 
@@ -121,13 +127,17 @@ def _call(shape: Shape, operands: Operands, rows: int, out: Any) -> Any:
 def gla_step(q, k, v, log_decay, state, scale: float, plan: Plan | None = None):
     """q, k, log_decay [B, H, Dk], v [B, H, Dv], float32 state [B, H, Dk, Dv] -> (o, state).
 
-    bf16 q, k, v; Dk % 64 == 0, Dv % 128 == 0.  The state is aliased: donate it and no copy is made.
+    bf16 or f16 q, k, v; Dk in 64, 128, 256, 512; Dv % 128 == 0.  The state is aliased: donate it
+    and no copy is made.
     """
     b, h, dk = q.shape
     dv = v.shape[-1]
     pitches = (h * dk, h * dk, h * dv)
     plan = plan or divided(b, h, dk, dv)
-    shape = Shape(h, h, dk, dv, float(scale), pitches, (0, 0, 0), plan.columns, plan.warps)
+    shape = Shape(
+        h, h, dk, dv, float(scale), pitches, (0, 0, 0), plan.columns, plan.warps,
+        kind=KIND[v.dtype.name],
+    )  # fmt: skip
     operands = Operands(q=q, k=k, v=v, log_decay=log_decay, state=state)
     (o,), state = _call(shape, operands, b, (jax.ShapeDtypeStruct((b, h, dv), v.dtype),))
     return o, state
@@ -159,6 +169,7 @@ def gla_token(
     shape = Shape(
         h, weight.shape[0] // dk, dk, dv, dk**-0.5, tuple(x.shape[1] for x in streams), starts,
         plan.columns, plan.warps, weight.shape[1], eps, normalizer, clamp_min, tokens,
+        KIND[dtype.name],
     )  # fmt: skip
     named = dict(zip(("q", "k", "v", "low", "gate"), streams, strict=False))
     operands = Operands(
@@ -179,7 +190,8 @@ def gla_commit(states, k, v, log_decay, count, *, plan: Plan):
     b, h, dk, dv = states[0].shape
     pitches = (h * dk, h * dk, h * dv)
     shape = Shape(
-        h, h, dk, dv, 1.0, pitches, (0, 0, 0), plan.columns, plan.warps, tokens=k[0].shape[1]
-    )
+        h, h, dk, dv, 1.0, pitches, (0, 0, 0), plan.columns, plan.warps, tokens=k[0].shape[1],
+        kind=KIND[v[0].dtype.name],
+    )  # fmt: skip
     operands = Operands(k=k, v=v, log_decay=log_decay, lengths=count, state=states)
     return _call(shape, operands, b, ())[1]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
-from pallas_kernels.fused_parts import floats, layer_address, silu
+from pallas_kernels.fused_parts import floats, layer_address, packed, silu
 from pallas_kernels.ptx import LOG2E
 
 BATCH = 16  # loads of 16 bytes that a lane has in flight
@@ -39,6 +39,7 @@ class Shape:
     normalizer: float = 1.0
     clamp_min: float | None = None
     tokens: int = 1  # of a row of the state
+    kind: str = "bf16"  # of the 16-bit floats
 
     @property
     def blocks(self) -> int:
@@ -116,8 +117,8 @@ class Step:
         return p.offset(base, p.add(column, self.shape.starts[index]), 2)
 
     def load_pairs(self, at, n: int):
-        """2 n bfloat16 of device memory as floats."""
-        return floats(p.load_global(at, n, cache=""))
+        """2 n 16-bit floats of device memory as floats."""
+        return floats(p.load_global(at, n, cache=""), self.shape.kind)
 
     def run(self) -> None:
         shape, normed, tokens = self.shape, self.normed, range(self.shape.tokens)
@@ -184,7 +185,7 @@ class Step:
                 y = self.finished(y, weight, gates)
             for i, (t, values) in enumerate(zip(here, y, strict=True)):
                 at = self.of_head(self.memory.out, t, 2 * shape.dv)
-                pairs = [p.pack(*values[i : i + 2], "bf16") for i in (0, 2)]
+                pairs = packed(values, shape.kind)
                 store = functools.partial(p.store_global, p.offset(at, self.column, 2), pairs)
                 p.when(self.is_here(i), store) if i else store()
 
@@ -227,7 +228,7 @@ class Step:
         if self.kept:
             at = p.offset(self.of_head(self.kept[1], t, 2 * self.shape.dv), self.column, 2)
             p.when(p.less(self.thread, self.lanes), lambda: p.store_global(at, words))
-        v = floats(words)
+        v = floats(words, self.shape.kind)
         if self.moves[t] is not None:
             v = [arith.select(self.moves[t], x, p.cf(0.0)) for x in v]
         return v
@@ -283,11 +284,11 @@ class Step:
 
             p.when(p.less(self.block, 1), keep)
         # From the natural logarithm also where it was made here: a token that is kept decays alike.
-        decay, k = p.exp2(arith.mulf(log_decay, p.cf(LOG2E))), p.widen(k, "bf16")
+        decay, k = p.exp2(arith.mulf(log_decay, p.cf(LOG2E))), p.widen(k, shape.kind)
         if self.moves[t] is not None:
             k = arith.select(self.moves[t], k, zero)
             decay = arith.select(self.moves[t], decay, p.cf(1.0))
-        q = zero if q is None else arith.mulf(p.widen(q, "bf16"), p.cf(shape.scale))
+        q = zero if q is None else arith.mulf(p.widen(q, shape.kind), p.cf(shape.scale))
         at = p.add(self.table, p.mul(d, 16))
         p.store_shared(at, [decay, k, q, zero], 16 * shape.dk * t)
 
@@ -301,9 +302,9 @@ class Step:
     def low_rank_decay(self, low: Any, weights: Any):
         """Natural logarithm."""
         shape, (bias, rows) = self.shape, weights
-        x = p.widen(bias, "bf16")
+        x = p.widen(bias, shape.kind)
         for words, others in zip(rows, low, strict=True):
-            for w, y in zip(floats(words), floats(others), strict=True):
+            for w, y in zip(*(floats(y, shape.kind) for y in (words, others)), strict=True):
                 x = p.fma(w, y, x)
         x = arith.mulf(x, p.cf(LOG2E))
         away = p.exp2(arith.mulf(p.absolute(x), p.cf(-1.0)))

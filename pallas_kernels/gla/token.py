@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Plan, Reason, choose_plan, has_plan, is_empty
 from pallas_kernels.matmul.blocks import Columns
-from pallas_kernels.operands import check
+from pallas_kernels.operands import check, half_reason
 from pallas_kernels.transform import Choice, Op
 
 COLUMNS = 128  # value channels of a block
@@ -62,7 +62,7 @@ def gla_token(
     """(y ``[B, H, Dv]``, new state): donate the float32 state ``[B, H, Dk, Dv]``.
 
     streams: q ``[B, H * Dk]``, k, v of ``Hkv`` heads, low ``[B, rank]`` and, where the layer has
-        one, gate ``[B, H * Dv]``; bfloat16, as all weights.
+        one, gate ``[B, H * Dv]``; all, weights too, bfloat16 or all float16.
     decay: weight ``[Hkv * Dk, rank]`` and bias ``[Hkv * Dk]``.  norm: ``[Dv]``.
     lengths: int32 ``[B]``; where it is 0 the row's state stays, and its y means nothing.
     Raises ValueError naming the operand for shapes and dtypes that no layer has,
@@ -71,7 +71,7 @@ def gla_token(
     found = plan(streams, decay, norm, lengths, state)
     if is_empty(state):
         batch, heads, _, dv = state.shape
-        return jnp.zeros((batch, heads, dv), jnp.bfloat16), state
+        return jnp.zeros((batch, heads, dv), streams[0].rows.dtype), state
     static = _static("gla_token", found, streams, decay, norm, state, (eps, normalizer, clamp_min))
     rows = tuple(x.rows for x in streams)
     return _gla_token(Choice("mosaic"), static, rows, decay, norm, lengths, state)
@@ -97,9 +97,9 @@ def gla_tokens(
     found = plan(streams, decay, norm, None, state, exact=exact)
     if is_empty(state):
         batch, heads, dk, dv = state.shape
-        tokens = streams[0].rows.shape[0] // max(batch, 1)
-        kept = (jnp.zeros((batch, tokens, heads, n), jnp.bfloat16) for n in (dk, dv))
-        return (jnp.zeros((batch * tokens, heads, dv), jnp.bfloat16), *kept,
+        tokens, dtype = streams[0].rows.shape[0] // max(batch, 1), streams[0].rows.dtype
+        kept = (jnp.zeros((batch, tokens, heads, n), dtype) for n in (dk, dv))
+        return (jnp.zeros((batch * tokens, heads, dv), dtype), *kept,
                 jnp.zeros((batch, tokens, heads, dk), jnp.float32))  # fmt: skip
     static = _static("gla_tokens", found, streams, decay, norm, state, (eps, normalizer, clamp_min))
     rows = tuple(x.rows for x in streams)
@@ -146,12 +146,11 @@ def plan(
     _check(streams, decay, norm, lengths, state)
     named = dict(zip(NAMES, (stream.rows for stream in streams), strict=False))
     named |= {"decay weight": decay[0], "decay bias": decay[1], "norm": norm}
-    for name, x in named.items():
-        if x.dtype != jnp.bfloat16:
-            return Reason(f"{name} is {x.dtype}; the kernel takes bfloat16")
+    if reason := half_reason(**named):
+        return Reason(reason)
     dk, dv = state.shape[2:]
-    if dk not in (64, 128, 256):
-        return Reason(f"state {state.shape}: Dk = {dk} is not 64, 128 or 256")
+    if dk not in step_kernel.WIDTHS:
+        return Reason(f"state {state.shape}: Dk = {dk} is not 64, 128, 256 or 512")
     if dv % COLUMNS or dv > CLUSTER * COLUMNS:
         most = CLUSTER * COLUMNS
         return Reason(f"state {state.shape}: Dv = {dv} is not a multiple of {COLUMNS} up to {most}")

@@ -7,7 +7,7 @@ The scheme is read off the operands:
     x int8   x  w int8                          W8A8: int32 accumulation, exact
     x fp8    x  w fp8                           FP8: float32 accumulation
     x int8   x  w int4, scales in two levels    W4A8: int32 accumulation, exact
-    x int8 or fp8  x  w int4                    W4A8: codes of x as floats, float32 accumulation
+    x int8 or fp8  x  w int4                    W4A8: float32 accumulation of groups' sums
 
 In these ``x`` is a QTensor with one scale per token, without zeros; in the first two ``w`` has one
 per output channel and no zeros either, an int4 ``w`` groups and integer zeros as it likes.  Scales

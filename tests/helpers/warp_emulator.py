@@ -167,11 +167,17 @@ class Block:
         tiles = tiles.transpose(1, 0, 3, 2) if transposed else tiles.transpose(1, 0, 2, 3)
         return [np.ascontiguousarray(tile).reshape(-1).view(U32) for tile in tiles]
 
-    def store_matrices_transposed(self, base, words, at=0):
-        tiles = np.stack(words).view(np.uint16).reshape(4, -1, 8, 8).transpose(1, 0, 3, 2)
+    def _store_matrices(self, base, words, at, order):
+        tiles = np.stack(words).view(np.uint16).reshape(4, -1, 8, 8).transpose(order)
         rows = np.ascontiguousarray(tiles).view(np.uint8).reshape(self.n, 16)
         keep = self.masks[-1]
         self.memory[self.at(np.asarray(base, np.int64) + at, 16)[keep]] = rows[keep]
+
+    def store_matrices(self, base, words, at=0):
+        self._store_matrices(base, words, at, (1, 0, 2, 3))
+
+    def store_matrices_transposed(self, base, words, at=0):
+        self._store_matrices(base, words, at, (1, 0, 3, 2))
 
 
 def _halves(word, kind):
@@ -318,7 +324,7 @@ def _modules(block: Block):
         narrow=lambda x, kind: x.astype(_HALF[kind]).view(np.uint16).astype(U32),
         mma=block.mma, shuffle_xor=block.shuffle, shuffle_up=block.shuffle_up,
         shuffle_from=lambda x, lane: x[np.arange(block.n) & -32 | lane],
-        load_matrices=block.load_matrices,
+        load_matrices=block.load_matrices, store_matrices=block.store_matrices,
         store_matrices_transposed=block.store_matrices_transposed, transpose_8x8=block.transpose,
         load_global=lambda base, n, at=0, kind="b32", cache=".nc": block.load(
             base, n, at, kind_of(kind)),

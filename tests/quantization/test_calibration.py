@@ -98,7 +98,12 @@ def kl_of(lm: LanguageModel, params) -> float:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "method"), [("w4a16,head=none", "awq"), ("w8a8,head=none", "smoothquant")]
+    ("scheme", "method"),
+    [
+        ("w4a16,head=none", "awq"),
+        ("w8a8,head=none", "smoothquant"),
+        ("w8a8,head=none", "gptq"),
+    ],
 )
 def test_planted_outliers_are_recovered(lm, made, scheme, method):
     """At least four fifths of what rounding to nearest costs, measured as KL to the float model."""

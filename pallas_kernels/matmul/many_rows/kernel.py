@@ -6,8 +6,10 @@ Accuracy.  int8: the int32 sum is exact.  FP8: the tensor cores add with about 1
 256 columns the sum moves to a float32 register (``promote``): relative RMS error 2.2e-4 on normal
 values, K = 4096, against 1.3e-3 for one long sum (which is what XLA's fp8 dot does).  Weight-only:
 a weight is (q - zero) * scale rounded once to x's dtype where there are groups; with one scale per
-row the scale multiplies the float32 accumulator instead.  Codes of x beside int4 in groups of one
-level of scales are multiplied as bf16, which holds them.  f16 with groups is divided by the row's
+row the scale multiplies the float32 accumulator instead.  Codes of x beside int4: in two levels of
+scales int8 sums are exact; else a group's sum is multiplied in float32 by its scale (int8 exact up
+to there, e4m3 as above: relative RMS error 8e-5); where groups are no multiples of 128 columns,
+codes are multiplied as bf16, which holds them.  f16 with groups is divided by the row's
 largest scale, which the epilogue multiplies back, so that no scale over- or underflows f16.
 """
 
@@ -60,7 +62,8 @@ def _weight_only(
     if isinstance(x, QTensor):
         token = x.scale.reshape(-1)
         if plan.block == CODES_K:
-            vectors = w.scale, w.zero, w.unit.reshape(-1), bias
+            unit = None if w.unit is None else w.unit.reshape(-1)
+            vectors = w.scale, w.zero, unit, bias
             of_groups = {"group": w.group_size, "tile": plan}
             return weight_matmul(x.q, w.q, *vectors, out_dtype, token, **of_groups)
         x, w = x.q.astype(jnp.bfloat16), w.in_one_level

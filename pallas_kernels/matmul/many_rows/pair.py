@@ -14,7 +14,8 @@ The weight tile is multicast to the two blocks of a cluster, which lie below eac
 pair reads 256 + 256 rows of K for 256 x 256 outputs, which is what keeps L2 ahead of the tensor
 cores (48 bytes a cycle and SM would be needed without; 32 with).
 
-Few rows (``m`` 64: the warpgroups side by side in n) are bound by the bytes of w.  ``split`` lets
+Few rows (``m`` 64: the warpgroups side by side in n; a cluster's blocks share x) are bound by the
+bytes of w.  ``split`` lets
 the two blocks of a cluster read half of K each, so that 64 clusters of 64 rows of w have as much to
 do as 128 blocks of 32 and read half of x: each block sends the sums of one warpgroup to the other's
 shared memory and finishes the other.  ``swiglu`` gives a warpgroup rows of gate and the same of up.
@@ -85,7 +86,9 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
     n_clusters, stages = tile.sms // (tile.cluster * tile.split), tile.stages
     out_cols = tile.cols // 2 if swiglu else tile.cols  # of a warpgroup
     wide = tile.n // 2 if swiglu else tile.n
-    grid = pl.cdiv(pl.cdiv(m, tile.m), tile.cluster), pl.cdiv(n, wide)
+    few = tile.m == 64  # blocks of a cluster share x, else w
+    m_cluster, n_cluster = (1, tile.cluster) if few else (tile.cluster, 1)
+    grid = pl.cdiv(m, tile.m * m_cluster), pl.cdiv(n, wide * n_cluster)
     box = pipeline.rows_of_box(m, tile.m)
     block_k = BLOCK_BYTES // x.dtype.itemsize
     steps = pl.cdiv(k, block_k) // tile.split
@@ -95,11 +98,13 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
     part = lax.axis_index("part")
     tiles = my_tiles(grid[0] * grid[1], n_clusters)
     axes = "pair" if tile.cluster > 1 else None
+    x_axes, w_axes = (axes, None) if few else (None, axes)
 
     def origin(t):
         mi, ni = tile_of(t, grid, n_clusters, 0, tile.width)
-        m0 = mi if tile.cluster == 1 else mi * tile.cluster + pair
-        return m0 * tile.m, ni * wide
+        if tile.cluster > 1:
+            mi, ni = (mi, ni * n_cluster + pair) if few else (mi * m_cluster + pair, ni)
+        return mi * tile.m, ni * wide
 
     @feeder(wg, 2)
     def copy_tiles():
@@ -116,7 +121,10 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
                 ks = pl.ds((part * steps + j) * block_k, block_k)
                 pl.when(t * loads + j >= stages)(lambda: plgpu.barrier_wait(empty.at[at]))
                 plgpu.copy_gmem_to_smem(
-                    x.at[pl.ds(m0, box), ks], x_rows.at[at, pl.ds(0, box)], full.at[at]
+                    x.at[pl.ds(m0, box), ks],
+                    x_rows.at[at, pl.ds(0, box)],
+                    full.at[at],
+                    collective_axes=x_axes,
                 )
                 if swiglu:  # a warpgroup's rows of gate, then the same of up
                     for half in range(2):
@@ -125,7 +133,7 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
                 else:
                     rows = pl.ds(n0, tile.n)
                     plgpu.copy_gmem_to_smem(
-                        w.at[rows, ks], w_rows.at[at], full.at[at], collective_axes=axes
+                        w.at[rows, ks], w_rows.at[at], full.at[at], collective_axes=w_axes
                     )
                 return ring_next(at, 1, stages)
 
@@ -162,14 +170,13 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
     @pl.when(wg < 2)
     def compute():
         plgpu.set_max_registers(REGISTERS[2][1], action="increase")
-        side_by_side = tile.m == 64
-        row0 = 0 if side_by_side else wg * tile.rows
-        col0 = wg * tile.cols if side_by_side else 0  # in the tile
-        out0 = wg * out_cols if side_by_side else 0
+        row0 = 0 if few else wg * tile.rows
+        col0 = wg * tile.cols if few else 0  # in the tile
+        out0 = wg * out_cols if few else 0
 
         def operands(x_sm, w_sm, at):
             a, b = x_sm.at[at], w_sm.at[at]
-            if side_by_side:
+            if few:
                 b = w_sm.at[at, pl.ds(col0, tile.cols)]
             else:
                 a = x_sm.at[at, pl.ds(row0, tile.rows)]

@@ -104,7 +104,8 @@ def load_column(column, dtype) -> jax.Array:
             at = arith.index_cast(ir.IndexType.get(), p.add(row, 8 * i))
             value = memref.load(ref, [at])
             if value.type != kind:
-                value = arith.sitofp(kind, value)
+                integer = isinstance(value.type, ir.IntegerType)
+                value = (arith.sitofp if integer else arith.extf)(kind, value)
             place = np.unravel_index(i, registers.shape)
             wide = registers[place].type
             registers[place] = vector.broadcast(wide, value)

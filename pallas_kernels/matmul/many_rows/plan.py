@@ -1,7 +1,7 @@
 """Which kernel of many rows takes a product, and its tile: arithmetic only.
 
     pair     int8 x int8 and e4m3 x e4m3, any M; bf16 x bf16 and f16 x f16, 17 to 64 rows
-    weight   bf16 or f16 x int4 or int8; int8 x int4, scales in two levels; codes as bf16 x int4
+    weight   bf16 or f16 x int4 or int8; int8 or e4m3 x int4
 
 The tile comes from a small table of measured costs: the blocks are persistent, so a product takes
 (rounds of tiles) x (time of a tile).
@@ -38,7 +38,8 @@ class PairTile:
     """One block's tile and pipeline.
 
     m, n: rows of x and of w.  m == 64 puts the two warpgroups side by side in n.
-    cluster: 2 blocks that lie below each other in m share (multicast) the weight tile.
+    cluster: 2 blocks that lie below each other in m share (multicast) the weight tile, or with
+        m == 64 two beside each other in n the rows of x.
     width: of the planar snake, in tiles of m.
     promote: 0, or fp8: steps of 128 after which the tensor cores' sum is added to a float32 one.
     split: 2 (with m == 64) gives each block of a cluster half of K.  Each sends the columns of one
@@ -154,6 +155,7 @@ FEW_WEIGHT = (
 )
 _RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
 _PLAIN_SIZE = 1 << 26
+_SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
 _FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum beside the tensor cores' needs cols <= 192
 
 
@@ -166,7 +168,10 @@ def pair_tile(m: int, n: int, k: int, dtype=jnp.int8, sources: tuple[int, ...] =
     which a tile of few rows of x has only one's."""
     fp8 = dtype != jnp.int8
     if m <= 64:
-        return stream_tile(n, k, _FP8_PROMOTE if fp8 else 0, sources=sources)
+        tile = stream_tile(n, k, _FP8_PROMOTE if fp8 else 0, sources=sources)
+        # A block without a tile of its own has no source of a low-rank term to wait for.
+        alone = tile.split > 1 or tile.n < 128 or sources
+        return tile if alone else dataclasses.replace(tile, cluster=2)
     options = [(t, us) for t, us in PAIR if not (fp8 and t.cols > 192)]
 
     def cost(option):
@@ -208,8 +213,9 @@ def stream_tile(
     return min((tile(n, s) for s in splits for n in widths), key=nanoseconds)
 
 
-def weight_tile(m: int, n: int, k: int, block: int = BLOCK_K) -> WeightTile:
-    """The tile for activations x [m, K] and a quantized w [n, K]; block: columns of a slot."""
+def weight_tile(m: int, n: int, k: int, block: int = BLOCK_K, most: int = 256) -> WeightTile:
+    """The tile for activations x [m, K] and a quantized w [n, K]; block: columns of a slot; most:
+    tokens of a tile."""
     k = k * BLOCK_K // block  # in the time of so many columns of floats
     if m <= 64:
         return _few_tokens_tile(m, n, k)
@@ -219,7 +225,8 @@ def weight_tile(m: int, n: int, k: int, block: int = BLOCK_K) -> WeightTile:
         n_tiles = -(-n // (tile.rows * tile.cluster))
         return _rounds(-(-m // tile.tokens), n_tiles, tile.cluster) * us
 
-    return min((option for option in WEIGHT if option[0].divides(k)), key=cost)[0]
+    fit = (option for option in WEIGHT if option[0].divides(k) and option[0].tokens <= most)
+    return min(fit, key=cost)[0]
 
 
 def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:
@@ -283,17 +290,24 @@ def int4_plan(call: Call, tile: WeightTile | None = None) -> WeightTile | Reason
     w, n, k = call.w, call.n, call.k
     if call.low_rank is not None:
         return Reason("a low-rank term beside int4 codes")
-    if w.unit is None or call.x != jnp.int8 or k % CODES_K or w.group_size % CODES_K:
-        return weight_plan(dataclasses.replace(call, x=jnp.dtype(jnp.bfloat16)), tile)
+    as_floats = dataclasses.replace(call, x=jnp.dtype(jnp.bfloat16))
+    if k % CODES_K or w.group_size % CODES_K:
+        return weight_plan(as_floats, tile)
     if n % 8:
         return Reason(f"w has N = {n}, not a multiple of 8")
     if call.out not in (jnp.bfloat16, jnp.float16):
         return Reason(f"the output would be {call.out}, the kernel writes 16-bit floats")
-    tile = dataclasses.replace(tile or weight_tile(call.m, n, k, CODES_K), block=CODES_K)
-    row_bytes = _stored_bytes(w, tile.split)
+    exact = call.x == jnp.int8 and w.unit is not None
+    most = 256 if exact else _SCALED_TOKENS
+    made = dataclasses.replace(tile or weight_tile(call.m, n, k, CODES_K, most), block=CODES_K)
+    if not exact:
+        made = dataclasses.replace(made, unroll=1)
+    row_bytes = _stored_bytes(w, made.split)
+    if not row_bytes and not exact:
+        return weight_plan(as_floats, tile)
     if not row_bytes:
         return Reason(f"w has {w.scale.shape[1]} groups, not a multiple of 16 up to 256")
-    return tile.fitted(call.m, n, 4, row_bytes)
+    return made.fitted(call.m, n, 4, row_bytes)
 
 
 def weight_plan(call: Call, tile: WeightTile | None = None) -> WeightTile | Reason:

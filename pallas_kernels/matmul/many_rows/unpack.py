@@ -1,4 +1,4 @@
-"""int4 codes to the operand that wgmma takes from registers: int8, or bfloat16.
+"""int4 codes to the operand that wgmma takes from registers: int8, e4m3 or bfloat16.
 
 To int8 they are multiplied exactly,
 
@@ -7,6 +7,10 @@ To int8 they are multiplied exactly,
 Four bytes at a time in 32-bit arithmetic: u = q + 8 is 0..15, so ``u * multiple + (128 - (zero + 8)
 * multiple)`` is a + 128, 0..255, in each byte without a carry into the next, whatever wraps on the
 way; flipping each byte's top bit makes it a.  For 8 weights 12 instructions, 4 of them the loads'.
+
+Of e4m3 the bytes 0..16 are their number times 2^-9, subnormals and the first two binades alike, so
+code less zero is its magnitude under a sign, four bytes at a time, for zeros from -8 to 8.  Nothing
+is multiplied: sums of a group are, by its scale.
 
 A thread's four columns of wgmma's 8-bit operand are 2 bytes of codes, the quad's 8 bytes in a row
 of 64; a swizzle of 64 bytes spreads the warp's eight rows over all banks, so nothing is exchanged
@@ -37,25 +41,46 @@ from pallas_kernels import ptx as p
 from pallas_kernels.ptx import Value
 
 _LOW, _EIGHTS, _SIGNS = 0x0F0F0F0F, 0x08080808, 0x80808080
+_ONES, _SIXTEENS = 0x01010101, 0x10101010
+E4M3_STEP = 2.0**-9  # what the byte 1 is as e4m3
 _PITCH = 64  # bytes of a row of codes
+Widen = Callable[[Value], Value]
 _PAIR = 0x000F000F
 _BIASED = 0x43084308  # bfloat16's 136, twice: 128 + (q ^ 8) is 136 + q
 
 
-def offset_of(multiple: Value, zero: Value | None) -> Value:
-    """128 - (zero + 8) * multiple in every byte."""
+def multiplied(zero: Value | None, multiple: Value | None = None) -> Widen:
+    """Four codes + 8 -> int8 (code - zero) * multiple."""
     above = p.ci(8) if zero is None else p.add(zero, 8)
-    return p.mul(arith.subi(p.ci(128), arith.muli(above, multiple)), 0x01010101)
+    above = above if multiple is None else arith.muli(above, multiple)
+    offset = p.mul(arith.subi(p.ci(128), above), _ONES)
+
+    def widen(u: Value) -> Value:
+        u = u if multiple is None else arith.muli(u, multiple)
+        return arith.xori(arith.addi(u, offset), p.ci(_SIGNS))
+
+    return widen
 
 
-def eight(first: Value, second: Value, multiple: Value, offset: Value) -> list[Value]:
-    """The weights of two half words of codes: a word of four int8 each."""
+def signed(zero: Value | None) -> Widen:
+    """Four codes + 8 -> e4m3 (code - zero) * ``E4M3_STEP``."""
+    offset = p.ci(8 * _ONES) if zero is None else p.mul(arith.subi(p.ci(8), zero), _ONES)
+
+    def widen(u: Value) -> Value:
+        v = arith.addi(u, offset)  # 16 + code - zero
+        negative = p.shift_right(p.and_xor(v, _SIXTEENS, _SIXTEENS), 4)
+        # 16 less the low bits: those flipped, and one more
+        low = arith.xori(arith.andi(v, p.ci(_LOW)), p.mul(negative, 0x0F))
+        return arith.addi(low, p.mul(negative, 0x81))
+
+    return widen
+
+
+def eight(first: Value, second: Value, widen: Widen) -> list[Value]:
+    """The weights of two half words of codes: a word of four each."""
     codes = p.permute(first, second, 0x5410)
-    even = p.and_xor(codes, _LOW, _EIGHTS)
-    odd = p.and_xor(p.shift_right(codes, 4), _LOW, _EIGHTS)
-    even, odd = (
-        arith.xori(arith.addi(arith.muli(u, multiple), offset), p.ci(_SIGNS)) for u in (even, odd)
-    )
+    even = widen(p.and_xor(codes, _LOW, _EIGHTS))
+    odd = widen(p.and_xor(p.shift_right(codes, 4), _LOW, _EIGHTS))
     return [p.permute(even, odd, 0x5140), p.permute(even, odd, 0x7362)]
 
 
@@ -70,23 +95,24 @@ def pair(byte: Value, scale: Value, below: Value, above: Value | None) -> Value:
     return p.mul_pairs(code, scale) if above is None else p.fma_pairs(code, scale, above)
 
 
-def row_words(load: Callable[[int, int], Value], multiple: Value, offset: Value) -> list[Value]:
+def row_words(load: Callable[[int, int], Value], widen: Widen) -> list[Value]:
     """A thread's eight words of one row of 128 columns.  load: (chunk of 16 bytes, half of it) ->
     the thread's 2 bytes there."""
     words = []
     for chunk in range(_PITCH // 16):
-        words += eight(load(chunk, 0), load(chunk, 1), multiple, offset)
+        words += eight(load(chunk, 0), load(chunk, 1), widen)
     return words
 
 
-def to_int8(codes, multiples, zeros=None) -> jax.Array:
-    """``[64, 128]`` int8 in wgmma's layout, of a warpgroup's rows in shared memory.
+def to_8_bits(dtype, codes, zeros=None, multiples=None) -> jax.Array:
+    """``[64, 128]`` in wgmma's layout, of a warpgroup's rows in shared memory: int8 (code - zero) *
+    multiple, or e4m3 (code - zero) * ``E4M3_STEP``, which has no multiples.
 
-    codes: bytes ``[64, 64]``, swizzled by 64.  multiples, zeros: ``[64]`` int8, strided.
+    codes: bytes ``[64, 64]``, swizzled by 64.  zeros, multiples: ``[64]`` int8, strided.
     """
     layout = plgpu.Layout.WGMMA_8BIT
-    refs = (codes, multiples) if zeros is None else (codes, multiples, zeros)
-    out_type = plgpu.ShapeDtypeStruct((64, 128), jnp.int8, layout=layout)
+    refs = [v for v in (codes, zeros, multiples) if v is not None]
+    out_type = plgpu.ShapeDtypeStruct((64, 128), dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=out_type)
     def widen(ctx, codes, *vectors):
@@ -98,14 +124,18 @@ def to_int8(codes, multiples, zeros=None) -> jax.Array:
         rows = []
         for half in range(2):
             at = p.add(row, 8 * half)
-            multiple, *zero = (arith.extsi(p.i32(), _of_row(v, at)) for v in vectors)
-            offset = offset_of(multiple, *zero or (None,))
+            held = [arith.extsi(p.i32(), _of_row(v, at)) for v in vectors]
+            zero = None if zeros is None else held[0]
+            multiple = None if multiples is None else held[-1]
+            widened = multiplied(zero, multiple) if dtype == jnp.int8 else signed(zero)
 
             def load(chunk, part, half=half):
                 return p.load_shared_narrow(places[chunk], "u16", 8 * _PITCH * half + 8 * part)
 
-            rows.append(row_words(load, multiple, offset))
-        return _operand(rows, layout, (64, 128), ir.IntegerType.get_signless(8), True)
+            rows.append(row_words(load, widened))
+        is_signed = True if dtype == jnp.int8 else None
+        kind = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
+        return _operand(rows, layout, (64, 128), kind, is_signed)
 
     return widen(*refs)
 

@@ -5,8 +5,10 @@
 
 Contract: x [M, K] bf16 or f16, any M; w [N, K] int4 (packed) or int8 in the plain layout;
 N % 8 == 0, K % 64 == 0; groups of 32 or a multiple of 64 columns.  a is rounded to x's dtype; sums
-are float32.  Or x int8, w int4, K % 128 == 0, groups of multiples of 128 whose scales are int8
-(``QTensor.unit``, which is row): a is int8, and sums are int32, both exact (``unpack``).
+are float32.  Or x in 8-bit codes, w int4, K % 128 == 0, groups of multiples of 128: of int8 beside
+scales in two levels (``QTensor.unit`` is row) a is int8, and sums are int32, both exact; else what
+is multiplied is q - zero in x's dtype, exact, and every 128 columns' sum times scale is added in
+float32 (``unpack``).
 
 Operands are swapped: 64 rows of w are wgmma's register operand and the tokens its N, so a weight is
 dequantized once per 256 tokens and never written back.  The output tile is transposed on its way
@@ -73,7 +75,8 @@ class Scheme:
     row: bool  # per row, in the epilogue
     bias: bool
     token: bool  # per row of x, in the epilogue
-    codes: bool  # x is int8, and so are the weights that it is multiplied by
+    codes: bool  # x has 8 bits, and so have the weights that it is multiplied by
+    scaled: bool  # scales multiply sums of 128 columns, not weights
     unpacked: bool  # int4 becomes the operand byte by byte (``unpack``)
 
     @property
@@ -96,7 +99,7 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
     out, x_buffer, w_buffer, s_sm, z_sm, o_buffer, r_sm, b_sm, t_sm, sum_sm, *barriers = refs
     (x_rows, x_sm), (o_rows, o_sm) = map(pipeline.views, (x_buffer, o_buffer))
     w_sm, w_bytes = pipeline.views(w_buffer) if scheme.unpacked else (w_buffer, None)
-    block_k, acc_dtype = scheme.block, jnp.int32 if scheme.codes else jnp.float32
+    block_k, acc_dtype = scheme.block, jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     full, empty, r_full, r_empty, sum_full, sum_empty, *peer = barriers
     wg, pair, k_part = (lax.axis_index(axis) for axis in ("wg", "pair", "part"))
     n_clusters = tile.sms // (tile.cluster * tile.split)
@@ -197,9 +200,12 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
         def dequantized(t, j, at):
             """The slot's weights as wgmma's register operand, in x's dtype."""
             if scheme.unpacked:
-                widen = unpack.to_int8 if scheme.codes else unpack.to_bfloat16
+                codes, scales = w_bytes.at[at, mine], stored_at(s_sm, t, j)
                 zeros = None if zero is None else stored_at(z_sm, t, j)
-                return widen(w_bytes.at[at, mine], stored_at(s_sm, t, j), zeros)
+                if scheme.codes:
+                    multiples = None if scheme.scaled else scales
+                    return unpack.to_8_bits(x.dtype, codes, zeros, multiples)
+                return unpack.to_bfloat16(codes, scales, zeros)
             wide = plgpu.Layout.WGMMA_UPCAST_2X
             if w.dtype == jnp.int4:
                 wide = plgpu.Layout.WGMMA_UPCAST_4X
@@ -232,12 +238,42 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
             lax.fori_loop(0, turns, step, ring_slot(t * steps + part * unroll, stages))
             return plgpu.wgmma_accumulator_load(acc, wait_n=None)
 
+        def accumulate_scaled(t):
+            """The sum in float32 of every slot's sum times its group's scale."""
+
+            def step(turn, carry):
+                at, total = carry
+                j = turn * tile.parts + part
+                plgpu.barrier_wait(full.at[at])
+                a = dequantized(t, j, at)
+                column = pipeline.load_column(stored_at(s_sm, t, j), jnp.float32)
+                if acc_dtype == jnp.float32:
+                    column = column * (1 / unpack.E4M3_STEP)
+
+                def product(acc):
+                    plgpu.wgmma(acc, a, x_sm.at[at].transpose((1, 0)))
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(empty.at[at])
+                    return plgpu.wgmma_accumulator_load(acc, wait_n=None)
+
+                sums = pl.run_scoped(product, plgpu.ACC((64, tokens), acc_dtype))
+                scales = lax.broadcast_in_dim(column, (64, tokens), [0])
+                return ring_next(at, tile.parts, stages), total + sums.astype(jnp.float32) * scales
+
+            turns = (steps - part + tile.parts - 1) // tile.parts
+            nothing = plgpu.layout_cast(jnp.zeros((64, tokens), jnp.float32), _LAYOUT)
+            first = ring_slot(t * steps + part, stages)
+            return lax.fori_loop(0, turns, step, (first, nothing))[1]
+
         def one_tile(t, _):
             m0, n0 = origin(t)
             if tile.stored:
                 plgpu.barrier_wait(r_full.at[lax.rem(t, slots)])
-            ref = plgpu.ACC((64, tokens), acc_dtype)
-            acc = pl.run_scoped(functools.partial(accumulate, t), ref)
+            if scheme.scaled:
+                acc = accumulate_scaled(t)
+            else:
+                ref = plgpu.ACC((64, tokens), acc_dtype)
+                acc = pl.run_scoped(functools.partial(accumulate, t), ref)
             if tile.parts == 1:
                 return whole(t, m0, n0, acc)
 
@@ -335,16 +371,18 @@ def weight_matmul(
     tile: WeightTile,
 ) -> jax.Array:
     """x [M, K] bf16 or f16; w [N, K] int4 or int8; scale, zero [K / group, N] in x's dtype, or
-    ``tile.stored`` [N, K / group]; row (a scale), bias [N], token (a scale) [M] floats.  Or x int8,
-    w int4, scale and zero int8 and stored.  Returns [M, N] in out_dtype, 16 bits wide."""
+    ``tile.stored`` [N, K / group]; row (a scale), bias [N], token (a scale) [M] floats.  Or x int8
+    or e4m3, w int4, zero int8, scale int8 or floats, both stored.  Returns [M, N] in out_dtype, 16
+    bits wide."""
     (m, k), n = x.shape, w.shape[0]
     if not tile.divides(k):
         raise ValueError(f"quantized_matmul: {tile} does not divide K = {k}")
     kind = None if zero is None else "float" if float_zero else "int"
     ends = row is not None, bias is not None, token is not None
-    codes = x.dtype == jnp.int8
+    codes = x.dtype.itemsize == 1
+    scaled = codes and (x.dtype != jnp.int8 or row is None)
     unpacked = w.dtype == jnp.int4 and tile.stored and group % tile.block == 0
-    scheme = Scheme(group, tile.block, scale is not None, kind, *ends, codes, unpacked)
+    scheme = Scheme(group, tile.block, scale is not None, kind, *ends, codes, scaled, unpacked)
     bits = 4 if w.dtype == jnp.int4 else 8
     unused = plgpu.SMEM((32,), jnp.float32)
     across = tile.rows // 64
@@ -360,7 +398,7 @@ def weight_matmul(
     def partial_sums(count):
         width = min(tile.tokens, 32) * 4
         shape = (count, 64, tile.tokens)
-        dtype = jnp.int32 if codes else jnp.float32
+        dtype = jnp.int32 if codes and not scaled else jnp.float32
         return plgpu.SMEM(shape, dtype, transforms=tiled(dtype, width))
 
     def vector(v, size=tile.rows):

@@ -148,12 +148,13 @@ def test_the_last_step(limit):
     g[5, head] = -np.inf
 
     def work(block):
+        own = np.ascontiguousarray(g[:, head], np.float32)
         for at, x in ((SCRATCH + kernel_inverse.BETA, beta), (TABLE, table),
-                      (VECTORS, g.astype(np.float32))):  # fmt: skip
+                      (SCRATCH + kernel_inverse.DECAY, own)):  # fmt: skip
             raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
             block.memory[at : at + len(raw)] = raw
-        decays, d_g, d_b = (block.c(at + 4 * head, np.int64) for at in (VECTORS, OUT, OUT + 1024))
-        sums.finish(block.c(SCRATCH), block.c(TABLE), decays, d_g, d_b, block.c(limit), 4 * heads)
+        d_g, d_b = (block.c(at + 4 * head, np.int64) for at in (OUT, OUT + 1024))
+        sums.finish(block.c(SCRATCH), block.c(TABLE), d_g, d_b, block.c(limit), 4 * heads)
         floats = block.memory.view(np.float32)[OUT // 4 :]
         return floats[: 64 * heads].reshape(64, heads), floats[256:][: 64 * heads].reshape(
             64, heads
@@ -161,7 +162,8 @@ def test_the_last_step(limit):
 
     d_g, d_b = run(work)
     by_warp = [table[at : at + 4].sum(0) for at in (sums.BY_SCORES, sums.BY_KEYS)]
-    moved = table[sums.FROM : sums.FROM + 2].sum(0) - by_warp[0] + beta * by_warp[1]
+    moved = table[[sums.FROM, sums.FROM + 1, sums.INSIDE, sums.INSIDE + 1]].sum(0)
+    moved = moved - by_warp[0] + beta * by_warp[1]
     whole = table[[sums.STATES, sums.STATES + 1, sums.TO_END, sums.TO_END + 1]].sum()
     want = np.where(np.isinf(g[:, head]), 0, np.cumsum(moved[::-1])[::-1] + whole)
     np.testing.assert_allclose(d_g[:limit, head], want[:limit], rtol=1e-4, atol=1e-4)

@@ -18,7 +18,7 @@ if VERSION >= (0, 11, 2):
     from pallas_kernels.gated_delta import step_kernel
 
 
-def step_case(b, hk, h, dk, dv, by_channel):
+def step_case(b, hk, h, dk, dv, by_channel, dtype):
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, b, hk, dk))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
@@ -26,7 +26,7 @@ def step_case(b, hk, h, dk, dv, by_channel):
     shape = (b, h, dk) if by_channel else (b, h)
     g = np.array([0.0, -0.1, -3.0, -np.inf])[rng.integers(0, 4, size=shape)]
     beta = np.array([0.0, 0.4, 1.0])[rng.integers(0, 3, size=(b, h))]
-    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
+    q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
     return q, k, v, *(jnp.asarray(x, jnp.float32) for x in (g, beta, state))
 
 
@@ -40,22 +40,24 @@ def step_float64(q, k, v, g, beta, state, scale):
 
 
 @pytest.mark.parametrize(
-    "shape, by_channel, columns",
+    "shape, by_channel, columns, dtype",
     [
-        ((2, 1, 2, 64, 128), False, 128),
-        ((1, 2, 4, 128, 256), False, 128),
-        ((1, 2, 2, 128, 128), True, 64),
-        ((1, 1, 1, 256, 128), True, 128),
+        ((2, 1, 2, 64, 128), False, 128, "bfloat16"),
+        ((1, 2, 4, 128, 256), False, 128, "bfloat16"),
+        ((1, 2, 2, 128, 128), True, 64, "float16"),
+        ((1, 1, 1, 256, 128), True, 128, "bfloat16"),
+        ((1, 2, 4, 128, 128), False, 128, "float16"),
     ],
 )
-def test_step_emulated(shape, by_channel, columns):
-    operands = step_case(*shape, by_channel)
+def test_step_emulated(shape, by_channel, columns, dtype):
+    operands = step_case(*shape, by_channel, dtype)
     want, want_state = step_float64(*operands, 0.3)
     plan = step_kernel.Plan(columns)
     with emulated(step_kernel):
         o, state = step_kernel.gated_delta_step(*operands, scale=0.3, plan=plan)
     np.testing.assert_allclose(np.asarray(state), want_state, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(np.asarray(o, np.float64), want, rtol=1e-2, atol=1e-2)
+    error = 1e-2 if dtype == "bfloat16" else 1e-3
+    np.testing.assert_allclose(np.asarray(o, np.float64), want, rtol=error, atol=error)
 
 
 def test_plan_names_the_fact():
@@ -63,6 +65,8 @@ def test_plan_names_the_fact():
     q, v = spec((1, 2, 128), jnp.bfloat16), spec((1, 2, 96), jnp.bfloat16)
     assert "Dv = 96" in step_kernel.plan(q, q, v).text
     assert "float32" in step_kernel.plan(spec(q.shape, jnp.float32), q, v).text
+    half = spec(q.shape, jnp.float16)
+    assert "k is float16 beside bfloat16" in step_kernel.plan(q, half, v).text
     wide = spec((64, 32, 128), jnp.bfloat16)
     assert step_kernel.plan(q, q, wide).columns == 128
 

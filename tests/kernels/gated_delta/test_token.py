@@ -24,12 +24,15 @@ newest = pytest.mark.skipif(VERSION < (0, 11, 2), reason="Mosaic kernels need ja
 EPS = 1e-6
 
 
-def case(b, key_heads, heads, dk, dv=128, *, gate=True, taps=4, seed=0):
+ROUNDS = {"bfloat16": 1.0, "float16": 1 / 8}  # against bfloat16
+
+
+def case(b, key_heads, heads, dk, dv=128, *, gate=True, taps=4, seed=0, dtype="bfloat16"):
     """Streams, taps, decay, norm, lengths (the second row stands still), state, last inputs."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        return jnp.asarray(rng.standard_normal(shape), dtype)
 
     features = 2 * key_heads * dk + heads * dv
     width = features + gate * heads * dv
@@ -78,9 +81,9 @@ def check(given, beta_max=1.0):
     want, want_state, want_last = expected(*given, beta_max)
     before = np.asarray(given[5])
     y, state, last = gated_delta_token(*given, eps=EPS, beta_max=beta_max)
-    moves = np.asarray(given[4]) > 0
-    assert relative_rms(np.asarray(y, np.float32)[moves], want[moves]) < 8e-3
-    assert relative_rms(state, want_state) < 2e-3
+    moves, error = np.asarray(given[4]) > 0, ROUNDS[y.dtype.name]
+    assert relative_rms(np.asarray(y, np.float32)[moves], want[moves]) < 8e-3 * error
+    assert relative_rms(state, want_state) < 2e-3 * error
     np.testing.assert_array_equal(np.asarray(state)[~moves], before[~moves])
     np.testing.assert_array_equal(np.asarray(last, np.float64), want_last)
 
@@ -90,6 +93,7 @@ CASES = {  # rows, key heads, heads, Dk, and what is special
     "groups": ((2, 2, 4, 128), {}),
     "three": ((1, 1, 3, 128), {"gate": False, "taps": 2}),
     "wide": ((2, 2, 2, 256), {}),
+    "float16": ((2, 2, 4, 128), {"dtype": "float16"}),
 }
 
 
@@ -137,6 +141,7 @@ DRAFTS = {  # rows, tokens, (key heads, heads, Dk), and what is special
     "one": (1, 2, (1, 1, 64), {"gate": False}),
     "groups": (3, 5, (2, 4, 128), {}),
     "two-taps": (1, 4, (1, 1, 64), {"taps": 2}),
+    "float16": (2, 3, (1, 2, 64), {"dtype": "float16"}),
 }
 
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 if VERSION >= (0, 11, 2):
     from pallas_kernels.gla import kernel as gla_mosaic
     from pallas_kernels.gla.gates import gates
+    from pallas_kernels.gla.op import gla
 
 
 def chunk_case(seed: int, dk: int = 8, dv: int = 4, gate: str = "mixed"):
@@ -193,8 +194,42 @@ def test_ragged_rows_cannot_be_saved():
 
 
 def test_supported_shapes_have_no_reason():
-    for dk, dv in ((64, 64), (64, 128), (128, 128), (256, 512)):
+    for dk, dv in ((64, 64), (64, 128), (128, 128), (256, 512), (512, 128)):
         assert gla_mosaic.plan(*operands(2, 100, 3, dk, dv)[:3]).segments >= 1
+
+
+def test_halves_of_a_head_are_the_head():
+    """In the XLA form: values, state and gradients."""
+    rng = np.random.default_rng(0)
+    q, k, g = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(3, 2, 70, 3, 512)))
+    v, d_o = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, 2, 70, 3, 64)))
+    state = jnp.asarray(rng.normal(size=(2, 3, 512, 64)), jnp.float32)
+
+    def whole(q, k, v, g, state):
+        o, new = gla(q, k, v, g, initial_state=state, scale=0.1)
+        return jnp.sum(o * d_o) + jnp.sum(new**2), (o, new)
+
+    def cut(q, k, v, g, state):
+        parts = *map(gla_mosaic.halves, (q, k)), gla_mosaic.twice(v), gla_mosaic.halves(g)
+        o, new = gla(*parts, initial_state=state.reshape(2, 6, 256, 64), scale=0.1)
+        o, new = gla_mosaic.summed(o), new.reshape(state.shape)
+        return jnp.sum(o * d_o) + jnp.sum(new**2), (o, new)
+
+    operands = q, k, v, -jnp.abs(g), state
+    want, got = (jax.grad(f, argnums=range(5), has_aux=True)(*operands) for f in (whole, cut))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative_rms(x, np.asarray(y, np.float64)) < 1e-5
+
+
+def test_a_step_of_512_channels_lowers_in_place():
+    q, k, v, g = (
+        jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype)
+        for x in operands(64, 1, 4, 512, 128)
+    )
+    state = jax.ShapeDtypeStruct((64, 4, 512, 128), jnp.float32)
+    step = jax.jit(lambda *x: gla_mosaic.gla_step(*x, 0.1), donate_argnums=4)
+    text = step.trace(q, k, v, g, state).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2(") == 1 and "tf.aliasing_output = 1" in text
 
 
 def lowered(f, *args) -> str:
@@ -208,6 +243,7 @@ def lowered(f, *args) -> str:
         ((1, 16384, 16, 128, 128), 3),
         ((32, 2048, 4, 256, 512), 2),
         ((2, 1003, 3, 64, 128), 3),
+        ((8, 4096, 8, 512, 128), 2),
     ],
 )
 def test_forward_lowers(shape, kernels):
@@ -219,7 +255,8 @@ def test_forward_lowers(shape, kernels):
 
 
 @pytest.mark.parametrize(
-    "shape, kernels", [((8, 4096, 16, 128, 128), 4), ((32, 2048, 4, 256, 512), 5)]
+    "shape, kernels",
+    [((8, 4096, 16, 128, 128), 4), ((32, 2048, 4, 256, 512), 5), ((8, 4096, 8, 512, 128), 4)],
 )
 def test_backward_lowers(shape, kernels):
     q, k, v, g = operands(*shape)
@@ -274,6 +311,8 @@ CASES = [  # (B, T, H, Dk, Dv), gates, segments
     ((2, 300, 3, 64, 64), "weak", None),  # Dv padded to 128
     ((2, 520, 2, 256, 512), "weak", 3),
     ((2, 700, 2, 128, 128), "mixed", 4),
+    ((2, 520, 2, 512, 128), "mixed", None),  # two halves
+    ((1, 300, 1, 512, 64), "weak", 1),
 ]
 
 
@@ -396,7 +435,9 @@ def test_the_gates_alone():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(3, 5, 128, 128), (2, 2, 256, 512), (1, 1, 64, 128)])
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 128, 128), (2, 2, 256, 512), (1, 1, 64, 128), (3, 2, 512, 128)]
+)
 def test_step_values(shape):
     b, h, dk, dv = shape
     q, k, v, g, _, state, _ = gpu_case((b, 1, h, dk, dv), "mixed")
