@@ -146,7 +146,7 @@ def chunk_gradients(
 
     writers, from_start, decays: X, K from the chunk's start and exp(G_64), as
     ``kernel_channels.chunks_by_channel`` gives them.  states: ``kernel_scan.scan``'s borders.
-    d_v, ends: ``gradients_channels_scan.reverse_scan``'s.
+    d_v, ends: ``gradients_kernel_scan.reverse_scan``'s.
     """
     *products, through, written = chunk_products(
         from_start, v, writers, d_out, d_v, states, ends, scale

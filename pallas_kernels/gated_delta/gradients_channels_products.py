@@ -294,7 +294,7 @@ def chunk_products(k, v, writers, d_out, d_v, states, ends, scale: float):
     have to be summed <S, E>, f32 [B, H, NC, 2 halves of Dk, 4, 64], and u dv, [B, H, NC, 2, 64].
 
     k [B, T, H, 128], from the chunk's start, writers: ``chunks_by_channel``'s.  states:
-    ``kernel_scan.scan``'s borders.  d_v, ends: ``gradients_channels_scan.reverse_scan``'s.
+    ``kernel_scan.scan``'s borders.  d_v, ends: ``gradients_kernel_scan.reverse_scan``'s.
     """
     b, t, h, dk = k.shape
     assert dk == v.shape[-1] == CHANNELS

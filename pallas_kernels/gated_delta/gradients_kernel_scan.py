@@ -5,6 +5,9 @@
 with E the gradient of the state at a chunk's end, ``kernel_chunks``'s M, K' and e = exp(G); dR is
 the gradient of V.  Mirrored, it is ``kernel_scan``: the same blocks, slots and registers.  What E
 is multiplied by cancels where keys are parallel, so products take E and dR in two bf16 parts.
+
+With ``kernel_channels``'s operands, a decay a key channel, Q and K are from the chunk's start on
+and E <- diag(exp(G_64)) E + Q^T do - K^T dR; what is local to a chunk needs one part of E then.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _WGMMA = plgpu.Layout.WGMMA
 
 
 def _reverse_body(q, k, keys, weights, decays, d_out, *rest, dk: int, dv: int, n_chunks: int,
-                  group: int, segments: int, want_out: bool, given: bool):  # fmt: skip
+                  group: int, by_channel: bool, segments: int, want_out: bool,
+                  given: bool):  # fmt: skip
     rest = list(rest)
     d_state = rest.pop(0) if given else None
     d_v, borders = (rest.pop(0), rest.pop(0)) if want_out else (None, None)
@@ -93,10 +97,14 @@ def _reverse_body(q, k, keys, weights, decays, d_out, *rest, dk: int, dv: int, n
         d_rest = pl.run_scoped(found, plgpu.ACC((64, CHUNK), jnp.float32))
         if want_out:
             for part, at in enumerate(channels):
-                for n, x in enumerate(ends[part]):
-                    write_rows(PART, dk)(borders.at[b, head, c, n, columns, at], x)
-        asked = (d_o.astype(jnp.float32) * by_token(e_sm, slot, 1)).astype(jnp.bfloat16)
-        seen = high_low(d_rest * -by_token(e_sm, slot, 0))
+                for n, x in enumerate(ends[part][: 1 if by_channel else 2]):
+                    kept = borders.at[b, head, c] if by_channel else borders.at[b, head, c, n]
+                    write_rows(PART, dk)(kept.at[columns, at], x)
+        if by_channel:
+            asked, seen = d_o, high_low(-d_rest)
+        else:
+            asked = (d_o.astype(jnp.float32) * by_token(e_sm, slot, 1)).astype(jnp.bfloat16)
+            seen = high_low(d_rest * -by_token(e_sm, slot, 0))
 
         def update(accs):
             for part, acc in enumerate(accs):
@@ -104,8 +112,14 @@ def _reverse_body(q, k, keys, weights, decays, d_out, *rest, dk: int, dv: int, n
                 for x in seen:
                     plgpu.wgmma(acc, x, k_sm.at[slot, part])
 
-        decay = e_sm[slot, 0, CHUNK - 1]
-        state = pl.run_state(update)(tuple(plgpu.ACC.init(x * decay) for x in state))
+        if by_channel:
+            rows_of = [plgpu.load(e_sm.at[slot, at], layout=_WGMMA.reduce(0)) for at in channels]
+            decay = [lax.broadcast_in_dim(e, (64, PART), [1]) for e in rows_of]
+        else:
+            decay = [e_sm[slot, 0, CHUNK - 1]] * parts
+        state = pl.run_state(update)(
+            tuple(plgpu.ACC.init(x * e) for x, e in zip(state, decay, strict=True))
+        )
         if want_out:
             store_transposed(d_sm.at[slot, wg], d_rest)  # in the place of d_out
         plgpu.commit_smem()
@@ -135,18 +149,20 @@ def reverse_scan(
 ):
     """(dv [B, T, H, Dv], E^T at the chunks' ends in two bf16 parts, [B, H, NC, 2, Dv, Dk], and E at
     the segments' starts, [B, H, segments, Dk, Dv]; that alone unless ``want_out``) for
-    ``kernel_chunks.chunks``'s results; d_state: E at the segments' ends, or None (zeros).
+    ``kernel_chunks.chunks``'s results; for ``kernel_channels.chunks_by_channel``'s E^T is rounded,
+    [B, H, NC, Dv, Dk].  d_state: E at the segments' ends, or None (zeros).
     """
     b, t, h, dv = d_out.shape
     hk, dk = q.shape[2:]
-    nc, parts = -(-t // CHUNK), dk // PART
+    nc, parts, by_channel = -(-t // CHUNK), dk // PART, decays.ndim == 4
     body = functools.partial(
-        _reverse_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments,
-        want_out=want_out, given=d_state is not None,
+        _reverse_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, by_channel=by_channel,
+        segments=segments, want_out=want_out, given=d_state is not None,
     )  # fmt: skip
     out_type = [jax.ShapeDtypeStruct((b, h, segments, dk, dv), jnp.float32)]
     if want_out:
-        borders = jax.ShapeDtypeStruct((b, h, nc, 2, dv, dk), jnp.bfloat16)
+        kept = () if by_channel else (2,)
+        borders = jax.ShapeDtypeStruct((b, h, nc, *kept, dv, dk), jnp.bfloat16)
         out_type = [jax.ShapeDtypeStruct((b, t, h, dv), d_out.dtype), borders, *out_type]
     return launch(
         body,
@@ -161,7 +177,7 @@ def reverse_scan(
             tiles(STAGES, parts, CHUNK, PART),
             tiles(STAGES, CHUNK, CHUNK),
             tokens(STAGES, 2, CHUNK, 64),
-            plgpu.SMEM((STAGES, 2, CHUNK), jnp.float32),
+            plgpu.SMEM((STAGES, *decays.shape[3:]), jnp.float32),
             plgpu.Barrier(num_arrivals=3 * parts + 2 + 2, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         ],

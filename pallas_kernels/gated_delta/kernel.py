@@ -6,7 +6,7 @@ Where there are too few heads to fill the GPU a row is cut into segments, whose 
 from a scan of each from zero, and of the identity, which finds the matrix that the segment
 multiplies its first state by.  Backwards ``gradients_kernel_scan`` passes the state's gradient back
 over the chunks, and ``gradients_kernel_chunks`` finds the others; for a decay of every key channel
-``gradients_channels_scan``, ``gradients_channels_products`` and ``gradients_channels`` do.
+``gradients_channels_products`` and ``gradients_channels`` do.
 
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed), beta and states; T of any length; Dk
 64 or 128; Dv a multiple of 64, padded here with channels of zeros to one of 128 where it is none,
@@ -30,12 +30,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.gated_delta import (
-    gradients_channels,
-    gradients_channels_scan,
-    gradients_kernel_scan,
-)
+from pallas_kernels.gated_delta import gradients_channels
 from pallas_kernels.gated_delta.gradients_kernel_chunks import CHANNELS, chunk_gradients
+from pallas_kernels.gated_delta.gradients_kernel_scan import reverse_scan
 from pallas_kernels.gated_delta.kernel_channels import chunks_by_channel
 from pallas_kernels.gated_delta.kernel_chunks import chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
@@ -170,10 +167,9 @@ def gated_delta_backward(
         *operands, inverses = chunks_by_channel(
             q, k, log_decay, beta, None, float(scale), save=True
         )
-        reverse_scan = gradients_channels_scan.reverse_scan
     else:
         *prepared, inverses = chunks(q, k, log_decay, beta, None, float(scale), save=True)
-        operands, reverse_scan = (q, k, *prepared), gradients_kernel_scan.reverse_scan
+        operands = q, k, *prepared
     n = segments or segments_for(*v.shape[::2], width, -(-t // CHUNK))
     start, transitions = _starts((*operands, v), initial_state, None, n)
     states, remainders, _ = scan(*operands, v, start=start, segments=n, want="borders")
