@@ -84,6 +84,7 @@ def test_a_grammar_that_fails_late_fails_alone():
             assert [text(stream.result()) for stream in streams] == alone
             assert http.get("/health").status_code == 200
             assert text(ask(ordinary(3))) == alone[3]
-            assert engine.stats().finished == {"length": 17, "error": 2}
     finally:
         engine.stop()
+    # An answer may be read before the step that ended it is counted.
+    assert engine.stats().finished == {"length": 17, "error": 2}
