@@ -66,7 +66,7 @@ def test_plan_names_the_fact():
     assert "Dv = 96" in step_kernel.plan(q, q, v).text
     assert "float32" in step_kernel.plan(spec(q.shape, jnp.float32), q, v).text
     half = spec(q.shape, jnp.float16)
-    assert "k is float16 beside bfloat16" in step_kernel.plan(q, half, v).text
+    assert "k is float16 where q is bfloat16" in step_kernel.plan(q, half, v).text
     wide = spec((64, 32, 128), jnp.bfloat16)
     assert step_kernel.plan(q, q, wide).columns == 128
 
