@@ -86,8 +86,7 @@ def divide_row(w: jax.Array | QTensor, swiglu: bool = False) -> RowPlan:
     # Two rows share what is read of x; one round of short rows is better than two.
     one_round = bits == 8 and n % 2 == 0 and n <= 2 * N_SM * WARPS and k <= 4096
     rows = 2 if swiglu or bits == 4 or one_round else 1
-    # The next kernel's first blocks begin as soon as there is room for them, on jax 0.12; each block
-    # brings all of x, which more than makes up for it where rows are long.
+    # Of two blocks an SM one makes room for the next kernel's earlier; but each brings all of x.
     warps = 8 if k <= 2048 else WARPS
     return RowPlan(k, rows, n // rows, bits, warps=warps)
 

@@ -4,9 +4,9 @@ w is bfloat16, int8 with one scale a row, or int4 in groups of 128, in the plain
 bfloat16.  A warp reads 512 bytes of one row of w that lie side by side with every instruction, into
 registers, and multiplies them there: one row needs no tile in shared memory.
 
-Who does what.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a time (with SwiGLU
-a row of gate and its row of up), neighbouring warps neighbouring rows, so that all SMs read from
-one place of w.
+Who does what.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a time
+(with SwiGLU a row of gate and its row of up), neighbouring warps neighbouring rows, so that all SMs
+read from one place of w.
 
     all      the first of w -> L2 | the kernel before has ended | x and the norm's weight, then the
              first of w -> registers             (``prefetch``, ``Input.ask``, ``load``)

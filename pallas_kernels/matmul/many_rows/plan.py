@@ -139,16 +139,19 @@ PAIR = (
     (PairTile(128, 128, stages=6), 11.5),
     (PairTile(64, 128, stages=8, cluster=1), 8.5),
 )
+# Until jax 0.12 setmaxnreg gives a thread that multiplies 232 registers.  Since then kernels are
+# assembled so that ptxas ignores it (its C7504), and a thread has 168: too few for 256 tokens of
+# the weight kernel, or for two sums of 192 columns.
+_MOVES_REGISTERS = jax.__version_info__ < (0, 12)
 FP8 = (
-    (PairTile(128, 160, stages=5), 14.9),
+    *(((PairTile(128, 192, stages=4), 17.1),) if _MOVES_REGISTERS else ()),
+    (PairTile(128, 160, stages=5), 14.7),
     (PairTile(128, 128, stages=6), 12.4),
     (PairTile(64, 128, stages=8, cluster=1), 9.1),
 )
-# Until jax 0.12 setmaxnreg gives a thread that multiplies 232 registers.  Since then kernels are
-# assembled so that ptxas ignores it (its C7504), and a thread has 168: too few for 256 tokens.
 _WIDEST = (
     ((WeightTile(256, stages=4, width=16), 43.5),)
-    if jax.__version_info__ < (0, 12)
+    if _MOVES_REGISTERS
     else (
         (WeightTile(208, stages=4, width=16, store=16), 38.7),
         (WeightTile(192, stages=5, width=16), 36.6),
@@ -172,7 +175,7 @@ FEW_WEIGHT = (
 _RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
 _PLAIN_SIZE = 1 << 26
 _SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
-_FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum beside the tensor cores' needs cols <= 160
+_FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum stands beside the tensor cores'
 
 
 def _rounds(m_tiles: int, n_tiles: int, cluster: int) -> int:
