@@ -10,8 +10,9 @@ over the chunks, and ``gradients_kernel_chunks`` finds the others; for a decay o
 
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed), beta and states; T of any length; Dk
 64 or 128, forwards and with a decay a head 256; Dv a multiple of 64, padded here with channels of
-zeros to one of 128 where it is none, backwards up to 128.  Everything is read and written in [B, T, H, D].  A reset inside a row
-(packed sequences) is log_decay = -inf at the first token of the new segment.
+zeros to one of 128 where it is none, backwards up to 128.  Everything is read and written in
+[B, T, H, D].  A reset inside a row (packed sequences) is log_decay = -inf at the first token of the
+new segment.
 
 Memory's floor for the two passes is 0.281 ms at (8, 4096, 16 and 16 heads, 128, 128) and 0.187 with
 4 key heads.  Result on one H200: 0.325 and 0.279 ms; errors against the float64 recursion: o 3e-3,

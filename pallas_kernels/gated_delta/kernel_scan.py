@@ -14,9 +14,9 @@ the outputs leave from the place of the values.
 
 A warpgroup that only copies would leave 168 registers to the others, which spilled.
 
-Dk = 256, a state of 128 registers: a block of one warpgroup and 64 value channels; bf16 of the state
-a part of 64 columns at a time; two slots, into which c + 2 follows c, its values once c + 1 is
-being computed and c's outputs have left.
+Dk = 256, a state of 128 registers: a block of one warpgroup and 64 value channels; bf16 of the
+state a part of 64 columns at a time; two slots, into which c + 2 follows c, its values once c + 1
+is being computed and c's outputs have left.
 
 Floor: 11 bytes per element of q at Dk = Dv = 128 and as many key as value heads, 0.172 ms at
 (8, 4096, 16, 16, 128, 128).  Result: 0.183 on one H200, memory-bound; 0.139 with 4 key heads.
