@@ -163,7 +163,7 @@ class Tile:
         return code + "wgmma.commit_group.sync.aligned;"
 
     def _ask(self, codes, values):
-        """codes: (q, k). values: (v, weights, means). Either, or both -> scores, means in flight."""
+        """codes: (q, k). values: (v, weights, means). One or both -> scores, means in flight."""
         results, constraints, tied, args, code = [], [], [], [], ""
         if codes:
             results += [p.i32()] * _SCORES
