@@ -16,7 +16,8 @@ tensor cores multiply (FlashAttention-3, arXiv 2407.08608; ``past_registers``). 
 (SageAttention, arXiv 2410.02367) take half of 16-bit ones' time, and keys are the cache's own
 codes.  Tiles go from the last, which may be ragged, to the first.
 
-TIMES  What was tried: NOTES.md.
+One H200, 32/8 heads of 128, 32768 queries and keys: 25.9 ms, 679 TFLOP/s; in another run 25.3 (696)
+beside 30.2 (583) of cuDNN over the same floats.  What was tried: NOTES.md.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ class Tile:
         return call
 
     def weights(self):
-        """Exponentials -> the next product's operand."""
+        """Exponentials -> the next product's operand, behind ``fade``: it waits for this one's."""
 
         @plgpu.inline_mgpu(
             arg_types=(_layout(_SCORES),), return_type=_type(_SCORES // 2, jnp.int32)
