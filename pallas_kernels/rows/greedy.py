@@ -1,0 +1,138 @@
+"""The end of a greedy decode step: the likeliest token, its log-probability, and what a loop of
+steps keeps of them.
+
+    token   = the first largest logit              logprob = log_softmax(logits)[token]
+
+A NaN counts as -inf and +inf as the largest float; a row without any finite logit, or without room
+in its cache, gives token 0 and NaN.  In one kernel, in place, where XLA has five small ones and a
+sixth for whether the loop goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.dispatch import Implementation, Reason, choose_plan, has_plan
+from pallas_kernels.operands import check, half_reason
+from pallas_kernels.transform import Op, chosen
+
+_OPERANDS = {
+    "logits": "float [B, V+]",
+    "rows": "int32 [5, B]",
+    "written": "int32 [2, B, N+]",
+    "stop_ids": "int32 [stops]",
+    "until": "int32 []",
+}
+_STOPS = 32  # stop tokens that the kernel looks at: one a lane
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A cluster of ``cluster`` blocks of ``threads``, each thread ``rounds`` pieces of 8 logits."""
+
+    cluster: int
+    threads: int
+    rounds: int
+    kernel: ClassVar[str] = "append_greedy"
+
+
+_Static = tuple[int | None, Plan | None]
+
+
+def append_greedy(
+    logits: jax.Array,
+    rows: jax.Array,
+    written: jax.Array,
+    stop_ids: jax.Array,
+    until: jax.Array,
+    *,
+    capacity: int | None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(rows, written, bool ``[]``: whether some row goes on), behind a step that took each row's
+    newest token.
+
+    logits ``[B, V]``, of the token that follows.
+    rows int32 ``[5, B]``: a row's newest token, whether it is done, how many it has, what its cache
+        held before the step, and the step.  A row that is done stands still, with token 0.
+    written int32 ``[2, B, N]``: tokens, and the bits of their log-probabilities; the step is the
+        place to write to.
+    stop_ids int32 ``[stops]`` end a row.  until int32 ``[]``: the step to stop before.
+    capacity: of the cache, None where it has none.
+
+    | jit, shard_map                | any operand |
+    | vmap                          | one launch for each element |
+    | jvp, grad                     | zero, of integers |
+    | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
+
+    Raises ValueError naming the operand for a wrong shape or dtype, NotImplementedError for a
+    kernel that is not there.
+    """
+    operands = logits, rows, written, stop_ids, until
+    check("append_greedy", _OPERANDS, **dict(zip(_OPERANDS, operands, strict=True)))
+    found = choose_plan(
+        "append_greedy", implementation, lambda: plan(logits, stop_ids), logits, rows, written
+    )
+    return _append_greedy(chosen(found, implementation), (capacity, found), *operands)
+
+
+def fusible(logits: jax.Array, stop_ids: jax.Array) -> bool:
+    """Has ``append_greedy`` a kernel for such logits, where they are?"""
+    return has_plan(lambda: plan(logits, stop_ids), logits)
+
+
+def plan(logits: jax.Array, stop_ids: jax.Array) -> Plan | Reason:
+    """How the kernel computes a call."""
+    batch, vocabulary = logits.shape
+    if reason := half_reason(logits=logits):
+        return Reason(reason)
+    if batch != 1:
+        return Reason(f"{batch} rows; the kernel is of one")
+    if vocabulary % 8:
+        return Reason(f"{vocabulary} logits, no multiple of 8")
+    if len(stop_ids) > _STOPS:
+        return Reason(f"{len(stop_ids)} stop tokens, over {_STOPS}")
+    cluster, threads = 8, 1024
+    return Plan(cluster, threads, -(-vocabulary // (8 * cluster * threads)))
+
+
+def _kernel(static: _Static, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    from pallas_kernels.rows import greedy_kernel
+
+    return greedy_kernel.append_greedy(*operands, capacity=static[0], plan=static[1])
+
+
+def _xla(
+    static: _Static,
+    logits: jax.Array,
+    rows: jax.Array,
+    written: jax.Array,
+    stop_ids: jax.Array,
+    until: jax.Array,
+) -> tuple[jax.Array, ...]:
+    (capacity, _), (_, done, counts, lengths, step) = static, rows
+    live = 1 - done
+    scores = logits.astype(jnp.float32)
+    grown = live
+    if capacity is not None:
+        scores = jnp.where((lengths + live <= capacity)[:, None], scores, jnp.nan)
+        grown = jnp.minimum(live, jnp.maximum(capacity - lengths, 0))
+    scores = jnp.minimum(jnp.where(jnp.isnan(scores), -jnp.inf, scores), jnp.finfo("float32").max)
+    tokens, best = jnp.argmax(scores, axis=1).astype(jnp.int32), jnp.max(scores, axis=1)
+    total = jnp.sum(jnp.exp(scores - best[:, None]), axis=1)  # NaN where nothing is finite
+    logprobs = -jnp.log(total)
+    new = jnp.stack([tokens, lax.bitcast_convert_type(logprobs, jnp.int32)])
+    new = jnp.where(live > 0, new, 0)
+    done |= jnp.any(tokens[:, None] == stop_ids, axis=1).astype(jnp.int32)
+    step += 1
+    written = lax.dynamic_update_slice_in_dim(written, new[:, :, None], step[0] - 1, axis=2)
+    goes_on = jnp.any((done == 0) & (step < until))
+    return jnp.stack([new[0], done, counts + live, lengths + grown, step]), written, goes_on
+
+
+_append_greedy = Op("append_greedy", _xla, _kernel)
