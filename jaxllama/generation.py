@@ -408,9 +408,7 @@ def advance(
     return _unpack(lax.while_loop(lambda carry: carry.goes_on, one_token, first))
 
 
-def _ends_in_one(
-    cfg: ModelConfig, params: Params, hidden: jax.Array, stop_ids: jax.Array
-) -> bool:
+def _ends_in_one(cfg: ModelConfig, params: Params, hidden: jax.Array, stop_ids: jax.Array) -> bool:
     """Has what follows the head in a greedy step a kernel?"""
     logits = jax.ShapeDtypeStruct((hidden.shape[0], cfg.vocab_size), hidden.dtype)
     is_plain = cfg.logit_softcap is None and traced_mesh(params) is None

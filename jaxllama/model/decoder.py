@@ -343,9 +343,7 @@ def logits(cfg: ModelConfig, params: Params, x: jax.Array, normed: bool = True) 
     return capped(cfg, head_product(cfg, params, x, normed))
 
 
-def head_product(
-    cfg: ModelConfig, params: Params, x: jax.Array, normed: bool = True
-) -> jax.Array:
+def head_product(cfg: ModelConfig, params: Params, x: jax.Array, normed: bool = True) -> jax.Array:
     """``logits`` in x's dtype, before the cap."""
     if normed:
         return linear.linear(x, head(params))

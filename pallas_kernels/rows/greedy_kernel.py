@@ -91,8 +91,8 @@ def _body(
 
     def over_warps() -> None:
         part = _over_lanes(_loaded(by_warp, lane), plan.threads // 32)
-        to, counted = p.peer_address(p.add(by_block, p.mul(rank, 16)), 0), p.peer_address(barrier, 0)
-        p.when(p.less(lane, 1), lambda: p.send_peer(to, _words(part), counted))
+        to = p.peer_address(p.add(by_block, p.mul(rank, 16)), 0)
+        p.when(p.less(lane, 1), lambda: p.send_peer(to, _words(part), p.peer_address(barrier, 0)))
         p.when(p.less(rank, 1), over_blocks)
 
     def over_blocks() -> None:
