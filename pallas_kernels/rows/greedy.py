@@ -81,12 +81,12 @@ def append_greedy(
     return _append_greedy(chosen(found, implementation), (capacity, found), *operands)
 
 
-def fusible(logits: jax.Array, stop_ids: jax.Array) -> bool:
+def fusible(logits: jax.Array | jax.ShapeDtypeStruct, stop_ids: jax.Array) -> bool:
     """Has ``append_greedy`` a kernel for such logits, where they are?"""
     return has_plan(lambda: plan(logits, stop_ids), logits)
 
 
-def plan(logits: jax.Array, stop_ids: jax.Array) -> Plan | Reason:
+def plan(logits: jax.Array | jax.ShapeDtypeStruct, stop_ids: jax.Array) -> Plan | Reason:
     """How the kernel computes a call."""
     batch, vocabulary = logits.shape
     if reason := half_reason(logits=logits):
