@@ -357,13 +357,12 @@ def start(
 class _Carry(NamedTuple):
     """What ``advance`` carries: of each row its newest token, whether it is done, its counts, its
     cache's length and the step, int32 ``[5, B]``; tokens and the bits of logprobs, int32
-    ``[2, B, max_new_tokens]``; the cache's layers; the history; whether there is another step."""
+    ``[2, B, max_new_tokens]``; the cache's layers; the history."""
 
     rows: Any
     written: jax.Array
     layers: tuple[Any, ...]
     history: History | None
-    goes_on: jax.Array | None = None
 
 
 _LOOP = {"static_argnums": 0, "donate_argnums": 2}
@@ -381,13 +380,15 @@ def advance(
     """Run the loop until ``until`` tokens are written in all, or every row has stopped.
 
     What it carries for a row is one array, and what it writes another, since on a GPU each small
-    array that changes costs a step a kernel; so does a condition that is computed by itself.
+    array that changes costs a step a kernel.  The condition is computed where it is asked for: as
+    an element of the carry it would save a kernel, but a graph then reads it before the step has
+    written it (``bench/README.md``).
     """
-    until = jnp.minimum(until, state.tokens.shape[1]).astype(jnp.int32)
+    until = jnp.minimum(until, state.tokens.shape[1])
 
-    def going_on(carry: _Carry) -> _Carry:
+    def unfinished(carry: _Carry) -> jax.Array:
         _, done, _, _, step = carry.rows
-        return carry._replace(goes_on=jnp.any((done == 0) & (step < until)))
+        return jnp.any((done == 0) & (step < until))
 
     def one_token(carry: _Carry) -> _Carry:
         newest, done, counts, lengths, step = carry.rows
@@ -395,17 +396,16 @@ def advance(
         hidden, after = _forward(cfg, params, newest[:, None], live, before, sparse=True)
         if not sampling.features and _ends_in_one(cfg, params, hidden, stop_ids):
             product = decoder.head_product(cfg, params, hidden[:, 0], normed=False)
-            rows, written, goes_on = append_greedy(
-                product, carry.rows, carry.written, stop_ids, until, capacity=before.capacity
+            kept = append_greedy(
+                product, carry.rows, carry.written, stop_ids, capacity=before.capacity
             )
-            return _Carry(rows, written, after.layers, None, goes_on)
+            return _Carry(*kept, after.layers, None)
         scores = _logits(cfg, params, hidden[:, 0], before, live)
         rows = newest, done, counts, after.lengths, step
         carry = _Carry(rows, carry.written, after.layers, carry.history)
-        return going_on(_append(carry, scores, sampling, stop_ids))
+        return _append(carry, scores, sampling, stop_ids)
 
-    first = going_on(_pack(state))
-    return _unpack(lax.while_loop(lambda carry: carry.goes_on, one_token, first))
+    return _unpack(lax.while_loop(unfinished, one_token, _pack(state)))
 
 
 def _ends_in_one(cfg: ModelConfig, params: Params, hidden: jax.Array, stop_ids: jax.Array) -> bool:

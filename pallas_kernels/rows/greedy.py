@@ -4,8 +4,7 @@ steps keeps of them.
     token   = the first largest logit              logprob = log_softmax(logits)[token]
 
 A NaN counts as -inf and +inf as the largest float; a row without any finite logit, or without room
-in its cache, gives token 0 and NaN.  In one kernel, in place, where XLA has five small ones and a
-sixth for whether the loop goes on.
+in its cache, gives token 0 and NaN.  In one kernel, in place, where XLA has five small ones.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ _OPERANDS = {
     "rows": "int32 [5, B]",
     "written": "int32 [2, B, N+]",
     "stop_ids": "int32 [stops]",
-    "until": "int32 []",
 }
 _STOPS = 32  # stop tokens that the kernel looks at: one a lane
 
@@ -49,20 +47,18 @@ def append_greedy(
     rows: jax.Array,
     written: jax.Array,
     stop_ids: jax.Array,
-    until: jax.Array,
     *,
     capacity: int | None,
     implementation: Implementation | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(rows, written, bool ``[]``: whether some row goes on), behind a step that took each row's
-    newest token.
+) -> tuple[jax.Array, jax.Array]:
+    """(rows, written) behind a step that took each row's newest token.
 
     logits ``[B, V]``, of the token that follows.
     rows int32 ``[5, B]``: a row's newest token, whether it is done, how many it has, what its cache
         held before the step, and the step.  A row that is done stands still, with token 0.
     written int32 ``[2, B, N]``: tokens, and the bits of their log-probabilities; the step is the
         place to write to.
-    stop_ids int32 ``[stops]`` end a row.  until int32 ``[]``: the step to stop before.
+    stop_ids int32 ``[stops]`` end a row.
     capacity: of the cache, None where it has none.
 
     | jit, shard_map                | any operand |
@@ -73,7 +69,7 @@ def append_greedy(
     Raises ValueError naming the operand for a wrong shape or dtype, NotImplementedError for a
     kernel that is not there.
     """
-    operands = logits, rows, written, stop_ids, until
+    operands = logits, rows, written, stop_ids
     check("append_greedy", _OPERANDS, **dict(zip(_OPERANDS, operands, strict=True)))
     found = choose_plan(
         "append_greedy", implementation, lambda: plan(logits, stop_ids), logits, rows, written
@@ -101,7 +97,7 @@ def plan(logits: jax.Array | jax.ShapeDtypeStruct, stop_ids: jax.Array) -> Plan 
     return Plan(cluster, threads, -(-vocabulary // (8 * cluster * threads)))
 
 
-def _kernel(static: _Static, *operands: jax.Array) -> tuple[jax.Array, ...]:
+def _kernel(static: _Static, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.rows import greedy_kernel
 
     return greedy_kernel.append_greedy(*operands, capacity=static[0], plan=static[1])
@@ -113,8 +109,7 @@ def _xla(
     rows: jax.Array,
     written: jax.Array,
     stop_ids: jax.Array,
-    until: jax.Array,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array]:
     (capacity, _), (_, done, counts, lengths, step) = static, rows
     live = 1 - done
     scores = logits.astype(jnp.float32)
@@ -129,10 +124,8 @@ def _xla(
     new = jnp.stack([tokens, lax.bitcast_convert_type(logprobs, jnp.int32)])
     new = jnp.where(live > 0, new, 0)
     done |= jnp.any(tokens[:, None] == stop_ids, axis=1).astype(jnp.int32)
-    step += 1
-    written = lax.dynamic_update_slice_in_dim(written, new[:, :, None], step[0] - 1, axis=2)
-    goes_on = jnp.any((done == 0) & (step < until))
-    return jnp.stack([new[0], done, counts + live, lengths + grown, step]), written, goes_on
+    written = lax.dynamic_update_slice_in_dim(written, new[:, :, None], step[0], axis=2)
+    return jnp.stack([new[0], done, counts + live, lengths + grown, step + 1]), written
 
 
 _append_greedy = Op("append_greedy", _xla, _kernel)

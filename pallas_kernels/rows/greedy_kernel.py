@@ -4,7 +4,7 @@
     thread   its largest, the first where several are; sum of 2^((logit - largest) log2 e)
     warp     over lanes, then over the block's warps through shared memory           (``_merged``)
     block    its (largest, token, sum) to the first block of the cluster
-    first    over blocks; one warp: stop tokens; lane 0: the row's words, written, goes on
+    first    over blocks; one warp: stop tokens; lane 0: the row's words, written
 
 Numerics: float32; a part's sum is relative to its own largest logit, as in an online softmax
 (arXiv 1805.02867).
@@ -37,11 +37,10 @@ def append_greedy(
     rows: jax.Array,
     written: jax.Array,
     stop_ids: jax.Array,
-    until: jax.Array,
     *,
     capacity: int | None,
     plan: Plan,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """As ``rows.greedy.append_greedy``, by ``plan``; logits ``[1, V]``."""
     stops = stop_ids.shape[0]
     body = functools.partial(
@@ -50,23 +49,20 @@ def append_greedy(
     )  # fmt: skip
 
     def kernel(kept: tuple) -> jax.Array:
-        # An array without elements is no operand of a kernel.
         return launch(
-            body, (logits, *kept, until, stop_ids if stops else until),
-            jax.ShapeDtypeStruct((), jnp.bool_), name="append_greedy", grid=1,
+            body, (logits, *kept, stop_ids if stops else None), (), name="append_greedy", grid=1,
             cluster=plan.cluster, warpgroups=plan.threads // 128, registers=True,
             scratch=[4 * (plan.threads // 32), 4 * plan.cluster, 4],
         )  # fmt: skip
 
-    goes_on, (rows, written) = in_place(kernel, (rows, written))
-    return rows, written, goes_on
+    return in_place(kernel, (rows, written))[1]
 
 
 def _body(
-    logits_ref, rows_ref, written_ref, until_ref, stops_ref, goes_on_ref, warps_ref, blocks_ref,
-    barrier_ref, *, plan: Plan, vocabulary: int, places: int, stops: int, capacity: int | None,
-    kind: str,
+    logits_ref, rows_ref, written_ref, *refs, plan: Plan, vocabulary: int, places: int, stops: int,
+    capacity: int | None, kind: str,
 ) -> None:  # fmt: skip
+    *stops_refs, warps_ref, blocks_ref, barrier_ref = refs
     thread, rank = p.register("tid.x"), p.register("cluster_ctarank")
     warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
     by_warp, by_block, barrier = map(p.shared_address, (warps_ref, blocks_ref, barrier_ref))
@@ -80,9 +76,8 @@ def _body(
     p.cluster_arrive()  # nobody sends before all have begun
     p.await_kernel()
     row = [p.load_global(p.address(rows_ref), 1, 4 * i, cache="")[0] for i in range(5)]
-    until = p.load_global(p.address(until_ref), 1, cache="")[0]
-    stop = p.offset(p.address(stops_ref), p.minimum(lane, max(stops - 1, 0)), 4)
-    stop = p.load_global(stop, 1, cache="")[0]
+    stop = [p.offset(p.address(ref), p.minimum(lane, stops - 1), 4) for ref in stops_refs]
+    stop = [p.load_global(place, 1, cache="")[0] for place in stop]
     part = _over_lanes(_of_thread(p.address(logits_ref), thread, rank, plan, vocabulary, kind), 32)
     at = p.add(by_warp, p.mul(warp, 16))
     p.when(p.less(lane, 1), lambda: p.store_shared(at, _words(part)))
@@ -109,23 +104,20 @@ def _body(
         logprob = p.bits(arith.mulf(p.log2(total), p.cf(-LN2)))
         logprob = arith.select(is_none, p.ci(_NAN), logprob)
         done_now = done
-        if stops:
-            is_stop = arith.select(p.equal(stop, token), p.ci(1), p.ci(0))
+        for own in stop:  # none, or the lane's
+            is_stop = arith.select(p.equal(own, token), p.ci(1), p.ci(0))
             for lanes in (16, 8, 4, 2, 1):
                 is_stop = arith.ori(is_stop, p.shuffle_xor(is_stop, lanes))
             done_now = arith.ori(done, is_stop)
         token, logprob = (arith.select(p.equal(done, 0), x, p.ci(0)) for x in (token, logprob))
-        later = p.add(step, 1)
-        goes_on = arith.andi(p.equal(done_now, 0), p.below(later, until))
         place = p.offset(p.address(written_ref), p.minimum(step, places - 1), 4)
 
         def store() -> None:
-            new = token, done_now, p.add(count, live), p.add(length, grown), later
+            new = token, done_now, p.add(count, live), p.add(length, grown), p.add(step, 1)
             for i, word in enumerate(new):
                 p.store_global(p.address(rows_ref), [word], 4 * i)
             p.store_global(place, [token])
             p.store_global(place, [logprob], 4 * places)
-            p.store_byte(p.address(goes_on_ref), arith.select(goes_on, p.ci(1), p.ci(0)))
 
         p.when(p.less(lane, 1), store)
 

@@ -16,12 +16,12 @@ from tests.helpers import warp_emulator
 PLACES = 7
 
 
-def operands(vocabulary, stops=(3,), *, done=0, length=9, step=2, until=5, batch=1, seed=0):
+def operands(vocabulary, stops=(3,), *, done=0, length=9, step=2, batch=1, seed=0):
     rng = np.random.default_rng(seed)
     logits = jnp.asarray(3 * rng.normal(size=(batch, vocabulary)), jnp.bfloat16)
     rows = np.tile(np.asarray([[11], [done], [step], [length], [step]], np.int32), (1, batch))
     written = rng.integers(0, 99, (2, batch, PLACES)).astype(np.int32)
-    rest = (jnp.asarray(x, jnp.int32) for x in (rows, written, tuple(stops), until))
+    rest = (jnp.asarray(x, jnp.int32) for x in (rows, written, tuple(stops)))
     return logits, *rest
 
 
@@ -38,30 +38,28 @@ def by_kernel(*operands, capacity):
 
 
 def check(got, want):
-    (rows, written, goes_on), (rows_x, written_x, goes_on_x) = got, want
+    (rows, written), (rows_x, written_x) = got, want
     np.testing.assert_array_equal(rows, rows_x)
     np.testing.assert_array_equal(written[0], written_x[0])
     logprobs, wanted = (np.asarray(x[1]).view(np.float32) for x in (written, written_x))
     np.testing.assert_allclose(logprobs, wanted, rtol=3e-6, atol=1e-6)
-    assert goes_on.dtype == bool and bool(goes_on) == bool(goes_on_x)
 
 
 def test_the_xla_form_against_float64():
-    logits, rows, written, stops, until = operands(1000, batch=3)
+    logits, rows, written, _ = operands(1000, batch=3)
     x = np.asarray(logits, np.float64)
     token = x.argmax(1)
     logprob = x.max(1) - np.log(np.exp(x - x.max(1, keepdims=True)).sum(1)) - x.max(1)
     rows = rows.at[1, 1].set(1)  # done
-    after, out, goes_on = append_greedy(
-        logits, rows, written, jnp.asarray([token[2]], jnp.int32), until, capacity=None
-    )
+    stops = jnp.asarray([token[2]], jnp.int32)
+    after, out = append_greedy(logits, rows, written, stops, capacity=None)
     np.testing.assert_array_equal(after[0], [token[0], 0, token[2]])
     np.testing.assert_array_equal(after[1], [0, 1, 1])
     np.testing.assert_array_equal(after[2:], [[3, 2, 3], [10, 9, 10], [3, 3, 3]])
     np.testing.assert_array_equal(out[0, :, 2], after[0])
     got = np.asarray(out[1, :, 2]).view(np.float32)
     np.testing.assert_allclose(got[[0, 2]], logprob[[0, 2]], rtol=1e-6)
-    assert bool(goes_on) and got[1] == 0
+    assert got[1] == 0
     kept = np.delete(np.arange(PLACES), 2)
     np.testing.assert_array_equal(out[:, :, kept], written[:, :, kept])
 
@@ -77,7 +75,7 @@ CASES = {
     "a stop token": {"at": [(777, 90.0)], "stops": (1, 777, 2)},
     "the first of equals": {"at": [(40001, 50.0), (777, 50.0), (8192, 50.0)]},
     "done": {"done": 1},
-    "the last step": {"step": 4},
+    "the last place": {"step": PLACES - 1},
     "room for one": {"capacity": 10},
     "no room": {"capacity": 9, "stops": (0,)},
     "done, without room": {"capacity": 9, "done": 1},
@@ -120,20 +118,18 @@ def test_what_has_no_kernel():
 
 def test_as_a_whole_loop():
     """And lowered for a GPU."""
-    logits, rows, written, stops, until = operands(512)
+    logits, rows, written, stops = operands(512)
 
     def loop(implementation, rows, written):
         def turn(carry):
             scores = logits + carry[0][4, 0].astype(logits.dtype)
-            return append_greedy(
-                scores, *carry[:2], stops, until, capacity=64, implementation=implementation
-            )
+            return append_greedy(scores, *carry, stops, capacity=64, implementation=implementation)
 
-        return jax.lax.while_loop(lambda carry: carry[2], turn, (rows, written, rows[4, 0] < until))
+        return jax.lax.while_loop(lambda carry: carry[0][4, 0] < 5, turn, (rows, written))
 
     loop = jax.jit(loop, static_argnums=0)
-    after, out, _ = loop("xla", rows, written)
-    assert after[4, 0] == until and (out[0, 0, 2:5] == out[0, 0, 2]).all()
+    after, out = loop("xla", rows, written)
+    assert after[4, 0] == 5 and (out[0, 0, 2:5] == out[0, 0, 2]).all()
     if tuple(int(v) for v in jax.__version__.split(".")[:3]) >= (0, 11, 2):
         lowered = loop.trace("mosaic", rows, written).lower(lowering_platforms=("cuda",))
         assert lowered.as_text().count("mosaic_gpu") >= 1
