@@ -136,8 +136,8 @@ def test_the_shipped_experiment_made_small(tmp_path):
         "distances": "distances = [4, 40]\ntrials = 4", "facts": "facts = [2, 4]",
         "held_tokens": "held_tokens = 1281",
         "steps": "steps = 40", "batch_size": "batch_size = 2", "sequence_length":
-        "sequence_length = 32", 'where = { text = "bible"': "", "n_layers": "n_layers = 1",
-        "by =": "",
+        "sequence_length = 32", 'where = { text = "bible"': "", 'where = { text = "../': "",
+        "n_layers": "n_layers = 1", "by =": "",
     }  # fmt: skip
     text = []
     for line in re.sub(
