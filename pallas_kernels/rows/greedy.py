@@ -61,11 +61,7 @@ def append_greedy(
     stop_ids int32 ``[stops]`` end a row.
     capacity: of the cache, None where it has none.
 
-    | jit, shard_map                | any operand |
-    | vmap                          | one launch for each element |
-    | jvp, grad                     | zero, of integers |
-    | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
-
+    Under jax's transformations as ``rms_norm``; what comes out are integers, without a derivative.
     Raises ValueError naming the operand for a wrong shape or dtype, NotImplementedError for a
     kernel that is not there.
     """

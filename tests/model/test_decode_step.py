@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxllama as jl
-from jaxllama import compiler_options
+from jaxllama import compiler_options, generation
 from jaxllama.config import DeltaConfig, ModelConfig
 from jaxllama.generation import advance, init_params, start, verify
 from jaxllama.model import decoder
@@ -196,6 +197,31 @@ def test_a_greedy_step_reads_its_logits_once_and_writes_once(on_hopper):
     follows the head is a kernel."""
     assert loop_of(Sampling()) == {"while": 1, "reduce": 1, "dynamic_update_slice": 1}
     assert loop_of(Sampling(), batch=1) == {"while": 1}
+
+
+def test_a_step_that_ends_in_one_kernel_ends_as_any(monkeypatch):
+    """The loop with the kernel's op, which is its XLA form here, leaves what the loop without it
+    leaves: to its end, to a stop token, in a cache without room."""
+    cfg = LLAMA.replace(n_layers=1, layer_types=("attention",))
+    params = init_params(cfg, jax.random.key(0))
+    prompt, lengths, n = jnp.asarray([[5, 9, 2]], jnp.int32), jnp.asarray([3], jnp.int32), 6
+    sampling = SamplingParams.stack([Sampling()], cfg.vocab_size)
+    loops = [jax.jit(functools.partial(advance.__wrapped__, cfg)) for _ in range(2)]
+
+    def run(ends_in_one, stop=-1, room=16):
+        monkeypatch.setattr(generation, "_ends_in_one", lambda *_: ends_in_one)
+        cache, stops = jl.init_cache(cfg, 1, room), jnp.asarray([stop], jnp.int32)
+        state = start(cfg, params, prompt, lengths, cache, sampling, stops, max_new_tokens=n)
+        return loops[ends_in_one](params, state, sampling, stops, n)
+
+    fourth = int(run(False).tokens[0, 3])
+    for stop, room in ((-1, 16), (fourth, 16), (-1, 5)):
+        want, got = run(False, stop, room), run(True, stop, room)
+        for name in ("tokens", "counts", "done", "step"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+        np.testing.assert_array_equal(got.cache.lengths, want.cache.lengths)
+        np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=1e-5)
+        assert want.done[0] == (stop == fourth) and np.isnan(want.logprobs).any() == (room == 5)
 
 
 def test_a_drawn_step_has_no_loop_of_its_own(on_hopper):
