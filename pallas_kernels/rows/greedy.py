@@ -31,11 +31,10 @@ _STOPS = 32  # stop tokens that the kernel looks at: one a lane
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A cluster of ``cluster`` blocks of ``threads``, each thread ``rounds`` pieces of 8 logits."""
+    """A cluster of ``cluster`` blocks of ``threads``."""
 
     cluster: int
     threads: int
-    rounds: int
     kernel: ClassVar[str] = "append_greedy"
 
 
@@ -89,8 +88,7 @@ def plan(logits: jax.Array | jax.ShapeDtypeStruct, stop_ids: jax.Array) -> Plan 
         return Reason(f"{vocabulary} logits, no multiple of 8")
     if len(stop_ids) > _STOPS:
         return Reason(f"{len(stop_ids)} stop tokens, over {_STOPS}")
-    cluster, threads = 8, 1024
-    return Plan(cluster, threads, -(-vocabulary // (8 * cluster * threads)))
+    return Plan(cluster=8, threads=1024)
 
 
 def _kernel(static: _Static, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
