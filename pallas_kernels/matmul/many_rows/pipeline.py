@@ -25,6 +25,7 @@ from pallas_kernels import ptx as p
 
 # Registers a thread of the feeder and of a compute warpgroup, by the number of the latter: their
 # sum may not pass what the launch gave (3 * 168, 5 * 96), or setmaxnreg waits for ever.
+AHEAD = 512  # bytes of each of a tile's rows of w that are asked for before the wait
 REGISTERS = {2: (40, 232), 4: (32, 112)}
 
 
@@ -174,6 +175,37 @@ def meet_peer(t, acc, part, finishing, sums, full, empty, finish, sent=lambda: N
         plgpu.commit_smem()  # all of the warpgroup have read
         plgpu.barrier_arrive(empty)
         finish(acc + other)
+
+
+def await_kernel(w, rows: int, tile, m: int) -> None:
+    """``ptx.await_kernel``.  Where one tile has all m rows of x, so that the weights' bytes decide,
+    L2 is asked before it for the ring's first slots of the block's first tile.
+
+    w: [N, K], or [2, N, K] of which a tile has ``rows`` of each.
+    """
+    *sets, n, k = w.shape
+    bits = 4 if w.dtype == jnp.int4 else 8 * jnp.dtype(w.dtype).itemsize
+    pitch = k * bits // 8
+    part = pitch // tile.split
+    size = min(part, AHEAD) // 16 * 16
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def begin(ctx, w):
+        del ctx
+        if size:
+            thread, block = p.register("tid.x"), p.register("clusterid.x")
+            pair, k_part = p.register("cluster_ctaid.y"), p.register("cluster_ctaid.x")
+            first = p.mul(p.add(p.mul(block, tile.cluster), pair), rows)
+            row = p.add(first, arith.remui(thread, p.ci(rows)))
+            of = arith.divui(thread, p.ci(rows))
+            at = p.offset(p.address(w), p.add(p.mul(of, n), row), pitch)
+            mine = arith.andi(p.less(of, math.prod(sets)), p.less(row, n))
+            p.when(mine, lambda: p.prefetch(p.offset(at, k_part, part), size))
+        p.await_kernel()
+
+    if m > 64:
+        size = 0
+    begin(w)
 
 
 def drain(empty, last: jax.Array, stages: int) -> None:
