@@ -65,7 +65,7 @@ def matmul(
         name=plan.kernel.removesuffix("_mosaic"),
         grid=plan.blocks if is_row else plan.clusters,
         cluster=1 if is_row else plan.split,
-        warpgroups=WARPS // 4,
+        warpgroups=(plan.warps if is_row else WARPS) // 4,
         scratch=[size // 4 for size in plan.scratch_sizes(normed=gamma is not None)],
         registers=True,
     )

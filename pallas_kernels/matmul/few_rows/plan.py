@@ -47,6 +47,7 @@ class RowPlan:
     units: int  # of so many rows
     bits: int  # of a value of w
     loads: int = 4  # of 16 bytes that a lane multiplies while as many more are under way
+    warps: int = WARPS  # of a block; an SM has as many warps in any case
     sms: int = N_SM
 
     @property
@@ -61,11 +62,11 @@ class RowPlan:
 
     @property
     def blocks(self) -> int:
-        return min(self.sms, -(-self.units // WARPS))
+        return min(self.sms * WARPS // self.warps, -(-self.units // self.warps))
 
     @property
     def rounds(self) -> int:
-        return -(-self.units // (self.blocks * WARPS))
+        return -(-self.units // (self.blocks * self.warps))
 
     @property
     def groups(self) -> list[list[int]]:
@@ -76,7 +77,7 @@ class RowPlan:
     def scratch_sizes(self, normed: bool) -> list[int]:
         """Bytes of x, as floats or as pairs beside int4, and of the warps' sums of its squares."""
         del normed
-        return [self.k * (4 if self.bits > 4 else 2), 4 * WARPS]
+        return [self.k * (4 if self.bits > 4 else 2), 4 * self.warps]
 
 
 def divide_row(w: jax.Array | QTensor, swiglu: bool = False) -> RowPlan:
@@ -85,7 +86,9 @@ def divide_row(w: jax.Array | QTensor, swiglu: bool = False) -> RowPlan:
     # Two rows share what is read of x; one round of short rows is better than two.
     one_round = bits == 8 and n % 2 == 0 and n <= 2 * N_SM * WARPS and k <= 4096
     rows = 2 if swiglu or bits == 4 or one_round else 1
-    return RowPlan(k, rows, n // rows, bits)
+    # Of two blocks an SM one makes room for the next kernel's earlier; but each brings all of x.
+    warps = 8 if k <= 2048 else WARPS
+    return RowPlan(k, rows, n // rows, bits, warps=warps)
 
 
 def row_plan(call: Call) -> RowPlan | Reason:

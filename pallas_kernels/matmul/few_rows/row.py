@@ -4,9 +4,9 @@ w is bfloat16, int8 with one scale a row, or int4 in groups of 128, in the plain
 bfloat16.  A warp reads 512 bytes of one row of w that lie side by side with every instruction, into
 registers, and multiplies them there: one row needs no tile in shared memory.
 
-Who does what.  A block of 16 warps per SM.  A warp has one or two rows of w at a time (with SwiGLU
-a row of gate and its row of up), neighbouring warps neighbouring rows, so that all SMs read from
-one place of w.
+Who does what.  A block of 16 warps per SM, or two of 8.  A warp has one or two rows of w at a time
+(with SwiGLU a row of gate and its row of up), neighbouring warps neighbouring rows, so that all SMs
+read from one place of w.
 
     all      the first of w -> L2 | the kernel before has ended | x and the norm's weight, then the
              first of w -> registers             (``prefetch``, ``Input.ask``, ``load``)
@@ -34,7 +34,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
 from pallas_kernels.matmul.few_rows.operands import Operands, add_squares, over_lanes
-from pallas_kernels.matmul.few_rows.plan import THREADS, WARPS, RowPlan
+from pallas_kernels.matmul.few_rows.plan import RowPlan
 from pallas_kernels.matmul.few_rows.row_loops import Floats, Nibbles
 from pallas_kernels.matmul.few_rows.scheme import Scheme
 from pallas_kernels.ptx import Value
@@ -59,13 +59,14 @@ class Input:
         """8 values a thread of x and of the norm's weight, those that are asked for before the
         first of w, or the others: [(piece, is it one, x, gamma, pending)]."""
         operands, pieces = self.operands, self.plan.k // 8
-        rounds = range(0, pieces, THREADS)
+        threads = 32 * self.plan.warps
+        rounds = range(0, pieces, threads)
         at_once = 4 if operands.gamma is None else 2
         asked = []
         for first in rounds[:at_once] if early else rounds[at_once:]:
             piece = p.add(self.thread, first)
             inside = None
-            if first + THREADS > pieces:
+            if first + threads > pieces:
                 inside, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
             words = p.load_global(p.offset(operands.x, piece, 16), 4, cache="")
             gamma = None if operands.gamma is None else self.eight("gamma", piece)
@@ -104,7 +105,7 @@ class Input:
         if self.operands.gamma is None:
             return None
         total = p.load_float(self.squares)
-        for w in range(1, WARPS):
+        for w in range(1, self.plan.warps):
             total = arith.addf(total, p.load_float(self.squares, 4 * w))
         return self.operands.factor(total)
 
@@ -130,12 +131,13 @@ class Rows:
         return [row, p.add(row, self.plan.units if swiglu else 1)][: self.plan.rows]
 
     def prefetch(self, unit: Value) -> None:
-        """Asks for the unit's first loads, and its scales: a lane for each."""
+        """Asks for the unit's first loads, its scales and its zeros: a lane for each."""
         plan, scheme = self.plan, self.scheme
         runs = [(self.operands.w, plan.k * plan.bits // 8, 512 * len(plan.groups[0]))]
         if self.loop.in_groups:
-            size = plan.k // 128 * scheme.scale_bytes
-            runs.append((self.operands.scale, size, size))
+            groups = plan.k // 128
+            parts = (self.operands.scale, scheme.scale_bytes), (self.operands.zero, 1)
+            runs += [(base, groups * b, groups * b) for base, b in parts if base is not None]
 
         def one(base: Value, row: Value, apart: int, size: int) -> None:
             p.prefetch(p.offset(base, row, apart), size)
@@ -143,7 +145,7 @@ class Rows:
         for i, row in enumerate(self.of(unit)):
             for j, (base, apart, size) in enumerate(runs):
                 if apart % 16 == 0:
-                    mine = p.equal(self.lane, 2 * i + j)
+                    mine = p.equal(self.lane, len(runs) * i + j)
                     p.when(mine, functools.partial(one, base, row, apart, size))
 
     def load(self, unit: Value, group: Sequence[int]) -> list[Value]:
@@ -194,12 +196,12 @@ def run(plan: RowPlan, scheme: Scheme, operands: Operands, scratch: Sequence[Val
     warp = p.shift_right(thread, 5)
     lane = arith.andi(thread, p.ci(31))
     # Neighbouring warps of a block have neighbouring rows.
-    first = p.add(p.mul(p.register("ctaid.x"), WARPS), warp)
+    first = p.add(p.mul(p.register("ctaid.x"), plan.warps), warp)
     w = p.offset(operands.w, lane, 16)
     loop = (Nibbles if plan.bits == 4 else Floats).of(plan, scheme, operands, xs, lane)
     source = Input(plan, operands, loop, thread, squares)
     rows = Rows(plan, scheme, operands, loop, lane, w)
-    groups, stride = plan.groups, plan.blocks * WARPS
+    groups, stride = plan.groups, plan.blocks * plan.warps
 
     start = p.minimum(first, plan.units - 1)
     operands.prefetch(thread)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Reason
@@ -138,8 +139,26 @@ PAIR = (
     (PairTile(128, 128, stages=6), 11.5),
     (PairTile(64, 128, stages=8, cluster=1), 8.5),
 )
+# Until jax 0.12 setmaxnreg gives a thread that multiplies 232 registers.  Since then kernels are
+# assembled so that ptxas ignores it (its C7504), and a thread has 168: too few for 256 tokens of
+# the weight kernel, or for two sums of 192 columns.
+_MOVES_REGISTERS = jax.__version_info__ < (0, 12)
+FP8 = (
+    *(((PairTile(128, 192, stages=4), 17.1),) if _MOVES_REGISTERS else ()),
+    (PairTile(128, 160, stages=5), 14.7),
+    (PairTile(128, 128, stages=6), 12.4),
+    (PairTile(64, 128, stages=8, cluster=1), 9.1),
+)
+_WIDEST = (
+    ((WeightTile(256, stages=4, width=16), 43.5),)
+    if _MOVES_REGISTERS
+    else (
+        (WeightTile(208, stages=4, width=16, store=16), 38.7),
+        (WeightTile(192, stages=5, width=16), 36.6),
+    )
+)
 WEIGHT = (
-    (WeightTile(256, stages=4, width=16), 43.5),
+    *_WIDEST,
     (WeightTile(128, stages=6), 31.0),
     (WeightTile(64, stages=8, parts=2), 22.5),
     (WeightTile(32, stages=12, parts=2), 18.0),
@@ -156,7 +175,7 @@ FEW_WEIGHT = (
 _RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
 _PLAIN_SIZE = 1 << 26
 _SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
-_FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum beside the tensor cores' needs cols <= 192
+_FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum stands beside the tensor cores'
 
 
 def _rounds(m_tiles: int, n_tiles: int, cluster: int) -> int:
@@ -172,13 +191,12 @@ def pair_tile(m: int, n: int, k: int, dtype=jnp.int8, sources: tuple[int, ...] =
         # A block without a tile of its own has no source of a low-rank term to wait for.
         alone = tile.split > 1 or tile.n < 128 or sources
         return tile if alone else dataclasses.replace(tile, cluster=2)
-    options = [(t, us) for t, us in PAIR if not (fp8 and t.cols > 192)]
 
     def cost(option):
         tile, us = option
         return _rounds(-(-m // (tile.m * tile.cluster)), -(-n // tile.n), tile.cluster) * us
 
-    tile = min(options, key=cost)[0]
+    tile = min(FP8 if fp8 else PAIR, key=cost)[0]
     return dataclasses.replace(tile, promote=_FP8_PROMOTE if fp8 else 0)
 
 
@@ -225,8 +243,12 @@ def weight_tile(m: int, n: int, k: int, block: int = BLOCK_K, most: int = 256) -
         n_tiles = -(-n // (tile.rows * tile.cluster))
         return _rounds(-(-m // tile.tokens), n_tiles, tile.cluster) * us
 
-    fit = (option for option in WEIGHT if option[0].divides(k) and option[0].tokens <= most)
-    return min(fit, key=cost)[0]
+    def fits(tile: WeightTile) -> bool:
+        """Codes of x bring a scale a token: copies of whole units of 128 bytes."""
+        whole = block == BLOCK_K or tile.tokens % 32 == 0
+        return tile.divides(k) and tile.tokens <= most and whole
+
+    return min((option for option in WEIGHT if fits(option[0])), key=cost)[0]
 
 
 def _few_tokens_tile(m: int, n: int, k: int) -> WeightTile:

@@ -328,7 +328,10 @@ def test_tiles_fill_the_gpu():
     for m, n, k in ((64, 14336, 4096), (20, 4096, 14336), (64, 49152, 576), (33, 264, 64)):
         few = planning.weight_tile(m, n, k)
         assert few.divides(k) and few.tokens == (32 if m <= 32 else 64)
-    assert planning.weight_tile(8192, 14336, 4096).tokens == 256
+    large = 256 if jax.__version_info__ < (0, 12) else 208
+    assert planning.weight_tile(8192, 14336, 4096).tokens == large
+    codes = planning.weight_tile(8192, 14336, 4096, planning.CODES_K)
+    assert codes.tokens == (256 if large == 256 else 192)  # whole units of scales
     assert planning.weight_tile(256, 4096, 4096).tokens == 64
     for m in (1, 64, 256, 2048):
         assert planning.pair_tile(m, 4096, 4096, F8).cols <= 192
@@ -433,7 +436,9 @@ def test_low_rank_values(dtype, sources, ranks, split):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [tile for tile, _ in planning.PAIR])
+@pytest.mark.parametrize(
+    "tile", list(dict.fromkeys(tile for tile, _ in (*planning.PAIR, *planning.FP8)))
+)
 def test_int8_sum_is_exact(tile):
     x, w, _ = pair(300, 1000, 4096, I8)
     ones = [jnp.ones(r, F32) for r in (300, 1000)]
