@@ -23,9 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 
+AHEAD = 512  # bytes of a row of w that L2 is asked for before the kernel before has ended
 # Registers a thread of the feeder and of a compute warpgroup, by the number of the latter: their
 # sum may not pass what the launch gave (3 * 168, 5 * 96), or setmaxnreg waits for ever.
-AHEAD = 512  # bytes of each of a tile's rows of w that are asked for before the wait
 REGISTERS = {2: (40, 232), 4: (32, 112)}
 
 
@@ -178,16 +178,15 @@ def meet_peer(t, acc, part, finishing, sums, full, empty, finish, sent=lambda: N
 
 
 def await_kernel(w, rows: int, tile, m: int) -> None:
-    """``ptx.await_kernel``.  Where one tile has all m rows of x, so that the weights' bytes decide,
-    L2 is asked before it for the ring's first slots of the block's first tile.
+    """``ptx.await_kernel``.  Up to 64 rows of x, where the bytes of w decide, L2 is asked first for
+    what the ring begins with: the rows of the block's first tile (which lie in blocks' order).
 
     w: [N, K], or [2, N, K] of which a tile has ``rows`` of each.
     """
     *sets, n, k = w.shape
-    bits = 4 if w.dtype == jnp.int4 else 8 * jnp.dtype(w.dtype).itemsize
-    pitch = k * bits // 8
+    pitch = k * 4 // 8 if w.dtype == jnp.int4 else k * jnp.dtype(w.dtype).itemsize
     part = pitch // tile.split
-    size = min(part, AHEAD) // 16 * 16
+    size = min(part, AHEAD) // 16 * 16 if m <= 64 else 0
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def begin(ctx, w):
@@ -203,8 +202,6 @@ def await_kernel(w, rows: int, tile, m: int) -> None:
             p.when(mine, lambda: p.prefetch(p.offset(at, k_part, part), size))
         p.await_kernel()
 
-    if m > 64:
-        size = 0
     begin(w)
 
 
