@@ -217,17 +217,17 @@ def _with_log_sum(
     # jax.nn.dot_product_attention rounds the logarithms to 16 bits: weights off by percents.
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
-    mask, lengths = MaskType.CAUSAL, {}
+    mask, n_queries = MaskType.CAUSAL, None
     if n_keys is not None:
         mask = MaskType.PADDING_CAUSAL if is_causal else MaskType.PADDING
         n_queries = jnp.full(q.shape[:1], q.shape[1], jnp.int32)
-        lengths = {"q_seqlen": n_queries, "kv_seqlen": n_keys}
     out, log = dot_product_attention(
         q, k, v,
+        q_seqlen=n_queries,
+        kv_seqlen=n_keys,
         scale=q.shape[-1] ** -0.5,
         mask_type=mask,
         sliding_window_length=window,
         return_residual=True,
-        **lengths,
     )  # fmt: skip
     return out, jnp.swapaxes(log, 1, 2)
