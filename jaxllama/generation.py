@@ -31,9 +31,11 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.lora import ROWS, for_rows
-from jaxllama.parallel.mesh import mesh_of
+from jaxllama.parallel.mesh import mesh_of, traced_mesh
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
 from pallas_kernels.brief import short_repr
+from pallas_kernels.rows import greedy
+from pallas_kernels.rows.greedy import append_greedy
 
 Params = dict[str, Any]
 # Tokens, of all rows together, that a GPU's prefill takes through the model at once: enough for its
@@ -61,8 +63,8 @@ def logits(cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Arr
     """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, right-padded beyond
     ``lengths[B]`` (what stands there in the result means nothing)."""
     tokens, lengths = _int32(tokens, lengths)
-    hidden, _ = decoder.forward(cfg, params, tokens, lengths)
-    return decoder.logits(cfg, params, hidden)
+    hidden, _ = decoder.forward(cfg, params, tokens, lengths, normed=False)
+    return decoder.logits(cfg, params, hidden, normed=False)
 
 
 def prefill_chunk(rows: int, width: int) -> int | None:
@@ -165,7 +167,7 @@ def verify(
 ) -> tuple[jax.Array, Proposal]:
     """``verify_step`` inside of a program; exact: as of ``decoder.propose``."""
     hidden, proposal = decoder.propose(cfg, params, tokens, lengths, cache, exact)
-    scores = decoder.logits(cfg, params, hidden.reshape(-1, hidden.shape[-1]))
+    scores = decoder.logits(cfg, params, hidden.reshape(-1, hidden.shape[-1]), normed=False)
     scores = scores.reshape(*tokens.shape, -1)
     if cache.capacity is not None:
         last = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -201,8 +203,10 @@ def _forward(
     total: jax.Array | None = None,
     sparse: bool = False,
 ) -> tuple[jax.Array, Cache]:
-    """``decoder.forward``, which gives a cache where it gets one."""
-    hidden, after = decoder.forward(cfg, params, tokens, lengths, cache, total, sparse=sparse)
+    """``decoder.forward`` without the final norm, which gives a cache where it gets one."""
+    hidden, after = decoder.forward(
+        cfg, params, tokens, lengths, cache, total, sparse=sparse, normed=False
+    )
     assert after is not None
     return hidden, after
 
@@ -212,7 +216,7 @@ def _logits(
 ) -> jax.Array:
     """Logits after ``lengths[B]`` new tokens; NaN for rows of ``cache`` without room for them.
     (A choice that whatever reads the logits makes in passing.)"""
-    logits = decoder.logits(cfg, params, hidden)
+    logits = decoder.logits(cfg, params, hidden, normed=False)
     if cache.capacity is None:
         return logits
     fits = cache.lengths + lengths <= cache.capacity
@@ -355,7 +359,7 @@ class _Carry(NamedTuple):
     cache's length and the step, int32 ``[5, B]``; tokens and the bits of logprobs, int32
     ``[2, B, max_new_tokens]``; the cache's layers; the history."""
 
-    rows: jax.Array | Sequence[jax.Array]
+    rows: Any
     written: jax.Array
     layers: tuple[Any, ...]
     history: History | None
@@ -376,7 +380,9 @@ def advance(
     """Run the loop until ``until`` tokens are written in all, or every row has stopped.
 
     What it carries for a row is one array, and what it writes another, since on a GPU each small
-    array that changes costs a step a kernel.
+    array that changes costs a step a kernel.  The condition is computed where it is asked for: as
+    an element of the carry it would save a kernel, but a graph then reads it before the step has
+    written it (``bench/README.md``).
     """
     until = jnp.minimum(until, state.tokens.shape[1])
 
@@ -386,12 +392,27 @@ def advance(
 
     def one_token(carry: _Carry) -> _Carry:
         newest, done, counts, lengths, step = carry.rows
-        scores, cache = _decode(cfg, params, newest, Cache(carry.layers, lengths), 1 - done)
-        rows = newest, done, counts, cache.lengths, step
-        carry = _Carry(rows, carry.written, cache.layers, carry.history)
+        before, live = Cache(carry.layers, lengths), 1 - done
+        hidden, after = _forward(cfg, params, newest[:, None], live, before, sparse=True)
+        if not sampling.features and _ends_in_one(cfg, params, hidden, stop_ids):
+            product = decoder.head_product(cfg, params, hidden[:, 0], normed=False)
+            kept = append_greedy(
+                product, carry.rows, carry.written, stop_ids, capacity=before.capacity
+            )
+            return _Carry(*kept, after.layers, None)
+        scores = _logits(cfg, params, hidden[:, 0], before, live)
+        rows = newest, done, counts, after.lengths, step
+        carry = _Carry(rows, carry.written, after.layers, carry.history)
         return _append(carry, scores, sampling, stop_ids)
 
     return _unpack(lax.while_loop(unfinished, one_token, _pack(state)))
+
+
+def _ends_in_one(cfg: ModelConfig, params: Params, hidden: jax.Array, stop_ids: jax.Array) -> bool:
+    """Has what follows the head in a greedy step a kernel?"""
+    logits = jax.ShapeDtypeStruct((hidden.shape[0], cfg.vocab_size), hidden.dtype)
+    is_plain = cfg.logit_softcap is None and traced_mesh(params) is None
+    return is_plain and greedy.fusible(logits, stop_ids)
 
 
 def loop_for(params: Params) -> Callable[..., GenerateState]:

@@ -173,7 +173,7 @@ class Model:
             newest = lax.dynamic_index_in_dim(tokens, index - 1, 1)
             goes_on = (index < ask.wanted).astype(jnp.int32)
             hidden, cache = decoder.forward(
-                self.cfg, params, self._known(newest), goes_on, cache, sparse=True
+                self.cfg, params, self._known(newest), goes_on, cache, sparse=True, normed=False
             )
             tokens, history = drafted(tokens, index, hidden[:, 0], history)
             return index + 1, tokens, cache, history
@@ -223,7 +223,7 @@ class Model:
 
     def _scores(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Logits ``[B, vocab_size]``."""
-        scores = decoder.logits(self.cfg, params, hidden)[:, : self.vocab_size]
+        scores = decoder.logits(self.cfg, params, hidden, normed=False)[:, : self.vocab_size]
         more = self.vocab_size - scores.shape[1]
         return jnp.pad(scores, ((0, 0), (0, more)), constant_values=-jnp.inf) if more else scores
 
@@ -369,8 +369,10 @@ def advance(
             live = state.is_live(limit).astype(jnp.int32)
             inputs, count = read(state, draft, width), live * (1 + draft.lengths)
             if width == 1:  # a plain step, whose kernels are fewer: nothing of it is taken back
-                hidden, cache = decoder.forward(cfg, params, inputs, live, state.cache, sparse=True)
-                scores = decoder.logits(cfg, params, hidden[:, 0])[:, None]
+                hidden, cache = decoder.forward(
+                    cfg, params, inputs, live, state.cache, sparse=True, normed=False
+                )
+                scores = decoder.logits(cfg, params, hidden[:, 0], normed=False)[:, None]
                 state, _ = settled(plan, state, draft, scores, live, sampling, stop_ids)
                 return dataclasses.replace(state, cache=cache)
             scores, proposal = verify(cfg, params, inputs, count, state.cache, plan.exact)

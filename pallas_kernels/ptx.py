@@ -327,6 +327,16 @@ def shuffle_from(x: Value, lane: int) -> Value:
     return ptx(code, x, results=x.type, convergent=True)
 
 
+def any_lane(condition: Value) -> Value:
+    """Whether it holds in a lane of the warp."""
+    word = ptx(
+        "{ .reg .pred q; setp.ne.u32 q, $1, 0; vote.sync.any.pred q, q, 0xffffffff; "
+        "selp.u32 $0, 1, 0, q; }",
+        arith.extui(i32(), condition), results=i32(), convergent=True,
+    )  # fmt: skip
+    return bit(word, 0)
+
+
 def transpose_8x8(word: Value) -> Value:
     """The warp's 8x8 matrix of 16-bit words, two per lane, transposed."""
     code = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"

@@ -8,7 +8,9 @@ bytes, floor, share of the floor.  Bytes are the compiled program's (``hlo.launc
 the larger of bytes over this machine's memory rate and a product's operations over its rate (the
 default dtype's, twice that for operands of 8 bits), both measured in the same run.  ``between`` is
 the time inside a step in which no kernel ran; ``outside`` what a step takes by the clock,
-unprofiled, beside what the trace shows: of a loop, the start of its next turn.
+unprofiled, beside what the trace shows: of a loop, its condition and the start of its next turn.
+A loop is run for two numbers of steps; what does not grow with them is ``call``, the host's part of
+a call: its arguments, and the graph's update where they lie elsewhere than in the call before.
 
 A prefill is the whole program with its first token; a decode step a turn of the loop.  CUDA graphs
 stay on (``trace.profiled_graphs``, before jax starts its devices).  CUPTI then records one turn of
@@ -40,7 +42,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.progress import Working
 
 Phase = Literal["decode", "prefill"]
-_STEPS = 16  # of a decode run
+_STEPS, _MORE = 16, 48  # of the decode runs
 _SUFFIX = re.compile(r"(_mosaic)?(_gpu)?_kernel$")
 _NUMBER = re.compile(r"([._]\d+)+(?=$|_fusion)")
 
@@ -61,22 +63,29 @@ def run(
 
     Raises JaxLlamaError if the model's context is too short.
     """
-    check_room(lm.config, prompt_tokens + 1, context, _STEPS + 1)
+    check_room(lm.config, prompt_tokens + 1, context, _MORE + 1)
     sign = Working() if sign is None else sign
     decoding = Decoding(lm, batch, kv_dtype, chunk)
     sign.note(f"compiling {phase}")
-    state = functools.partial(decoding.prefilled, SHORT, _STEPS + 1, context - SHORT)
+    state = functools.partial(decoding.prefilled, SHORT, _MORE + 1, context - SHORT)
     if phase == "decode":
         module, text = "jit_advance", decoding.compile(state()[0]).compiled.as_text() or ""
     else:
         module, text = "jit_start", decoding.prefill_text(prompt_tokens)
 
-    def once() -> float:
+    def once(steps: int = _STEPS) -> float:
         if phase == "decode":
-            return decoding.run(state()[0], _STEPS + 1) / _STEPS
+            return decoding.run(state()[0], steps + 1)
         return decoding.prefilled(prompt_tokens, 1)[1]
 
-    seconds = statistics.median([once() for _ in range(2 + runs)][2:])
+    def median(of: Callable[[], float]) -> float:
+        return statistics.median([of() for _ in range(2 + runs)][2:])
+
+    seconds, call = median(once), 0.0
+    if phase == "decode":
+        short = seconds
+        seconds = (median(lambda: once(_MORE)) - short) / (_MORE - _STEPS)
+        call = short - _STEPS * seconds
     sign.note("profiling")
     events = _traced(once, module)
     rates = memory_bandwidth(), matmul_rate()
@@ -90,6 +99,7 @@ def run(
         "context": context if phase == "decode" else 0,
         "tokens": batch * (1 if phase == "decode" else prompt_tokens),
         "step_us": 1e6 * seconds,
+        "call_us": 1e6 * call,
         "outside_us": 1e6 * seconds - report["kernels_us"] - report["between_us"],
         **report,
     }
@@ -192,4 +202,6 @@ def table(report: dict[str, Any]) -> str:
     lines.append(f"{'kernels':44} {launched:8.4g} {report['kernels_us']:9.1f} {'':9} {floor:9.1f}")
     lines.append(f"{'between kernels':44} {'':8} {report['between_us']:9.1f}")
     lines.append(f"{'outside of the trace':44} {'':8} {report['outside_us']:9.1f}")
+    if report["phase"] == "decode":
+        lines.append(f"{'a call, whatever its steps':44} {'':8} {report['call_us']:9.1f}")
     return "\n".join(lines)

@@ -232,6 +232,7 @@ def forward(
     *,
     sparse: bool | jax.Array = False,
     fresh: bool = False,
+    normed: bool = True,
 ) -> tuple[jax.Array, Cache | None]:
     """``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) -> (hidden states after the final norm
     ``[B, T, D]``, cache).
@@ -244,13 +245,14 @@ def forward(
     none (a prompt), all (a decode step), or bool ``[B, T]``.
     fresh: every row with tokens is empty; then a GPU need not ask the host how much there is to
     read, and the call returns before it has been computed.
+    normed: False leaves the final norm to ``logits``, which is told so.
     Raises ValueError naming a parameter whose shape is not ``cfg``'s.
     """
     mesh = traced_mesh(params)
     if mesh is not None:
         return over_mesh(
             forward, mesh, cfg, params, tokens, lengths, cache, total_lengths, sparse=sparse,
-            fresh=fresh,
+            fresh=fresh, normed=normed,
             out=lambda rows: (P(rows), None if cache is None else cache_specs(cache, rows)),
         )  # fmt: skip
     check(cfg, params)
@@ -264,7 +266,7 @@ def forward(
     stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
     states = None if cache is None else cache.layers
     stream, states = walk(cfg, params, stream, states, at, block_once)
-    x = final_norm(cfg, params, stream)
+    x = final_norm(cfg, params, stream) if normed else stream.total
     return x, None if cache is None else Cache(states, start + lengths, cache.table)
 
 
@@ -276,8 +278,8 @@ def propose(
     cache: Cache,
     exact: bool = False,
 ) -> tuple[jax.Array, Proposal]:
-    """``forward`` of tokens ``[B, T]`` that may not stay -> (hidden states ``[B, T, D]``, what
-    ``commit`` makes a cache of).
+    """``forward`` of tokens ``[B, T]`` that may not stay -> (hidden states ``[B, T, D]`` before the
+    final norm, what ``commit`` makes a cache of).
 
     They are T decode steps in one: each is a row of every product, as a step of B * T rows has
     them, and sees the tokens before it.  exact: attention and states are in the shapes of such a
@@ -300,7 +302,7 @@ def propose(
     at = At(*places, True, cache.table, drafted=width, exact=exact)
     stream = Stream(embed_tokens(cfg, params, tokens.reshape(-1, 1), activation_dtype(params)))
     stream, states = walk(cfg, params, stream, cache.layers, at, block_once)
-    x = final_norm(cfg, params, stream).reshape(batch, width, -1)
+    x = stream.total.reshape(batch, width, -1)
     kept = tuple(state if isinstance(state, GLATokens) else None for state in states)
     layers: Any = tuple(
         state if tokens is None else old
@@ -326,15 +328,29 @@ def commit(proposal: Proposal, count: jax.Array, exact: bool = False) -> Cache:
     return Cache(tuple(layers), cache.lengths + count, cache.table)
 
 
-def logits(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
-    """``forward``'s hidden states ``[..., D]`` to float32 logits ``[..., V]``."""
+def logits(cfg: ModelConfig, params: Params, x: jax.Array, normed: bool = True) -> jax.Array:
+    """``forward``'s hidden states ``[..., D]`` to float32 logits ``[..., V]``.
+
+    normed: that they are behind the final norm; where not, the head's kernel has it if it can.
+    """
     mesh = traced_mesh(params)
     if mesh is not None:
         scores = over_mesh(
-            logits, mesh, cfg, params, x,
+            logits, mesh, cfg, params, x, normed=normed,
             out=lambda rows: P(rows, *(None,) * (x.ndim - 2), MODEL_AXIS),
         )  # fmt: skip
         return scores[..., : cfg.vocab_size]
-    scores = linear.linear(x, head(params)).astype(jnp.float32)
-    cap = cfg.logit_softcap
+    return capped(cfg, head_product(cfg, params, x, normed))
+
+
+def head_product(cfg: ModelConfig, params: Params, x: jax.Array, normed: bool = True) -> jax.Array:
+    """``logits`` in x's dtype, before the cap."""
+    if normed:
+        return linear.linear(x, head(params))
+    return linear.norm_linear(Stream(x), params["norm"], head(params), cfg)[0]
+
+
+def capped(cfg: ModelConfig, scores: jax.Array) -> jax.Array:
+    """The head's product in float32, with the model's cap."""
+    scores, cap = scores.astype(jnp.float32), cfg.logit_softcap
     return scores if cap is None else cap * jnp.tanh(scores / cap)

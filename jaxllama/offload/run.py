@@ -333,7 +333,7 @@ class Run:
             return
         last = None
         for piece, x in zip(batch.pieces, hidden, strict=True):
-            last = programs.last_hidden(self.cfg, weights, x, piece.lengths, last)
+            last = programs.last_hidden(x, piece.lengths, last)
         scores = programs.head_logits(self.cfg, weights, last)
         lengths = batch.lengths
         for piece in batch.pieces:

@@ -79,7 +79,8 @@ def units_of(cfg: ModelConfig, sep_layer: bool) -> list[Unit]:
 
 
 positions_of = jax.jit(decoder.positions_of, static_argnums=(0, 3))
-head_logits = jax.jit(decoder.logits, static_argnums=0)
+# Of hidden states before the final norm.
+head_logits = jax.jit(functools.partial(decoder.logits, normed=False), static_argnums=0)
 # Normed hidden states ``[B, T, D]`` of every position.
 final_hidden = jax.jit(decoder.final_norm, static_argnums=0)
 
@@ -126,18 +127,16 @@ def run_layer(
 verify_layer = jax.jit(run_layer.__wrapped__, **_LAYER)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def last_hidden(
-    cfg: ModelConfig, weights: Any, stream: Stream, n_new: jax.Array, last: jax.Array | None
-) -> jax.Array:
-    """The normed hidden state of each row's last valid token, ``[B, D]``; rows without a new token
-    keep ``last``."""
-    normed = decoder.final_norm(cfg, weights, stream)
-    picked = normed[jnp.arange(normed.shape[0]), jnp.maximum(n_new - 1, 0)]
+@jax.jit
+def last_hidden(stream: Stream, n_new: jax.Array, last: jax.Array | None) -> jax.Array:
+    """The hidden state of each row's last valid token, ``[B, D]``, before the final norm; rows
+    without a new token keep ``last``."""
+    x = stream.total
+    picked = x[jnp.arange(x.shape[0]), jnp.maximum(n_new - 1, 0)]
     return picked if last is None else jnp.where((n_new > 0)[:, None], picked, last)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def all_logits(cfg: ModelConfig, weights: Any, stream: Stream) -> jax.Array:
     """Float32 logits ``[B, T, V]`` of every position."""
-    return decoder.logits(cfg, weights, decoder.final_norm(cfg, weights, stream))
+    return decoder.logits(cfg, weights, stream.total, normed=False)

@@ -125,6 +125,7 @@ def _attend(*refs, plan, codes, shape, paging, window, scale, kind):
 
     thread, warp, lane, g, quad, row, in_row, team, member, sub, own = here = place()
     busy = p.less(team, teams)
+    p.await_kernel()
     fewest, length = rows.span(lengths_ref, row, lane)
     step_tokens = plan.tiles * TILE
     if plan.cluster:

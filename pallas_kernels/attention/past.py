@@ -57,7 +57,8 @@ def attend(
     codes = quantize_kv(q, "int8")
     is_key = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :] < n_keys[:, None]
     scale = jnp.where(is_key[:, :, None], k.scale[..., 0], 0.0)
-    factor = codes.scale[..., 0] * (q.shape[-1] ** -0.5 * math.log2(math.e))
+    # Of a q of zeros the scale is 0, by which the scores of keys that are not seen, -inf, are NaN.
+    factor = jnp.maximum(codes.scale[..., 0], 1e-30) * (q.shape[-1] ** -0.5 * math.log2(math.e))
     factor, scale = (jnp.swapaxes(x, 1, 2) for x in (factor, scale))
     out, log = past_kernel.attend(codes.q, factor, k.q, scale, v, jnp.maximum(n_keys, 1))
     return out, jnp.swapaxes(log, 1, 2)

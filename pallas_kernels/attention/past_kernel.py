@@ -7,24 +7,22 @@ k int8 ``[B, S, K, H]``, sk float32 ``[B, K, S]``, v 16-bit ``[B, S, K, H]`` wit
 on, n int32 ``[B]`` from 1 on -> (out ``[B, T, N, H]``, the logarithm of the sum of exponentials
 float32 ``[B, N, T]``).  T and S are multiples of 128, H is 64 or 128.
 
-    feeder    : TMA k, sk, v of step i+2 | ...
-    compute 0 : scores i   | softmax i    | values i  | ...
-    compute 1 : softmax i-1| values i-1   | scores i  | ...
+    feeder  : TMA k, sk, v of step i+2 | ...
+    compute : ask scores i+1, values i | scores i+1 | softmax i+1 | values i | weights i+1 | ...
 
-A block has 128 queries of one head, 64 to a warpgroup; the two pass the tensor cores to each
-other, so that one multiplies while the other takes exponentials (FlashAttention-3, arXiv
-2407.08608).  int8 scores (SageAttention, arXiv 2410.02367) take half of 16-bit ones' time, and keys
-are the cache's own codes; values stay 16-bit floats because 8-bit operands of wgmma cannot be
-transposed.
+A block has 128 queries of one head, 64 to each of two warpgroups, which run free of each other.
+Both ask for the next tile's scores and this one's values together, and take exponentials while the
+tensor cores multiply (FlashAttention-3, arXiv 2407.08608; ``past_registers``).  int8 scores
+(SageAttention, arXiv 2410.02367) take half of 16-bit ones' time, and keys are the cache's own
+codes.  Tiles go from the last, which may be ragged, to the first.
 
-One H200, 32/8 heads of 128, 32768 queries and keys: 27.1 ms, 650 TFLOP/s; cuDNN over the same
-floats 30.6 (576) in one run.  What was tried: NOTES.md.
+One H200, 32/8 heads of 128, 32768 queries and keys: 25.9 ms, 679 TFLOP/s; in another run 25.3 (696)
+beside 30.2 (583) of cuDNN over the same floats.  What was tried: NOTES.md.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -32,105 +30,77 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROWS, KEYS, STAGES = 64, 128, 2
-_LAYOUT = plgpu.Layout.WGMMA
-_ROW, _COLUMN = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
+from pallas_kernels.attention.past_registers import KEYS, ROWS, Tile, tiling, zeros
+
+STAGES = 2
 
 
-def _along(x, shape, axis):
-    return lax.broadcast_in_dim(x, shape, [axis])
-
-
-def _body(q, sq, k, sk, v, n_keys, out, log, *scratch, team: int, h: int):
+def _body(q, sq, k, sk, v, n_keys, out, log, *scratch, team: int, tile: Tile):
     q_sm, k_sm, v_sm, o_sm, sq_sm, sk_sm, log_sm, *barriers = scratch
-    q_full, k_full, v_full, k_empty, v_empty, turn = barriers
+    q_full, k_full, v_full, k_empty, v_empty = barriers
     wg, head, row = lax.axis_index("wg"), lax.axis_index("head"), lax.axis_index("row")
     kv_head, n = head // team, n_keys[row]
     steps = (n + KEYS - 1) // KEYS
 
+    def slot(i):
+        return lax.rem(i, jnp.asarray(STAGES, i.dtype))
+
     @pl.when(wg == 2)
     def feed():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
 
         @plgpu.warp_map
         def of_warp(warp):
             @pl.when(warp == 0)
             def _():
                 @pl.loop(0, steps)
-                def load(j):
-                    at = lax.rem(j, jnp.asarray(STAGES, j.dtype))
-                    keys = pl.ds(j * KEYS, KEYS)
-                    pl.when(j >= STAGES)(lambda: plgpu.barrier_wait(k_empty.at[at]))
+                def load(i):
+                    at = slot(i)
+                    keys = pl.ds((steps - 1 - i) * KEYS, KEYS)
+                    pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(k_empty.at[at]))
                     plgpu.copy_gmem_to_smem(k.at[row, keys, kv_head], k_sm.at[at], k_full.at[at])
                     plgpu.copy_gmem_to_smem(sk.at[row, kv_head, keys], sk_sm.at[at], k_full.at[at])
-                    pl.when(j >= STAGES)(lambda: plgpu.barrier_wait(v_empty.at[at]))
+                    pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(v_empty.at[at]))
                     plgpu.copy_gmem_to_smem(v.at[row, keys, kv_head], v_sm.at[at], v_full.at[at])
 
     @pl.when(wg < 2)
     def compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         rows = pl.ds(lax.axis_index("tile") * 2 * ROWS + wg * ROWS, ROWS)
         plgpu.copy_gmem_to_smem(q.at[row, rows, head], q_sm.at[wg], q_full.at[wg])
         plgpu.copy_gmem_to_smem(sq.at[row, head, rows], sq_sm.at[wg], q_full.at[wg])
         plgpu.barrier_wait(q_full.at[wg])
-        factor = plgpu.load(sq_sm.at[wg], layout=_ROW)
+        factor = tile.factors()(sq_sm.at[wg])
+        means, state = zeros(tile.h)
 
-        def pass_on():
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
-
-        def step(j, carry, *, last: bool):
-            acc, best, total = carry
-            at = lax.rem(j, jnp.asarray(STAGES, j.dtype))
-            plgpu.barrier_wait(k_full.at[at])
-
-            def scores(ref):
-                plgpu.wgmma(ref, q_sm.at[wg], k_sm.at[at].transpose((1, 0)))
-                pass_on()
-                plgpu.wgmma_wait(0)
-                return plgpu.wgmma_accumulator_load(ref, wait_n=None)
-
-            s = pl.run_scoped(scores, plgpu.ACC((ROWS, KEYS), jnp.int32))
-            x = s.astype(jnp.float32)
-            x = x * _along(plgpu.load(sk_sm.at[at], layout=_COLUMN), x.shape, 1)
-            plgpu.barrier_arrive(k_empty.at[at])
-            if last:
-                key = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=_LAYOUT) + j * KEYS
-                x = jnp.where(key < n, x, -jnp.inf)
-            peak = jnp.maximum(best, jnp.max(x, axis=1) * factor)
-            fade = jnp.exp2(best - peak)
-            p = jnp.exp2(x * _along(factor, x.shape, 0) - _along(peak, x.shape, 0))
-            acc = acc * _along(fade, acc.shape, 0)
-            total = total * fade + jnp.sum(p, axis=1)
-            p = p.astype(v.dtype)
-            acc, total, peak, p = lax.optimization_barrier((acc, total, peak, p))
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(v_full.at[at])
-            plgpu.barrier_wait(turn)
-
-            def values(ref):
-                plgpu.wgmma(ref, p, v_sm.at[at])
-
-            acc = pl.run_state(values)(plgpu.ACC.init(acc))
-            plgpu.barrier_arrive(v_empty.at[at])
-            return acc, peak, total
-
-        def splat(value, shape, layout):
-            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-        carry = (
-            splat(0.0, (ROWS, h), _LAYOUT),
-            splat(-jnp.inf, (ROWS,), _ROW),
-            splat(0.0, (ROWS,), _ROW),
+        plgpu.barrier_wait(k_full.at[0])
+        scores = tile.ask_scores()(q_sm.at[wg], k_sm.at[0])
+        left = plgpu.layout_cast(
+            jnp.full((128,), n - (steps - 1) * KEYS, jnp.int32), plgpu.Layout.WG_SPLAT((128,))
         )
-        whole = n // KEYS
-        pl.when(wg == 1)(pass_on)
-        carry = lax.fori_loop(0, whole, functools.partial(step, last=False), carry)
-        carry = lax.fori_loop(whole, steps, functools.partial(step, last=True), carry)
-        pl.when(wg == 0)(pass_on)
-        acc, peak, total = carry
-        o_sm[wg] = (acc / _along(total, acc.shape, 0)).astype(out.dtype)
-        log_sm[wg] = peak * math.log(2) + jnp.log(total)
+        x, state, _ = tile.softmax(0, ragged=True)(scores, sk_sm.at[0], state, factor, left)
+        plgpu.barrier_arrive(k_empty.at[0])
+        plgpu.barrier_wait(v_full.at[0])
+        weights = tile.weights()(x)
+
+        def step(i, carry):
+            means, weights, state = carry
+            at, last = slot(i), slot(i - 1)
+            plgpu.barrier_wait(k_full.at[at])
+            scores, means = tile.ask_both()(q_sm.at[wg], k_sm.at[at], v_sm.at[last], weights, means)
+            x, state, fade = tile.softmax(1)(scores, sk_sm.at[at], state, factor)
+            plgpu.barrier_arrive(k_empty.at[at])
+            # Waited for already here: ptxas moves no exponential below this branch, and without one
+            # moves the wait for the values above them.
+            plgpu.barrier_wait(v_full.at[at])
+            means = tile.fade()(means, fade)
+            plgpu.barrier_arrive(v_empty.at[last])
+            return means, tile.weights()(x), state
+
+        one = jnp.asarray(1, steps.dtype)
+        means, weights, state = lax.fori_loop(one, steps, step, (means, weights, state))
+        means = tile.ask_values()(v_sm.at[slot(steps - 1)], weights, means)
+        o_sm[wg] = tile.finish()(means, state, log_sm.at[wg]).astype(out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(o_sm.at[wg], out.at[row, rows, head])
         plgpu.copy_smem_to_gmem(log_sm.at[wg], log.at[row, head, rows])
@@ -139,10 +109,7 @@ def _body(q, sq, k, sk, v, n_keys, out, log, *scratch, team: int, h: int):
 
 def _tiles(*shape, dtype):
     """Shared memory of an operand of wgmma."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = min(128, shape[-1] * size)
-    transforms = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    return plgpu.SMEM(shape, dtype, transforms=tiling(shape[-1], dtype))
 
 
 @jax.jit
@@ -153,7 +120,11 @@ def attend(
     batch, width, n, h = q.shape
     pair = functools.partial(plgpu.Barrier, num_arrivals=2)
     return plgpu.kernel(
-        functools.partial(_body, team=n // k.shape[2], h=h),
+        functools.partial(
+            _body,
+            team=n // k.shape[2],
+            tile=Tile(h, "bf16" if v.dtype == jnp.bfloat16 else "f16"),
+        ),
         out_type=(
             jax.ShapeDtypeStruct(q.shape, v.dtype),
             jax.ShapeDtypeStruct((batch, n, width), jnp.float32),
@@ -176,7 +147,6 @@ def attend(
             plgpu.Barrier(num_barriers=STAGES),
             pair(num_barriers=STAGES),
             pair(num_barriers=STAGES),
-            pair(),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,

@@ -230,7 +230,10 @@ class Scales:
             token = p.add(p.smaller(p.add(token0, token), self.last), shift)
             for source in (source for pair in self.sources for source in pair):
                 at = p.offset_rows(source, token, self.from_bytes)
-                loaded += [p.load_half(at)] if size == 2 else p.load_global(at, size // 4, cache="")
+                if size == 2:
+                    loaded.append(p.load_half(at, cache=""))
+                else:
+                    loaded += p.load_global(at, size // 4, cache="")
         return loaded
 
     def store(self, loaded: Sequence) -> None:

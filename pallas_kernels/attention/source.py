@@ -175,7 +175,7 @@ class Source:
     def projected(self, head) -> list:
         """A head's features that meet this lane's chunks of keys."""
         at = p.mul(self.quad, 2 * tile.features_of(self.codes))
-        return tile.load_heads(p.offset(self.head_of(head), at), self.codes, "")
+        return tile.load_heads(p.offset(self.head_of(head), at), self.codes)
 
     def stage(self) -> None:
         """Sends the row's tables and the norms' weights, 2 H bytes each, to shared memory."""

@@ -26,14 +26,14 @@ TILE = 16  # tokens
 HEADS = 8  # query heads
 
 
-def load_heads(base, codes: Codes, kind: str = ".nc") -> list[list]:
+def load_heads(base, codes: Codes) -> list[list]:
     """A head's 16-bit features that meet a lane's key words, by chunk; base: of the first."""
     features = features_of(codes)
     return [
         [
             w
             for i in range(features // 8)
-            for w in p.load_global(base, 4, 8 * features * j + 16 * i, cache=kind)
+            for w in p.load_global(base, 4, 8 * features * j + 16 * i, cache="")
         ]
         for j in range(codes.k_chunks)
     ]

@@ -29,6 +29,7 @@ SHAPES = (  # B, T, Hk, H, Dk, Dv
     (8, 4096, 4, 16, 128, 128),
     (8, 4096, 8, 16, 128, 128),
     (1, 16384, 16, 16, 128, 128),
+    (8, 4096, 6, 6, 256, 512),
 )
 BY_CHANNEL = (1, 8192, 64, 64, 128, 128)  # with a decay of every key channel
 STEPS = ((64, 16, 32, 128), (1, 16, 32, 128))  # B, Hk, H, Dk = Dv
@@ -85,8 +86,11 @@ def bench_shape(shape: tuple[int, ...], check: bool, by_channel: bool = False) -
             want = recurrence64(*x, scale)
         errors = (relative_rms(a, b) for a, b in zip(forward(*x), want, strict=True))
         print(shape, "relative RMS of o, state:", *(f"{e:.2e}" for e in errors), flush=True)
-    backward = jax.jit(lambda *x: kernel.gated_delta_backward(*x, None, scale=scale))
-    report(shape, "backward", backward, (*x, x[2]), BACKWARD_BY_CHANNEL if by_channel else BACKWARD)
+    plan = kernel.plan(*x[:4])
+    if isinstance(plan, kernel.Plan) and plan.backward:
+        backward = jax.jit(lambda *x: kernel.gated_delta_backward(*x, None, scale=scale))
+        names = BACKWARD_BY_CHANNEL if by_channel else BACKWARD
+        report(shape, "backward", backward, (*x, x[2]), names)
 
 
 def bench_step(b: int, hk: int, h: int, d: int, by_channel: bool) -> None:

@@ -9,9 +9,10 @@ over the chunks, and ``gradients_kernel_chunks`` finds the others; for a decay o
 ``gradients_channels_products`` and ``gradients_channels`` do.
 
 Contract: bf16 q, k, v, float32 log_decay <= 0 (-inf allowed), beta and states; T of any length; Dk
-64 or 128; Dv a multiple of 64, padded here with channels of zeros to one of 128 where it is none,
-backwards up to 128.  Everything is read and written in [B, T, H, D].  A reset inside a row
-(packed sequences) is log_decay = -inf at the first token of the new segment.
+64 or 128, forwards and with a decay a head 256; Dv a multiple of 64, padded here with channels of
+zeros to one of 128 where it is none, backwards up to 128.  Everything is read and written in
+[B, T, H, D].  A reset inside a row (packed sequences) is log_decay = -inf at the first token of the
+new segment.
 
 Memory's floor for the two passes is 0.281 ms at (8, 4096, 16 and 16 heads, 128, 128) and 0.187 with
 4 key heads.  Result on one H200: 0.325 and 0.279 ms; errors against the float64 recursion: o 3e-3,
@@ -59,16 +60,18 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan
     """How ``gated_delta_forward`` computes ``gated_delta``."""
     if reason := operands_reason(q, k, v, 64):
         return Reason(reason)
-    if q.shape[-1] > 128:
-        return Reason(f"q has Dk = {q.shape[-1]}, the kernel takes 64 and 128")
+    dk, by_channel = q.shape[-1], log_decay.ndim == q.ndim
+    if dk > (128 if by_channel else 256):
+        return Reason(f"q has Dk = {dk}, the kernel takes 64, 128 and, with a decay a head, 256")
     batch, length, heads, dv = v.shape
-    return Plan(segments_for(batch, heads, dv, -(-length // CHUNK)), dv <= CHANNELS)
+    n = segments_for(batch, heads, dv, -(-length // CHUNK), dk)
+    return Plan(n, max(dk, dv) <= CHANNELS)
 
 
-def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int) -> int:
+def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int, dk: int = 128) -> int:
     """Segments per row.  Those cost a second scan, of states and transitions: fewer than four do
-    not pay."""
-    n = gla.segments_for(n_rows, n_heads, dv, n_chunks)
+    not pay.  A block has half as many value channels where Dk = 256."""
+    n = gla.segments_for(n_rows, n_heads, dv * max(dk // 128, 1), n_chunks)
     return n if n >= 4 else 1
 
 
@@ -126,7 +129,7 @@ def gated_delta_forward(
         operands = *chunks_by_channel(q, k, log_decay, beta, lengths, float(scale)), padded(v)
     else:
         operands = q, k, *chunks(q, k, log_decay, beta, lengths, float(scale)), padded(v)
-    n = segments or segments_for(*v.shape[::2], dv, -(-v.shape[1] // CHUNK))
+    n = segments or segments_for(*v.shape[::2], dv, -(-v.shape[1] // CHUNK), q.shape[-1])
     start, _ = _starts(operands, padded(initial_state), lengths, n)
     o, states = scan(*operands, start=start, lengths=lengths, segments=n)
     return o[..., :dv], states[:, :, -1, :, :dv]

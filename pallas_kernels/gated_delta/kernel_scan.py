@@ -14,6 +14,10 @@ the outputs leave from the place of the values.
 
 A warpgroup that only copies would leave 168 registers to the others, which spilled.
 
+Dk = 256, a state of 128 registers: a block of one warpgroup and 64 value channels; bf16 of the
+state a part of 64 columns at a time; two slots, into which c + 2 follows c, its values once c + 1
+is being computed and c's outputs have left.
+
 Floor: 11 bytes per element of q at Dk = Dv = 128 and as many key as value heads, 0.172 ms at
 (8, 4096, 16, 16, 128, 128).  Result: 0.183 on one H200, memory-bound; 0.139 with 4 key heads.
 """
@@ -79,7 +83,7 @@ def store_transposed(tile, x) -> None:
 
 def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks: int, group: int,
                segments: int, want: Want, ragged: bool, initial: bool,
-               by_channel: bool, wgs: int):  # fmt: skip
+               by_channel: bool, wgs: int, stages: int):  # fmt: skip
     want_out = want == "out"
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
@@ -89,7 +93,7 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
     final, q_union, k_union, kt_sm, m_sm, v_union, e_sm, full, empty = rest
     (k_rows, k_sm), (v_rows, v_sm) = k_union, v_union
     q_rows, q_sm = q_union if want_out else (None, None)
-    parts, width = dk // PART, 64 * wgs
+    parts, width, narrow = dk // PART, 64 * wgs, stages == 2
     blocks = dv // width
     j, b = lax.axis_index("values"), lax.axis_index("row")
     head, segment = lax.axis_index("head") // segments, lax.axis_index("head") % segments
@@ -101,16 +105,23 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
         stop = jnp.minimum(last, (lengths[b] + (CHUNK - 1)) // CHUNK)
     steps = jnp.maximum(stop - first, 0)
 
+    def chunk(i):
+        return first + i, i % stages, pl.ds((first + i) * CHUNK, CHUNK), full.at[i % stages]
+
+    def load_values(i):
+        _, slot, rows, bar = chunk(i)
+        for w in range(wgs):
+            at = pl.ds((j % blocks) * width + w * 64, 64)
+            plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], v_rows.at[slot, w], bar)
+
     def load(i):
-        c, slot = first + i, i % STAGES
-        rows, bar = pl.ds(c * CHUNK, CHUNK), full.at[slot]
+        c, slot, rows, bar = chunk(i)
         for x, to in ((k, k_rows), (q, q_rows)) if want_out else ((k, k_rows),):
             for part in range(parts):
                 at = pl.ds(part * PART, PART)
                 plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], to.at[slot, part], bar)
-        for w in range(wgs):
-            at = pl.ds((j % blocks) * width + w * 64, 64)
-            plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], v_rows.at[slot, w], bar)
+        if not narrow:
+            load_values(i)
         plgpu.copy_gmem_to_smem(decays.at[b, head, c], e_sm.at[slot], bar)
         plgpu.copy_gmem_to_smem(keys.at[b, head, rows], kt_sm.at[slot], bar)
         if want_out:
@@ -119,6 +130,8 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
     @pl.when(wg == 0)
     def _():
         lax.fori_loop(0, jnp.minimum(2, steps), lambda i, _: load(i), None)
+        if narrow:
+            pl.when(steps > 0)(lambda: load_values(0))
 
     columns = pl.ds(j * width + wg * 64, 64)
     if initial:
@@ -134,9 +147,8 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
     mask = jnp.full((128,), jnp.where(j < blocks, -1, 0), jnp.int32)
 
     def body(i, state):
-        c, slot = first + i, i % STAGES
-        rows = pl.ds(c * CHUNK, CHUNK)
-        plgpu.barrier_wait(full.at[slot])
+        c, slot, rows, bar = chunk(i)
+        plgpu.barrier_wait(bar)
 
         def inside(x):
             if not ragged:
@@ -144,24 +156,35 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
             token = plgpu.broadcasted_iota(jnp.int32, (64, CHUNK), 1, layout=_WGMMA)
             return jnp.where(token < lengths[b] - c * CHUNK, x, jnp.zeros_like(x))
 
-        rounded = state.astype(jnp.bfloat16)
-        halves = [rounded[:, PART * part : PART * (part + 1)] for part in range(parts)]
         products = (k_sm, q_sm) if want_out else (k_sm,)
+        slices = [slice(PART * part, PART * (part + 1)) for part in range(parts)]
+        if not narrow:
+            rounded = state.astype(jnp.bfloat16)
 
         def read(*accs):
             for acc, tokens in zip(accs, products, strict=True):
-                for part in range(parts):
-                    plgpu.wgmma(acc, halves[part], tokens.at[slot, part].transpose((1, 0)))
+                for part, at in enumerate(slices):
+                    plgpu.wgmma(acc, rounded[:, at], tokens.at[slot, part].transpose((1, 0)))
+            return [acc[...] for acc in accs]
+
+        def read_narrow(*accs):
+            for part, at in enumerate(slices):
+                half = state[:, at].astype(jnp.bfloat16)
+                for acc, tokens in zip(accs, products, strict=True):
+                    plgpu.wgmma(acc, half, tokens.at[slot, part].transpose((1, 0)))
+                plgpu.wgmma_wait(len(accs))  # so that two parts' copies are alive
             return [acc[...] for acc in accs]
 
         square = plgpu.ACC((64, CHUNK), jnp.float32)
-        seen, *asked = pl.run_scoped(read, *[square for _ in products])
+        seen, *asked = pl.run_scoped(read_narrow if narrow else read, *[square for _ in products])
         if want == "borders":
             write_rows(dk, dk)(borders.at[b, head, c, columns], rounded)
-            for part in range(parts):
-                at = slice(PART * part, PART * (part + 1))
+            for part, at in enumerate(slices):
                 place = remainders.at[b, head, c, wgs * j + wg, part]
                 remainder.store(place, state[:, at], rounded[:, at])
+        if narrow:  # the outputs of the chunk before have left the place of the next one's values
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(i + 1 < steps)(lambda: load_values(i + 1))
         values = read_transposed(v_rows.at[slot, wg], mask).astype(jnp.float32)
         if not by_channel:
             seen = by_token(e_sm, slot, 0) * seen
@@ -183,15 +206,19 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
         plgpu.commit_smem()
         if want_out:
             plgpu.copy_smem_to_gmem(v_rows.at[slot, wg], out.at[b, rows, head, columns])
+        if narrow:
+            pl.when(i + 2 < steps)(lambda: load(i + 2))
+            return state
+        if want_out:
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
         @pl.when(i > 0)
         def _():
-            plgpu.barrier_arrive(empty.at[(i - 1) % STAGES])
+            plgpu.barrier_arrive(empty.at[(i - 1) % stages])
 
         @pl.when((wg == 0) & (i + 2 < steps))
         def _():
-            pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[(i - 1) % STAGES]))
+            pl.when(i > 0)(lambda: plgpu.barrier_wait(empty.at[(i - 1) % stages]))
             load(i + 2)
 
         return state
@@ -242,12 +269,14 @@ def scan(
     nc, parts = -(-t // CHUNK), dk // PART
     by_channel = decays.ndim == 4
     want_out = want == "out"
-    width = dv + (VALUE_BLOCK if want == "transitions" else 0)
+    width = dv + (max(VALUE_BLOCK, dk) if want == "transitions" else 0)
     # A block of 64 value channels for each SM, where there are no more of them.
-    wgs = 1 if b * h * segments * width // VALUE_BLOCK <= gpu().sms // 2 else 2
+    few = b * h * segments * width // VALUE_BLOCK <= gpu().sms // 2
+    wgs, stages = (1, 2) if dk > 128 else (1 if few else 2, STAGES)
     body = functools.partial(
         _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments, want=want,
         ragged=lengths is not None, initial=start is not None, by_channel=by_channel, wgs=wgs,
+        stages=stages,
     )  # fmt: skip
     out_type = [jax.ShapeDtypeStruct((b, h, segments, dk, width), jnp.float32)]
     if want_out:
@@ -266,13 +295,13 @@ def scan(
         grid={"values": width // (64 * wgs), "head": h * segments, "row": b},
         warpgroups=wgs,
         scratch=[
-            tokens(STAGES, parts, CHUNK, PART) if want_out else unused,
-            tokens(STAGES, parts, CHUNK, PART),
-            tiles(STAGES, CHUNK, dk),
-            tiles(STAGES, CHUNK, CHUNK) if want_out else unused,
-            tokens(STAGES, wgs, CHUNK, 64),
-            plgpu.SMEM((STAGES, *decays.shape[3:]), jnp.float32),
-            plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
-            plgpu.Barrier(num_arrivals=wgs, num_barriers=STAGES),
+            tokens(stages, parts, CHUNK, PART) if want_out else unused,
+            tokens(stages, parts, CHUNK, PART),
+            tiles(stages, CHUNK, dk),
+            tiles(stages, CHUNK, CHUNK) if want_out else unused,
+            tokens(stages, wgs, CHUNK, 64),
+            plgpu.SMEM((stages, *decays.shape[3:]), jnp.float32),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
         ],
     )

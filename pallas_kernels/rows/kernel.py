@@ -42,6 +42,7 @@ from pallas_kernels.rows.plan import KIND, QMAX, Plan
 def _one_row(*refs, plan: Plan) -> None:
     row = p.register("clusterid.x" if plan.split > 1 else "ctaid.x")
     rows = Rows(refs, plan)
+    p.await_kernel()
     # x goes first: it comes from device memory, the weight mostly from L2.
     words = rows.load(row)
     inner = None if plan.op.adapters is None else Inner(rows, row)
@@ -74,6 +75,7 @@ def _ring_rows(*refs, plan: Plan, n_rows: int) -> None:
         p.ptx("fence.proxy.async.shared::cta;")
 
     p.when(is_first, start)
+    p.await_kernel()
     for i in range(plan.ring):
         slot = p.add(rows.ring, i * slot_bytes)
         copy(p.add(block, i * plan.blocks), slot, p.add(full, 8 * i))

@@ -50,7 +50,7 @@ def _warp_max(value: p.Value) -> p.Value:
 
 def load_chunk(base: p.Value, at: int, inside: p.Value | None, hint: str = "") -> list[p.Value]:
     """16 bytes, zeros where ``inside`` (i1) is false."""
-    load = f"ld.global.nc{hint}.v4.b32"
+    load = f"ld.global{hint}.v4.b32"
     if inside is None:
         return list(p.ptx(f"{load} {{$0,$1,$2,$3}}, [$4+{at}];", base, results=[p.i32()] * 4))
     code = (

@@ -43,9 +43,9 @@ def test_a_recorded_step_of_a_gpu(record, tmp_path):
     (attention,) = (row for name, row in rows.items() if name[0] == "decode_attention_direct")
     assert attention["bytes"] == pytest.approx(2 * 1045 * 8 * 64 * 2, rel=0.01)  # in place: once
     report = {"model": "m", "device": "d", "phase": "decode", "batch": 1, "tokens": 1,
-              "step_us": 522.3, "outside_us": 30.9, **got}  # fmt: skip
+              "step_us": 522.3, "outside_us": 30.9, "call_us": 410.0, **got}  # fmt: skip
     text = where.table(report)
-    assert "quantized_matmul_row" in text and "between kernels" in text
+    assert "quantized_matmul_row" in text and "between kernels" in text and "410.0" in text
 
 
 HLO = """HloModule jit_f

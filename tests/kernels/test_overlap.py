@@ -7,6 +7,8 @@ That none touches device memory before it waits is checked by every emulated run
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +16,13 @@ import pytest
 from jax import lax
 
 from pallas_kernels import quantize
+from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.rope_attention import rope_and_attend
+from pallas_kernels.attention.rope_cache import rope_and_write
 from pallas_kernels.matmul.op import quantized_matmul
+from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
+from pallas_kernels.rows.swiglu import swiglu
 from tests.kernels.attention.test_rope_attention import case
 from tests.kernels.matmul.test_blocks_matmul import newest
 
@@ -62,11 +68,40 @@ def attend(qkv, *rest):
 
 
 def layer(x, w, rest, one=lambda f, *operands: f(*operands)):
-    """A layer's five kernels, each by ``one``; (x, k, v)."""
+    """A layer's five kernels of one row, each by ``one``; (x, k, v)."""
     qkv = one(normed, x, w["qkv"])
     heads, k, v = one(attend, qkv.reshape(1, -1, HEADS[2]), *rest)
     x = one(added, heads.reshape(1, -1), w["o"], x)
     return one(added, one(gated, x, w["gate_up"]), w["down"], x), k, v
+
+
+def mosaic(op, *fixed, **named):
+    """The op's kernel, of some operands fixed."""
+    return lambda *operands: op(*operands, *fixed, **named, implementation="mosaic")
+
+
+def layer_of_many_rows(x, w, rest, one=lambda f, *operands: f(*operands)):
+    """A layer's ten kernels of 64 rows in 8-bit codes, each by ``one``; (x, k, v)."""
+    product, codes = mosaic(quantized_matmul), mosaic(quantize_tokens)
+    norm_codes, (*tables, k, v, slots) = mosaic(rms_norm, *norm(), quantize="int8"), rest
+    qkv = one(product, one(norm_codes, x), w["qkv"])
+    qkv = qkv.reshape(len(x), -1, HEADS[2])
+    q, k, v = one(mosaic(rope_and_write), qkv, *tables, k, v, slots)
+    heads = one(mosaic(decode_attention), q, k, v, slots + 1).reshape(len(x), -1)
+    o = one(product, one(codes, heads), w["o"])
+
+    def sum_and_codes(x, o):
+        return rms_norm(x, *norm(), residual=o, quantize="int8", implementation="mosaic")
+
+    y, x = one(sum_and_codes, x, o)
+    gates = one(mosaic(swiglu, quantize="int8"), one(product, y, w["gate_up"]))
+    return x + one(product, gates, w["down"]), k, v
+
+
+def rest_of(rows):
+    """cos, sin, k, v, slots: of every row the same."""
+    _, *rest = case(1152, HEADS, "bfloat16", 1)
+    return [jnp.repeat(leaf, rows, 0) for leaf in rest]
 
 
 def in_turns(w, i):
@@ -79,30 +114,32 @@ def in_turns(w, i):
 
 @newest
 def test_the_kernels_of_a_step_say_that_they_wait():
-    _, *rest = case(100, HEADS, "bfloat16", 1)
-    x, w = jnp.ones((1, WIDTH), jnp.bfloat16), jax.eval_shape(lambda: weights("int4"))
-
-    def alone(x, w):
-        return rms_norm(x, x[0], EPS, implementation="mosaic")
-
     overlaps = jax.__version_info__ >= (0, 12)
-    for f, kernels in ((lambda x, w: layer(x, w, rest)[0], 5 * overlaps), (alone, 0)):
-        text = jax.jit(f).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("uses_pdl") == kernels
+    layers = (layer, 1, "int4", 5), (layer_of_many_rows, 64, "int8", 10)
+    for of, rows, scheme, kernels in layers:
+        x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16)
+        made = functools.partial(weights, scheme), functools.partial(rest_of, rows)
+        step = jax.jit(of).trace(x, *map(jax.eval_shape, made))
+        calls = step.lower(lowering_platforms=("cuda",)).as_text()
+        assert calls.count("uses_pdl") == kernels * overlaps
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scheme", ["int4", "int8", "bfloat16"])
-def test_a_graph_gives_the_bits_of_each_kernel_alone(scheme):
+@pytest.mark.parametrize(
+    ("of", "rows", "scheme"),
+    [(layer, 1, "int4"), (layer, 1, "int8"), (layer, 1, "bfloat16")]
+    + [(layer_of_many_rows, 64, scheme) for scheme in ("int4", "int8")],
+)
+def test_a_graph_gives_the_bits_of_each_kernel_alone(of, rows, scheme):
     turns, w = 8, jax.jit(weights, static_argnums=0)(scheme)
-    _, cos, sin, k, v, slots = case(1152, HEADS, "bfloat16", 1)
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((1, WIDTH)), jnp.bfloat16)
+    cos, sin, k, v, slots = rest_of(rows)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((rows, WIDTH)), jnp.bfloat16)
 
     @jax.jit
     def graph(*state):
         def turn(i, state):
             x, k, v = state
-            return layer(x, in_turns(w, i), (cos, sin, k, v, slots))
+            return of(x, in_turns(w, i), (cos, sin, k, v, slots))
 
         return lax.fori_loop(0, turns, turn, state)
 
@@ -112,7 +149,7 @@ def test_a_graph_gives_the_bits_of_each_kernel_alone(scheme):
     want = x, k, v
     for i in range(turns):
         (y, *cache), now = want, jax.block_until_ready(in_turns(w, i))
-        want = layer(y, now, (cos, sin, *cache, slots), alone)
+        want = of(y, now, (cos, sin, *cache, slots), alone)
     for _ in range(4):
         for got, expected in zip(graph(x, k, v), want, strict=True):
             got, expected = (np.asarray(a, np.float32) for a in (got, expected))

@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxllama as jl
-from jaxllama import compiler_options
+from jaxllama import compiler_options, generation
 from jaxllama.config import DeltaConfig, ModelConfig
 from jaxllama.generation import advance, init_params, start, verify
 from jaxllama.model import decoder
@@ -101,9 +102,9 @@ def on_hopper(monkeypatch):
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a16", None])
 def test_a_llama_layer_of_one_row_is_five_kernels(on_hopper, scheme):
     """norm + qkv, RoPE + cache + attention, o + residual, norm + gate/up + SwiGLU, down + residual;
-    after the layers the last norm and the head."""
+    after the layers last norm + head."""
     calls = kernels_of(1, scheme, "bfloat16")
-    assert calls == {"matmul": 4 * CFG.n_layers + 1, "attend": CFG.n_layers, "run": 1}
+    assert calls == {"matmul": 4 * CFG.n_layers + 1, "attend": CFG.n_layers}
 
 
 def test_a_qwen3_layer_of_one_row_is_five_kernels(on_hopper):
@@ -114,11 +115,11 @@ def test_a_qwen3_layer_of_one_row_is_five_kernels(on_hopper):
 
 def test_a_gemma3_layer_of_one_row_is_seven_kernels(on_hopper):
     """Llama's five, with GELU's gate, and the norms behind o and down, which the products that read
-    their sum add up; after the last layer the head's norm does."""
+    their sum add up."""
     cfg = CFG.replace(qk_norm="head", post_norms=True, activation="gelu_tanh")
     calls = kernels_of(1, None, "bfloat16", cfg)
     layers = CFG.n_layers
-    assert calls == {"matmul": 4 * layers + 1, "attend": layers, "run": 2 * layers + 1}
+    assert calls == {"matmul": 4 * layers + 1, "attend": layers, "run": 2 * layers}
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", None])
@@ -128,7 +129,7 @@ def test_a_gla_layer_of_few_rows_is_five_kernels(on_hopper, rows, scheme):
     also where the projections are quantized and the gate's low-rank one is not."""
     calls = kernels_of(rows, scheme, "bfloat16", GLA_CFG)
     layers = GLA_CFG.n_layers
-    assert calls == {"matmul": 4 * layers + 1, "gla_token": layers, "run": 1}
+    assert calls == {"matmul": 4 * layers + 1, "gla_token": layers}
 
 
 def test_a_gla_layer_of_many_rows_has_one_kernel_between_its_products(on_hopper):
@@ -143,7 +144,7 @@ def test_a_gla_layer_that_verifies_a_draft_is_five_kernels(on_hopper, scheme):
     """As in a decode step, and one more for all layers takes the tokens that stay."""
     calls = kernels_of(2, scheme, "bfloat16", GLA_CFG, width=5)
     layers = GLA_CFG.n_layers
-    assert calls == {"matmul": 4 * layers + 1, "gla_token": layers, "run": 1, "gla_commit": 1}
+    assert calls == {"matmul": 4 * layers + 1, "gla_token": layers, "gla_commit": 1}
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", None])
@@ -153,7 +154,7 @@ def test_a_gated_delta_layer_of_few_rows_is_five_kernels(on_hopper, scheme):
     delta = DeltaConfig(n_heads=8, n_k_heads=4, d_k=128, d_v=128, norm_eps=1e-6)
     cfg = CFG.replace(layer_types=("delta",) * 3, delta=delta)
     calls, layers = kernels_of(1, scheme, "bfloat16", cfg), CFG.n_layers
-    assert calls == {"matmul": 4 * layers + 1, "gated_delta_token": layers, "run": 1}
+    assert calls == {"matmul": 4 * layers + 1, "gated_delta_token": layers}
     assert kernels_of(2, scheme, "bfloat16", cfg, width=5) == calls | {"gated_delta_commit": 1}
 
 
@@ -192,8 +193,35 @@ def loop_of(sampling: Sampling, batch: int = 2) -> Counter[str]:
 
 
 def test_a_greedy_step_reads_its_logits_once_and_writes_once(on_hopper):
-    """Token and log-probability are one reduction; both go into one array."""
+    """Token and log-probability are one reduction; both go into one array.  Of one row all that
+    follows the head is a kernel."""
     assert loop_of(Sampling()) == {"while": 1, "reduce": 1, "dynamic_update_slice": 1}
+    assert loop_of(Sampling(), batch=1) == {"while": 1}
+
+
+def test_a_step_that_ends_in_one_kernel_ends_as_any(monkeypatch):
+    """The loop with the kernel's op, which is its XLA form here, leaves what the loop without it
+    leaves: to its end, to a stop token, in a cache without room."""
+    cfg = LLAMA.replace(n_layers=1, layer_types=("attention",))
+    params = init_params(cfg, jax.random.key(0))
+    prompt, lengths, n = jnp.asarray([[5, 9, 2]], jnp.int32), jnp.asarray([3], jnp.int32), 6
+    sampling = SamplingParams.stack([Sampling()], cfg.vocab_size)
+    loops = [jax.jit(functools.partial(advance.__wrapped__, cfg)) for _ in range(2)]
+
+    def run(ends_in_one, stop=-1, room=16):
+        monkeypatch.setattr(generation, "_ends_in_one", lambda *_: ends_in_one)
+        cache, stops = jl.init_cache(cfg, 1, room), jnp.asarray([stop], jnp.int32)
+        state = start(cfg, params, prompt, lengths, cache, sampling, stops, max_new_tokens=n)
+        return loops[ends_in_one](params, state, sampling, stops, n)
+
+    fourth = int(run(False).tokens[0, 3])
+    for stop, room in ((-1, 16), (fourth, 16), (-1, 5)):
+        want, got = run(False, stop, room), run(True, stop, room)
+        for name in ("tokens", "counts", "done", "step"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+        np.testing.assert_array_equal(got.cache.lengths, want.cache.lengths)
+        np.testing.assert_allclose(got.logprobs, want.logprobs, rtol=1e-5)
+        assert want.done[0] == (stop == fourth) and np.isnan(want.logprobs).any() == (room == 5)
 
 
 def test_a_drawn_step_has_no_loop_of_its_own(on_hopper):

@@ -106,6 +106,8 @@ def _body(*refs, tile: PairTile, extras: Extras, m: int, n: int, k: int, acc_dty
             mi, ni = (mi, ni * n_cluster + pair) if few else (mi * m_cluster + pair, ni)
         return mi * tile.m, ni * wide
 
+    pipeline.await_kernel(w, wide, tile, m)
+
     @feeder(wg, 2)
     def copy_tiles():
         def one_tile(t, _):

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 
+AHEAD = 512  # bytes of a row of w that L2 is asked for before the kernel before has ended
 # Registers a thread of the feeder and of a compute warpgroup, by the number of the latter: their
 # sum may not pass what the launch gave (3 * 168, 5 * 96), or setmaxnreg waits for ever.
 REGISTERS = {2: (40, 232), 4: (32, 112)}
@@ -174,6 +175,34 @@ def meet_peer(t, acc, part, finishing, sums, full, empty, finish, sent=lambda: N
         plgpu.commit_smem()  # all of the warpgroup have read
         plgpu.barrier_arrive(empty)
         finish(acc + other)
+
+
+def await_kernel(w, rows: int, tile, m: int) -> None:
+    """``ptx.await_kernel``.  Up to 64 rows of x, where the bytes of w decide, L2 is asked first for
+    what the ring begins with: the rows of the block's first tile (which lie in blocks' order).
+
+    w: [N, K], or [2, N, K] of which a tile has ``rows`` of each.
+    """
+    *sets, n, k = w.shape
+    pitch = k * 4 // 8 if w.dtype == jnp.int4 else k * jnp.dtype(w.dtype).itemsize
+    part = pitch // tile.split
+    size = min(part, AHEAD) // 16 * 16 if m <= 64 else 0
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def begin(ctx, w):
+        del ctx
+        if size:
+            thread, block = p.register("tid.x"), p.register("clusterid.x")
+            pair, k_part = p.register("cluster_ctaid.y"), p.register("cluster_ctaid.x")
+            first = p.mul(p.add(p.mul(block, tile.cluster), pair), rows)
+            row = p.add(first, arith.remui(thread, p.ci(rows)))
+            of = arith.divui(thread, p.ci(rows))
+            at = p.offset(p.address(w), p.add(p.mul(of, n), row), pitch)
+            mine = arith.andi(p.less(of, math.prod(sets)), p.less(row, n))
+            p.when(mine, lambda: p.prefetch(p.offset(at, k_part, part), size))
+        p.await_kernel()
+
+    begin(w)
 
 
 def drain(empty, last: jax.Array, stages: int) -> None:

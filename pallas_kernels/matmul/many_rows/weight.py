@@ -131,6 +131,8 @@ def _body(*refs, tile: WeightTile, scheme: Scheme, m: int, n: int, k: int):
         """The first group of slot j."""
         return (j // scheme.slots_per_group) * scheme.groups_per_slot
 
+    pipeline.await_kernel(w, tile.rows, tile, m)
+
     @feeder(wg, computing)
     def copy_tiles():
         def one_tile(t, _):

@@ -19,9 +19,9 @@ NEWEST = tuple(int(x) for x in jax.__version__.split(".")[:3]) >= (0, 11, 2)
 
 
 def case(batch, width, capacity, n, n_kv, h, spread=1.0, dtype="bfloat16"):
-    """(q, k, v) and 0, 131 or all keys; behind them scales and values are NaN."""
+    """(q, k, v) and 0, 131 or all keys; behind them scales are NaN.  A token's q is zeros."""
     rng = np.random.default_rng(0)
-    q = jnp.asarray(spread * rng.standard_normal((batch, width, n, h)), dtype)
+    q = jnp.asarray(spread * rng.standard_normal((batch, width, n, h)), dtype).at[:, 5].set(0)
     shape = (batch, capacity, n_kv, h)
     k, v = (quantize_kv(jnp.asarray(rng.standard_normal(shape), dtype), "int8") for _ in range(2))
     n_keys = jnp.asarray([0, 131, capacity][:batch], jnp.int32)
@@ -45,6 +45,7 @@ def oracle(q, k, v, n_keys):
 
 def by_contract(q, sq, k, sk, v, n_keys):
     """What ``past_kernel.attend`` says that it computes, in float64; its scores are in log2."""
+    assert np.all(np.asarray(sq) > 0)  # it multiplies -inf
     q = np.asarray(q, np.float64) * np.moveaxis(np.asarray(sq, np.float64), 1, 2)[..., None]
     k = np.asarray(k, np.float64) * np.moveaxis(np.asarray(sk, np.float64), 1, 2)[..., None]
     out, log = oracle(q * math.log(2) * q.shape[-1] ** 0.5, k, v, n_keys)

@@ -75,16 +75,24 @@ def operands(b, t, hk, h, dk, dv, dtype=jnp.bfloat16):
 
 @pytest.mark.parametrize(
     "change, reason",
-    [({"dtype": jnp.float32}, "q is float32"), ({"dk": 256}, "Dk = 256"), ({"dv": 96}, "Dv = 96")],
+    [({"dtype": jnp.float32}, "q is float32"), ({"dk": 512}, "Dk = 512"), ({"dv": 96}, "Dv = 96")],
 )
 def test_a_reason_names_the_fact(change, reason):
     shape = {"b": 1, "t": 64, "hk": 1, "h": 1, "dk": 128, "dv": 128} | change
     assert reason in kernel.plan(*operands(**shape)[:4]).text
 
 
-def test_gradients_of_wide_values_are_xlas():
-    assert kernel.plan(*operands(1, 64, 1, 1, 128, 128)[:4]).backward
-    assert not kernel.plan(*operands(1, 64, 1, 1, 128, 256)[:4]).backward
+def test_wide_keys_decay_by_head():
+    q, k, v, g, _ = operands(1, 64, 2, 2, 256, 128)
+    assert kernel.plan(q, k, v, g).segments == 1
+    assert "Dk = 256" in kernel.plan(q, k, v, jax.ShapeDtypeStruct(q.shape, g.dtype)).text
+
+
+@pytest.mark.parametrize(
+    "dk, dv, backward", [(128, 128, True), (128, 256, False), (256, 128, False)]
+)
+def test_gradients_of_wide_heads_are_xlas(dk, dv, backward):
+    assert kernel.plan(*operands(1, 64, 1, 1, dk, dv)[:4]).backward == backward
 
 
 @pytest.mark.parametrize(
@@ -113,7 +121,13 @@ def lowered(f, *args) -> str:
 
 
 @pytest.mark.parametrize(
-    "shape, kernels", [((8, 4096, 4, 16, 128, 128), 2), ((1, 16384, 16, 16, 128, 128), 3)]
+    "shape, kernels",
+    [
+        ((8, 4096, 4, 16, 128, 128), 2),
+        ((1, 16384, 16, 16, 128, 128), 3),
+        ((8, 4096, 6, 6, 256, 512), 2),
+        ((1, 16384, 4, 8, 256, 256), 3),
+    ],
 )
 def test_forward_lowers(shape, kernels):
     text = lowered(functools.partial(kernel.gated_delta_forward, scale=0.1), *operands(*shape))
@@ -173,11 +187,20 @@ CASES = [  # (B, T, Hk, H, Dk, Dv), kind, segments
     ((1, 512, 1, 2, 128, 128), "near", 4),
     ((9, 70, 4, 8, 128, 128), "mixed", 1),  # a block of the scan has 128 channels
 ]
+WIDE = [
+    ((1, 10, 1, 1, 256, 64), "weak", 1),
+    ((2, 300, 2, 4, 256, 512), "mixed", 1),
+    ((1, 1000, 1, 2, 256, 128), "weak", 4),
+    ((1, 512, 1, 2, 256, 128), "equal", 1),
+    ((1, 512, 1, 2, 256, 256), "near", 4),
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("by_channel", [False, True])
-@pytest.mark.parametrize("shape, kind, segments", CASES)
+@pytest.mark.parametrize(
+    "shape, kind, segments, by_channel",
+    [(*x, by_channel) for x in CASES for by_channel in (False, True)] + [(*x, False) for x in WIDE],
+)
 def test_values(shape, kind, segments, by_channel):
     *x, state = case(shape, kind, by_channel=by_channel)
     f = functools.partial(kernel.gated_delta_forward, scale=0.1, segments=segments)
@@ -214,10 +237,10 @@ def test_gradients(shape, kind, segments, by_channel):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("dk, by_channel", [(128, False), (128, True), (256, False)])
 @pytest.mark.parametrize("segments", [1, 2])
-def test_padding_may_hold_anything(segments, by_channel):
-    *x, state = case((3, 330, 2, 4, 128, 128), "mixed", by_channel=by_channel)
+def test_padding_may_hold_anything(segments, dk, by_channel):
+    *x, state = case((3, 330, 2, 4, dk, 128), "mixed", by_channel=by_channel)
     lengths = np.array([330, 129, 20], np.int32)
     valid = np.arange(330)[None] < lengths[:, None]
     shaped = [valid.reshape(3, 330, *[1] * (y.ndim - 2)) for y in x]
