@@ -7,8 +7,8 @@ at positions s <= p (and > p - window).  Two forms:
   blocks, so memory is linear in the sequence.
 * ``attend_cached`` over a cache for several new tokens: ``attention.blockwise``, queries in blocks.
 
-On a GPU in 16-bit both are cuDNN's kernels (``model.attention_cudnn``), the second where no window
-cuts the past; on a CPU both are one handler (``pallas_kernels.cpu.prefill``).
+On a GPU in 16-bit both are cuDNN's kernels (``model.attention_cudnn``), unless scores are capped;
+on a CPU both are one handler (``pallas_kernels.cpu.prefill``).
 
 One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
 attention.  Tokens to be verified (``At.drafted``) are such rows too, several of one cache row: all
@@ -189,17 +189,10 @@ def _extend(
     def dense() -> jax.Array:
         if fresh:
             out = attend(q, k, v, positions, window, cap)
-        elif has_cudnn(q) and window is None and cap is None:
+        elif has_cudnn(q) and cap is None:
             # What a row without new tokens holds need not be read.
             n_past = jnp.where(lengths > 0, positions[:, 0], 0)
-            out = extend(q, k, v, cache.k, cache.v, n_past, table)
-        elif has_cudnn(q) and cap is None:
-            # Rows that begin at position 0 see their own new tokens and nothing else.
-            out = lax.cond(
-                jnp.all(positions[:, 0] == 0),
-                lambda: attend(q, k, v, positions, window),
-                lambda: attend_cached(q, cache, positions, lengths, window, table=table),
-            )
+            out = extend(q, k, v, cache.k, cache.v, n_past, table, window)
         else:
             out = attend_cached(q, cache, positions, lengths, window, cap, table)
         return from_cache_basis(cache.v, out)

@@ -1,7 +1,8 @@
 """Attention of several new tokens on a GPU in 16-bit floats: cuDNN's fused kernels, mostly.
 
     causal(q, k, v, window)                a sequence by itself: training, prompts of an empty cache
-    extend(q, k, v, cache_k, cache_v, n)   new tokens behind the n[B] that each row's cache holds
+    extend(q, k, v, cache_k, cache_v, n)   new tokens behind the n[B] that each row's cache holds;
+                                           with a window, behind the last of them
 
 cuDNN's causal mask begins at the first key of a call, and its padding mask ends at a row's last, so
 a token's sum over the keys it sees is two: causal over its own chunk, and without a mask over the
@@ -12,10 +13,16 @@ quantized, and with zeros for what no row owns, because cuDNN multiplies such va
 zero, and they may be NaN.  Blocks past the longest row are not run.  Of an int8 cache a block is
 ``pallas_kernels.attention.past``'s, where it has a kernel: scores of codes.
 
-Left out: a sliding window over the past, whose mask is neither of the two.
+Through a window a token sees one key of the past less than the token before it.  Of the past's
+keys, newest first, some are then seen by all tokens, and the others by fewer and fewer of them:
+with the tokens in reverse too, that is the causal mask.
+
+Left out: capped scores (Gemma 2).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +63,14 @@ def extend(
     cache_v: jax.Array | QTensor,
     n_past: jax.Array,
     table: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """``q[B, T, N, H]`` over the first ``n_past[B]`` tokens of a row of ``cache_k, cache_v
     [B, S, K, H]``, or of its pages by a table (``model.cache.Cache``), and causally over
-    ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``."""
+    ``k, v[B, T, K, H]`` -> ``[B, T, N, H]``; window: as of ``causal``."""
     batch, page, capacity = q.shape[0], cache_k.shape[1], capacity_of(cache_k, table)
+    if window is not None and window < capacity:
+        return _extend_through(window, q, k, v, (cache_k, cache_v), n_past, table)
     block = min(max(PAST_TOKENS // batch, 128), capacity)
     if table is not None:
         block -= block % page if block > page else block - page  # whole pages
@@ -80,12 +90,77 @@ def extend(
 
     def with_past() -> jax.Array:
         blocks = (longest + block - 1) // block
-        own, log = _with_log_sum(q, k, v)
+        own, log = _with_log_sum(q, k, v, is_causal=True)
         out, _ = lax.fori_loop(0, blocks, one_block, (own.astype(jnp.float32), log))
         return out.astype(q.dtype)
 
     # Each branch has its own call: a result from outside would be copied.
-    return lax.cond(longest > 0, with_past, lambda: _with_log_sum(q, k, v)[0])
+    return lax.cond(longest > 0, with_past, lambda: _with_log_sum(q, k, v, is_causal=True)[0])
+
+
+def _extend_through(
+    window: int,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: tuple[jax.Array | QTensor, jax.Array | QTensor],
+    n_past: jax.Array,
+    table: jax.Array | None,
+) -> jax.Array:
+    """``extend`` through a window.  Of the past's keys, newest first, all tokens see the first
+    ``shared``; of the ``corner`` behind those the token i of the first ``corner`` sees all but
+    the i last ones, and other tokens none."""
+    corner = min(q.shape[1], window - 1)
+    shared = window - 1 - corner  # none where some tokens see no past
+    block = min(max(PAST_TOKENS // q.shape[0], 128), -(-shared // 128) * 128)
+    longest = jnp.max(n_past)
+
+    def own() -> tuple[jax.Array, jax.Array]:
+        inner = window if window < q.shape[1] else None
+        return _with_log_sum(q, k, v, is_causal=True, window=inner)
+
+    def one_block(index: jax.Array, carry: tuple[jax.Array, jax.Array]):
+        n_keys = jnp.clip(jnp.minimum(n_past, shared) - index * block, 0, block)
+        newest = _newest(cache, n_past, index * block, block, table)
+        part, log = attend_past(q, *newest, n_keys)
+        return _merge(*carry, part, jnp.where((n_keys > 0)[:, None, None], log, -jnp.inf))
+
+    def with_corner(out: jax.Array, log: jax.Array) -> jax.Array:
+        n_keys = jnp.clip(n_past - shared, 0, corner)
+        newest = _newest(cache, n_past, shared, corner, table)
+        newest = (_zeros_behind(floats(kv, q.dtype), n_keys) for kv in newest)
+        reverse = lambda x: jnp.flip(x, axis=1)  # noqa: E731
+        seeing = reverse(q[:, :corner])
+        part, part_log = _with_log_sum(seeing, *newest, jnp.maximum(n_keys, 1), is_causal=True)
+        part_log = jnp.where((n_keys > 0)[:, None, None], reverse(part_log), -jnp.inf)
+        merged, _ = _merge(out[:, :corner], log[:, :corner], reverse(part), part_log)
+        return jnp.concatenate([merged, out[:, corner:]], axis=1)
+
+    def with_past() -> jax.Array:
+        out, log = own()
+        out = out.astype(jnp.float32)
+        if shared:
+            blocks = (jnp.minimum(longest, shared) + block - 1) // block
+            out, log = lax.fori_loop(0, blocks, one_block, (out, log))
+        return with_corner(out, log).astype(q.dtype)
+
+    if not corner:
+        return own()[0]
+    return lax.cond(longest > 0, with_past, lambda: own()[0])
+
+
+def _newest(
+    cache: Any, n_past: jax.Array, first: jax.Array | int, n: int, table: jax.Array | None
+) -> Any:
+    """Of each row's ``n_past[B]`` tokens the ``n`` behind the newest ``first``, newest first,
+    ``[B, n, ...]``; past a row's oldest token, any."""
+    slots = n_past[:, None] - 1 - first - jnp.arange(n, dtype=jnp.int32)[None, :]
+    slots = jnp.maximum(slots, 0)
+    rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
+    if table is not None:
+        page = cache[0].shape[1]
+        rows, slots = jnp.take_along_axis(table, slots // page, axis=1), slots % page
+    return jax.tree.map(lambda leaf: leaf.at[rows, slots].get(mode="clip"), cache)
 
 
 def attend_past(
@@ -129,25 +204,30 @@ def _zeros_behind(x: jax.Array, n: jax.Array) -> jax.Array:
 
 
 def _with_log_sum(
-    q: jax.Array, k: jax.Array, v: jax.Array, n_keys: jax.Array | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    n_keys: jax.Array | None = None,
+    *,
+    is_causal: bool = False,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention, causal or over the first ``n_keys[B]`` keys, and the logarithm of each sum of
-    exponentials, float32 ``[B, T, N]``."""
+    """Attention, causal, over the first ``n_keys[B]`` keys, or both, and the logarithm of each sum
+    of exponentials, float32 ``[B, T, N]``.  Causally the first query sees the first key alone."""
     # jax.nn.dot_product_attention rounds the logarithms to 16 bits: weights off by percents.
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
-    scale = q.shape[-1] ** -0.5
-    if n_keys is None:
-        out, log = dot_product_attention(
-            q, k, v, scale=scale, mask_type=MaskType.CAUSAL, return_residual=True
-        )
-    else:
-        out, log = dot_product_attention(
-            q, k, v,
-            q_seqlen=jnp.full(q.shape[:1], q.shape[1], jnp.int32),
-            kv_seqlen=n_keys,
-            scale=scale,
-            mask_type=MaskType.PADDING,
-            return_residual=True,
-        )  # fmt: skip
+    mask, n_queries = MaskType.CAUSAL, None
+    if n_keys is not None:
+        mask = MaskType.PADDING_CAUSAL if is_causal else MaskType.PADDING
+        n_queries = jnp.full(q.shape[:1], q.shape[1], jnp.int32)
+    out, log = dot_product_attention(
+        q, k, v,
+        q_seqlen=n_queries,
+        kv_seqlen=n_keys,
+        scale=q.shape[-1] ** -0.5,
+        mask_type=mask,
+        sliding_window_length=window,
+        return_residual=True,
+    )  # fmt: skip
     return out, jnp.swapaxes(log, 1, 2)

@@ -25,13 +25,16 @@ from pallas_kernels.attention.rope_tokens import as_stored
 from tests.helpers.models import LLAMA, params_of, relative_error, tokens_of
 
 
-def plain(q, k, v, n_keys=None):
-    """What cuDNN gives: causal, or over the first n_keys."""
+def plain(q, k, v, n_keys=None, *, is_causal=False, window=None):
+    """What cuDNN gives: causal, through a window too, over the first n_keys, or both."""
     scores = attention_scores(q, k)  # [B, K, G, T, S]
     index = jnp.arange(k.shape[1])
-    seen = index[None, None, :] <= index[None, : q.shape[1], None]
+    token = jnp.arange(q.shape[1])[:, None]
+    seen = (index <= token if is_causal else index >= 0)[None]
+    if window is not None:
+        seen &= index > token - window
     if n_keys is not None:
-        seen = index[None, None, :] < n_keys[:, None, None]
+        seen &= index < n_keys[:, None, None]
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     out = weighted_values(jax.nn.softmax(scores, axis=-1), v).astype(q.dtype)
     log = jax.nn.logsumexp(scores, axis=-1)
@@ -77,13 +80,24 @@ def stored(dtype, compute, q, k, v, old_k, old_v, n_past):
     return (q, as_stored(layer.k, k), as_stored(layer.v, v)), layer, past, n_past
 
 
-@jax.jit
-def expected(q, k, v, past, n_past):
+@functools.partial(jax.jit, static_argnames="window")
+def expected(q, k, v, past, n_past, window=None):
     """In float32, by the blockwise form on a cache that holds the new tokens too."""
     positions = n_past[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None, :]
     wide = KVCache(*(x.astype(jnp.float32) for x in (past.k, past.v)))
     wide = write(wide, *(x.astype(jnp.float32) for x in (k, v)), positions)
-    return blockwise_attention(q.astype(jnp.float32), wide.k, wide.v, positions)
+    return blockwise_attention(q.astype(jnp.float32), wide.k, wide.v, positions, window=window)
+
+
+def in_pages(layer, n_past, page=47):
+    """``layer [B, S, ...]`` as a pool, its pages in another order, and the table: entries behind
+    what a row's past needs are outside of the pool."""
+    rows, capacity = layer.k.shape[:2]
+    count = capacity // page
+    order = np.random.default_rng(1).permutation(rows * count)
+    pools = jax.tree.map(lambda x: x.reshape(-1, page, *x.shape[2:])[order], layer)
+    table = np.argsort(order).astype(np.int32).reshape(rows, count)
+    return pools, jnp.where(np.arange(count) * page < n_past[:, None], table, rows * count + 3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "float8_e4m3fn"])
@@ -94,6 +108,28 @@ def test_extend_parts(monkeypatch, dtype):
     qkv, layer, past, n_past = case(dtype, jnp.float32)
     got = jax.jit(cudnn_attention.extend)(*qkv, layer.k, layer.v, n_past)
     assert relative_error(got, expected(*qkv, past, n_past)) < 1e-5
+
+
+# For 150 tokens behind 0, 1, 140 and 400: no past, windows within the tokens, as long, longer, in
+# two blocks of the past, and longer than all that the cache holds.
+WINDOWS = [1, 2, 60, 151, 200, 350, 700]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window"),
+    [*(("float32", w) for w in WINDOWS), ("int8", 200), ("int4", 60), ("float8_e4m3fn", 350)],
+)
+def test_extend_parts_through_a_window(monkeypatch, dtype, window):
+    """1e-5 as above; and of pages the same bits."""
+    pretend_a_gpu(monkeypatch)
+    qkv, layer, past, n_past = case(dtype, jnp.float32)
+    extend = jax.jit(cudnn_attention.extend, static_argnames="window")
+    got = extend(*qkv, layer.k, layer.v, n_past, window=window)
+    assert relative_error(got, expected(*qkv, past, n_past, window=window)) < 1e-5
+    if window < 700:
+        pools, table = in_pages(layer, n_past)
+        paged = extend(*qkv, pools.k, pools.v, n_past, table, window=window)
+        assert np.array_equal(got, paged)
 
 
 def a_ragged_past(cfg, params, capacity, dtype) -> Cache:
@@ -109,10 +145,11 @@ def more(cfg, params, cache, chunk=None):
     return prefill(cfg, params, tokens, lengths, cache, chunk=chunk)[0][:3]
 
 
-def test_prefill_behind_a_ragged_past(monkeypatch):
+@pytest.mark.parametrize("window", [None, 170])
+def test_prefill_behind_a_ragged_past(monkeypatch, window):
     """Against the blockwise form: 2e-5, as in test_model.  One layer: a second one's keys could be
     rounded to another of int8's steps."""
-    cfg = LLAMA.replace(n_layers=1, layer_types=("attention",))
+    cfg = LLAMA.replace(n_layers=1, layer_types=("attention",), sliding_window=window)
     params = params_of(cfg)
     cache = a_ragged_past(cfg, params, 471, "int8")
     want = more(cfg, params, cache)
@@ -149,11 +186,25 @@ def test_extend_values(monkeypatch, dtype, past_tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [60, 151, 350])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+def test_extend_values_through_a_window(monkeypatch, dtype, window):
+    """1e-2 as above."""
+    monkeypatch.setattr(cudnn_attention, "PAST_TOKENS", 512)
+    qkv, layer, past, n_past = case(dtype, jnp.bfloat16)
+    extend = jax.jit(cudnn_attention.extend, static_argnames="window")
+    got = extend(*qkv, layer.k, layer.v, n_past, window=window)
+    assert np.isfinite(np.asarray(got, np.float32)).all()
+    assert relative_error(got, expected(*qkv, past, n_past, window=window)) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 40, 170])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_prefill_in_chunks_on_the_gpu(dtype):
+def test_prefill_in_chunks_on_the_gpu(dtype, window):
     """bfloat16 rounds at other places: 4e-2 of the largest logit, a dozen roundings of 2^-9 through
     two layers."""
-    cfg = LLAMA.replace(head_dim=64)
+    cfg = LLAMA.replace(head_dim=64, sliding_window=window)
     params = params_of(cfg, dtype=jnp.bfloat16)
     cache = a_ragged_past(cfg, params, 471, dtype)
     whole = more(cfg, params, cache)
