@@ -44,7 +44,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.attention_cudnn import causal, extend, has_cudnn
 from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Params, linear
-from jaxllama.model.rope import Ropes, apply_rope
+from jaxllama.model.rope import Ropes, apply_rope, narrowed, widened
 from pallas_kernels.attention.blockwise import (
     CPU_DECODE_BLOCK,
     attention_scores,
@@ -108,13 +108,19 @@ def mix(
     ``[B, T, N H]``, cache)."""
     gate, qkv = unpacked(cfg, p, projected)
     batch, n_new, _ = qkv.shape
+    model, width = cfg, cfg.head_dim if cache is None else cache.k.shape[-1]
+    if width != cfg.head_dim and at.rope is not None:
+        heads, rope = widened(split_heads(cfg, p, qkv), at.rope, width)
+        qkv, at = heads.reshape(batch, n_new, -1), at._replace(rope=rope)
+        cfg = cfg.replace(head_dim=width, qk_norm="none", latent=None)
     if cache is not None and at.drafted is not None:
         out, cache = _verify(cfg, p, qkv, cache, at, at.drafted)
     elif cache is not None and n_new == 1:
         out, cache = _decode(cfg, p, qkv, cache, at)
     else:
         out, cache = _extend(cfg, split_heads(cfg, p, qkv), cache, at)
-    return finished(cfg, out.reshape(batch, n_new, cfg.n_heads, -1), gate), cache
+    heads = narrowed(out.reshape(batch, n_new, -1, width), model.head_dim)
+    return finished(model, heads, gate), cache
 
 
 def unpacked(cfg: ModelConfig, p: Params, projected: Any) -> tuple[jax.Array | None, jax.Array]:

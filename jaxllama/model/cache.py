@@ -30,8 +30,9 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import row_axis
 from pallas_kernels.attention.blockwise import capacity_of
-from pallas_kernels.attention.rope_cache import quantize_kv, store
+from pallas_kernels.attention.rope_cache import WIDTHS, quantize_kv, store
 from pallas_kernels.brief import short_repr
+from pallas_kernels.dispatch import hopper_reason
 from pallas_kernels.qtensor import QTensor, tree_bytes
 
 QUANTIZED_CACHE = ("int8", "int4", "float8_e4m3fn")
@@ -40,9 +41,9 @@ QUANTIZED_CACHE = ("int8", "int4", "float8_e4m3fn")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys (after RoPE) and values, each ``[B, S, K, H]``, or with a table pages ``[P, S, K, H]``:
-    an array, or a QTensor with one scale per token and head (int4: a scale and a zero point per 64
-    features, in a rotated basis)."""
+    """Keys (after RoPE) and values, each ``[B, S, K, H]``, or with a table pages ``[P, S, K, H]``,
+    of heads as wide as ``cached_width``: an array, or a QTensor with one scale per token and head
+    (int4: a scale and a zero point per 64 features, in a rotated basis)."""
 
     k: jax.Array | QTensor
     v: jax.Array | QTensor
@@ -147,14 +148,30 @@ def init_cache(
         name = str(dtype)
     if name not in QUANTIZED_CACHE and not name.startswith(("float", "bfloat")):
         raise JaxLlamaError(f"cache dtype {name!r} is not a float, {', '.join(QUANTIZED_CACHE)}")
+    width = cached_width(cfg, name, mesh)
     if mesh is not None:
-        return _init_on_mesh(cfg, batch, max_len, name, mesh)()
-    return _empty(cfg, batch, max_len, name)
+        return _init_on_mesh(cfg, width, batch, max_len, name, mesh)()
+    return _empty(cfg, width, batch, max_len, name)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # one program, not one for each array
-def _empty(cfg: ModelConfig, batch: int, max_len: int, dtype: str) -> Cache:
-    layers = tuple(_init_layer(cfg, kind, batch, max_len, dtype) for kind in cfg.layer_types)
+def cached_width(cfg: ModelConfig, dtype: str, mesh: Mesh | None = None) -> int:
+    """Features of a head in an attention layer's cache, where this process (or the mesh) runs.
+
+    ``head_dim``; but decoding's kernels take heads of 64, 128 and 256, and where they run heads
+    of at least 5/8 of one of these (80, 96, 192) are kept as wide, with zeros: 1.6 times the memory
+    at most, read at several times the rate of XLA's form.
+    """
+    place = None if mesh is None else NamedSharding(mesh, P())
+    where = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
+    if dtype == "float32" or hopper_reason(where) is not None:
+        return cfg.head_dim
+    fits = (width for width in WIDTHS if cfg.head_dim <= width <= 1.6 * cfg.head_dim)
+    return next(fits, cfg.head_dim)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))  # one program, not one for each array
+def _empty(cfg: ModelConfig, width: int, batch: int, max_len: int, dtype: str) -> Cache:
+    layers = tuple(_init_layer(cfg, width, kind, batch, max_len, dtype) for kind in cfg.layer_types)
     return Cache(layers, jnp.zeros((batch,), jnp.int32))
 
 
@@ -163,8 +180,9 @@ def init_pages(
 ) -> Cache:
     """An empty cache of ``rows`` rows of up to ``row_pages`` of the ``pages`` that they share, of
     ``page`` tokens each; no row has one yet.  dtype: as of ``init_cache``, its name."""
+    width = cached_width(cfg, dtype)
     layers = tuple(
-        _init_layer(cfg, kind, *((pages, page) if kind == "attention" else (rows, 0)), dtype)
+        _init_layer(cfg, width, kind, *((pages, page) if kind == "attention" else (rows, 0)), dtype)
         for kind in cfg.layer_types
     )
     table = jnp.full((rows, row_pages), pages, jnp.int32)
@@ -172,17 +190,17 @@ def init_pages(
 
 
 @functools.lru_cache(maxsize=32)
-def _init_on_mesh(cfg: ModelConfig, batch: int, max_len: int, dtype: str, mesh: Mesh):
+def _init_on_mesh(cfg: ModelConfig, width: int, batch: int, max_len: int, dtype: str, mesh: Mesh):
     """The jitted function that makes the cache where it belongs."""
-    make = functools.partial(_empty, cfg, batch, max_len, dtype)
+    make = functools.partial(_empty, cfg, width, batch, max_len, dtype)
     return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), mesh))
 
 
 def _init_layer(
-    cfg: ModelConfig, kind: str, batch: int, max_len: int, dtype: str
+    cfg: ModelConfig, width: int, kind: str, batch: int, max_len: int, dtype: str
 ) -> KVCache | GLAState:
     if kind == "attention":
-        shape = (batch, max_len, cfg.n_kv_heads, cfg.head_dim)
+        shape = (batch, max_len, cfg.n_kv_heads, width)
         if dtype in QUANTIZED_CACHE:
             # Zeros outright: quantizing them inside a jitted caller would be folded by the
             # compiler, at seconds a layer.

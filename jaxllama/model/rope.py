@@ -66,6 +66,37 @@ class Ropes:
     def of(self, cfg: RopeConfig) -> tuple[jax.Array, jax.Array]:
         return self.tables[self.configs.index(cfg)]
 
+    def widened(self, width: int) -> Ropes:
+        """Tables of heads of ``width`` features: what was added does not turn, and all turns are
+        longer by (width / H) ** (1 / 4), so that scores over the root of the width are those over
+        that of H, and no caller names a scale."""
+
+        def one(cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+            half = cos.shape[-1]
+            rest = ((0, 0),) * (cos.ndim - 1) + ((0, width // 2 - half),)
+            longer = (width / (2 * half)) ** 0.25
+            return jnp.pad(cos * longer, rest, constant_values=longer), jnp.pad(sin * longer, rest)
+
+        return Ropes(self.configs, tuple(one(*pair) for pair in self.tables))
+
+
+def widened(heads: jax.Array, rope: Ropes, width: int) -> tuple[jax.Array, Ropes]:
+    """Heads ``[..., H]`` and their tables for a cache of heads of ``width`` features
+    (``model.cache.cached_width``): zeros behind each half, so that pairs turn as they did."""
+    if heads.shape[-1] == width:
+        return heads, rope
+    halves = heads.reshape(*heads.shape[:-1], 2, -1)
+    rest = ((0, 0),) * (halves.ndim - 1) + ((0, (width - heads.shape[-1]) // 2),)
+    return jnp.pad(halves, rest).reshape(*heads.shape[:-1], width), rope.widened(width)
+
+
+def narrowed(heads: jax.Array, head_dim: int) -> jax.Array:
+    """Heads ``[..., width]`` without what ``widened`` added."""
+    if heads.shape[-1] == head_dim:
+        return heads
+    halves = heads.reshape(*heads.shape[:-1], 2, -1)[..., : head_dim // 2]
+    return halves.reshape(*heads.shape[:-1], head_dim)
+
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate ``x[B, T, heads, H]`` by the tables; float32 inside, x's dtype out."""

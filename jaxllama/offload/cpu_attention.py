@@ -24,7 +24,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.model.attention import finished, inputs, sparse_decode, split_heads, unpacked
 from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Stream, linear_add, norm_linear
-from jaxllama.model.rope import Ropes
+from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.units import Rope
 from pallas_kernels.attention.blockwise import blockwise_attention
@@ -123,6 +123,7 @@ def _attend(
 ) -> tuple[jax.Array, KVCache]:
     """``qkv [B, N + 2K, H]`` -> (heads ``[B, N, H]``, cache), in the form that runs anywhere."""
     slots = jnp.where(lengths > 0, position, cache.k.shape[1])
+    qkv, rope = widened(qkv, rope, cache.k.shape[-1])
     tables = [table[:, 0] for table in rope.of(cfg.rope)]
     q, *kv = rope_and_write(qkv, *tables, cache.k, cache.v, slots, implementation="xla")
     cache = KVCache(*kv)
@@ -130,12 +131,12 @@ def _attend(
         out = sparse_decode(
             q[:, None], cache, position[:, None], cfg.attn_sparsity, cfg.sliding_window
         )
-        return from_cache_basis(cache.v, out[:, 0]), cache
+        return narrowed(from_cache_basis(cache.v, out[:, 0]), cfg.head_dim), cache
     last = jnp.where(lengths > 0, position, -1)[:, None]
     out = blockwise_attention(
         q[:, None], *kv, last, window=cfg.sliding_window, softcap=cfg.attn_softcap
     )
-    return from_cache_basis(cache.v, out[:, 0]), cache
+    return narrowed(from_cache_basis(cache.v, out[:, 0]), cfg.head_dim), cache
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -26,7 +26,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.attention import heaviest, kept_values
 from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Stream
-from jaxllama.model.rope import Ropes
+from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.offload.cpu_attention import output, project
 from jaxllama.offload.layer_cache import (
     TAIL,
@@ -135,6 +135,7 @@ def _choose(
     """
     batch, columns, n_kv, _ = keys.shape
     has_new = lengths > 0
+    qkv, rope = widened(qkv, rope, tail.k.shape[-1])
     tables = [table[:, 0] for table in rope.of(cfg.rope)]
     tail_slot = jnp.where(has_new, held, TAIL)
     q, *kv = rope_and_write(qkv, *tables, tail.k, tail.v, tail_slot, implementation="xla")
@@ -195,4 +196,5 @@ def _attend(
     leaves, treedef = jax.tree.flatten(tail)
     here = jax.tree.leaves(resident, is_leaf=lambda leaf: leaf is None)
     values = map(pick, leaves, jax.tree.leaves(moved), here)
-    return from_cache_basis(tail, kept_values(kept, treedef.unflatten(values), dtype))
+    heads = from_cache_basis(tail, kept_values(kept, treedef.unflatten(values), dtype))
+    return narrowed(heads, cfg.head_dim)

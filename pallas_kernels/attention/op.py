@@ -31,7 +31,7 @@ from pallas_kernels.attention.blockwise import (
     is_visible,
     load,
 )
-from pallas_kernels.attention.rope_cache import PAGED, Cached, from_cache_basis, unusual
+from pallas_kernels.attention.rope_cache import PAGED, WIDTHS, Cached, from_cache_basis, unusual
 from pallas_kernels.cpu import attention as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, first_plan, is_empty
 from pallas_kernels.operands import check
@@ -154,10 +154,9 @@ def plan(
     from pallas_kernels.attention import plan as many
     from pallas_kernels.attention.pages import as_rows
 
-    h = q.shape[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return Reason(f"q is {q.dtype.name}; the kernel multiplies bfloat16 and float16")
-    if h not in (64, 128, 256):
+    if (h := q.shape[-1]) not in WIDTHS:
         return Reason(f"q has heads of {h} features; the kernel takes 64, 128 and 256")
     name = jnp.dtype(k.dtype).name
     tokens = q.shape[1] if q.ndim == 4 else 1

@@ -32,6 +32,7 @@ from pallas_kernels.rounding import reciprocal, to_codes
 from pallas_kernels.transform import Op, chosen
 
 Cached = jax.Array | QTensor
+WIDTHS = (64, 128, 256)  # of the heads that decoding's kernels take, in features
 _OPERANDS = {
     "qkv": "float [B, N + 2K, H+]",
     "k": "float|QTensor [B, S, K+, H]",
@@ -166,8 +167,7 @@ def plan(qkv: jax.Array, k: Cached) -> Plan | Reason:
     """How the kernel writes the heads of qkv into caches like k."""
     if qkv.dtype not in (jnp.bfloat16, jnp.float16):
         return Reason(f"qkv is {qkv.dtype.name}; the kernel rotates bfloat16 and float16")
-    h = qkv.shape[-1]
-    if h not in (64, 128, 256):
+    if (h := qkv.shape[-1]) not in WIDTHS:
         return Reason(f"qkv has heads of {h} features; the kernel takes 64, 128 and 256")
     if not isinstance(k, QTensor) and k.dtype != qkv.dtype:
         return Reason(f"k and v are {k.dtype.name} where qkv is {qkv.dtype.name}")
