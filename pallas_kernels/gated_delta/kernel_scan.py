@@ -15,8 +15,9 @@ the outputs leave from the place of the values.
 A warpgroup that only copies would leave 168 registers to the others, which spilled.
 
 Dk = 256, a state of 128 registers: a block of one warpgroup and 64 value channels; bf16 of the
-state a part of 64 columns at a time; two slots, into which c + 2 follows c, its values once c + 1
-is being computed and c's outputs have left.
+state a part of 64 columns at a time; two slots.  Two blocks of a head are a cluster and copy all
+but the values and e for one another: k and q of c + 2 when both have read c's, K' and M when both
+are done with c, the values once c + 1 is being computed and c's outputs have left.
 
 Floor: 11 bytes per element of q at Dk = Dv = 128 and as many key as value heads, 0.172 ms at
 (8, 4096, 16, 16, 128, 128).  Result: 0.183 on one H200, memory-bound; 0.139 with 4 key heads.
@@ -90,12 +91,15 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
     start_state = rest.pop(0) if initial else None
     out = rest.pop(0) if want_out else None
     borders, remainders = (rest.pop(0), rest.pop(0)) if want == "borders" else (None, None)
-    final, q_union, k_union, kt_sm, m_sm, v_union, e_sm, full, empty = rest
+    final, q_union, k_union, kt_sm, m_sm, v_union, e_sm, full, empty, *shared = rest
+    read_by_both, done_by_both = shared or (None, None)
     (k_rows, k_sm), (v_rows, v_sm) = k_union, v_union
     q_rows, q_sm = q_union if want_out else (None, None)
     parts, width, narrow = dk // PART, 64 * wgs, stages == 2
     blocks = dv // width
     j, b = lax.axis_index("values"), lax.axis_index("row")
+    if narrow:
+        j = 2 * j + lax.axis_index("rank")
     head, segment = lax.axis_index("head") // segments, lax.axis_index("head") % segments
     wg = lax.axis_index("warpgroup")
     per = -(-n_chunks // segments)
@@ -114,18 +118,29 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
             at = pl.ds((j % blocks) * width + w * 64, 64)
             plgpu.copy_gmem_to_smem(v.at[b, rows, head, at], v_rows.at[slot, w], bar)
 
-    def load(i):
-        c, slot, rows, bar = chunk(i)
+    both = {"collective_axes": "rank"} if narrow else {}
+
+    def load_tokens(i):
+        _, slot, rows, bar = chunk(i)
         for x, to in ((k, k_rows), (q, q_rows)) if want_out else ((k, k_rows),):
             for part in range(parts):
                 at = pl.ds(part * PART, PART)
-                plgpu.copy_gmem_to_smem(x.at[b, rows, head // group, at], to.at[slot, part], bar)
+                plgpu.copy_gmem_to_smem(
+                    x.at[b, rows, head // group, at], to.at[slot, part], bar, **both
+                )
+
+    def load_prepared(i):
+        c, slot, rows, bar = chunk(i)
+        plgpu.copy_gmem_to_smem(decays.at[b, head, c], e_sm.at[slot], bar)
+        plgpu.copy_gmem_to_smem(keys.at[b, head, rows], kt_sm.at[slot], bar, **both)
+        if want_out:
+            plgpu.copy_gmem_to_smem(weights.at[b, head, rows], m_sm.at[slot], bar, **both)
+
+    def load(i):
+        load_tokens(i)
         if not narrow:
             load_values(i)
-        plgpu.copy_gmem_to_smem(decays.at[b, head, c], e_sm.at[slot], bar)
-        plgpu.copy_gmem_to_smem(keys.at[b, head, rows], kt_sm.at[slot], bar)
-        if want_out:
-            plgpu.copy_gmem_to_smem(weights.at[b, head, rows], m_sm.at[slot], bar)
+        load_prepared(i)
 
     @pl.when(wg == 0)
     def _():
@@ -184,7 +199,14 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
                 remainder.store(place, state[:, at], rounded[:, at])
         if narrow:  # the outputs of the chunk before have left the place of the next one's values
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(read_by_both)
             pl.when(i + 1 < steps)(lambda: load_values(i + 1))
+
+            @pl.when(i > 0)
+            def _():
+                plgpu.barrier_wait(done_by_both)
+                pl.when(i + 1 < steps)(lambda: load_prepared(i + 1))
+
         values = read_transposed(v_rows.at[slot, wg], mask).astype(jnp.float32)
         if not by_channel:
             seen = by_token(e_sm, slot, 0) * seen
@@ -207,7 +229,9 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
         if want_out:
             plgpu.copy_smem_to_gmem(v_rows.at[slot, wg], out.at[b, rows, head, columns])
         if narrow:
-            pl.when(i + 2 < steps)(lambda: load(i + 2))
+            plgpu.barrier_arrive(done_by_both)
+            plgpu.barrier_wait(read_by_both)
+            pl.when(i + 2 < steps)(lambda: load_tokens(i + 2))
             return state
         if want_out:
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -224,6 +248,8 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
         return state
 
     state = lax.fori_loop(0, steps, body, state)
+    if narrow:
+        pl.when(steps > 0)(lambda: plgpu.barrier_wait(done_by_both))
     write_state(final.shape[-1])(final.at[b, head, segment, :, columns], state)
     plgpu.wait_smem_to_gmem(0)
     if ragged and want_out:
@@ -292,7 +318,12 @@ def scan(
         (q, k, keys, weights, decays, v, lengths, start),
         tuple(out_type),
         name="gated_delta_scan",
-        grid={"values": width // (64 * wgs), "head": h * segments, "row": b},
+        cluster=2 if stages == 2 else 1,
+        grid={
+            "values": width // (64 * wgs * (2 if stages == 2 else 1)),
+            "head": h * segments,
+            "row": b,
+        },
         warpgroups=wgs,
         scratch=[
             tokens(stages, parts, CHUNK, PART) if want_out else unused,
@@ -303,5 +334,6 @@ def scan(
             plgpu.SMEM((stages, *decays.shape[3:]), jnp.float32),
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+            *([plgpu.ClusterBarrier(collective_axes=("rank",))] * 2 if stages == 2 else []),
         ],
     )

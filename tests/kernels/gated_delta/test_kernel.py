@@ -97,9 +97,10 @@ def test_gradients_of_wide_heads_are_xlas(dk, dv, backward):
 
 @pytest.mark.parametrize(
     "rows, heads, dv, chunks, segments",
-    [(8, 16, 128, 64, 1), (1, 16, 128, 256, 8), (1, 48, 128, 256, 1), (1, 1, 128, 3, 1)],
-)
-def test_segments_where_four_of_them_fit(rows, heads, dv, chunks, segments):
+    [(8, 16, 128, 64, 1), (1, 16, 128, 256, 4), (1, 48, 128, 256, 1), (1, 1, 128, 3, 1),
+     (1, 32, 128, 256, 1), (1, 8, 128, 256, 6), (1, 4, 128, 2048, 15)],
+)  # fmt: skip
+def test_segments_where_they_pay(rows, heads, dv, chunks, segments):
     assert kernel.segments_for(rows, heads, dv, chunks) == segments
 
 
