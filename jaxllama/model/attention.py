@@ -15,17 +15,14 @@ attention.  Tokens to be verified (``At.drafted``) are such rows too, several of
 are written first, and then read the row together (``decode_attention`` of several tokens; more of
 them than its kernel takes, and exact ones, each by itself).
 
-Which tokens read V sparsely (``ModelConfig.attn_sparsity``) the caller says, because it is a matter
-of what a token is, not of how many come at once: generated tokens do, a prompt's do not.
+Which tokens read V sparsely (``ModelConfig.attn_sparsity``, ``model.attention_sparse``) the caller
+says, because it is a matter of what a token is, not of how many come at once: generated tokens do,
+a prompt's do not.
 
 An int4 cache is kept in a basis of its own: what writes it brings the queries into it too, what
 comes out passes ``from_cache_basis`` (``pallas_kernels.attention.rope_cache``; decoding, by the
 kernels).  o's weights could hold that last rotation; they do not, because one set of weights serves
 caches of every dtype.
-
-``sparse_decode`` is FlexGen's top-k of V (arXiv 2303.06865, section 5), in two halves:
-``heaviest`` chooses by the keys, ``kept_values`` reads, and what it reads may come from elsewhere
-(``offload``).
 """
 
 from __future__ import annotations
@@ -38,10 +35,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model.attention_cudnn import causal, extend, has_cudnn
+from jaxllama.model.attention_sparse import sparse_attend
 from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Params, linear
 from jaxllama.model.rope import Ropes, apply_rope, narrowed, widened
@@ -50,10 +47,8 @@ from pallas_kernels.attention.blockwise import (
     attention_scores,
     blockwise_attention,
     capacity_of,
-    floats,
     is_visible,
     joined,
-    load,
     weighted_values,
 )
 from pallas_kernels.attention.op import MOST_ROWS, decode_attention
@@ -72,7 +67,6 @@ from pallas_kernels.transform import Op, chosen
 
 _Static = tuple[int | None, float | None, Any]  # window, softcap, the handler's plan
 QUERY_BLOCK = 512
-SPARSE_BLOCK = 16  # query tokens of a row that gather their values at once
 
 
 class At(NamedTuple):
@@ -109,7 +103,7 @@ def mix(
     gate, qkv = unpacked(cfg, p, projected)
     batch, n_new, _ = qkv.shape
     model, width = cfg, cfg.head_dim if cache is None else cache.k.shape[-1]
-    if width != cfg.head_dim and at.rope is not None:
+    if width != cfg.head_dim and at.rope is not None:  # ``cache.cached_width``
         heads, rope = widened(split_heads(cfg, p, qkv), at.rope, width)
         qkv, at = heads.reshape(batch, n_new, -1), at._replace(rope=rope)
         cfg = cfg.replace(head_dim=width, qk_norm="none", latent=None)
@@ -324,7 +318,8 @@ def _mixed(
 
     def few() -> jax.Array:
         whole = cache if table is None else joined(cache, table)
-        out = sparse_attend(q, whole, positions, lengths, share, window)
+        places = positions if q.shape[1] == 1 else _without_padding(positions, lengths)
+        out = sparse_attend(q, whole, places, share, window)
         return from_cache_basis(cache.v, out)
 
     if isinstance(sparse, bool):
@@ -450,99 +445,6 @@ def _cached_in_blocks(
 
 
 _attend_cached = Op("attend_cached", _cached_in_blocks, _attend_on_cpu)
-
-
-def sparse_attend(
-    q: jax.Array,
-    cache: KVCache,
-    positions: jax.Array,
-    lengths: jax.Array,
-    sparsity: float,
-    window: int | None,
-) -> jax.Array:
-    """``sparse_decode`` of each of the T tokens, ``q[B, T, N, H]``; the others as
-    ``attend_cached``'s."""
-    if q.shape[1] == 1:
-        return sparse_decode(q, cache, positions, sparsity, window)
-    positions = _without_padding(positions, lengths)
-
-    def one(token: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q, position = token
-        return sparse_decode(q[:, None], cache, position[:, None], sparsity, window)[:, 0]
-
-    tokens = jnp.moveaxis(q, 1, 0), positions.T
-    return jnp.moveaxis(lax.map(one, tokens, batch_size=SPARSE_BLOCK), 0, 1)
-
-
-def sparse_decode(
-    q: jax.Array,
-    cache: KVCache,
-    positions: jax.Array,
-    sparsity: float,
-    window: int | None,
-) -> jax.Array:
-    """One query token per row, ``q[B, 1, N, H]``, reading only the heaviest rows of V.
-
-    Of a row's ``len - 1`` older keys each head keeps the ``int(sparsity * (len - 1))`` with the
-    largest softmax weights (a window hides what it hides), plus the newest token always; the
-    weights are those of the full softmax and are not renormalised.  Keys are all read; of V only
-    the kept rows are gathered.
-    """
-    index, weights = heaviest(q, cache.k, positions, sparsity, window)
-    rows = jnp.arange(q.shape[0])[:, None, None, None]
-    heads = jnp.arange(cache.k.shape[2])[None, :, None, None]
-    v = jax.tree.map(lambda leaf: leaf[rows, index, heads], cache.v)
-    return kept_values(weights, v, q.dtype)[:, None]
-
-
-def quotas(sparsity: float, capacity: int) -> np.ndarray:
-    """Of ``int(sparsity * older)`` for 0 to ``capacity - 1`` older keys, int32 ``[capacity]``.
-
-    It is a table because the product must be Python's own, of doubles: in float32 450 of the 405504
-    products of hundredths and up to 4095 keys have another integer part.
-    """
-    return (sparsity * np.arange(capacity, dtype=np.float64)).astype(np.int32)
-
-
-def heaviest(
-    q: jax.Array,
-    k: jax.Array | QTensor,
-    positions: jax.Array,
-    sparsity: float,
-    window: int | None,
-) -> tuple[jax.Array, jax.Array]:
-    """The keys of ``k [B, S, K, H]`` whose values ``q [B, 1, N, H]`` at ``positions [B, 1]`` reads.
-
-    (slots int32, softmax weights float32), both ``[B, K, N / K, keep]``; a weight of 0 says that
-    the value is not to be read.
-    """
-    capacity = k.shape[1]
-    keys = load(k, jnp.int32(0), capacity, q.dtype)
-    k_positions = jnp.arange(capacity, dtype=jnp.int32)[None, :]
-    visible = is_visible(positions, k_positions, window)[:, None, None]
-    scores = jnp.where(visible, attention_scores(q, keys), -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1)[:, :, :, 0]  # [B, K, G, S]
-    newest = k_positions[:, None, None, :] == positions[:, :, None, None]  # [B, 1, 1, S]
-    # The newest is ranked above every probability, so it is always the first that is kept.
-    ranked = jnp.where(newest, 2.0, weights)
-    table = quotas(sparsity, capacity)
-    keep = 1 + int(table[-1])
-    _, index = lax.top_k(ranked, keep)
-    kept = jnp.take_along_axis(weights, index, axis=-1)  # 0 for what the window hides
-    quota = 1 + jnp.asarray(table).at[positions].get(mode="clip")
-    used = jnp.arange(keep, dtype=jnp.int32) < quota[:, :, None, None]
-    return index, jnp.where(used, kept, 0.0)
-
-
-def kept_values(weights: jax.Array, v: jax.Array | QTensor, dtype: DTypeLike) -> jax.Array:
-    """``weights [B, K, G, keep]`` times the values that they are of, ``[B, K, G, keep, H]``, ->
-    ``[B, K * G, H]``.  Values of weight 0 may be anything."""
-    v = floats(v, dtype)
-    v = jnp.where(weights[..., None] > 0, v, jnp.zeros_like(v))
-    out = jnp.einsum(
-        "bkgs,bkgsh->bkgh", weights, v.astype(jnp.float32), precision=lax.Precision.HIGHEST
-    )
-    return out.reshape(out.shape[0], -1, out.shape[-1]).astype(dtype)
 
 
 def _without_padding(positions: jax.Array, lengths: jax.Array) -> jax.Array:

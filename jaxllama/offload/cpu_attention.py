@@ -21,7 +21,8 @@ import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.attention import finished, inputs, sparse_decode, split_heads, unpacked
+from jaxllama.model.attention import finished, inputs, split_heads, unpacked
+from jaxllama.model.attention_sparse import sparse_decode
 from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Stream, linear_add, norm_linear
 from jaxllama.model.rope import Ropes, narrowed, widened

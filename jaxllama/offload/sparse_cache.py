@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.attention import heaviest, kept_values
+from jaxllama.model.attention_sparse import heaviest, kept_values
 from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Stream
 from jaxllama.model.rope import Ropes, narrowed, widened

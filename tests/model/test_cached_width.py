@@ -62,8 +62,9 @@ def test_where_kernels_run_heads_are_kept_as_wide_as_they_take(monkeypatch, head
         assert made.layers[0].k.shape[-1] == width
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"), [(case, "float32") for case in CASES] + [("gqa", "int8"), ("latent", "int8")]
+)
 def test_a_wider_cache_changes_no_logit(monkeypatch, case, dtype):
     """Prompts in two chunks, steps, and tokens that are verified; codes are the same but where a
     scale is rounded otherwise."""

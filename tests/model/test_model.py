@@ -12,7 +12,8 @@ import pytest
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import decode_step, generate, logits, prefill
-from jaxllama.model.attention import attend, attend_cached, sparse_decode
+from jaxllama.model.attention import attend, attend_cached
+from jaxllama.model.attention_sparse import sparse_decode
 from jaxllama.model.cache import Cache, GLAState, KVCache, init_cache, insert
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.sampling import Sampling

@@ -13,7 +13,7 @@ from jaxllama import generation
 from jaxllama.bench.evaluate import perplexity
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel, pad_rows
-from jaxllama.model.attention import quotas, sparse_decode
+from jaxllama.model.attention_sparse import quotas, sparse_decode
 from jaxllama.model.cache import KVCache, init_cache
 from jaxllama.model.decoder import forward
 from jaxllama.offload.loading import Placement
