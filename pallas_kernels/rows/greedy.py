@@ -31,11 +31,12 @@ _STOPS = 32  # stop tokens that the kernel looks at: one a lane
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A cluster of ``cluster`` blocks of ``threads``."""
+    """One cluster of blocks: there is nothing to choose."""
 
-    cluster: int
-    threads: int
     kernel: ClassVar[str] = "append_greedy"
+
+    def __str__(self) -> str:
+        return ""
 
 
 _Static = tuple[int | None, Plan | None]
@@ -88,13 +89,13 @@ def plan(logits: jax.Array | jax.ShapeDtypeStruct, stop_ids: jax.Array) -> Plan 
         return Reason(f"{vocabulary} logits, no multiple of 8")
     if len(stop_ids) > _STOPS:
         return Reason(f"{len(stop_ids)} stop tokens, over {_STOPS}")
-    return Plan(cluster=8, threads=1024)
+    return Plan()
 
 
 def _kernel(static: _Static, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.rows import greedy_kernel
 
-    return greedy_kernel.append_greedy(*operands, capacity=static[0], plan=static[1])
+    return greedy_kernel.append_greedy(*operands, capacity=static[0])
 
 
 def _xla(

@@ -25,8 +25,8 @@ from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import KIND, floats
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.ptx import LOG2E, Value
-from pallas_kernels.rows.greedy import Plan
 
+CLUSTER, THREADS = 8, 1024
 LN2 = math.log(2.0)
 _LARGEST, _NAN = float(jnp.finfo("float32").max), 0x7FC00000
 _Part = tuple[Value, Value, Value]  # the largest logit, its token, the sum
@@ -39,27 +39,26 @@ def append_greedy(
     stop_ids: jax.Array,
     *,
     capacity: int | None,
-    plan: Plan,
 ) -> tuple[jax.Array, jax.Array]:
-    """As ``rows.greedy.append_greedy``, by ``plan``; logits ``[1, V]``."""
+    """As ``rows.greedy.append_greedy``; logits ``[1, V]``."""
     stops = stop_ids.shape[0]
     body = functools.partial(
-        _body, plan=plan, vocabulary=logits.shape[1], places=written.shape[2], stops=stops,
+        _body, vocabulary=logits.shape[1], places=written.shape[2], stops=stops,
         capacity=capacity, kind=KIND[logits.dtype.name],
     )  # fmt: skip
 
     def kernel(kept: tuple) -> jax.Array:
         return launch(
             body, (logits, *kept, stop_ids if stops else None), (), name="append_greedy", grid=1,
-            cluster=plan.cluster, warpgroups=plan.threads // 128, registers=True,
-            scratch=[4 * (plan.threads // 32), 4 * plan.cluster, 4],
+            cluster=CLUSTER, warpgroups=THREADS // 128, registers=True,
+            scratch=[4 * (THREADS // 32), 4 * CLUSTER, 4],
         )  # fmt: skip
 
     return in_place(kernel, (rows, written))[1]
 
 
 def _body(
-    logits_ref, rows_ref, written_ref, *refs, plan: Plan, vocabulary: int, places: int, stops: int,
+    logits_ref, rows_ref, written_ref, *refs, vocabulary: int, places: int, stops: int,
     capacity: int | None, kind: str,
 ) -> None:  # fmt: skip
     *stops_refs, warps_ref, blocks_ref, barrier_ref = refs
@@ -70,7 +69,7 @@ def _body(
     def initialise() -> None:
         p.barrier_init(barrier, 1)
         p.barriers_ready()
-        p.barrier_expect(barrier, 16 * plan.cluster)
+        p.barrier_expect(barrier, 16 * CLUSTER)
 
     p.when(p.less(thread, 1), initialise)
     p.cluster_arrive()  # nobody sends before all have begun
@@ -78,22 +77,22 @@ def _body(
     row = [p.load_global(p.address(rows_ref), 1, 4 * i, cache="")[0] for i in range(5)]
     stop = [p.offset(p.address(ref), p.minimum(lane, stops - 1), 4) for ref in stops_refs]
     stop = [p.load_global(place, 1, cache="")[0] for place in stop]
-    part = _over_lanes(_of_thread(p.address(logits_ref), thread, rank, plan, vocabulary, kind), 32)
+    part = _over_lanes(_of_thread(p.address(logits_ref), thread, rank, vocabulary, kind), 32)
     at = p.add(by_warp, p.mul(warp, 16))
     p.when(p.less(lane, 1), lambda: p.store_shared(at, _words(part)))
     p.barrier()
     p.cluster_wait()
 
     def over_warps() -> None:
-        part = _over_lanes(_loaded(by_warp, lane), plan.threads // 32)
+        part = _over_lanes(_loaded(by_warp, lane), THREADS // 32)
         to = p.peer_address(p.add(by_block, p.mul(rank, 16)), 0)
         p.when(p.less(lane, 1), lambda: p.send_peer(to, _words(part), p.peer_address(barrier, 0)))
         p.when(p.less(rank, 1), over_blocks)
 
     def over_blocks() -> None:
         p.barrier_wait(barrier, p.ci(0))
-        share = _loaded(by_block, p.masked(lane, plan.cluster - 1))
-        best, token, total = _over_lanes(share, plan.cluster)
+        share = _loaded(by_block, p.masked(lane, CLUSTER - 1))
+        best, token, total = _over_lanes(share, CLUSTER)
         _, done, count, length, step = row
         live = grown = arith.subi(p.ci(1), done)
         is_none = _equal(best, p.cf(-math.inf))
@@ -124,11 +123,9 @@ def _body(
     p.when(p.less(warp, 1), over_warps)
 
 
-def _of_thread(
-    logits: Value, thread: Value, rank: Value, plan: Plan, vocabulary: int, kind: str
-) -> _Part:
-    pieces, apart, asked = vocabulary // 8, plan.cluster * plan.threads, []
-    first = p.add(p.mul(rank, plan.threads), thread)
+def _of_thread(logits: Value, thread: Value, rank: Value, vocabulary: int, kind: str) -> _Part:
+    pieces, apart, asked = vocabulary // 8, CLUSTER * THREADS, []
+    first = p.add(p.mul(rank, THREADS), thread)
     for start in range(0, pieces, apart):
         piece, is_one = p.add(first, start), None
         if start + apart > pieces:

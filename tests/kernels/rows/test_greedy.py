@@ -31,10 +31,9 @@ def by_kernel(*operands, capacity):
         return append_greedy(*operands, capacity=capacity, implementation="mosaic")
     from pallas_kernels.rows import greedy_kernel
 
-    plan = greedy.plan(operands[0], operands[3])
-    assert not isinstance(plan, Reason)
+    assert not isinstance(greedy.plan(operands[0], operands[3]), Reason)
     with warp_emulator.emulated(greedy_kernel):
-        return greedy_kernel.append_greedy(*operands, capacity=capacity, plan=plan)
+        return greedy_kernel.append_greedy(*operands, capacity=capacity)
 
 
 def check(got, want):
