@@ -36,6 +36,7 @@ CASES = {
         n_kv_heads=4, latent=LATENT, nope_layers=(0, 1), rope=RopeConfig(theta=1e4)
     ),
 }
+QUICK = ("yarn-rope", "delta", "half turns", "latent")
 WIDER = 12  # than heads of 8
 PROMPTS = [np.random.default_rng(n).integers(3, 97, n).tolist() for n in (1, 9, 21)]
 
@@ -63,7 +64,10 @@ def test_where_kernels_run_heads_are_kept_as_wide_as_they_take(monkeypatch, head
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"), [(case, "float32") for case in CASES] + [("gqa", "int8"), ("latent", "int8")]
+    ("case", "dtype"),
+    [("gqa", "int8"), *((case, "float32") for case in QUICK)]
+    + [pytest.param(case, "float32", marks=pytest.mark.slow) for case in CASES if case not in QUICK]
+    + [pytest.param(case, "int8", marks=pytest.mark.slow) for case in CASES if case != "gqa"],
 )
 def test_a_wider_cache_changes_no_logit(monkeypatch, case, dtype):
     """Prompts in two chunks, steps, and tokens that are verified; codes are the same but where a
@@ -86,7 +90,7 @@ def test_a_wider_cache_changes_no_logit(monkeypatch, case, dtype):
         assert relative_error(found, wanted) < (1e-5 if dtype == "float32" else 2e-2)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.3])
 def test_every_way_gives_the_same_tokens(tmp_path, monkeypatch, share):
     """``generate``, the engine's pages, and offloaded caches, one of them attended on the CPU."""
     cfg = LLAMA.replace(attn_sparsity=share, eos_token_ids=())
