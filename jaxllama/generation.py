@@ -35,7 +35,6 @@ from jaxllama.parallel.mesh import mesh_of, traced_mesh
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
 from pallas_kernels.brief import short_repr
 from pallas_kernels.rows import greedy
-from pallas_kernels.rows.greedy import append_greedy
 
 Params = dict[str, Any]
 # Tokens, of all rows together, that a GPU's prefill takes through the model at once: enough for its
@@ -396,7 +395,7 @@ def advance(
         hidden, after = _forward(cfg, params, newest[:, None], live, before, sparse=True)
         if not sampling.features and _ends_in_one(cfg, params, hidden, stop_ids):
             product = decoder.head_product(cfg, params, hidden[:, 0], normed=False)
-            kept = append_greedy(
+            kept = greedy.append_greedy(
                 product, carry.rows, carry.written, stop_ids, capacity=before.capacity
             )
             return _Carry(*kept, after.layers, None)

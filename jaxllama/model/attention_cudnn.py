@@ -30,6 +30,7 @@ from jax import lax
 
 from pallas_kernels.attention import past
 from pallas_kernels.attention.blockwise import capacity_of, floats, part_of
+from pallas_kernels.attention.rope_cache import place
 from pallas_kernels.dispatch import choose_plan
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
@@ -158,8 +159,7 @@ def _newest(
     slots = jnp.maximum(slots, 0)
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
     if table is not None:
-        page = cache[0].shape[1]
-        rows, slots = jnp.take_along_axis(table, slots // page, axis=1), slots % page
+        rows, slots = place(cache[0], slots, table)
     return jax.tree.map(lambda leaf: leaf.at[rows, slots].get(mode="clip"), cache)
 
 

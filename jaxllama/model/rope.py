@@ -47,10 +47,15 @@ def rope_tables(
         freq = jnp.asarray(inv_freq)
     angles = positions.astype(jnp.float32)[..., None] * freq
     cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
-    if turning == head_dim:
-        return cos, sin
-    rest = ((0, 0),) * (angles.ndim - 1) + ((0, (head_dim - turning) // 2),)
-    return jnp.pad(cos, rest, constant_values=1.0), jnp.pad(sin, rest)
+    return _with_still(cos, sin, head_dim // 2)
+
+
+def _with_still(
+    cos: jax.Array, sin: jax.Array, pairs: int, length: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """Tables of so many pairs, those that are added of ``length`` and without a turn."""
+    rest = ((0, 0),) * (cos.ndim - 1) + ((0, pairs - cos.shape[-1]),)
+    return jnp.pad(cos, rest, constant_values=length), jnp.pad(sin, rest)
 
 
 @functools.partial(
@@ -72,10 +77,8 @@ class Ropes:
         that of H, and no caller names a scale."""
 
         def one(cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
-            half = cos.shape[-1]
-            rest = ((0, 0),) * (cos.ndim - 1) + ((0, width // 2 - half),)
-            longer = (width / (2 * half)) ** 0.25
-            return jnp.pad(cos * longer, rest, constant_values=longer), jnp.pad(sin * longer, rest)
+            longer = (width / (2 * cos.shape[-1])) ** 0.25
+            return _with_still(cos * longer, sin * longer, width // 2, longer)
 
         return Ropes(self.configs, tuple(one(*pair) for pair in self.tables))
 

@@ -109,7 +109,7 @@ def _of_row(i: int) -> int:
 def _over_quad(op, x):
     """A row's value, of the four threads that have its columns."""
     for lanes in (1, 2):
-        x = op(x, p.from_bits(p.shuffle_xor(p.bits(x), lanes)))
+        x = op(x, p.shuffle_xor(x, lanes))
     return x
 
 

@@ -51,6 +51,16 @@ Want = Literal["out", "borders", "transitions"]
 _WGMMA = plgpu.Layout.WGMMA
 
 
+def is_narrow(dk: int) -> bool:
+    """Whether a block has 64 value channels, and a cluster two blocks."""
+    return dk > 128
+
+
+def stages_of(dk: int) -> int:
+    """Slots of a block's ring."""
+    return 2 if is_narrow(dk) else STAGES
+
+
 @plgpu.inline_mgpu(
     arg_types=(plgpu.RefType(ROWS), plgpu.Layout.WG_SPLAT((128,))),
     return_type=plgpu.ShapeDtypeStruct((64, CHUNK), jnp.bfloat16, layout=_WGMMA),
@@ -84,7 +94,7 @@ def store_transposed(tile, x) -> None:
 
 def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks: int, group: int,
                segments: int, want: Want, ragged: bool, initial: bool,
-               by_channel: bool, wgs: int, stages: int):  # fmt: skip
+               by_channel: bool, wgs: int):  # fmt: skip
     want_out = want == "out"
     rest = list(rest)
     lengths = rest.pop(0) if ragged else None
@@ -95,7 +105,7 @@ def _scan_body(q, k, keys, weights, decays, v, *rest, dk: int, dv: int, n_chunks
     read_by_both, done_by_both = shared or (None, None)
     (k_rows, k_sm), (v_rows, v_sm) = k_union, v_union
     q_rows, q_sm = q_union if want_out else (None, None)
-    parts, width, narrow = dk // PART, 64 * wgs, stages == 2
+    parts, width, narrow, stages = dk // PART, 64 * wgs, is_narrow(dk), stages_of(dk)
     blocks = dv // width
     j, b = lax.axis_index("values"), lax.axis_index("row")
     if narrow:
@@ -298,11 +308,11 @@ def scan(
     width = dv + (max(VALUE_BLOCK, dk) if want == "transitions" else 0)
     # A block of 64 value channels for each SM, where there are no more of them.
     few = b * h * segments * width // VALUE_BLOCK <= gpu().sms // 2
-    wgs, stages = (1, 2) if dk > 128 else (1 if few else 2, STAGES)
+    narrow, stages = is_narrow(dk), stages_of(dk)
+    wgs, pair = 1 if few or narrow else 2, 2 if narrow else 1
     body = functools.partial(
         _scan_body, dk=dk, dv=dv, n_chunks=nc, group=h // hk, segments=segments, want=want,
         ragged=lengths is not None, initial=start is not None, by_channel=by_channel, wgs=wgs,
-        stages=stages,
     )  # fmt: skip
     out_type = [jax.ShapeDtypeStruct((b, h, segments, dk, width), jnp.float32)]
     if want_out:
@@ -318,12 +328,8 @@ def scan(
         (q, k, keys, weights, decays, v, lengths, start),
         tuple(out_type),
         name="gated_delta_scan",
-        cluster=2 if stages == 2 else 1,
-        grid={
-            "values": width // (64 * wgs * (2 if stages == 2 else 1)),
-            "head": h * segments,
-            "row": b,
-        },
+        cluster=pair,
+        grid={"values": width // (64 * wgs * pair), "head": h * segments, "row": b},
         warpgroups=wgs,
         scratch=[
             tokens(stages, parts, CHUNK, PART) if want_out else unused,
@@ -334,6 +340,6 @@ def scan(
             plgpu.SMEM((stages, *decays.shape[3:]), jnp.float32),
             plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
-            *([plgpu.ClusterBarrier(collective_axes=("rank",))] * 2 if stages == 2 else []),
+            *([plgpu.ClusterBarrier(collective_axes=("rank",))] * 2 if narrow else []),
         ],
     )
