@@ -379,9 +379,12 @@ def _store(space: str, base: Value, values: Sequence[Value], at: int) -> None:
     ptx(f"st.{space}.{kind} [$0+{at}], {names};", base, *values)
 
 
-def load_global(base: Value, n: int, at: int = 0, kind: str = "b32", cache: str = ".nc"):
-    """n (1, 2, 4) words, or "f32"; cache: "" where a thread may write them during the kernel,
-    or the kernel before did (``await_kernel``)."""
+READ_ONLY = ".nc"  # the path of constants
+
+
+def load_global(base: Value, n: int, at: int = 0, kind: str = "b32", cache: str = ""):
+    """n (1, 2, 4) words, or "f32"; cache: ``READ_ONLY`` where no thread writes them during the
+    kernel, and no kernel before that is waited for did (``await_kernel``)."""
     return _load(f"global{cache}", base, n, at, kind)
 
 
@@ -393,13 +396,13 @@ def store_global(base: Value, values: Value | Sequence[Value], at: int = 0) -> N
         _store("global", base, values, at)
 
 
-def load_half(base: Value, at: int = 0, cache: str = ".nc") -> Value:
+def load_half(base: Value, at: int = 0, cache: str = "") -> Value:
     """16 bits of device memory, in the low half of a word; cache: as of ``load_global``."""
     code = f"{{ .reg .b16 h; ld.global{cache}.u16 h, [$1+{at}]; cvt.u32.u16 $0, h; }}"
     return ptx(code, base, results=i32())
 
 
-def load_signed_byte(base: Value, at: int = 0, cache: str = ".nc") -> Value:
+def load_signed_byte(base: Value, at: int = 0, cache: str = "") -> Value:
     """8 bits of device memory as an i32; cache: as of ``load_global``."""
     code = f"{{ .reg .b16 h; ld.global{cache}.s8 h, [$1+{at}]; cvt.s32.s16 $0, h; }}"
     return ptx(code, base, results=i32())
@@ -496,7 +499,7 @@ def await_kernel() -> None:
     from jax 0.12 on; with an older one it begins behind it, and this is nothing).  So before it a
     kernel writes nothing and reads nothing, weights neither, which may have been computed just now:
     it may ask L2 for them (``prefetch``).  Behind it, what other kernels write is not read through
-    the path of constants (``cache=""``): the lines there may be older.
+    the path of constants (``READ_ONLY``): the lines there may be older.
     """
     if not _OVERLAPS:
         return

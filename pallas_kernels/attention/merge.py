@@ -58,7 +58,7 @@ def _merge(part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, shape,
     row, head = arith.divui(block, p.ci(n)), arith.remui(block, p.ci(n))
     own = arith.divui(block, p.ci(heads))
     p.await_kernel()
-    (length,) = p.load_global(p.offset(p.address(lengths_ref), own, 4), 1, cache="")
+    (length,) = p.load_global(p.offset(p.address(lengths_ref), own, 4), 1)
     length = p.larger(p.smaller(length, p.ci(capacity)), p.ci(0))
     first = p.ci(0)
     if window is not None:
@@ -79,11 +79,11 @@ def _merge(part_ref, stats_ref, lengths_ref, out_ref, sums_ref, *, chunk, shape,
             inside = p.below(index, stop)
             index = p.smaller(index, p.add(stop, -1))
             at, at_part = p.offset_rows(stats, index, 8 * n), p.offset_rows(part, index, 4 * h * n)
-            peak, whole = p.load_global(at, 2, kind="f32", cache="")
+            peak, whole = p.load_global(at, 2, kind="f32")
             values = [
                 x
                 for c in range(0, columns, vector)
-                for x in p.load_global(at_part, vector, 4 * c, "f32", "")
+                for x in p.load_global(at_part, vector, 4 * c, "f32")
             ]
             loaded.append((arith.select(inside, peak, p.cf(NEG_INF)), whole, values))
         return combine([tuple(carry[:2]) + (carry[2:],), *loaded])

@@ -40,7 +40,7 @@ class Pages:
     def entry(self, token):
         """The table's entry for the page of ``token``; of any number, an entry of this row."""
         index = p.minimum(arith.divui(token, p.ci(self.paging.page)), self.paging.entries - 1)
-        (entry,) = p.load_global(p.offset(self.at, index, 4), 1, cache="")
+        (entry,) = p.load_global(p.offset(self.at, index, 4), 1)
         return entry
 
     def shift(self, token, entry):

@@ -44,7 +44,7 @@ class QueryRows(NamedTuple):
     def seen(self, lengths_ref, row, token=None):
         """How many keys a token sees."""
         at = row if token is None else p.add(p.mul(row, self.tokens), token)
-        (length,) = p.load_global(p.offset(p.address(lengths_ref), at, 4), 1, cache="")
+        (length,) = p.load_global(p.offset(p.address(lengths_ref), at, 4), 1)
         return p.larger(p.smaller(length, p.ci(self.capacity)), p.ci(0))
 
     def span(self, lengths_ref, row, lane):

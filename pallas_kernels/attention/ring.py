@@ -231,9 +231,9 @@ class Scales:
             for source in (source for pair in self.sources for source in pair):
                 at = p.offset_rows(source, token, self.from_bytes)
                 if size == 2:
-                    loaded.append(p.load_half(at, cache=""))
+                    loaded.append(p.load_half(at))
                 else:
-                    loaded += p.load_global(at, size // 4, cache="")
+                    loaded += p.load_global(at, size // 4)
         return loaded
 
     def store(self, loaded: Sequence) -> None:

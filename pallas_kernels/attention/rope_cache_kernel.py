@@ -60,9 +60,7 @@ class _Heads:
     def load(self, base):
         """Words of the head at ``base``."""
         base = p.offset(base, self.pair, 2)
-        return [
-            p.load_global(base, 1, 2 * self.feature(i), cache="")[0] for i in range(2 * self.runs)
-        ]
+        return [p.load_global(base, 1, 2 * self.feature(i))[0] for i in range(2 * self.runs)]
 
     def put(self, base, words):
         base = p.offset(base, self.pair, 2)
@@ -72,7 +70,7 @@ class _Heads:
     def load_table(self, ref, row):
         """What the lane's features turn by."""
         base = p.offset(p.offset(p.address(ref), row, 4 * self.half), self.pair, 4)
-        return [x for r in range(self.runs) for x in p.load_global(base, 2, 256 * r, "f32", "")]
+        return [x for r in range(self.runs) for x in p.load_global(base, 2, 256 * r, "f32")]
 
     def turned(self, words, cos, sin):
         x = floats(words, self.kind)
@@ -205,7 +203,7 @@ def _write(*refs, shape, paging, dtype, groups, kind):
     p.await_kernel()
     row, head = arith.divui(unit, p.ci(heads)), arith.remui(unit, p.ci(heads))
     own = _Heads(h, dtype, groups, kind)
-    (slot,) = p.load_global(p.offset(p.address(slots_ref), row, 4), 1, cache="")
+    (slot,) = p.load_global(p.offset(p.address(slots_ref), row, 4), 1)
     pages = Pages(*pages_ref, row, paging) if paging else None
     place = _Place(slot, row, n_kv, capacity, pages)
     raw = own.load(p.offset(p.address(qkv_ref), unit, 2 * h))
@@ -242,7 +240,7 @@ def _write_tokens(*refs, shape, paging, dtype, groups, kind):
     token, kv_head = arith.divui(unit, p.ci(n_kv)), arith.remui(unit, p.ci(n_kv))
     row, first = arith.divui(token, p.ci(width)), p.mul(kv_head, team)
     own = _Heads(h, dtype, groups, kind)
-    (slot,) = p.load_global(p.offset(p.address(slots_ref), token, 4), 1, cache="")
+    (slot,) = p.load_global(p.offset(p.address(slots_ref), token, 4), 1)
     pages = Pages(*pages_ref, row, paging) if paging else None
     place = _Place(slot, row, n_kv, capacity, pages)
     source = p.offset(p.address(qkv_ref), token, 2 * h * heads)

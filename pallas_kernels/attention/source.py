@@ -51,7 +51,7 @@ class Source:
         self.eps, self.staged = staged or (None, None)
         if self.staged is not None:
             self.stage()
-        (number,) = p.load_global(p.offset(p.address(lengths), row, 4), 1, cache="")
+        (number,) = p.load_global(p.offset(p.address(lengths), row, 4), 1)
         group = self.n // self.n_kv
         mine = p.add(p.mul(head, group), p.minimum(self.g, group - 1))  # past the group copies
         self.raw_query = self.projected(mine)
@@ -130,7 +130,7 @@ class Source:
                 for j in range(codes.k_chunks)
                 for w in p.load_global(
                     p.offset(self.line(self.k[0], t, codes.row_bytes, shift), at),
-                    codes.k_chunk // 4, j * 4 * codes.k_chunk, cache="",
+                    codes.k_chunk // 4, j * 4 * codes.k_chunk,
                 )
             ]
             for t in tokens
@@ -148,7 +148,7 @@ class Source:
         return [
             w
             for j in range(codes.v_chunks)
-            for w in p.load_global(base, codes.v_chunk // 4, j * 8 * codes.v_chunk, cache="")
+            for w in p.load_global(base, codes.v_chunk // 4, j * 8 * codes.v_chunk)
         ]
 
     def load_numbers(self, refs, tokens, shift) -> list:
@@ -156,7 +156,7 @@ class Source:
         size = self.codes.groups * self.codes.scale_size
         return [
             [
-                [p.load_half(at, cache="")] if size == 2 else p.load_global(at, size // 4, cache="")
+                [p.load_half(at)] if size == 2 else p.load_global(at, size // 4)
                 for at in [self.line(ref, t, size, shift) for ref in refs[1:]]
             ]
             for t in (tokens if self.codes.quantized else ())
@@ -207,7 +207,7 @@ class Source:
                 for i in range(features // 4)
                 for x in p.load_global(
                     p.offset(p.offset(p.address(t), self.row, 2 * self.h), at),
-                    4, 16 * features * j + 16 * i, "f32", "",
+                    4, 16 * features * j + 16 * i, "f32",
                 )
             ]
             for t in self.tables

@@ -30,11 +30,7 @@ def load_heads(base, codes: Codes) -> list[list]:
     """A head's 16-bit features that meet a lane's key words, by chunk; base: of the first."""
     features = features_of(codes)
     return [
-        [
-            w
-            for i in range(features // 8)
-            for w in p.load_global(base, 4, 8 * features * j + 16 * i, cache="")
-        ]
+        [w for i in range(features // 8) for w in p.load_global(base, 4, 8 * features * j + 16 * i)]
         for j in range(codes.k_chunks)
     ]
 

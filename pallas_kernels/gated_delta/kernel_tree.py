@@ -68,7 +68,7 @@ def load_betas(betas, scratch, limit, pitch: int) -> None:
     token = p.masked(p.register("tid.x"), 63)
     inside = p.below(token, limit)
     safe = arith.select(inside, token, p.ci(0))
-    (beta,) = p.load_global(p.offset(betas, safe, pitch), 1, 0, "f32")
+    (beta,) = p.load_global(p.offset(betas, safe, pitch), 1, 0, "f32", cache=p.READ_ONLY)
     at = p.add(scratch, p.shift_left(token, 2))
     p.store_shared(at, [arith.select(inside, beta, p.cf(0.0))], BETA)
 

@@ -96,19 +96,22 @@ def _body(shape: _Shape, *refs) -> None:
     state = p.offset(state, head, 4 * shape.dk * shape.dv)
     state = p.offset(state, p.add(p.mul(first, shape.dv), column), 4)
     step = 4 * shape.dv * at_once
-    old = [p.load_global(state, 4, step * r, "f32", cache="") for r in range(ROWS)]
+    old = [p.load_global(state, 4, step * r, "f32") for r in range(ROWS)]
     values = p.offset(p.offset(v, head, 2 * shape.dv), column, 2)
-    values = floats(p.load_global(values, 2), shape.kind)
-    (weight,) = p.load_global(p.offset(beta, head, 4), 1, 0, "f32")
+    values = floats(p.load_global(values, 2, cache=p.READ_ONLY), shape.kind)
+    (weight,) = p.load_global(p.offset(beta, head, 4), 1, 0, "f32", cache=p.READ_ONLY)
 
     def entry(d):
         if shape.by_channel:
             at = p.offset(p.offset(log_decay, head, 4 * shape.dk), d, 4)
         else:
             at = p.offset(log_decay, head, 4)
-        (g,) = p.load_global(at, 1, 0, "f32")
+        (g,) = p.load_global(at, 1, 0, "f32", cache=p.READ_ONLY)
         key, query = (
-            p.widen(p.load_half(p.offset(p.offset(x, key_head, 2 * shape.dk), d, 2)), shape.kind)
+            p.widen(
+                p.load_half(p.offset(p.offset(x, key_head, 2 * shape.dk), d, 2), cache=p.READ_ONLY),
+                shape.kind,
+            )
             for x in (k, q)
         )
         decay = p.exp2(arith.mulf(g, p.cf(LOG2E)))

@@ -144,7 +144,7 @@ class Token:
 
     def load(self, at: Any):
         """A 16-bit float of device memory."""
-        return p.widen(p.load_half(at), self.shape.kind)
+        return p.widen(p.load_half(at, cache=p.READ_ONLY), self.shape.kind)
 
     def rounded(self, x: Any):
         return p.widen(p.narrow(x, self.shape.kind), self.shape.kind)
@@ -155,10 +155,12 @@ class Token:
         state = p.offset(self.memory.state, self.whole_head, 4 * shape.dk * COLUMNS)
         state = p.offset(state, p.add(p.mul(first, COLUMNS), self.column), 4)
         step = 4 * COLUMNS
-        rows = [p.load_global(state, 4, step * r, "f32", cache="") for r in range(ROWS)]
+        rows = [p.load_global(state, 4, step * r, "f32") for r in range(ROWS)]
         length = None
         if self.memory.lengths is not None:
-            (length,) = p.load_global(p.offset(self.memory.lengths, self.row, 4), 1)
+            (length,) = p.load_global(
+                p.offset(self.memory.lengths, self.row, 4), 1, cache=p.READ_ONLY
+            )
         weight, z = [], [None] * shape.tokens
         if self.commits:
             gates, store = self.taken(length)
@@ -168,11 +170,12 @@ class Token:
                 p.cluster_arrive()  # what was read has been summed up
             gates = [self.gates(t) for t in tokens]
             weight = floats(
-                p.load_global(p.offset(self.memory.norm, self.column, 2), 2), shape.kind
+                p.load_global(p.offset(self.memory.norm, self.column, 2), 2, cache=p.READ_ONLY),
+                shape.kind,
             )
             if shape.gated:
                 at = p.add(p.mul(self.head, COLUMNS), self.column, shape.features)
-                z = [p.load_global(self.stream(0, t, at), 2) for t in tokens]
+                z = [p.load_global(self.stream(0, t, at), 2, cache=p.READ_ONLY) for t in tokens]
         p.barrier()
         if self.kept:
             store()
@@ -291,7 +294,7 @@ class Token:
         shape, size = self.shape, 2 * self.shape.features
         last = p.offset(self.memory.last, self.row, size * (shape.taps - 1))
         last = p.offset(last, feature, 2)
-        old = [p.load_half(last, size * w) for w in range(shape.taps - 1)]
+        old = [p.load_half(last, size * w, cache=p.READ_ONLY) for w in range(shape.taps - 1)]
         if self.commits:
             places = (self.of_read(self.memory.read, t, feature) for t in range(shape.tokens))
         else:
@@ -302,7 +305,7 @@ class Token:
         """The convolution of each token, and its SiLU."""
         taps = self.shape.taps
         at = p.offset(self.memory.conv, feature, 2 * taps)
-        weights, made = floats(p.load_global(at, taps // 2), self.shape.kind), []
+        weights, made = floats(p.load_global(at, taps // 2, cache=p.READ_ONLY), self.shape.kind), []
         for t in range(self.shape.tokens):
             y = p.cf(0.0)
             for x, w in zip(given[t : t + taps], weights, strict=True):
@@ -354,7 +357,7 @@ class Token:
             v = p.offset(self.of_head(memory.v, t, 2 * COLUMNS), self.v_channel, 2)
             k, v = (self.load(at) for at in (self.of_key(memory.k, t), v))
             self.put(t, of(k), of(v))
-            g, beta = (p.load_global(self.of_head(x, t, 4), 1, 0, "f32")[0]
+            g, beta = (p.load_global(self.of_head(x, t, 4), 1, 0, "f32", cache=p.READ_ONLY)[0]
                        for x in (memory.log_decay, memory.beta))  # fmt: skip
             gates.append((of(p.exp2(arith.mulf(g, p.cf(LOG2E))), 1.0), of(beta)))
         qk, v = (self.inputs(feature) for feature in (self.feature, self.v_feature))

@@ -118,7 +118,7 @@ class Step:
 
     def load_pairs(self, at, n: int):
         """2 n 16-bit floats of device memory as floats."""
-        return floats(p.load_global(at, n, cache=""), self.shape.kind)
+        return floats(p.load_global(at, n), self.shape.kind)
 
     def run(self) -> None:
         shape, normed, tokens = self.shape, self.normed, range(self.shape.tokens)
@@ -135,14 +135,14 @@ class Step:
 
         def load(start: int):
             several = range(start, min(start + batch, rows))
-            return [p.load_global(state, 4, step * r, "f32", cache="") for r in several]
+            return [p.load_global(state, 4, step * r, "f32") for r in several]
 
         self.prefetch(shape.dk // shape.warps, ahead * batch * at_once)
         p.await_kernel()
         pending = [load(batch * i) for i in range(ahead)]
         length = None
         if self.memory.lengths is not None:
-            (length,) = p.load_global(p.offset(self.memory.lengths, self.row, 4), 1, cache="")
+            (length,) = p.load_global(p.offset(self.memory.lengths, self.row, 4), 1)
         self.moves = [None if length is None else p.less(p.ci(t), length) for t in tokens]
         self.fill_table()
         v = [self.load_v(t) for t in tokens]
@@ -224,7 +224,7 @@ class Step:
     def load_v(self, t: int):
         """The lane's columns of a token's v."""
         columns = p.add(p.mul(self.kv_head, self.shape.dv), self.column)
-        words = p.load_global(self.stream(2, t, columns), 2, cache="")
+        words = p.load_global(self.stream(2, t, columns), 2)
         if self.kept:
             at = p.offset(self.of_head(self.kept[1], t, 2 * self.shape.dv), self.column, 2)
             p.when(p.less(self.thread, self.lanes), lambda: p.store_global(at, words))
@@ -264,13 +264,13 @@ class Step:
         """(q, k, of the decay the low rank's values, or itself)."""
         shape, q = self.shape, None
         if self.memory.q is not None:
-            q = p.load_half(self.stream(0, t, p.add(p.mul(self.head, shape.dk), d)), cache="")
-        k = p.load_half(self.stream(1, t, key), cache="")
+            q = p.load_half(self.stream(0, t, p.add(p.mul(self.head, shape.dk), d)))
+        k = p.load_half(self.stream(1, t, key))
         if self.memory.log_decay is None:
             low = self.stream(3, t, p.ci(0))
-            return q, k, [p.load_global(low, 4, 2 * c, cache="") for c in range(0, shape.rank, 8)]
+            return q, k, [p.load_global(low, 4, 2 * c) for c in range(0, shape.rank, 8)]
         at = self.of_head(self.memory.log_decay, t, 4 * shape.dk)
-        return q, k, p.load_global(p.offset(at, d, 4), 1, 0, "f32", "")[0]
+        return q, k, p.load_global(p.offset(at, d, 4), 1, 0, "f32")[0]
 
     def store_channel(self, t: int, d: Any, q: Any, k: Any, decay: Any, weights: Any) -> None:
         shape, zero = self.shape, p.cf(0.0)
@@ -295,8 +295,8 @@ class Step:
     def decay_weights(self, key: Any):
         """(bias, the row's words)."""
         row = p.offset(self.memory.decay_weight, key, 2 * self.shape.rank)
-        bias = p.load_half(p.offset(self.memory.decay_bias, key, 2), cache="")
-        words = [p.load_global(row, 4, 2 * c, cache="") for c in range(0, self.shape.rank, 8)]
+        bias = p.load_half(p.offset(self.memory.decay_bias, key, 2))
+        words = [p.load_global(row, 4, 2 * c) for c in range(0, self.shape.rank, 8)]
         return bias, words
 
     def low_rank_decay(self, low: Any, weights: Any):

@@ -74,9 +74,9 @@ def _body(
     p.when(p.less(thread, 1), initialise)
     p.cluster_arrive()  # nobody sends before all have begun
     p.await_kernel()
-    row = [p.load_global(p.address(rows_ref), 1, 4 * i, cache="")[0] for i in range(5)]
+    row = [p.load_global(p.address(rows_ref), 1, 4 * i)[0] for i in range(5)]
     stop = [p.offset(p.address(ref), p.minimum(lane, stops - 1), 4) for ref in stops_refs]
-    stop = [p.load_global(place, 1, cache="")[0] for place in stop]
+    stop = [p.load_global(place, 1)[0] for place in stop]
     part = _over_lanes(_of_thread(p.address(logits_ref), thread, rank, vocabulary, kind), 32)
     at = p.add(by_warp, p.mul(warp, 16))
     p.when(p.less(lane, 1), lambda: p.store_shared(at, _words(part)))
@@ -130,7 +130,7 @@ def _of_thread(logits: Value, thread: Value, rank: Value, vocabulary: int, kind:
         piece, is_one = p.add(first, start), None
         if start + apart > pieces:
             is_one, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
-        asked.append((piece, is_one, p.load_global(p.offset(logits, piece, 16), 4, cache="")))
+        asked.append((piece, is_one, p.load_global(p.offset(logits, piece, 16), 4)))
     none = p.cf(-math.inf)
     best, token, values = none, p.mul(first, 8), []
     for piece, is_one, words in asked:

@@ -38,7 +38,7 @@ class Inner:
         assert op.adapters is not None
         self.n, self.sources, self.rank = op.adapters
         self.ranks = self.sources * self.rank
-        self.adapter = p.load_global(p.offset(rows.adapter, row, 4), 1, cache="")[0]  # 0: none
+        self.adapter = p.load_global(p.offset(rows.adapter, row, 4), 1)[0]  # 0: none
         # Without an adapter the first one's factors are read, and not used.
         index = p.add(p.larger(self.adapter, p.ci(1)), -1)
         self.first = p.offset(rows.first, index, 2 * self.ranks * op.width)

@@ -326,7 +326,7 @@ def _modules(block: Block):
         shuffle_from=lambda x, lane: x[np.arange(block.n) & -32 | lane],
         load_matrices=block.load_matrices, store_matrices=block.store_matrices,
         store_matrices_transposed=block.store_matrices_transposed, transpose_8x8=block.transpose,
-        load_global=lambda base, n, at=0, kind="b32", cache=".nc": block.load(
+        load_global=lambda base, n, at=0, kind="b32", cache="": block.load(
             base, n, at, kind_of(kind)),
         store_global=lambda base, values, at=0: block.store(base, values, at),
         store_global_half=lambda base, half: block.store(base, [half.astype(np.uint16)]),
@@ -334,8 +334,8 @@ def _modules(block: Block):
         to_integer=lambda x: np.rint(x).astype(np.int32).view(U32),
         to_float=lambda x: signed(x).astype(np.float32),
         to_e4m3=_to_e4m3, from_e4m3=_from_e4m3,
-        load_half=lambda base, at=0, cache=".nc": block.load(base, 1, at, U32)[0] & U32(0xFFFF),
-        load_signed_byte=lambda base, at=0, cache=".nc": block.narrow(base, "s8", at),
+        load_half=lambda base, at=0, cache="": block.load(base, 1, at, U32)[0] & U32(0xFFFF),
+        load_signed_byte=lambda base, at=0, cache="": block.narrow(base, "s8", at),
         load_shared=lambda base, n, at=0, kind="b32": block.load(base, n, at, kind_of(kind)),
         load_float=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
         load_peer=lambda base, at=0: block.load(base, 1, at, np.float32)[0],

@@ -50,8 +50,8 @@ class Operands:
     def eight(self, name: str, at: Value) -> list[Value]:
         """8 neighbours of gamma or of what is pending, as floats."""
         if self.kinds[name] != "f32":
-            return floats(p.load_global(at, 4, cache=""))
-        return [v for i in (0, 16) for v in p.load_global(at, 4, i, "f32", "")]
+            return floats(p.load_global(at, 4))
+        return [v for i in (0, 16) for v in p.load_global(at, 4, i, "f32")]
 
     def store_total(
         self, words: Sequence[Value], pending: Sequence[Value], place: Callable, block: Callable

@@ -68,7 +68,7 @@ class Input:
             inside = None
             if first + threads > pieces:
                 inside, piece = p.less(piece, pieces), p.minimum(piece, pieces - 1)
-            words = p.load_global(p.offset(operands.x, piece, 16), 4, cache="")
+            words = p.load_global(p.offset(operands.x, piece, 16), 4)
             gamma = None if operands.gamma is None else self.eight("gamma", piece)
             pending = None if operands.pending is None else self.eight("pending", piece)
             asked.append((piece, inside, words, gamma, pending))
@@ -174,8 +174,8 @@ class Rows:
     def number(self, name: str, index: Value) -> Value:
         kind, base = self.operands.kinds[name], getattr(self.operands, name)
         if kind == "f32":
-            return p.load_global(p.offset(base, index, 4), 1, 0, "f32", "")[0]
-        return p.widen(p.load_half(p.offset(base, index, 2), cache=""), kind)
+            return p.load_global(p.offset(base, index, 4), 1, 0, "f32")[0]
+        return p.widen(p.load_half(p.offset(base, index, 2)), kind)
 
     def finish(self, unit: Value, sums, asked, factor: Value | None) -> None:
         totals = over_lanes(self.loop.totals(sums))

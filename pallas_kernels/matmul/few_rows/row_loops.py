@@ -115,12 +115,12 @@ class Nibbles:
         """The scale of the lane's group, and what is taken off its pairs of codes."""
         at, start = places[0], 8 * self.scheme.scale_bytes * chunk
         if self.scheme.scale_kind == "f32":
-            scale = p.load_global(at, 1, start, "f32", "")[0]
+            scale = p.load_global(at, 1, start, "f32")[0]
         else:
-            scale = p.load_half(at, start, "")
+            scale = p.load_half(at, start)
         offset = p.ci(self.scheme.bias)
         if self.zeros is not None:
-            zero = p.load_signed_byte(places[1], 8 * chunk, "")
+            zero = p.load_signed_byte(places[1], 8 * chunk)
             offset = arith.addi(offset, p.mul(zero, 0x00010001))
         return [scale, offset]
 

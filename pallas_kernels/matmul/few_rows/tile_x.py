@@ -218,7 +218,7 @@ class NormedX:
         index = p.add(self.lane, step * self.lanes)
         index = p.minimum(index, self.per_token - 1)
         rows = [p.minimum(t, self.block.plan.m - 1) for t in self.tokens]
-        xs = [p.load_global(self.staged.source(row, index), 4, cache="") for row in rows]
+        xs = [p.load_global(self.staged.source(row, index), 4) for row in rows]
         if self.operands.pending is not None:
             pending = [self.load_pending(row, index) for row in rows]
             xs = list(zip(xs, pending, strict=True))
