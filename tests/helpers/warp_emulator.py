@@ -326,6 +326,7 @@ def _modules(block: Block):
         shuffle_from=lambda x, lane: x[np.arange(block.n) & -32 | lane],
         load_matrices=block.load_matrices, store_matrices=block.store_matrices,
         store_matrices_transposed=block.store_matrices_transposed, transpose_8x8=block.transpose,
+        READ_ONLY=".nc",
         load_global=lambda base, n, at=0, kind="b32", cache="": block.load(
             base, n, at, kind_of(kind)),
         store_global=lambda base, values, at=0: block.store(base, values, at),
