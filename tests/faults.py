@@ -1,0 +1,278 @@
+"""Planted faults: does the suite find what it is there for?
+
+    python tests/faults.py                 run the draw of 40 faults, one line a fault
+    python tests/faults.py 3 17            run these
+    python tests/faults.py --json OUT      write the results to a file as well
+
+Each fault replaces one piece of source text in a copy of the tree. ``pytest -x`` then runs the
+tests of the fault's room and, for faults in the model, the model identities. A fault is found when
+a test fails. Faults in Mosaic kernels need jax >= 0.11.2 (the emulator): run them with that
+environment. ``CANDIDATES`` was written before the suite was shortened; ``SEED`` draws 40 of it.
+
+The program exits with 1 where a fault's text no longer stands in its file exactly once: adapt the
+fault to the new code then, without changing what it breaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SEED, DRAWN = 39, 40
+ROOT = Path(__file__).resolve().parent.parent
+IDENTITIES = "tests/model/test_model.py tests/model/test_decode_step.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One planted fault.
+
+    what: the fault in words. file: relative path. old, new: source text before and after; old
+    stands exactly once in the file. tests: what pytest runs, separated by spaces.
+    """
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+M, K = "jaxllama/model/", "pallas_kernels/"
+MODEL = f"{IDENTITIES} tests/model"
+ENGINE, HTTP = "tests/serving/engine", "tests/serving/http"
+CANDIDATES = [
+    # The model
+    Fault("attention sees one key beyond the window", K + "attention/blockwise.py",
+          "visible & (k_pos > q_pos - window)", "visible & (k_pos >= q_pos - window)",
+          f"tests/kernels/attention {MODEL}"),
+    Fault("RoPE turns the second half the wrong way", K + "attention/rope_cache.py",
+          "second * c + first * s", "second * c - first * s",
+          f"tests/kernels/attention {MODEL}"),
+    Fault("a query sees its successor", K + "attention/blockwise.py",
+          "visible = k_pos <= q_pos\n", "visible = k_pos <= q_pos + 1\n",
+          f"tests/kernels/attention {MODEL}"),
+    Fault("the last block's repeated keys count twice", K + "attention/blockwise.py",
+          "is_visible(positions, k_positions[None, :], window) & fresh",
+          "is_visible(positions, k_positions[None, :], window)",
+          f"tests/kernels/attention {MODEL}"),
+    Fault("padding is written into the cache", M + "attention.py",
+          "slots = jnp.where(is_new, positions, capacity_of(cache.k, table))\n    q, k, v, *kv",
+          "slots = positions\n    q, k, v, *kv", MODEL),
+    Fault("a stopped row's token is written", M + "attention.py",
+          "slots = jnp.where(at.lengths > 0, position, capacity_of(cache.k, table))",
+          "slots = position", f"{MODEL} {ENGINE}"),
+    Fault("softcap is left out of a decode step", M + "attention.py",
+          "softcap=cfg.attn_softcap, table=table,", "softcap=None, table=table,", MODEL),
+    Fault("llama3 scaling blends the wrong way", M + "rope.py",
+          "(keep * inv_freq + (1 - keep) * inv_freq / cfg.factor)",
+          "((1 - keep) * inv_freq + keep * inv_freq / cfg.factor)",
+          f"{MODEL} tests/checkpoints"),
+    Fault("yarn's ramp is one dimension off", M + "rope.py",
+          "ramp = (np.arange(head_dim // 2) - low)", "ramp = (np.arange(head_dim // 2) + 1 - low)",
+          f"{MODEL} tests/checkpoints"),
+    Fault("the short convolution forgets a row's oldest input", M + "gla.py",
+          "last = lengths[:, None] + jnp.arange(past.shape[1]",
+          "last = jnp.maximum(lengths[:, None] - 1, 0) + jnp.arange(past.shape[1]", MODEL),
+    Fault("a GLA row that stands still decays", M + "gla.py",
+          "return gla_step(*moving(moves, q, k, v, log_decay), state, implementation=form)",
+          "return gla_step(q, k, v, log_decay, state, implementation=form)",
+          f"{MODEL} tests/test_speculative.py {ENGINE}"),
+    Fault("the embedding's scale is dropped", M + "decoder.py",
+          "return x * jnp.asarray(cfg.d_model**0.5, x.dtype) if cfg.embedding_scale else x",
+          "return x", MODEL),
+    Fault("a parallel block's MLP reads the stream behind the mixer", M + "decoder.py",
+          "ops, stream if cfg.parallel_block else None), state",
+          "ops, mixed if cfg.parallel_block else None), state", MODEL),
+    Fault("a commit keeps one token too many", M + "decoder.py",
+          "cache, count = proposal.cache, jnp.clip(count, 0, proposal.new)",
+          "cache, count = proposal.cache, jnp.clip(count + 1, 0, proposal.new)",
+          f"{MODEL} tests/test_speculative.py"),
+    Fault("every row gets the first adapter", M + "lora.py",
+          "return jnp.broadcast_to(self.rows[:, None], x.shape[:2])",
+          "return jnp.broadcast_to(jnp.minimum(self.rows, 1)[:, None], x.shape[:2])", MODEL),
+    # Generation and sampling
+    Fault("a chunked prefill keeps the hidden state of an empty chunk", "jaxllama/generation.py",
+          "jnp.where((n_new > 0)[:, None], last_valid(hidden, n_new), last)",
+          "last_valid(hidden, n_new)", f"{MODEL} tests/test_language_model.py"),
+    Fault("a full row gives finite logits", "jaxllama/generation.py",
+          "fits = cache.lengths + lengths <= cache.capacity",
+          "fits = cache.lengths + lengths <= cache.capacity + 1", MODEL),
+    Fault("a done row's count grows", "jaxllama/generation.py",
+          "rows = jnp.stack([new[0], done, counts + live, lengths, step + 1])",
+          "rows = jnp.stack([new[0], done, counts + 1, lengths, step + 1])",
+          f"{MODEL} tests/test_language_model.py"),
+    Fault("only the first stop token counts", "jaxllama/generation.py",
+          "done |= jnp.any(tokens[:, None] == stop_ids[None, :], axis=1).astype(jnp.int32)",
+          "done |= jnp.any(tokens[:, None] == stop_ids[None, :1], axis=1).astype(jnp.int32)",
+          f"{MODEL} tests/test_language_model.py tests/test_sampling.py"),
+    Fault("the sampling key ignores the position", "jaxllama/sampling.py",
+          "key = jax.random.fold_in(key, position)", "key = jax.random.fold_in(key, 0)",
+          "tests/test_sampling.py tests/test_language_model.py"),
+    Fault("top-p reads the mass before top-k", "jaxllama/sampling.py",
+          "mass = jnp.where(keep, jnp.exp(-below), 0.0)", "mass = jnp.exp(-below)",
+          "tests/test_sampling.py"),
+    Fault("the presence penalty counts the prompt", "jaxllama/sampling.py",
+          "jnp.where(generated, params.presence_penalty[:, None], 0.0)",
+          "jnp.where(repeated, params.presence_penalty[:, None], 0.0)", "tests/test_sampling.py"),
+    Fault("a draft's pause never grows", "jaxllama/speculative.py",
+          "jnp.minimum(2 * self.pause, _LONGEST_PAUSE)", "self.pause",
+          "tests/test_speculative.py"),
+    # The engine
+    Fault("a prefix is known one page too far", "jaxllama/serving/engine/pages.py",
+          "for first in range(0, len(tokens) - self.size + 1, self.size):",
+          "for first in range(0, len(tokens), self.size):", ENGINE),
+    Fault("prefixes are shared between adapters", "jaxllama/serving/engine/pages.py",
+          "parent = held.nodes[-1] if held.nodes else self._roots[model]",
+          "parent = held.nodes[-1] if held.nodes else self._roots[None]", ENGINE),
+    Fault("an evicted page keeps its snapshot", "jaxllama/serving/engine/pages.py",
+          "        del self._leaves[node]\n        self._drop_state(node)\n",
+          "        del self._leaves[node]\n", ENGINE),
+    Fault("a growing row lacks its last page", "jaxllama/serving/engine/scheduler.py",
+          "return max(self.pages.need(after) - len(sequence.held.pages), 0)",
+          "return max(self.pages.need(after - 1) - len(sequence.held.pages), 0)", ENGINE),
+    Fault("a preempted sequence loses its place", "jaxllama/serving/engine/scheduler.py",
+          "return (self.order - AGE * self.request.priority, self.order)",
+          "return (self.order + AGE * self.request.priority, self.order)", ENGINE),
+    Fault("ignore_eos is ignored", "jaxllama/serving/engine/passes.py",
+          "& ~slots.ignore_eos[:, None]", "", ENGINE),
+    Fault("a newcomer's seed is the slot's old one", "jaxllama/serving/engine/slots.py",
+          "slot[row], sampling[row], length[row] = new.slot, new.sampling, new.length",
+          "slot[row], length[row] = new.slot, new.length", ENGINE),
+    Fault("top log-probabilities are one token short", "jaxllama/serving/engine/output.py",
+          "ids, values = (array[:kept, :n_top].tolist() for array in written.top)",
+          "ids, values = (array[:kept, : n_top - 1].tolist() for array in written.top)",
+          f"{ENGINE} {HTTP}"),
+    # Text
+    Fault("a stop string's overlap with itself is forgotten", "jaxllama/text/stream.py",
+          "state = failure[state - 1]\n                if stop[state] == char:",
+          "state = 0\n                if stop[state] == char:",
+          "tests/text tests/test_language_model.py"),
+    Fault("a split UTF-8 character is not held back", "jaxllama/text/stream.py",
+          "rest = self._utf8.decode(b\"\", final=True)", "rest = \"\"",
+          "tests/text tests/test_language_model.py"),
+    # Quantization and checkpoints
+    Fault("zero points are added", K + "qtensor.py",
+          "x = (x - w.zero.astype(jnp.float32)[..., None]) * scale",
+          "x = (x + w.zero.astype(jnp.float32)[..., None]) * scale",
+          "tests/kernels/test_qtensor.py tests/kernels/matmul tests/quantization"),
+    Fault("AWQ's fields are read in file order", "jaxllama/checkpoints/packed/awq.py",
+          ".reshape(len(packed), -1, _FIELDS)[..., _PLACE]",
+          ".reshape(len(packed), -1, _FIELDS)[..., _ORDER]", "tests/checkpoints"),
+    Fault("GPTQ spreads the error with the wrong sign", "jaxllama/quantization/gptq.py",
+          "rows = rows - weights[:, None] * error[None, :]",
+          "rows = rows + weights[:, None] * error[None, :]", "tests/quantization"),
+    Fault("GPTQ forgets the blocks ahead", "jaxllama/quantization/gptq.py",
+          "later = jnp.arange(k)[None, :] >= begin + block",
+          "later = jnp.arange(k)[None, :] >= begin + 2 * block", "tests/quantization"),
+    # Offloading, several devices, training
+    Fault("a filled-up batch shifts the rows' lengths", "jaxllama/offload/run.py",
+          "lengths = jnp.pad(lengths, (0, empty))", "lengths = jnp.pad(lengths, (empty, 0))",
+          "tests/offload"),
+    Fault("a shard looks up its neighbour's rows", "jaxllama/parallel/collectives.py",
+          "mine = (local >= 0) & (local < rows)", "mine = (local >= 0) & (local <= rows)",
+          "tests/parallel"),
+    Fault("the gradient is a sum over microbatches", "jaxllama/training/step.py",
+          "return jax.tree.map(lambda g: g / parts, grads), jax.tree.map(jnp.mean, metrics)",
+          "return grads, jax.tree.map(jnp.mean, metrics)", "tests/training"),
+    Fault("weight decay reaches the norms", "jaxllama/training/optimizer.py",
+          "return leaf.ndim >= 2 and getattr(path[-1], \"name\", \"w\") == \"w\"",
+          "return getattr(path[-1], \"name\", \"w\") == \"w\"", "tests/training"),
+    # Linear attention and kernels
+    Fault("a chunk's state decays once too often", K + "gla/chunked.py",
+          "writes = dot(\"...cd,...ce->...de\", k * jnp.exp(suffix), v, dtype)",
+          "writes = dot(\"...cd,...ce->...de\", k * jnp.exp(prefix), v, dtype)",
+          "tests/kernels/gla tests/model/test_gla_model.py"),
+    Fault("the gradient of k misses the diagonal", K + "gla/chunked.py",
+          "    d_k += on_diagonal * q\n", "", "tests/kernels/gla"),
+    Fault("int8 rows of the CPU lose a row's tail", K + "cpu/matmul.py",
+          "return e.b.udiv(e.b.sub(e.b.add(body.tiles, body.run), e.i64(1)), body.run)",
+          "return e.b.udiv(body.tiles, body.run)", "tests/kernels/cpu"),
+    Fault("an empty split's maximum counts", K + "attention/merge.py",
+          "loaded.append((arith.select(inside, peak, p.cf(NEG_INF)), whole, values))",
+          "loaded.append((peak, whole, values))", "tests/kernels/attention"),
+    Fault("the decode kernel's old sums do not fade", K + "attention/tile.py",
+          "fade.append(p.exp2(arith.subf(top[c], best)))",
+          "fade.append(p.cf(1.0))", "tests/kernels/attention"),
+    Fault("the last group's scale serves all groups", K + "matmul/few_rows/tile_loop.py",
+          "            g %= at_once\n", "            g = at_once - 1\n", "tests/kernels/matmul"),
+    Fault("SwiGLU's gate has no minus", K + "rows/one_row.py",
+          "arith.mulf(gate, p.cf(-LOG2E))", "arith.mulf(gate, p.cf(LOG2E))", "tests/kernels/rows"),
+]  # fmt: skip
+
+
+def drawn() -> list[Fault]:
+    """The 40 faults that ``SEED`` draws, in the order of ``CANDIDATES``."""
+    picked = random.Random(SEED).sample(range(len(CANDIDATES)), DRAWN)
+    return [CANDIDATES[index] for index in sorted(picked)]
+
+
+def needs_emulator(fault: Fault) -> bool:
+    """Whether only the emulator of Mosaic kernels can find the fault."""
+    return fault.file.endswith(("merge.py", "tile.py", "tile_loop.py", "one_row.py"))
+
+
+def plant(fault: Fault, tree: Path) -> None:
+    """Replace the fault's text in ``tree``. Raises SystemExit unless it stands there once."""
+    path = tree / fault.file
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        raise SystemExit(f"{fault.what}: its text stands {text.count(fault.old)} times in {path}")
+    path.write_text(text.replace(fault.old, fault.new))
+
+
+def run(fault: Fault) -> dict[str, object]:
+    """Plant the fault in a copy of the tree and run its tests until one fails."""
+    with tempfile.TemporaryDirectory() as directory:
+        tree = Path(directory) / "tree"
+        skipped = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".dev-*", ".whl*")
+        shutil.copytree(ROOT, tree, ignore=skipped)
+        plant(fault, tree)
+        started = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-q", *fault.tests.split()]
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+        seconds = time.monotonic() - started
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+    if done.returncode not in (0, 1):
+        failed = failed or re.search(r"(error\S*.*)", done.stdout)
+    by = failed.group(1) if failed else None
+    return {"fault": fault.what, "file": fault.file, "found_by": by, "seconds": round(seconds)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("numbers", nargs="*", type=int, help="which of the draw, from 0")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--lane", choices=["all", "emulator", "rest"], default="all")
+    parser.add_argument("--check", action="store_true", help="only see that every text is there")
+    options = parser.parse_args()
+    faults = drawn()
+    for fault in faults:
+        text = (ROOT / fault.file).read_text()
+        if text.count(fault.old) != 1:
+            sys.exit(f"{fault.what}: its text stands {text.count(fault.old)} times in {fault.file}")
+    if options.check:
+        return
+    results = []
+    for index in options.numbers or range(len(faults)):
+        if options.lane != "all" and needs_emulator(faults[index]) != (options.lane == "emulator"):
+            continue
+        results.append(run(faults[index]))
+        print(f"{index:2d} {results[-1]}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1))
+    found = sum(result["found_by"] is not None for result in results)
+    print(f"{found} of {len(results)} faults found")
+
+
+if __name__ == "__main__":
+    main()
