@@ -32,6 +32,10 @@ ways = pytest.mark.parametrize(
 )
 
 
+# The identities share these shapes, so that each family compiles one program a function.
+ROWS, WIDTH, ROOM = 3, 12, 16
+
+
 def full_logits(cfg, params, tokens):
     lengths = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32)
     return np.asarray(logits(cfg, params, tokens, lengths))
@@ -62,17 +66,17 @@ def poison(cache: Cache) -> Cache:
 @families
 def test_prefill_then_decode_is_the_full_forward_at_every_split(family):
     cfg = FAMILIES[family]
-    params, tokens = params_of(cfg), tokens_of(cfg, 2, 12)
+    params, tokens = params_of(cfg), np.asarray(tokens_of(cfg, ROWS, WIDTH))
     want = full_logits(cfg, params, tokens)
-    for split in range(1, 12):
-        padded = jnp.pad(tokens[:, :split], ((0, 0), (0, 12 - split)), constant_values=5)
-        lengths = jnp.full((2,), split, jnp.int32)
-        got, cache = prefill(cfg, params, padded, lengths, init_cache(cfg, 2, 16))
+    for split in range(1, WIDTH):
+        padded = np.pad(tokens[:, :split], ((0, 0), (0, WIDTH - split)), constant_values=5)
+        lengths = np.full((ROWS,), split, np.int32)
+        got, cache = prefill(cfg, params, padded, lengths, init_cache(cfg, ROWS, ROOM))
         assert relative_error(got, want[:, split - 1]) < BOUND
-        for t in range(split, 12):
+        for t in range(split, WIDTH):
             got, cache = decode_step(cfg, params, tokens[:, t], cache)
             assert relative_error(got, want[:, t]) < BOUND
-        assert cache.lengths.tolist() == [12, 12]
+        assert cache.lengths.tolist() == [WIDTH] * ROWS
 
 
 @ways
@@ -81,10 +85,10 @@ def test_prefill_then_decode_is_the_full_forward_at_every_split(family):
 )
 def test_chunked_prefill_is_whole_prefill(family, chunk):
     cfg = FAMILIES[family]
-    params, tokens = params_of(cfg), tokens_of(cfg, 3, 9)
+    params, tokens = params_of(cfg), tokens_of(cfg, ROWS, WIDTH)
     lengths = jnp.asarray([9, 1, 4], jnp.int32)
-    want, _ = prefill(cfg, params, tokens, lengths, init_cache(cfg, 3, 12))
-    got, cache = prefill(cfg, params, tokens, lengths, init_cache(cfg, 3, 12), chunk=chunk)
+    want, _ = prefill(cfg, params, tokens, lengths, init_cache(cfg, ROWS, ROOM))
+    got, cache = prefill(cfg, params, tokens, lengths, init_cache(cfg, ROWS, ROOM), chunk=chunk)
     assert relative_error(got, want) < BOUND
     assert cache.lengths.tolist() == [9, 1, 4]
     follow, _ = decode_step(cfg, params, tokens[:, 0], cache)
@@ -94,15 +98,15 @@ def test_chunked_prefill_is_whole_prefill(family, chunk):
 @ways
 def test_ragged_batch_equals_each_row_alone(family):
     cfg = FAMILIES[family]
-    params, tokens = params_of(cfg), tokens_of(cfg, 3, 10)
-    lengths = jnp.asarray([10, 3, 7], jnp.int32)
-    batched, cache = prefill(cfg, params, tokens, lengths, init_cache(cfg, 3, 16))
+    params, tokens = params_of(cfg), np.asarray(tokens_of(cfg, ROWS, WIDTH))
+    lengths = np.asarray([WIDTH, 3, 7], np.int32)
+    batched, cache = prefill(cfg, params, tokens, lengths, init_cache(cfg, ROWS, ROOM))
     batched_next, _ = decode_step(cfg, params, tokens[:, 0], cache)
-    for row, length in enumerate([10, 3, 7]):
-        alone, cache = prefill(
-            cfg, params, tokens[row : row + 1, :length], jnp.asarray([length], jnp.int32),
-            init_cache(cfg, 1, 16),
-        )  # fmt: skip
+    for row, length in enumerate(lengths):
+        # Behind the row's own tokens stands other padding than in the batch.
+        own = np.where(np.arange(WIDTH) < length, tokens[row], 5)[None]
+        one = np.asarray([length], np.int32)
+        alone, cache = prefill(cfg, params, own, one, init_cache(cfg, 1, ROOM))
         assert relative_error(batched[row], alone[0]) < BOUND
         alone_next, _ = decode_step(cfg, params, tokens[row : row + 1, 0], cache)
         assert relative_error(batched_next[row], alone_next[0]) < BOUND
@@ -111,7 +115,7 @@ def test_ragged_batch_equals_each_row_alone(family):
 @families
 def test_nan_beyond_every_length_changes_nothing(family):
     cfg = FAMILIES[family]
-    params, tokens = params_of(cfg), tokens_of(cfg, 3, 10)
+    params, tokens = params_of(cfg), tokens_of(cfg, ROWS, WIDTH)
     lengths = jnp.asarray([6, 0, 4], jnp.int32)
     used = np.asarray([0, 2])
 
@@ -122,7 +126,7 @@ def test_nan_beyond_every_length_changes_nothing(family):
         return jax.tree.map(lambda leaf: leaf.at[used].set(jnp.zeros((), leaf.dtype)), layer)
 
     def run(spoil):
-        cache = spoil(init_cache(cfg, 3, 16))
+        cache = spoil(init_cache(cfg, ROWS, ROOM))
         cache = Cache(tuple(fresh(layer) for layer in cache.layers), cache.lengths)
         first, cache = prefill(cfg, params, tokens, lengths, cache)
         second, cache = decode_step(cfg, params, tokens[:, 0], spoil(cache))
@@ -135,17 +139,17 @@ def test_nan_beyond_every_length_changes_nothing(family):
 @ways
 def test_a_row_inserted_into_a_poisoned_slot_goes_on_as_if_alone(family):
     cfg = FAMILIES[family]
-    params, tokens = params_of(cfg), tokens_of(cfg, 1, 9)
-    lengths = jnp.asarray([9], jnp.int32)
-    _, alone = prefill(cfg, params, tokens, lengths, init_cache(cfg, 1, 9))
+    params, tokens = params_of(cfg), np.asarray(tokens_of(cfg, 1, WIDTH))
+    lengths = np.asarray([9], np.int32)
+    _, alone = prefill(cfg, params, tokens, lengths, init_cache(cfg, 1, WIDTH))
     big = jax.tree.map(
-        lambda leaf: jnp.full_like(leaf, jnp.nan if leaf.dtype == jnp.float32 else 0),
-        init_cache(cfg, 3, 16),
+        lambda leaf: np.full(leaf.shape, np.nan if leaf.dtype == np.float32 else 0, leaf.dtype),
+        init_cache(cfg, ROWS, ROOM),
     )
-    merged = insert(big, 2, alone)
-    _, roomy = prefill(cfg, params, tokens, lengths, init_cache(cfg, 1, 16))
+    merged = insert(jax.device_put(big), 2, alone)
+    _, roomy = prefill(cfg, params, tokens, lengths, init_cache(cfg, 1, ROOM))
     want, _ = decode_step(cfg, params, tokens[:, 0], roomy)
-    got, merged = decode_step(cfg, params, jnp.tile(tokens[:, 0], 3), merged)
+    got, merged = decode_step(cfg, params, np.tile(tokens[:, 0], ROWS), merged)
     assert relative_error(got[2], want[0]) < BOUND
     assert merged.lengths.tolist()[2] == 10
 
@@ -288,21 +292,20 @@ def test_cache_nbytes_counts_packed_words():
 @ways
 def test_generate_equals_greedy_by_full_forward(family):
     cfg = FAMILIES[family]
-    params, tokens = params_of(cfg), tokens_of(cfg, 2, 6)
-    lengths = jnp.asarray([6, 3], jnp.int32)
-    out = generate(
-        cfg, params, tokens, lengths, init_cache(cfg, 2, 32), Sampling(), 0, 8, stop_tokens=()
-    )
-    for row, length in enumerate([6, 3]):
-        # Greedy is right exactly if every token is the argmax of the forward over what precedes it.
-        ids = [*tokens[row, :length].tolist(), *out.tokens[row].tolist()]
-        padded = jnp.asarray([ids + [0] * (14 - len(ids))], jnp.int32)
-        scores = np.asarray(logits(cfg, params, padded, jnp.asarray([len(ids)], jnp.int32)))[0]
-        scores = scores[length - 1 : length + 7].astype(np.float64)
-        assert scores.argmax(-1).tolist() == out.tokens[row].tolist()
-        want = scores.max(-1) - np.log(np.sum(np.exp(scores), axis=-1))
+    params, tokens = params_of(cfg), np.array(tokens_of(cfg, ROWS, WIDTH))
+    lengths, new = np.asarray([6, 3, 5], np.int32), 6
+    cache = init_cache(cfg, ROWS, WIDTH + new)
+    out = generate(cfg, params, tokens, lengths, cache, Sampling(), 0, new, stop_tokens=())
+    for row, length in enumerate(lengths):
+        tokens[row, length : length + new] = out.tokens[row]
+    # Greedy is right exactly if every token is the argmax of the forward over what precedes it.
+    scores = np.asarray(logits(cfg, params, tokens, lengths + new), np.float64)
+    for row, length in enumerate(lengths):
+        own = scores[row, length - 1 : length - 1 + new]
+        assert own.argmax(-1).tolist() == out.tokens[row].tolist()
+        want = own.max(-1) - np.log(np.sum(np.exp(own), axis=-1))
         np.testing.assert_allclose(out.logprobs[row], want, atol=1e-4)
-    assert out.counts.tolist() == [8, 8]
+    assert out.counts.tolist() == [new] * ROWS
 
 
 def test_rows_stop_separately_and_the_loop_stops_early():
@@ -347,7 +350,7 @@ def test_sampled_tokens_depend_on_neither_neighbours_nor_slot():
 
     together = run([0, 1, 2, 3])
     assert run([3, 2, 1, 0]) == together
-    for row in range(4):
+    for row in (0, 2):
         assert run([row]) == {row: together[row]}
     assert len({tuple(row) for row in together.values()}) == 4
 

@@ -23,7 +23,6 @@ from jaxllama.config import ModelConfig, Stored
 from jaxllama.errors import JaxLlamaError
 from tests.helpers.parity_cases import (
     CASES,
-    FAMILY_CASES,
     GOLDEN,
     LENGTH,
     NEW,
@@ -55,29 +54,47 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.max(np.abs(got - want)) / np.max(np.abs(want)))
 
 
+@pytest.fixture(scope="module")
+def golden() -> dict[str, np.ndarray]:
+    with np.load(GOLDEN) as arrays:
+        return dict(arrays)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_golden(name: str) -> None:
-    with np.load(GOLDEN) as golden:
-        logits, greedy = golden[f"{name}/logits"], golden[f"{name}/greedy"]
-    assert relative_error(ours(name).logits[SCORED], logits) <= BOUND
-    assert ours(name).greedy.tolist() == greedy.tolist()
+def test_golden(name: str, golden: dict[str, np.ndarray]) -> None:
+    """One call scores the text and, as its second row, the prompt with transformers' answer: every
+    greedy token is the argmax behind what precedes it."""
+    cfg, params, greedy = CASES[name], params_of(name), golden[f"{name}/greedy"]
+    if cfg.rope.scaling in ("dynamic", "longrope"):  # a step's tables depend on the row's length
+        scores, answer = ours(name).logits, ours(name).greedy
+    else:
+        tokens = np.zeros((2, PROMPT + NEW), np.int32)
+        tokens[0, :LENGTH] = tokens_of(name)
+        tokens[1] = np.concatenate([tokens_of(name)[:PROMPT], greedy])
+        lengths = np.array([LENGTH, PROMPT + NEW], np.int32)
+        scores, walked = np.asarray(jl.logits(cfg, jax.device_put(params), tokens, lengths))
+        answer = walked[PROMPT - 1 : -1].argmax(-1)
+    assert relative_error(scores[SCORED], golden[f"{name}/logits"]) <= BOUND
+    assert answer.tolist() == greedy.tolist()
 
 
-# Of Llama's, Mistral's and Qwen2's options those that no other family has; the others are live in
-# the slow run, and golden everywhere.
-LIVE = ("llama-gqa", "smollm2-tied", "mistral-window", "qwen2-bias", "qwen2-late-window",
-        "rope-llama3", "rope-linear", "rope-dynamic", "rope-yarn")  # fmt: skip
-FAMILIES = {kind for kind, _, _ in FAMILY_CASES}
+# One of each mechanism; the others have no other.
+WALKED = ("llama-gqa", "qwen3", "qwen3_next", "smollm3", "olmo2", "gemma2", "gemma3_text",
+          "stablelm", "cohere2", "kimi_linear")  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(x, marks=[] if x in FAMILIES or x in LIVE else [pytest.mark.slow])
-        for x in CASES
-    ],
+    "name", [pytest.param(x, marks=[] if x in WALKED else [pytest.mark.slow]) for x in CASES]
 )
+def test_golden_step_by_step(name: str, golden: dict[str, np.ndarray]) -> None:
+    """``generate`` gives transformers' greedy tokens."""
+    assert ours(name).greedy.tolist() == golden[f"{name}/greedy"].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_transformers(name: str) -> None:
+    """The live oracle, of which the golden file is a copy."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     want = reference(name)

@@ -283,7 +283,8 @@ def test_the_recorder_sees_every_load(folder):
                      marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_a_draft_changes_no_tokens(folder, name, draft, policy):
+@pytest.mark.parametrize("draft_tokens", [3, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_draft_changes_no_tokens(folder, name, draft, policy, draft_tokens):
     """Of four rows in batches that do not divide them, with penalties, bias and noise; one of them
     repeats.  Its own resident twin is right about all that is greedy, in fewer passes."""
     cfg = FAMILIES[name].replace(eos_token_ids=())
@@ -295,14 +296,13 @@ def test_a_draft_changes_no_tokens(folder, name, draft, policy):
     ]  # fmt: skip
     want = lm.generate(PROMPTS, NEW, samplings, seed=3)
     own = lm if draft == "model" else "ngram"
-    for draft_tokens in (0, 3):
-        got = off.generate(PROMPTS, NEW, samplings, seed=3, draft=own, draft_tokens=draft_tokens)
-        assert [out.tokens for out in got] == [out.tokens for out in want]
-        for out, other in zip(got, want, strict=True):
-            np.testing.assert_allclose(out.logprobs, other.logprobs, atol=1e-4)
-        right = got if draft == "model" else got[:1]
-        assert all(out.accepted > NEW // 2 for out in right)
-        assert draft == "ngram" or all(out.accepted == out.drafted for out in got)
+    got = off.generate(PROMPTS, NEW, samplings, seed=3, draft=own, draft_tokens=draft_tokens)
+    assert [out.tokens for out in got] == [out.tokens for out in want]
+    for out, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(out.logprobs, other.logprobs, atol=1e-4)
+    right = got if draft == "model" else got[:1]
+    assert all(out.accepted > NEW // 2 for out in right)
+    assert draft == "ngram" or all(out.accepted == out.drafted for out in got)
 
 
 def test_an_offloaded_draft_ends_where_stop_strings_do(folder):

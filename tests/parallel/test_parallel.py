@@ -41,9 +41,7 @@ CHILD = (sys.executable, "-m", "tests.helpers.parallel_child")
 LOGPROB_BOUND = {"bfloat16": 0.1, "w8a8": 1e-4, "w4a8": 1e-4}
 QUICK = (
     "gqa:float32:2x4:sampled",
-    "hybrid:bfloat16:1x8:greedy",
     "mha-tied-bias:w8a8:2x2:greedy:int8",
-    "mqa-window:w4a16:1x4:greedy",
     "delta:float32:1x4:greedy",
 )
 FULL = [
@@ -54,6 +52,7 @@ FULL = [
       for scheme in ("bfloat16", "w8a16", "w4a16", "w8a8", "fp8", "w4a8")),
     *(f"delta:{scheme}:all:greedy" for scheme in ("w8a16", "w4a16", "w8a8", "fp8")),
     *(f"gqa:float32:2x4+1x8:greedy:{kv}" for kv in ("int8", "int4", "float8_e4m3fn")),
+    "mqa-window:w4a16:all:greedy",
 ]  # fmt: skip
 
 
