@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -36,16 +37,69 @@ LONG = [
 ]  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first.  Tests marked gpu run where Mosaic kernels can, and say why they do not
-    elsewhere."""
+JAX = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
+HAS_EMULATOR = JAX >= (0, 11, 2)
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the workers of ``-n auto``: none for a few files, and on a GPU few enough for its
+    memory."""
+    files = [arg for arg in config.args if Path(arg.split("::")[0]).suffix == ".py"]
+    if files and len(files) == len(config.args) and len(files) <= 2:
+        return 0
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return min(cores, 6) if os.path.exists("/dev/nvidiactl") else cores
+
+
+def cannot_run(item: pytest.Item, no_gpu: str | None) -> bool:
+    """Whether this machine's jax, or the lack of a Hopper GPU, rules the test out."""
+    if no_gpu is not None and item.get_closest_marker("gpu"):
+        return True
+    if not HAS_EMULATOR and "interpreter" in getattr(item, "fixturenames", ()):
+        return True
+    return any(mark.args and mark.args[0] is True for mark in item.iter_markers("skipif"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the files, the longest first, and leave out what cannot run here.
+
+    Tests that ``-m gpu`` names stay, and say why they do not run.
+    """
     places = {Path(__file__).parent / f"{name}.py": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path, len(LONG)))
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    reason = hopper_reason() if marked else None
-    if reason is not None:
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    marked = any(item.get_closest_marker("gpu") for item in items)
+    no_gpu = hopper_reason() if marked else None
+    if "gpu" in config.getoption("-m") and no_gpu is not None:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=no_gpu))
+        return
+    left_out = [item for item in items if cannot_run(item, no_gpu)]
+    config.stash[LEFT_OUT] = len(left_out)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = len(left_out)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        names = {id(item) for item in left_out}
+        items[:] = [item for item in items if id(item) not in names]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """Take the number of tests left out from a worker; all workers collect the same."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how many tests were left out, and how to run them."""
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"{count} tests left out: a Hopper GPU (pytest -m gpu there) or jax >= 0.11.2 "
+            f"(Python >= 3.12) runs them; this is jax {jax.__version__}"
+        )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,8 +116,7 @@ def interpreter() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
     The only place that touches the private module.
     """
-    version = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
-    if version < (0, 11, 2):
+    if not HAS_EMULATOR:
         pytest.skip(f"jax {jax.__version__}: the GPU interpreter lacks what the kernels use")
     from jax._src.pallas.mosaic_gpu.interpret import params
 
