@@ -175,6 +175,8 @@ def test_the_family_s_models_have_equal_parameters():
 def test_a_picture_of_what_is_not_there_is_named(tmp_path):
     text = (configs_dir() / "experiments" / "linear-family.toml").read_text()
     path = tmp_path / "x.toml"
-    path.write_text(text.replace('where = { text = "../texts/written.txt" }', 'where = { text = "book" }'))
+    path.write_text(
+        text.replace('where = { text = "../texts/written.txt" }', 'where = { text = "book" }')
+    )
     with pytest.raises(JaxLlamaError, match="picture.where: no point has text = 'book'"):
         load_experiment(path)
