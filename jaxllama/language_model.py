@@ -53,6 +53,7 @@ STOP_SLICE = 8
 # Rows of the one program that decodes every batch of a deterministic model.
 DETERMINISTIC_ROWS = 32
 _QUANTIZED = QTensor | RowBlocks | CpuWeight
+SAVE_FORMATS = ("floats", *packed.FORMATS)
 _SCREEN = 20  # lines of parameters that ``repr`` shows
 
 OnText = Callable[[int, str], None]
@@ -205,15 +206,24 @@ class LanguageModel:
         )  # fmt: skip
         return (text for _, text in steps)
 
-    def save(self, directory: str | Path, *, progress: bool = False) -> Path:
-        """Write a Hugging Face directory: config.json, generation_config.json (with ``sampling``),
-        safetensors, and the tokenizer's files.  Weights keep their dtype; transformers loads
-        floats, quantized ones are written bit for bit in our own format, which ``load`` reads.
+    def save(
+        self, directory: str | Path, *, format: str | None = None, progress: bool = False
+    ) -> Path:
+        """Write config.json, generation_config.json (with ``sampling``), safetensors, and the
+        tokenizer's files into a new directory, which ``load`` reads.
+
+        format: "floats", "awq", "gptq" or "compressed-tensors" for a Hugging Face directory, which
+            transformers loads too; "floats" dequantizes quantized weights.  "native" keeps any
+            quantized weight bit for bit, and other programs refuse it.  The default is "native" for
+            quantized weights and "floats" for others, which keep their dtype.
+        progress: a bar on stderr.
 
         The directory must not exist or be empty; it appears complete or, on any failure, not at
-        all.  progress: a bar on stderr.  Raises JaxLlamaError naming the path, or an option of the
-        config that no class of transformers has.
+        all.  Raises JaxLlamaError naming the path, the weight that the format cannot hold, or an
+        option of the config that no class of transformers has.
         """
+        if format not in (None, *SAVE_FORMATS):
+            raise JaxLlamaError(f"format = {format!r}: is not one of {', '.join(SAVE_FORMATS)}")
         params, mesh = self.params, self.mesh
         if self.adapters:
             raise JaxLlamaError("adapters lie beside the weights: load(..., merge=True) joins them")
@@ -221,11 +231,14 @@ class LanguageModel:
             params = gather_params(self.config, params, mesh.shape[MODEL_AXIS])
         params = restore_tree(params)
         is_packed = any(isinstance(leaf, _QUANTIZED) for leaf in _weights(params))
+        format = format or ("native" if is_packed else "floats")
+        cfg, common = self.config, {"sampling": self.sampling, "progress": progress}
         with tempfile.TemporaryDirectory() as scratch:
             files = [] if self.tokenizer is None else self.tokenizer.save(scratch)
-            return (packed.save if is_packed else hf.save)(
-                directory, self.config, params, files, sampling=self.sampling, progress=progress
-            )
+            if format != "floats":
+                return packed.save(directory, cfg, params, files, format=format, **common)
+            params = packed.in_floats(params, self.dtype) if is_packed else params
+            return hf.save(directory, cfg.with_head_of(params), params, files, **common)
 
     def _steps(
         self,

@@ -100,9 +100,10 @@ def load(
     _check_adapters(adapters, merge, policy is not None, mesh is not None)
     enable_compilation_cache()
     dtype = float_dtype(default_dtype() if dtype is None else dtype)
-    if not random and str(source) in preset_names() and "gla" in load_config(source).layer_types:
+    if not random and is_random_preset(source):
         warnings.warn(
-            f"{source}: no trained weights are published for this preset: its weights are random",
+            f"{source}: no trained weights are published for this preset: its weights are random; "
+            f"with trained ones: {', '.join((*hub.WHEELS, *hub.REPOSITORIES))}",
             WeightWarning,
             stacklevel=2,
         )
@@ -161,6 +162,15 @@ def load(
         return LanguageModel(cfg, params, tokenizer, deterministic, sampling)
     params = lora.attach(cfg, params, factors)
     return LanguageModel(cfg, params, tokenizer, deterministic, sampling, tuple(adapters))
+
+
+def is_random_preset(source: str | Path) -> bool:
+    """Whether ``load`` gives this preset random weights: one of GLA layers, of which none are
+    published."""
+    name = str(source)
+    if name not in preset_names() or name in hub.REPOSITORIES:
+        return False
+    return "gla" in load_config(name).layer_types
 
 
 def first_layers(source: str | Path) -> tuple[str | Path, int | None]:

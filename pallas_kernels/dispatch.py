@@ -55,7 +55,9 @@ def untested_jax() -> str | None:
     first, end = TESTED_JAX
     if first <= jax.__version_info__ < end:
         return None
-    return f"jax {jax.__version__} is not one of the tested versions, {_SPAN}"
+    return (
+        f"jax {jax.__version__} is not one of the tested versions, {_SPAN}, which need Python 3.12"
+    )
 
 
 def hopper_reason(*operands: Any) -> str | None:

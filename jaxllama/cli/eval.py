@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from typing import Any
 
 from jaxllama.cli import common
@@ -41,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     if args.report and (args.texts is None or args.reference is None):
         raise JaxLlamaError("--report needs --texts and --reference")
     from jaxllama.bench import damage
-    from jaxllama.bench.evaluate import perplexity
+    from jaxllama.bench.evaluate import BATCH, perplexity
 
     files = [args.text] if args.texts is None else sorted(args.texts.glob("*.txt"))
     texts = {path.stem: common.read_text(path) for path in files}
@@ -63,7 +65,17 @@ def run(args: argparse.Namespace) -> None:
     report = perplexity(lm, text, args.window, args.stride, **how)
     if args.json:
         return common.print_json({"model": args.model, **report})
-    print(f"perplexity {report['perplexity']:.4f} over {report['tokens']} tokens")
+    print(f"perplexity {report['perplexity']:.4f} over {counted(report['tokens'])}")
+    if math.isnan(report["perplexity_se"]):
+        print(
+            f"note: too few tokens to estimate the error of this number; at least {2 * BATCH} are "
+            "needed",
+            file=sys.stderr,
+        )
     if reference is not None:
         print(f"against {args.reference}: KL {report['kl']:.4f} nats, "
               f"top-1 {100 * report['top1']:.1f}%")  # fmt: skip
+
+
+def counted(tokens: int) -> str:
+    return "1 token" if tokens == 1 else f"{tokens} tokens"

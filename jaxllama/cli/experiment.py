@@ -26,6 +26,9 @@ def options(sub: Parser) -> None:
                      help="a TOML file, or the name of a shipped experiment")  # fmt: skip
     sub.add_argument("--out", type=out_folder, metavar="DIR",
                      help="of the run (default runs/NAME-HASH); a run is continued")  # fmt: skip
+    sub.add_argument("--text", metavar="FILE",
+                     help="UTF-8 text in place of the file's own; bible: the King James Bible of "
+                          "Debian's package bible-kjv")  # fmt: skip
     sub.add_argument("--dry-run", action="store_true",
                      help="print points, shapes, memory and time, and do nothing")  # fmt: skip
     sub.add_argument("--compare", nargs=2, type=run_folder, metavar=("DIR", "DIR"),
@@ -42,8 +45,8 @@ def _compared(args: argparse.Namespace) -> tuple[str, Any]:
     """(text for people, value for --json)."""
     from jaxllama.experiments.compare import compare, text
 
-    if args.file is not None or args.out is not None or args.dry_run:
-        raise JaxLlamaError("--compare takes two runs, and no file, --out or --dry-run")
+    if args.file is not None or args.out is not None or args.dry_run or args.text:
+        raise JaxLlamaError("--compare takes two runs, and no file, --out, --text or --dry-run")
     differences = compare(*args.compare)
     return text(differences), [dataclasses.asdict(one) for one in differences]
 
@@ -56,7 +59,7 @@ def _ran(args: argparse.Namespace) -> tuple[str, Any]:
 
     if args.file is None:
         raise JaxLlamaError("no experiment: give a file, the name of a shipped one, or --compare")
-    experiment = load_experiment(args.file)
+    experiment = load_experiment(args.file, args.text)
     if args.dry_run:
         check(experiment)
         directory = args.out or run_directory(experiment)

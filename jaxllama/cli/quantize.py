@@ -28,7 +28,9 @@ def options(sub: Parser) -> None:
                      help="as --quantize of the other commands, or fp8-static "
                           "(default %(default)s)")  # fmt: skip
     sub.add_argument("--method", choices=METHODS, default="rtn", help="(default %(default)s)")
-    sub.add_argument("--format", choices=FORMATS, default="native", help="(default %(default)s)")
+    sub.add_argument("--format", choices=FORMATS, default="native",
+                     help="native holds every scheme, and only jaxllama reads it; transformers "
+                          "and others read the rest (default %(default)s)")  # fmt: skip
     sub.add_argument("--calibration", type=text_input, metavar="FILE",
                      help="UTF-8 text (default: a packaged one)")  # fmt: skip
     sub.add_argument("--samples", type=Number(int, 0), metavar="N",

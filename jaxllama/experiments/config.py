@@ -31,7 +31,14 @@ from typing import Any, Literal
 
 from jaxllama.config import ModelConfig, from_dict, read_toml, shipped
 from jaxllama.errors import JaxLlamaError
-from jaxllama.experiments.settings import SETTINGS, TrainSettings, Workload, flatten
+from jaxllama.experiments.settings import (
+    BIBLE,
+    FACTS,
+    SETTINGS,
+    TrainSettings,
+    Workload,
+    flatten,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,17 +120,39 @@ class Experiment:
         return (self.path.parent / Path(name).expanduser()).resolve()
 
 
-def load_experiment(name: str | Path) -> Experiment:
+def load_experiment(name: str | Path, text: str | Path | None = None) -> Experiment:
     """A shipped experiment by name, or a TOML file by path.
 
+    text: a file, or "bible", in place of every text that the TOML file names (not of "facts").
     Raises JaxLlamaError naming the file, the key and what is allowed.
     """
     path = shipped("experiments", name)
     data = read_toml(path)
     try:
+        if text is not None:
+            _replace_texts(data, str(text) if text == BIBLE else str(Path(text).resolve()))
         return _experiment(path, data)
     except JaxLlamaError as error:
         raise JaxLlamaError(f"{path}: {error}") from None
+
+
+def _replace_texts(data: dict[str, Any], text: str) -> None:
+    """Change the settings and the pictures of a file's data, which is not checked yet."""
+
+    def replaced(old: Any) -> Any:
+        if isinstance(old, list):
+            return list(dict.fromkeys(map(replaced, old)))
+        return old if old == FACTS else text
+
+    cases, pictures = data.get("case", []), data.get("picture", [])
+    tables = [data.get("settings"), *(cases if isinstance(cases, list) else [])]
+    changed = [table for table in tables if isinstance(table, dict) and "text" in table]
+    if not changed:
+        raise JaxLlamaError(f"--text = {text}: the experiment reads no text")
+    pictures = [one for one in pictures if isinstance(one, dict)]
+    wheres = [where for one in pictures if isinstance(where := one.get("where"), dict)]
+    for table in changed + [where for where in wheres if "text" in where]:
+        table["text"] = replaced(table["text"])
 
 
 def _experiment(path: Path, data: dict[str, Any]) -> Experiment:

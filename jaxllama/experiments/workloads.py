@@ -40,7 +40,12 @@ from jaxllama.experiments.settings import (
     TrainSettings,
 )
 from jaxllama.language_model import LanguageModel
-from jaxllama.loading import default_dtype, enable_compilation_cache, load
+from jaxllama.loading import (
+    default_dtype,
+    enable_compilation_cache,
+    is_random_preset,
+    load,
+)
 from jaxllama.quantization import calibration
 from jaxllama.quantization.pipeline import calibrate
 from jaxllama.quantization.quantize import quantize_params
@@ -238,8 +243,7 @@ def check(experiment: Experiment) -> None:
     for point in experiment.points:
         try:
             for name in _models(experiment, point.settings):
-                # A preset of GLA layers is random by nature: ``load`` warns of it.
-                if name not in preset_names() or "gla" not in load_config(name).layer_types:
+                if not is_random_preset(name):  # of which ``load`` warns
                     hub.find(name)
             _check_files(experiment, point.settings)
         except JaxLlamaError as error:

@@ -82,7 +82,9 @@ class OffloadedModel(LanguageModel):
     store: Store | None = None
     recorder: Any = NO_RECORD
 
-    def save(self, directory: str | Path, *, progress: bool = False) -> Path:
+    def save(
+        self, directory: str | Path, *, format: str | None = None, progress: bool = False
+    ) -> Path:
         """Always a JaxLlamaError: its weights are in pieces."""
         raise JaxLlamaError("policy: an offloaded model is not saved: load it without one")
 

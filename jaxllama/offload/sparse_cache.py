@@ -131,7 +131,9 @@ def _choose(
     """The new token into the tail, and the values that its query reads.
 
     (tail, its slots, weights ``[B, K, G, keep]``, places int32 of the same shape: a row of the
-    snapshot's ``[B, S, K]``, or -2 - a row of the tail's, or -1 for none).
+    snapshot's ``[B, S, K]``, or -2 - a row of the tail's, or -1 for none).  A row without a new
+    token (it has stopped, or has no prompt) reads nothing: neither the snapshot nor the tail holds
+    its position.
     """
     batch, columns, n_kv, _ = keys.shape
     has_new = lengths > 0
@@ -143,6 +145,7 @@ def _choose(
     slots = slots.at[:, held].set(jnp.where(has_new, positions[:, 0], capacity))
     k = assemble(keys, tail.k, slots, capacity)
     index, kept = heaviest(q[:, None], k, positions, cfg.attn_sparsity, cfg.sliding_window)
+    kept = jnp.where(has_new[:, None, None, None], kept, 0.0)
     rows = jnp.arange(batch, dtype=jnp.int32)
     newest = jnp.full((batch, capacity), -1, jnp.int32)
     newest = newest.at[rows[:, None], slots].set(jnp.arange(TAIL, dtype=jnp.int32), mode="drop")

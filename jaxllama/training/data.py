@@ -56,8 +56,10 @@ class TokenFile:
             ids = np.load(directory / TOKENS, mmap_mode="r")
             file = cls(directory, ids, int(meta["vocab_size"]), str(meta["sha256"]))
         except OSError as error:
-            hint = f"{error.strerror or error}: made by `jaxllama tokenize`?"
-            raise JaxLlamaError(f"{error.filename or directory}: {hint}") from None
+            made = f"`jaxllama tokenize TEXT --out {directory}` makes it"
+            raise JaxLlamaError(
+                f"{error.filename or directory}: {error.strerror or error}; {made}"
+            ) from None
         except (ValueError, KeyError, TypeError) as error:
             raise JaxLlamaError(f"{directory}: not a token file: {error}") from None
         if ids.ndim != 1 or ids.dtype.kind != "u" or len(ids) != meta.get("tokens"):

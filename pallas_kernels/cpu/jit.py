@@ -8,7 +8,9 @@
 
 llvmlite (LLVM, no compiler on the user's machine) is imported when the first of these is asked.
 An object takes tenths of a second to generate and milliseconds to load from ``cache_folder()``; its
-name there is the hash of all that it depends on: target, llvmlite, these sources, the program.
+name there is the hash of all that it depends on: target, llvmlite, these sources, the program.  A
+damaged file would crash the process, so each carries a checksum (``sealed``) and is built anew if
+it does not match.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import hashlib
 import importlib.util
 import os
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels import sealed
 from pallas_kernels.cpu import frame, handler
 from pallas_kernels.cpu.handler import Program
 from pallas_kernels.cpu.self_test import fault
@@ -117,10 +119,13 @@ def _compiled(program: Program, on: Target) -> Compiled:
     name = f"{program.name}_{on.name}_{_hash(program, on)}"
     path = cache_folder() / f"{name}.o"
     try:
-        data = path.read_bytes()
-    except OSError:
+        data = sealed.read(path)
+    except sealed.Damaged:
+        data = None
+    if data is None:
         data = build(program, on)
-        _keep(path, data)
+        with contextlib.suppress(OSError):  # a folder that cannot be written is no error
+            sealed.write(path, data)
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine(on))
     engine.add_object_file(binding.ObjectFileRef.from_data(data))
     engine.finalize_object()
@@ -161,15 +166,6 @@ def cache_folder() -> Path:
     """Beside jaxllama's other caches: ``JAXLLAMA_CACHE``, or ``~/.cache/jaxllama``."""
     root = os.environ.get("JAXLLAMA_CACHE") or Path.home() / ".cache" / "jaxllama"
     return Path(root) / "cpu"
-
-
-def _keep(path: Path, data: bytes) -> None:
-    """Whole or not at all; a folder that cannot be written is no error."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
 
 
 def _hash(program: Program, on: Target) -> str:

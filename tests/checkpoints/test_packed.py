@@ -282,10 +282,15 @@ def test_native_holds_anything(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     out = packed.save(tmp_path / "out", cfg, params, [tmp_path / "tokenizer.json"],
                       format="native", max_shard_bytes=5000)  # fmt: skip
-    assert len(list(out.glob("model-*.safetensors"))) > 3 and (out / "tokenizer.json").is_file()
+    assert len(list(out.glob("jaxllama-*.safetensors"))) > 3 and (out / "tokenizer.json").is_file()
     got_cfg, got = hf.load(out)
     assert got_cfg == cfg.replace(name="out")
     _same(got, params)
+    for path in out.glob("jaxllama*"):  # the names of files that older versions wrote
+        path.rename(out / path.name.replace("jaxllama", "model"))
+    index = out / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("jaxllama-", "model-"))
+    _same(hf.load(out)[1], params)
     half = hf.load(out, dtype=ml_dtypes.bfloat16)[1]
     assert half["embed"]["weight"].dtype == ml_dtypes.bfloat16
     assert half["layer_1"]["mixer"]["qkv"]["weight"].blocks[1].dtype == ml_dtypes.bfloat16

@@ -375,6 +375,11 @@ def test_eval_is_the_mean_of_the_models_own_logprobs(run, model, tmp_path):
         want += [logprobs[i, token] for i, token in enumerate(row[1:])]
     assert status == 0 and got["tokens"] == len(want) == len(ids) - 1
     assert got["perplexity"] == pytest.approx(math.exp(-np.mean(want)), rel=1e-4)
+    for text, counted, noted in (("ab", "1 token\n", 1), ("ab" * 70, "139 tokens\n", 0)):
+        path.write_text(text)
+        status, out, error = run("eval", "--text", str(path), "--window", "16")
+        assert out.endswith(f" over {counted}") and error.count("note: too few tokens") == noted
+    path.write_text("The quick brown fox jumps over the lazy dog.")
     report = tmp_path / "report.json"
     words = ("--texts", str(tmp_path), "--reference", model, "--window", "16")
     status, out, _ = run("eval", *words, "--report", str(report))

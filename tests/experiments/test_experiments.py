@@ -21,6 +21,7 @@ from jaxllama.experiments.compare import compare, text
 from jaxllama.experiments.config import load_experiment
 from jaxllama.experiments.plan import cost, plan
 from jaxllama.experiments.run import run
+from jaxllama.experiments.settings import FILES
 from jaxllama.experiments.table import cell, markdown
 from jaxllama.language_model import LanguageModel
 from jaxllama.quantization.quantize import quantize_params
@@ -384,8 +385,36 @@ def test_what_would_stop_a_later_point_stops_the_first(write, fake, tmp_path, ca
 
 def test_a_dry_run_misses_the_command_that_the_run_will_need(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
-    assert main(["experiment", "gla-vs-llama", "--dry-run"]) == 2
+    assert main(["experiment", "gla-vs-llama", "--text", "bible", "--dry-run"]) == 2
     assert "the command `bible` is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (configs_dir() / "experiments").glob("*.toml"))
+)
+def test_a_shipped_experiment_finds_its_texts_in_the_package(monkeypatch, name):
+    monkeypatch.setenv("PATH", "")
+    experiment = load_experiment(name)
+    for point in experiment.points:
+        for key in FILES:
+            path = getattr(point.settings, key, None)
+            assert path in (None, "facts") or experiment.find(path).is_file()
+        workloads._check_files(experiment, point.settings)
+
+
+@pytest.mark.parametrize("name", ["gla-vs-llama", "linear-family"])
+def test_a_text_of_one_s_own_takes_the_place_of_the_file_s(tmp_path, monkeypatch, name):
+    (tmp_path / "own.txt").write_text("a text")
+    monkeypatch.chdir(tmp_path)
+    own = str(tmp_path / "own.txt")
+    before, after = load_experiment(name), load_experiment(name, "own.txt")
+    texts = [point.settings.text for point in after.points]
+    assert texts == [text if (text := point.settings.text) == "facts" else own
+                     for point in before.points]  # fmt: skip
+    assert {picture.where.get("text") for picture in after.pictures} <= {None, "facts", own}
+    assert after.digest != before.digest
+    with pytest.raises(JaxLlamaError, match="the experiment reads no text"):
+        load_experiment("context", "own.txt")
 
 
 # The plan

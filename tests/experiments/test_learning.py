@@ -131,12 +131,12 @@ def test_the_shipped_experiment_made_small(tmp_path):
     """Attention in one layer, for some steps of a text of two letters."""
     shipped = (configs_dir() / "experiments" / "linear-family.toml").read_text()
     lines = {
-        "model = ": 'model = ["attention"]', "text = [": 'text = "ab.txt"',
+        "model = ": 'model = ["attention"]', 'text = "../': 'text = "ab.txt"',
         "seeds": "seeds = [0, 1]", "learning_rates": "learning_rates = [1e-4, 1e-2]",
         "distances": "distances = [4, 40]\ntrials = 4", "facts": "facts = [2, 4]",
         "held_tokens": "held_tokens = 1281",
         "steps": "steps = 40", "batch_size": "batch_size = 2", "sequence_length":
-        "sequence_length = 32", 'where = { text = "bible"': "", 'where = { text = "../': "",
+        "sequence_length = 32", 'where = { text = "../': "",
         "n_layers": "n_layers = 1", "by =": "",
     }  # fmt: skip
     text = []
@@ -175,6 +175,8 @@ def test_the_family_s_models_have_equal_parameters():
 def test_a_picture_of_what_is_not_there_is_named(tmp_path):
     text = (configs_dir() / "experiments" / "linear-family.toml").read_text()
     path = tmp_path / "x.toml"
-    path.write_text(text.replace('where = { text = "bible" }', 'where = { text = "book" }'))
+    path.write_text(
+        text.replace('where = { text = "../texts/written.txt" }', 'where = { text = "book" }')
+    )
     with pytest.raises(JaxLlamaError, match="picture.where: no point has text = 'book'"):
         load_experiment(path)

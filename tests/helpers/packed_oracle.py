@@ -219,7 +219,8 @@ def floats_of(leaf: Any) -> np.ndarray:
 
 def load(folder: Path) -> dict[str, np.ndarray]:
     """Every tensor of a directory's one file, read with nothing of ours."""
-    raw = (folder / "model.safetensors").read_bytes()
+    [path] = folder.glob("*.safetensors")
+    raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     dtypes = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I8": np.int8,
               "F8_E4M3": ml_dtypes.float8_e4m3fn, "I32": np.int32, "I64": np.int64,

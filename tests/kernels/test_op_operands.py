@@ -625,7 +625,7 @@ def test_an_untested_jax_takes_xla_and_says_so_once(hopper_host, monkeypatch, ca
             assert not wants(jnp.ones(3))
     assert [r.message for r in caplog.records] == [
         f"no Mosaic kernel is used: jax {jax.__version__} is not one of the tested versions, "
-        "0.11.2 <= jax < 0.13.0"
+        "0.11.2 <= jax < 0.13.0, which need Python 3.12"
     ]
 
 

@@ -129,6 +129,29 @@ def test_cpu_attention_sparsity_and_prefill_in_pieces(folder):
         assert_same(bits(offloaded(WIDE, params, text).generate(PROMPTS, NEW)), want)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        "100 0 0 100 100 0",
+        "100 0 30 40 100 0 gpu_batch_size=3",
+        "100 0 50 50 100 0 cpu_attention=true",
+    ],
+)
+def test_rows_that_stop_early_leave_the_others_as_they_are(folder, options):
+    """A row that stopped has a position that no part of the cache holds.  With batches of three,
+    the second batch is one prompt and one row without any."""
+    prompts = [prompt[:15] for prompt in PROMPTS]  # a snapshot of 16 columns
+    cfg = WIDE.replace(attn_sparsity=0.3)
+    params = params_of(cfg)
+    free = LanguageModel(cfg.replace(eos_token_ids=()), params, None).generate(prompts, NEW)
+    # The last row stops first, at position 16: the row behind its values is past the snapshot.
+    cfg = cfg.replace(eos_token_ids=(free[3].tokens[1],))
+    want = LanguageModel(cfg, params, None).generate(prompts, NEW)
+    assert (len(want[3].tokens), len(want[0].tokens)) == (2, NEW)
+    got = offloaded(cfg, params, f"{options} attn_sparsity=0.3").generate(prompts, NEW)
+    assert [out.tokens for out in got] == [out.tokens for out in want]
+
+
 def test_sampling_streaming_and_rows_over_several_blocks(folder):
     params = params_of(WIDE)
     sampling = [

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import jaxllama.training
 from jaxllama.cli import main as cli
 from jaxllama.config import configs_dir, load_config
 from jaxllama.errors import JaxLlamaError
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training import corpus as corpus_module
 from jaxllama.training import load_train_config, train_config_from_dict
+from jaxllama.training.data import TokenFile
 from tests.helpers.training_cases import byte_model, run_config
 
 GOOD = """
@@ -139,6 +143,16 @@ def test_tokenize_and_train_from_the_command_line(tmp_path, monkeypatch, capsys)
     )
     assert cli.main(["tokenize", "a.txt", "--out", "ids"]) == 2
     assert cli.main(["tokenize", "b.txt", "--out", "more", "--tokenizer", "bytes"]) == 2
+
+
+def test_the_readme_s_sequence_trains_the_folder_that_it_makes():
+    text = (Path(jaxllama.training.__file__).parent / "README.md").read_text(encoding="utf-8")
+    commands = [shlex.split(line, comments=True) for line in text.split("```")[1].splitlines()[1:]]
+    made = [words[words.index("--out") + 1] for words in commands if words[1] == "tokenize"]
+    trained = [load_train_config(words[2]) for words in commands if words[1] == "train"]
+    assert made and [config.data.tokens for config in trained] == made
+    with pytest.raises(JaxLlamaError, match="jaxllama tokenize TEXT --out none"):
+        TokenFile.open("none")
 
 
 # The corpus

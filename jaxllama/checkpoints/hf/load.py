@@ -32,7 +32,7 @@ from jaxllama.checkpoints.hf.config import (
     sampling_of,
     text_config,
 )
-from jaxllama.checkpoints.hf.save import GENERATION, INDEX, WEIGHTS, save
+from jaxllama.checkpoints.hf.save import FOREIGN, GENERATION, OURS, index_file, save, weights_file
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.peft import Factors
 from jaxllama.checkpoints.safetensors import SafetensorsFile, TensorInfo, parse_json
@@ -194,9 +194,10 @@ def _text_tensors(directory: Path, config: dict[str, Any], stack: contextlib.Exi
 
 def open_tensors(directory: Path, stack: contextlib.ExitStack) -> Tensors:
     """Every tensor of a single or sharded checkpoint by name, with its open, checked file."""
-    index_path = directory / INDEX
     files: Tensors = {}
-    if (directory / WEIGHTS).is_file() or not index_path.is_file():
+    indexes = [directory / index_file(stem) for stem in (FOREIGN, OURS)]
+    index_path = next((path for path in indexes if path.is_file()), None)
+    if (directory / weights_file(FOREIGN)).is_file() or index_path is None:
         file = stack.enter_context(SafetensorsFile(_single(directory)))
         return {name: (file, info) for name, info in file.tensors.items()}
     weight_map = _read_json(index_path).get("weight_map")
@@ -217,16 +218,17 @@ def open_tensors(directory: Path, stack: contextlib.ExitStack) -> Tensors:
 
 
 def _single(directory: Path) -> Path:
-    if (directory / WEIGHTS).exists():
-        return directory / WEIGHTS
-    others = sorted(directory.glob("*.safetensors"))
+    for stem in (FOREIGN, OURS):
+        if (directory / weights_file(stem)).exists():
+            return directory / weights_file(stem)
+    others, index = sorted(directory.glob("*.safetensors")), index_file(FOREIGN)
     if len(others) == 1:
         return others[0]
     if others:
         names = ", ".join(path.name for path in others[:4])
-        raise JaxLlamaError(f"{directory}: {len(others)} safetensors ({names}) without {INDEX}")
+        raise JaxLlamaError(f"{directory}: {len(others)} safetensors ({names}) without {index}")
     hint = " (PyTorch .bin files are not read)" if any(directory.glob("*.bin")) else ""
-    raise JaxLlamaError(f"{directory}: no {WEIGHTS} and no {INDEX}{hint}")
+    raise JaxLlamaError(f"{directory}: no {weights_file(FOREIGN)} and no {index}{hint}")
 
 
 def _check(directory: Path, files: Tensors, table: dict[tensors.Path, Param],

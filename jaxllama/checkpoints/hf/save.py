@@ -32,7 +32,9 @@ from jaxllama.progress import working
 if TYPE_CHECKING:
     from jaxllama.sampling import Sampling
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# The names of files of weights begin with one of these.  transformers and others look for the first
+# only, so they refuse a directory in our own format, whose tensors they would not know.
+FOREIGN, OURS = "model", "jaxllama"
 GENERATION = "generation_config.json"
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -73,6 +75,14 @@ def save(
     return write_directory(directory, documents, units, tokenizer_files, max_shard_bytes, progress)
 
 
+def weights_file(stem: str) -> str:
+    return f"{stem}.safetensors"
+
+
+def index_file(stem: str) -> str:
+    return f"{stem}.safetensors.index.json"
+
+
 def write_directory(
     directory: str | Path,
     documents: Mapping[str, dict[str, Any]],
@@ -80,9 +90,10 @@ def write_directory(
     tokenizer_files: Iterable[str | Path] | None,
     max_shard_bytes: int,
     progress: bool,
+    stem: str = FOREIGN,
 ) -> Path:
     """``directory`` with the JSON documents, the units and the tokenizer's files; complete or, on
-    any failure, not at all."""
+    any failure, not at all.  stem: of the names of the files of weights, FOREIGN or OURS."""
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise JaxLlamaError(f"{directory}: already exists; nothing is overwritten")
@@ -96,7 +107,7 @@ def write_directory(
             _write_json(scratch / name, document)
         total = sum(unit.nbytes for unit in units)
         with working(f"writing {directory.name}", total, progress) as advance:
-            _write_shards(scratch, units, max_shard_bytes, advance)
+            _write_shards(scratch, units, max_shard_bytes, advance, stem)
         for path in tokenizer_files or ():
             shutil.copyfile(path, scratch / Path(path).name)
         scratch.chmod(0o755)
@@ -165,7 +176,11 @@ def _unit(spec: Param, value: Any) -> Unit:
 
 
 def _write_shards(
-    folder: Path, units: Sequence[Unit], max_shard_bytes: int, advance: Callable[[int], None]
+    folder: Path,
+    units: Sequence[Unit],
+    max_shard_bytes: int,
+    advance: Callable[[int], None],
+    stem: str,
 ) -> None:
     """One file, or several and an index; units stay whole, in their order."""
     shards: list[list[Unit]] = [[]]
@@ -178,15 +193,16 @@ def _write_shards(
         size += unit.nbytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        name = WEIGHTS
+        name = weights_file(stem)
         if len(shards) > 1:
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
         entries = [entry for unit in shard for entry in unit.entries]
         safetensors_file.write(folder / name, entries, _values(shard, advance))
         weight_map |= {entry[0]: name for entry in entries}
     if len(shards) > 1:
         total = sum(unit.nbytes for unit in units)
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        document = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(folder / index_file(stem), document)
 
 
 def _values(shard: Iterable[Unit], advance: Callable[[int], None]) -> Iterator[np.ndarray]:

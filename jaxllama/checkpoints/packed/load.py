@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxllama.checkpoints.folding import fold
 from jaxllama.checkpoints.hf.save import MAX_SHARD_BYTES
@@ -167,6 +168,13 @@ def check(cfg: ModelConfig, params: dict[str, Any], format: str) -> None:
     packed_save.check(cfg, params, format)
 
 
+def in_floats(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
+    """The same tree with every quantized weight as the floats that it stands for."""
+    from jaxllama.checkpoints.packed import save as packed_save
+
+    return packed_save.in_floats(params, dtype)
+
+
 def save(
     directory: str | Path,
     cfg: ModelConfig,
@@ -180,7 +188,8 @@ def save(
 ) -> Path:
     """Write ``params`` with its QTensors bit for bit, as config.json and safetensors.
 
-    format: "native" holds anything; the others what their programs know (``save``).
+    format: "native" holds anything, and only ``hf.load`` reads it: transformers and others find no
+        file of weights in it.  The others hold what their programs know (``save``).
     sampling: for generation_config.json.  progress: a bar on stderr.
     The directory must not exist or be empty; it appears complete or, on any failure, not at all.
     Raises JaxLlamaError naming the parameter that the format cannot hold, and why.

@@ -5,6 +5,9 @@
     layer_0.mixer.qkv.weight.0.q ...      RowBlocks, by index (a block in floats has no ".q")
     norm.weight                           anything that is not quantized
 
+The files are ``jaxllama.safetensors`` (older ones: ``model.safetensors``, with which transformers
+made a model of random weights), or shards ``jaxllama-00001-of-0000N`` and an index.
+
 ``quantization_config`` is ``{"quant_method": "jaxllama", "version": 1, "weights": {path: entry}}``;
 an entry is ``{"words": dtype, "activations": dtype or null}``, null for floats, or a list for
 RowBlocks.  Loading gives the tree that was saved; only what is not quantized is cast.

@@ -5,7 +5,7 @@ the model's family, from a slice of the parameter's rows.  One parameter at a ti
 and is packed when it is its turn to be written.  Nothing is rounded: what a format has no form for
 is a JaxLlamaError that names the parameter.
 
-    native              anything
+    native              anything; ours alone, in files that other programs do not look for
     awq                 int4; one group size for all, the finest there is (scales repeat)
     gptq                int4, int8, act-order; what differs from most goes into ``dynamic``
     compressed-tensors  int4, int8, FP8, with their activations; a config group per kind
@@ -21,11 +21,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxllama.checkpoints.folding import unfold
 from jaxllama.checkpoints.hf.config import config_to_hf, generation_config
-from jaxllama.checkpoints.hf.save import GENERATION, Unit, check_paths, flatten, write_directory
+from jaxllama.checkpoints.hf.save import (
+    FOREIGN,
+    GENERATION,
+    OURS,
+    Unit,
+    check_paths,
+    flatten,
+    write_directory,
+)
 from jaxllama.checkpoints.packed import awq as packed_awq
 from jaxllama.checkpoints.packed import compressed_save as packed_compressed_save
 from jaxllama.checkpoints.packed import gptq as packed_gptq
@@ -35,7 +45,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.params import Param, Source, param_table
 from jaxllama.sampling import Sampling
-from pallas_kernels.qtensor import QTensor, RowBlocks
+from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 
 if TYPE_CHECKING:
     from jaxllama.model.params import Path as Key
@@ -101,7 +111,21 @@ def save(
     dtype = np.dtype(params["norm"]["weight"].dtype).name
     config = {**config_to_hf(cfg, dtype), "quantization_config": options}
     documents = {"config.json": config, GENERATION: generation_config(cfg, sampling)}
-    return write_directory(directory, documents, units, tokenizer_files, max_shard_bytes, progress)
+    stem = OURS if format == "native" else FOREIGN
+    return write_directory(
+        directory, documents, units, tokenizer_files, max_shard_bytes, progress, stem
+    )
+
+
+def in_floats(params: dict[str, Any], dtype: DTypeLike) -> dict[str, Any]:
+    """The same tree with every quantized weight as the floats that it stands for."""
+
+    def dense(leaf: Any) -> Any:
+        if isinstance(leaf, RowBlocks):
+            return jnp.concatenate([dense(block) for block in leaf.blocks])
+        return dequantize(leaf, dtype) if isinstance(leaf, QTensor) else leaf
+
+    return jax.tree.map(dense, params, is_leaf=lambda leaf: isinstance(leaf, QTensor | RowBlocks))
 
 
 def check(cfg: ModelConfig, params: dict[str, Any], format: str) -> None:

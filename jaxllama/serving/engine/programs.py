@@ -22,7 +22,6 @@ import hashlib
 import importlib
 import os
 import pickle
-import tempfile
 import warnings
 from collections.abc import Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +36,7 @@ import jaxllama
 import pallas_kernels
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
+from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 
 KEPT = 4  # files: other sizes, other models; half a GB for an 8B model's engine on a GPU
@@ -163,9 +163,9 @@ def name(wanted: Mapping[Hashable, Wanted], device: Any) -> str:
 
 
 def read(path: Path) -> Kept | None:
-    try:
-        data = path.read_bytes()
-    except OSError:
+    """None if there is no such file.  Raises ValueError for one that is damaged."""
+    data = sealed.read(path)
+    if data is None:
         return None
     with contextlib.suppress(OSError):
         os.utime(path)
@@ -175,10 +175,7 @@ def read(path: Path) -> Kept | None:
 def keep(path: Path, programs: Kept) -> None:
     """Whole or not at all, and not in a folder that cannot be written to; the oldest go."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            pickle.dump(programs, file)
-        os.replace(file.name, path)
+        sealed.write(path, pickle.dumps(programs))
         known = sorted(path.parent.glob("engine-*.pickle"), key=lambda one: one.stat().st_mtime)
         for old in known[:-KEPT]:
             old.unlink()

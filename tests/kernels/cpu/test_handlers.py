@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.self_test import SelfTest, fault
 from pallas_kernels.cpu.target import TARGETS, VARIABLE, Target, target
@@ -119,6 +120,54 @@ def test_an_object_is_generated_once(tmp_path, monkeypatch):
     files = sorted(path.name for path in (tmp_path / "cpu").iterdir())
     assert len(files) == 2 and all(on.name in name for name in files)
     jit._compiled.cache_clear()
+
+
+DAMAGES = {
+    "empty": lambda data: b"",
+    "a header alone": lambda data: data[:40],
+    "truncated": lambda data: data[: len(data) // 2],
+    "a byte short": lambda data: data[:-1],
+    "a byte more": lambda data: data + b"\0",
+    "random": lambda data: np.random.default_rng(0).bytes(len(data)),
+    "flipped": lambda data: _flipped(data, 64),
+    "one bit": lambda data: _flipped(data, 1),
+    "no checksum": lambda data: jit.build(SelfTest(8), jit.host()),
+}
+
+
+def _flipped(data: bytes, count: int) -> bytes:
+    codes = np.frombuffer(data, np.uint8).copy()
+    codes[np.random.default_rng(1).integers(60, len(data), count)] ^= 4
+    return codes.tobytes()
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_object_is_generated_anew(tmp_path, monkeypatch, damage):
+    """Loading one crashes the process, in which nothing can be caught."""
+    monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
+    program, on = SelfTest(8), jit.host()
+    jit._compiled.cache_clear()
+    jit.compiled(program, on)
+    [path] = (tmp_path / "cpu").iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    jit._compiled.cache_clear()
+    assert fault_on(on) is None
+    assert path.read_bytes() == whole
+    jit._compiled.cache_clear()
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
+    path = tmp_path / "one"
+    sealed.write(path, b"first")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sealed.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        sealed.write(path, b"second")
+    assert sealed.read(path) == b"first" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):

@@ -1,0 +1,60 @@
+"""What pyproject.toml declares is what the packages import, and resolves on every Python."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+FOR_DEVELOPERS = {"test", "dev"}
+NOT_IMPORTED = {"jaxlib"}  # jax's own
+
+
+def named(requirements: list[str]) -> set[str]:
+    return {canonicalize_name(Requirement(text).name) for text in requirements}
+
+
+def imported() -> set[str]:
+    """Top-level modules of other distributions that the two packages import."""
+    found: set[str] = set()
+    for package in ("jaxllama", "pallas_kernels"):
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            found |= set(re.findall(r"^ *(?:import|from) ([a-zA-Z]\w*)(?=[ .]|$)", text, re.M))
+    return found - sys.stdlib_module_names - {"jaxllama", "pallas_kernels"}
+
+
+def test_every_import_is_declared_and_every_dependency_imported():
+    distributions = importlib.metadata.packages_distributions()
+    used = {
+        canonicalize_name(name) for module in imported() for name in distributions.get(module, ())
+    }
+    extras = [
+        text for name, texts in EXTRAS.items() if name not in FOR_DEVELOPERS for text in texts
+    ]
+    base = named(PROJECT["dependencies"])
+    assert used - base - named(extras) == set()
+    assert base - used - NOT_IMPORTED == set()
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_the_gpu_s_jax_exists_for_every_python(version):
+    """jax has no 0.11 for Python 3.11."""
+    wanted = [
+        one
+        for text in EXTRAS["cuda13"]
+        if (one := Requirement(text)).marker is None
+        or one.marker.evaluate({"python_version": version})
+    ]
+    newest = "0.10.2" if version == "3.11" else "0.12.0"
+    assert len(wanted) == 1 and wanted[0].specifier.contains(newest)
+    assert wanted[0].specifier.contains("0.10.2") == (version == "3.11")
