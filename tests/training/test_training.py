@@ -182,7 +182,7 @@ def test_the_curve_is_torch_s(family, tmp_path, folder):
     """The bar is 2% at the end; the same arithmetic in another order stays within 1e-4 at every
     step of a run this short."""
     torch = pytest.importorskip("torch")
-    from tests.helpers.training_torch import gla_model, transformers_model, losses
+    from tests.helpers.training_torch import gla_model, losses, transformers_model
 
     cfg = byte_model(family)
     config = run_config(folder, cfg, microbatches=2 if family == "gla" else 1)
@@ -206,8 +206,8 @@ def test_twenty_steps_of_each_family_are_transformers_and_torch_s_adamw(name, fo
     Losses, validation and weights are those of the family's own parameters; float32 measures
     3e-7 and 4e-6, of an unfolded Llama as well."""
     torch = pytest.importorskip("torch")
-    from tests.helpers.training_torch import losses, transformers_model
     from tests.helpers.training_torch import loss as torch_loss
+    from tests.helpers.training_torch import losses, transformers_model
 
     cfg, params = CASES[name], seeded_params(CASES[name])
     config = run_config(folder, byte_model("gqa"), steps=20)

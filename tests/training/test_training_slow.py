@@ -51,7 +51,7 @@ def shipped(name: str, tokens, **changes):
 def test_loss_falls_to_what_torch_reaches(family, tokens, tmp_path):
     """The same weights, batches and settings for 200 steps; the bar is 2%."""
     torch = pytest.importorskip("torch")
-    from tests.helpers.training_torch import gla_model, transformers_model, losses
+    from tests.helpers.training_torch import gla_model, losses, transformers_model
 
     config = shipped(f"tiny-{family}", tokens, steps=200)
     config = dataclasses.replace(config, model=config.model.replace(eos_token_ids=()))
