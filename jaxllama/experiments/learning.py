@@ -77,7 +77,7 @@ def learn(
         "parameters": parameters(cfg),
         "tokens": [tokens * (step + 1) for step in range(settings.steps)],
         "tokens_per_second": tokens * models / statistics.median(seconds[1:] or seconds),
-        "state_kilobytes": init_cache(cfg, 1, max(settings.distances)).nbytes / 1e3,
+        "state_kilobytes": init_cache(cfg, 1, max(settings.distances), jnp.float32).nbytes / 1e3,
     }
     results = []
     for i, (to_choose, to_report) in enumerate(zip(*held_losses, strict=True)):

@@ -196,3 +196,10 @@ def test_a_call_that_is_not_traced_donates(params):
     _, after = jl.prefill(CFG, params, TOKENS, FULL, cache)
     jl.decode_step(CFG, params, TOKENS[:, 0], after)
     assert cache.layers[0].k.is_deleted() and after.layers[0].k.is_deleted()
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
+def test_a_cache_has_the_backend_s_activations_by_default(backend, dtype, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    cache = jax.eval_shape(lambda: jl.init_cache(CFG, 1, 8))
+    assert cache.layers[0].k.dtype == dtype

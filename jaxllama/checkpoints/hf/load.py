@@ -201,7 +201,8 @@ def _used(directory: Path, cfg: ModelConfig, files: Tensors) -> Tensors:
     unused = {name: None for name in files if name.startswith(prefixes)}
     if unused:
         warnings.warn(
-            f"{directory}: {len(unused)} tensors are not used, as in transformers: {_some([*unused])}",
+            f"{directory}: {len(unused)} tensors are not used, as in transformers: "
+            f"{_some([*unused])}",
             WeightWarning,
             stacklevel=1,
         )
