@@ -6,7 +6,12 @@
     cache         = commit(proposal, accepted)                        what of it stays
     output        = generate(cfg, params, tokens, lengths, cache, sampling, key, max_new_tokens)
 
-The cache is donated at every call: use the one that comes back.  ``generate`` is prefill, then one
+The cache is donated at every call: use the one that comes back.  A call that is traced (inside of
+``jax.grad``, ``jax.vmap``, ``jax.jit``) donates nothing, because a derivative reads the old cache.
+Operands of another type, shape or dtype raise JaxLlamaError.  A row whose values are impossible
+(a length outside of [1, T], an id outside of the vocabulary) stays as it is and gets NaN logits.
+
+``generate`` is prefill, then one
 ``lax.while_loop`` on the device until every row has stopped; ``start`` and ``advance`` are its two
 halves, for callers that look at the text in between (streaming, stop strings).  The sampling key of
 a token is ``fold_in(row key, its position)``, so a row's tokens depend neither on its neighbours
@@ -22,14 +27,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
-from jaxllama.model.cache import Cache, Proposal
+from jaxllama.model.cache import Cache, KVCache, Proposal
 from jaxllama.model.lora import ROWS, for_rows
 from jaxllama.parallel.mesh import mesh_of, traced_mesh
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
@@ -42,6 +49,30 @@ Params = dict[str, Any]
 PREFILL_TOKENS = 32768
 # A CPU's, of each row.
 CPU_PREFILL_TOKENS = 512
+
+
+def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
+    """``jax.jit`` that donates argument ``at``, unless an argument of the call is traced.
+
+    static: of ``jax.jit``.  ``lower``, ``trace`` and ``__wrapped__`` are the donating program's.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        keeping = jax.jit(function, **static)
+        donating = jax.jit(function, donate_argnums=at, **static)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (keeping if _is_traced(args, kwargs) else donating)(*args, **kwargs)
+
+        vars(call).update(lower=donating.lower, trace=donating.trace)
+        return call
+
+    return decorate
+
+
+def _is_traced(*trees: Any) -> bool:
+    return any(issubclass(kind, Tracer) for kind in set(map(type, jax.tree.leaves(trees))))
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
@@ -60,10 +91,17 @@ def _init_params(cfg: ModelConfig, dtype: str, key: jax.Array) -> Params:
 @functools.partial(jax.jit, static_argnums=0)
 def logits(cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
     """Teacher-forced float32 logits ``[B, T, V]`` of ``tokens[B, T]``, right-padded beyond
-    ``lengths[B]`` (what stands there in the result means nothing)."""
+    ``lengths[B]`` (what stands there in the result means nothing).
+
+    Raises JaxLlamaError for operands of another type, shape or dtype, and where T exceeds
+    ``cfg.max_position``.  A row with a length outside of [1, T], or a valid id outside of the
+    vocabulary, gets NaN logits.
+    """
+    _check_prompts(cfg, tokens, lengths)
     tokens, lengths = _int32(tokens, lengths)
+    possible = _possible(cfg, tokens, lengths)
     hidden, _ = decoder.forward(cfg, params, tokens, lengths, normed=False)
-    return decoder.logits(cfg, params, hidden, normed=False)
+    return _or_nan(possible, decoder.logits(cfg, params, hidden, normed=False))
 
 
 def prefill_chunk(rows: int, width: int) -> int | None:
@@ -75,7 +113,7 @@ def prefill_chunk(rows: int, width: int) -> int | None:
     return None if pieces == 1 else min(-(-width // pieces // 128) * 128, most)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="chunk", donate_argnums=4)
+@donated(4, static_argnums=0, static_argnames="chunk")
 def prefill(
     cfg: ModelConfig,
     params: Params,
@@ -88,9 +126,36 @@ def prefill(
 
     chunk: tokens a row that go through the model at once (``prefill_chunk``); bounds the memory of
     activations, and changes nothing else.  Returns (float32 logits ``[B, V]`` of each row's last
-    valid token, cache).  Raises JaxLlamaError where T exceeds the cache's capacity.  A row whose
-    tokens do not fit behind what it holds gets those that do, and NaN logits.
+    valid token, cache).  The given cache is donated, unless the call is traced.
+
+    Raises JaxLlamaError for operands of another type, shape or dtype, where T exceeds the cache's
+    capacity or ``cfg.max_position``, and for a chunk below 1.  A row whose tokens do not fit behind
+    what it holds gets those that do, and NaN logits.  A row with a length outside of [1, T], or a
+    valid id outside of the vocabulary, stays as it is and gets NaN logits.
     """
+    _check_prompts(cfg, tokens, lengths)
+    _check_cache(cfg, cache, tokens.shape[0])
+    if chunk is not None and chunk < 1:
+        raise JaxLlamaError(f"chunk = {chunk}: must be at least 1")
+    _check_room(cache, tokens.shape[1], "tokens")
+    tokens, lengths = _int32(tokens, lengths)
+    possible = _possible(cfg, tokens, lengths)
+    lengths = jnp.where(possible, lengths, 0)
+    scores, cache = fill_rows(cfg, params, tokens, lengths, cache, chunk=chunk)
+    return _or_nan(possible, scores), cache
+
+
+@donated(4, static_argnums=0, static_argnames="chunk")
+def fill_rows(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    chunk: int | None = None,
+) -> tuple[jax.Array, Cache]:
+    """``prefill`` of operands that are known to be right; a row of length 0 stays as it is, and its
+    logits mean nothing.  ``tokens`` may be padded beyond ``cfg.max_position``."""
     _check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = _int32(tokens, lengths)
     rows = jnp.arange(tokens.shape[0])
@@ -121,21 +186,27 @@ def prefill(
     return _logits(cfg, params, last, before, lengths), cache
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+@donated(3, static_argnums=0)
 def decode_step(
     cfg: ModelConfig, params: Params, tokens: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Cache]:
     """Append one token to every row: ``tokens[B]`` -> (float32 logits ``[B, V]``, cache).
 
     A generated token, which reads the share ``cfg.attn_sparsity`` of the values; a prompt's are
-    for ``prefill``, which reads all of them.  A row that is full stays as it is and gets NaN
-    logits.
+    for ``prefill``, which reads all of them.  A row that is full, or whose token is outside of the
+    vocabulary, stays as it is and gets NaN logits.  The given cache is donated, unless the call is
+    traced.  Raises JaxLlamaError for operands of another type, shape or dtype.
     """
+    _check_ints("tokens", tokens, "[B]")
+    _check_cache(cfg, cache, tokens.shape[0])
     (tokens,) = _int32(tokens)
-    return _decode(cfg, params, tokens, cache, jnp.ones_like(cache.lengths))
+    is_known = (tokens >= 0) & (tokens < cfg.vocab_size)
+    live = is_known.astype(jnp.int32)
+    hidden, after = _forward(cfg, params, tokens[:, None], live, cache, sparse=True)
+    return _or_nan(is_known, _logits(cfg, params, hidden[:, 0], cache, live)), after
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+@donated(4, static_argnums=0)
 def verify_step(
     cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache
 ) -> tuple[jax.Array, Proposal]:
@@ -145,15 +216,22 @@ def verify_step(
     tokens: of each row the newest one and a draft of what follows; lengths int32 ``[B]`` counts
     the valid ones, and logits behind them mean nothing.  ``logits[:, j]`` are ``decode_step``'s
     after token j, bit for bit those of a step of B * (k+1) rows; NaN where the row has no room for
-    it.  ``commit`` makes a cache of the proposal; the one given is
-    donated.  Raises JaxLlamaError where k + 1 exceeds the cache's capacity.
+    it.  ``commit`` makes a cache of the proposal; the one given is donated, unless the call is
+    traced.  Raises JaxLlamaError for operands of another type, shape or dtype, and where k + 1
+    exceeds the cache's capacity.  A row with a length outside of [1, k+1], or a valid id outside of
+    the vocabulary, proposes nothing and gets NaN logits.
 
     Source: speculative decoding (arXiv 2211.17192); for linear attention the states are kept and
     the tokens' k, v and decay beside them.
     """
+    _check_prompts(cfg, tokens, lengths)
+    _check_cache(cfg, cache, tokens.shape[0])
     _check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = _int32(tokens, lengths)
-    return verify(cfg, params, tokens, lengths, cache, exact=True)
+    possible = _possible(cfg, tokens, lengths)
+    lengths = jnp.where(possible, lengths, 0)
+    scores, proposal = verify(cfg, params, tokens, lengths, cache, exact=True)
+    return _or_nan(possible, scores), proposal
 
 
 def verify(
@@ -177,20 +255,15 @@ def verify(
 def commit(proposal: Proposal, accepted: jax.Array) -> Cache:
     """The cache with ``accepted[B] + 1`` of the proposal's tokens: the newest and so many drafts,
     from 0 to k; -1 leaves a row as it was.  More than there are (``lengths``, or what fits the
-    row) counts as all of them.  The proposal is donated."""
+    row) counts as all of them.  The proposal is donated, unless the call is traced.  Raises
+    JaxLlamaError where ``accepted`` is not an array of B whole numbers."""
+    _check_ints("accepted", accepted, "[B]", batch=proposal.cache.batch)
     return _commit(proposal.cache, proposal.new, proposal.tokens, accepted)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@donated(0)
 def _commit(cache: Cache, new: jax.Array, tokens: Any, accepted: jax.Array) -> Cache:
     return decoder.commit(Proposal(cache, new, tokens), *_int32(accepted + 1), exact=True)
-
-
-def _decode(
-    cfg: ModelConfig, params: Params, tokens: jax.Array, cache: Cache, lengths: jax.Array
-) -> tuple[jax.Array, Cache]:
-    hidden, after = _forward(cfg, params, tokens[:, None], lengths, cache, sparse=True)
-    return _logits(cfg, params, hidden[:, 0], cache, lengths), after
 
 
 def _forward(
@@ -227,9 +300,61 @@ def _check_room(cache: Cache, width: int, what: str) -> None:
         raise JaxLlamaError(f"{width} {what} do not fit a cache of max_len {cache.capacity}")
 
 
+def _check_prompts(cfg: ModelConfig, tokens: Any, lengths: Any) -> None:
+    """Raises JaxLlamaError for what are no tokens ``[B, T]`` and lengths ``[B]``."""
+    _check_ints("tokens", tokens, "[B, T]")
+    _check_ints("lengths", lengths, "[B]", batch=tokens.shape[0])
+    if tokens.shape[1] > cfg.max_position:
+        raise JaxLlamaError(
+            f"tokens{list(tokens.shape)}: {cfg.name} has a context of {cfg.max_position} "
+            "(max_position)"
+        )
+
+
+def _check_ints(name: str, x: Any, axes: str, batch: int | None = None) -> None:
+    """Raises JaxLlamaError for what is no array of whole numbers with these axes."""
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise JaxLlamaError(f"{name}: {type(x).__name__}: expected an array of integers {axes}")
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise JaxLlamaError(f"{name}: {x.dtype}: expected integers")
+    if len(x.shape) != axes.count(",") + 1 or 0 in x.shape:
+        raise JaxLlamaError(f"{name}{list(x.shape)}: expected {axes}, at least one of each")
+    if batch is not None and x.shape[0] != batch:
+        raise JaxLlamaError(f"{name}{list(x.shape)}: expected {batch}, one for each row")
+
+
+def _check_cache(cfg: ModelConfig, cache: Any, batch: int) -> None:
+    """Raises JaxLlamaError for what is no cache of ``batch`` rows of this model."""
+    if not isinstance(cache, Cache):
+        raise JaxLlamaError(f"cache: {type(cache).__name__}: expected a Cache (init_cache)")
+    if cache.batch != batch:
+        raise JaxLlamaError(f"cache: it has {cache.batch} rows, and there are tokens of {batch}")
+    kinds = [isinstance(layer, KVCache) for layer in cache.layers]
+    if kinds != [kind == "attention" for kind in cfg.layer_types]:
+        raise JaxLlamaError(f"cache: its layers are not those of {cfg.name}")
+
+
+def _possible(cfg: ModelConfig, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """bool ``[B]``: the row's length is in [1, T] and its valid ids are in the vocabulary."""
+    is_valid = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
+    is_known = (tokens >= 0) & (tokens < cfg.vocab_size)
+    in_range = (lengths >= 1) & (lengths <= tokens.shape[1])
+    return in_range & jnp.all(is_known | ~is_valid, axis=1)
+
+
+def _or_nan(rows: jax.Array, scores: jax.Array) -> jax.Array:
+    """``scores[B, ...]`` of the rows that are true in ``rows[B]``, NaN elsewhere."""
+    rows = rows.reshape(-1, *(1,) * (scores.ndim - 1))
+    return jnp.where(rows, scores, jnp.float32(jnp.nan))
+
+
 def _int32(*ids: jax.Array) -> list[jax.Array]:
-    """Tokens or lengths, which come as int64 under ``jax_enable_x64``."""
-    return [x.astype(jnp.int32) for x in ids]
+    """Tokens or lengths, which come as int64 under ``jax_enable_x64``: what int32 cannot hold stays
+    out of range."""
+    largest = 2**31 - 1
+    return [
+        (jnp.clip(x, -1, largest) if x.dtype.itemsize == 8 else x).astype(jnp.int32) for x in ids
+    ]
 
 
 @jax.tree_util.register_dataclass
@@ -272,8 +397,17 @@ def generate(
     uses ``key`` (a PRNG key or an int).  stop_tokens: ids that end a row, cfg's by default.
     The loop ends when every row has stopped or ``max_new_tokens`` are written.
     Raises JaxLlamaError for a cache with room for less than ``T + max_new_tokens - 1`` tokens: the
-    last one is not read again.
+    last one is not read again.  Raises it, too, for operands of another type, shape or dtype, for
+    more tokens than ``cfg.max_position``.  Where this process has the values of ``tokens`` and
+    ``lengths``, a length outside of [0, T] (0: an empty row) and a valid id outside of the
+    vocabulary raise it, too.
     """
+    _check_prompts(cfg, tokens, lengths)
+    _check_cache(cfg, cache, tokens.shape[0])
+    if max_new_tokens < 1:
+        raise JaxLlamaError(f"max_new_tokens = {max_new_tokens}: must be at least 1")
+    if all(_is_on_host(x) for x in (tokens, lengths)):
+        _check_values(cfg, np.asarray(tokens), np.asarray(lengths), max_new_tokens)
     width = tokens.shape[1]
     _check_room(cache, width + max_new_tokens - 1, f"tokens ({width} + {max_new_tokens} new - 1)")
     if not isinstance(sampling, SamplingParams):
@@ -288,6 +422,32 @@ def generate(
     return loop_for(params)(cfg, params, state, sampling, stop_ids, max_new_tokens)
 
 
+def _is_on_host(x: Any) -> bool:
+    """Whether this process can read the values: not those of a trace, or of another process."""
+    return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
+
+
+def _check_values(
+    cfg: ModelConfig, tokens: np.ndarray, lengths: np.ndarray, max_new_tokens: int
+) -> None:
+    """Raises JaxLlamaError naming the first length or valid id that is impossible."""
+    width = tokens.shape[1]
+    for row, length in enumerate(lengths):
+        if not 0 <= length <= width:
+            raise JaxLlamaError(f"lengths[{row}] = {length}: must be from 0 to {width}")
+        if length + max_new_tokens > cfg.max_position:
+            raise JaxLlamaError(
+                f"row {row}: {length} tokens and {max_new_tokens} new ones exceed the context of "
+                f"{cfg.name}, {cfg.max_position} (max_position)"
+            )
+        ids = tokens[row, :length]
+        bad = ids[(ids < 0) | (ids >= cfg.vocab_size)]
+        if bad.size:
+            raise JaxLlamaError(
+                f"tokens[{row}]: id {bad[0]} is outside of the vocabulary of {cfg.vocab_size}"
+            )
+
+
 def _prefill_alone(
     cfg: ModelConfig,
     params: Params,
@@ -296,12 +456,12 @@ def _prefill_alone(
     cache: Cache,
     chunk: int | None,
 ) -> tuple[jax.Array, Cache]:
-    """``prefill``, one row after the other; rows of length 0 cost nothing."""
+    """``fill_rows``, one row after the other; rows of length 0 cost nothing."""
 
     def one(row: tuple[Any, ...]) -> tuple[jax.Array, Cache]:
         tokens, length, cache, adapter = jax.tree.map(lambda leaf: leaf[None], row)
         own = params if adapter is None else for_rows(params, adapter)
-        scores, cache = prefill(cfg, own, tokens, length, cache, chunk=chunk)
+        scores, cache = fill_rows(cfg, own, tokens, length, cache, chunk=chunk)
         return scores[0], jax.tree.map(lambda leaf: leaf[0], cache)
 
     def none(row: tuple[Any, ...]) -> tuple[jax.Array, Cache]:
@@ -311,12 +471,7 @@ def _prefill_alone(
     return lax.map(lambda row: lax.cond(row[1] > 0, one, none, row), rows)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnums=0,
-    static_argnames=("max_new_tokens", "chunk", "alone"),
-    donate_argnums=4,
-)
+@donated(4, static_argnums=0, static_argnames=("max_new_tokens", "chunk", "alone"))
 def start(
     cfg: ModelConfig,
     params: Params,
@@ -339,7 +494,7 @@ def start(
     if alone:
         scores, cache = _prefill_alone(cfg, params, tokens, lengths, cache, chunk)
     else:
-        scores, cache = prefill(cfg, params, tokens, lengths, cache, chunk=chunk)
+        scores, cache = fill_rows(cfg, params, tokens, lengths, cache, chunk=chunk)
     history = History.of_prompt(tokens, lengths, cfg.vocab_size) if sampling.penalties else None
     state = GenerateState(
         tokens=jnp.zeros((batch, max_new_tokens), jnp.int32),
@@ -367,7 +522,7 @@ class _Carry(NamedTuple):
 _LOOP = {"static_argnums": 0, "donate_argnums": 2}
 
 
-@functools.partial(jax.jit, **_LOOP)
+@donated(2, static_argnums=0)
 def advance(
     cfg: ModelConfig,
     params: Params,

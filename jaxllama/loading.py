@@ -38,6 +38,7 @@ from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampl
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
+from jaxllama.model.cache import default_dtype
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.parallel.shardings import leaf_readers, place_params, shard_params
 from jaxllama.sampling import Sampling
@@ -269,11 +270,6 @@ def read_config(
         return load_config(source)
     path = hub.resolve(source, revision, progress=progress)
     return gguf.read_config(path) if path.suffix == ".gguf" else hf.read_config(path)
-
-
-def default_dtype() -> jnp.dtype:
-    """bfloat16, but float32 on CPUs, where XLA's bfloat16 products are an order slower."""
-    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
 def enable_compilation_cache() -> None:

@@ -40,7 +40,7 @@ from jax import lax
 from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.generation import GenerateState, Params, prefill, prefill_chunk, verify
+from jaxllama.generation import GenerateState, Params, fill_rows, prefill_chunk, verify
 from jaxllama.model import decoder
 from jaxllama.model.cache import Cache, KVCache, init_cache
 from jaxllama.parallel.mesh import mesh_of
@@ -131,7 +131,7 @@ class Model:
         dtype, mesh = decoder.activation_dtype(params), mesh_of(params)
         cache = init_cache(self.cfg, tokens.shape[0], capacity, dtype, mesh=mesh)
         chunk = prefill_chunk(*tokens.shape)
-        return prefill(self.cfg, params, self._known(tokens), lengths, cache, chunk=chunk)[1]
+        return fill_rows(self.cfg, params, self._known(tokens), lengths, cache, chunk=chunk)[1]
 
     def fill(
         self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache,

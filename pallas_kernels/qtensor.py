@@ -153,8 +153,9 @@ def quantize(
 
     group_size: columns per scale; None is the whole row.
     symmetric: False adds an integer zero point per group (int8, int4 only).
-    scale_dtype: defaults to w's dtype; codes are computed against the rounded scale, so the
-        error stays within half a step of the stored scale.  int8, of int4 codes: in two levels.
+    scale_dtype: defaults to w's dtype.  A scale is rounded up to it, and codes are computed against
+        the stored scale, so the error stays within half a step.  int8, of int4 codes: in two levels
+        (``QTensor.unit``); these scales are rounded to nearest, so a group's ends may be clipped.
     Plain jax.numpy: every transformation.  Gradients reach w through the scales alone (and through
     8-bit floats, whose rounding passes them on).
     Raises ValueError for another dtype than int8, int4, float8_e4m3fn, a group that does not

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 # A number, one per group, or a pair of such for the two ends of grids with zero points.
@@ -39,21 +40,39 @@ def grid(
         return kept(jnp.max(jnp.abs(x), axis=-1) * below / high_code, None, scale_dtype), None
     low = jnp.minimum(jnp.min(x, axis=-1), 0.0) * below
     high = jnp.maximum(jnp.max(x, axis=-1), 0.0) * above
-    scale = (high - low) / (high_code - low_code)
-    if jnp.dtype(scale_dtype) != jnp.int8:
-        scale = scale.astype(scale_dtype)
+    steps = high_code - low_code
+    scale = high / steps - low / steps  # high - low may overflow
+    is_float = jnp.dtype(scale_dtype) != jnp.int8
+    scale = rounded_up(scale, scale_dtype) if is_float else scale
     zero = jnp.round(-low * reciprocal(scale)) + low_code
     zero = jnp.clip(zero, low_code, high_code).astype(jnp.int8)
-    return kept(scale, zero, scale_dtype), zero
+    return scale if is_float else kept(scale, zero, scale_dtype), zero
 
 
 def kept(scale: jax.Array, zero: jax.Array | None, dtype: DTypeLike) -> jax.Array:
-    """Scales as they will be stored: cast to ``dtype``, or, where that is int8, float32 multiples
-    of one unit a row."""
+    """Scales as they will be stored: rounded up to ``dtype``, or, where that is int8, float32
+    multiples of one unit a row, the nearest."""
     if jnp.dtype(dtype) != jnp.int8:
-        return scale.astype(dtype)
+        return rounded_up(scale, dtype)
     multiple, unit = multiples(scale, zero)
     return multiple.astype(jnp.float32) * unit
+
+
+def rounded_up(scale: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """``scale`` in ``dtype``, not below what it was: so the codes reach the ends of the group.
+
+    The rounding passes gradients on.
+    """
+    nearest, facts = scale.astype(dtype), jnp.finfo(dtype)
+    if facts.bits != 16:
+        return nearest
+    still = lax.stop_gradient(scale.astype(jnp.float32))
+    # A cast there and back would be dropped by XLA, this is not.
+    is_below = lax.reduce_precision(still, facts.nexp, facts.nmant) < still
+    bits = lax.bitcast_convert_type(still.astype(dtype), jnp.uint16)
+    above = lax.bitcast_convert_type(bits + jnp.uint16(1), nearest.dtype)
+    ulp = above - still.astype(dtype)
+    return nearest + jnp.where(is_below, ulp, jnp.zeros_like(ulp))
 
 
 def multiples(scale: jax.Array, zero: jax.Array | None) -> tuple[jax.Array, jax.Array]:

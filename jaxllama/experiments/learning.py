@@ -35,7 +35,7 @@ from jaxllama.errors import JaxLlamaError
 from jaxllama.experiments.settings import LearnSettings
 from jaxllama.generation import Params
 from jaxllama.model.cache import init_cache
-from jaxllama.model.decoder import block, final_norm, head, layer_config
+from jaxllama.model.decoder import block, capped, final_norm, head, layer_config
 from jaxllama.model.linear import Stream
 from jaxllama.quantization.random_params import random_params
 from jaxllama.training.config import DataConfig, OptimizerConfig, TrainConfig
@@ -77,7 +77,7 @@ def learn(
         "parameters": parameters(cfg),
         "tokens": [tokens * (step + 1) for step in range(settings.steps)],
         "tokens_per_second": tokens * models / statistics.median(seconds[1:] or seconds),
-        "state_kilobytes": init_cache(cfg, 1, max(settings.distances)).nbytes / 1e3,
+        "state_kilobytes": init_cache(cfg, 1, max(settings.distances), jnp.float32).nbytes / 1e3,
     }
     results = []
     for i, (to_choose, to_report) in enumerate(zip(*held_losses, strict=True)):
@@ -200,7 +200,7 @@ def said_after(cfg: ModelConfig, params: Params, rows: jax.Array) -> jax.Array:
 
     def one(row: jax.Array) -> jax.Array:
         x = _hidden_states(cfg, params, row[None])[0]
-        return jnp.argmax(x @ head(params)["weight"].T, axis=-1)
+        return jnp.argmax(capped(cfg, x @ head(params)["weight"].T), axis=-1)
 
     return jax.lax.map(one, rows, batch_size=32)
 
@@ -256,7 +256,7 @@ def mean_loss(logits: jax.Array, wanted: jax.Array, counted: jax.Array) -> jax.A
 
 def _loss(cfg: ModelConfig, params: Params, rows: jax.Array, counted: jax.Array) -> jax.Array:
     x = _hidden_states(cfg, params, rows[:, :-1].astype(jnp.int32))
-    return mean_loss(x @ head(params)["weight"].T, rows[:, 1:], counted)
+    return mean_loss(capped(cfg, x @ head(params)["weight"].T), rows[:, 1:], counted)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

@@ -130,20 +130,21 @@ def init_cache(
     cfg: ModelConfig,
     batch: int,
     max_len: int,
-    dtype: DTypeLike = jnp.float32,
+    dtype: DTypeLike | None = None,
     *,
     mesh: Mesh | None = None,
 ) -> Cache:
     """An empty cache for ``batch`` rows of up to ``max_len`` tokens.
 
-    dtype: of keys and values: a float, or int8 / int4 / float8_e4m3fn for a quantized cache.
+    dtype: of keys and values: a float, or int8 / int4 / float8_e4m3fn for a quantized cache; by
+    default ``default_dtype``: bfloat16, and float32 on a CPU.
     mesh: the parameters' own (``parallel.mesh_of``): every device holds its rows and heads alone.
     Raises JaxLlamaError for sizes below 1 or a dtype that is neither.
     """
     if batch < 1 or max_len < 1:
         raise JaxLlamaError(f"cache of batch {batch} x max_len {max_len}: both must be at least 1")
     try:
-        name = jnp.dtype(dtype).name
+        name = (default_dtype() if dtype is None else jnp.dtype(dtype)).name
     except TypeError:
         name = str(dtype)
     if name not in QUANTIZED_CACHE and not name.startswith(("float", "bfloat")):
@@ -152,6 +153,12 @@ def init_cache(
     if mesh is not None:
         return _init_on_mesh(cfg, width, batch, max_len, name, mesh)()
     return _empty(cfg, width, batch, max_len, name)
+
+
+def default_dtype() -> jnp.dtype:
+    """The dtype of activations where nobody names one: bfloat16, but float32 where the default
+    backend is a CPU, on which XLA's bfloat16 products are an order slower."""
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
 def cached_width(cfg: ModelConfig, dtype: str, mesh: Mesh | None = None) -> int:

@@ -351,6 +351,11 @@ def head_product(cfg: ModelConfig, params: Params, x: jax.Array, normed: bool = 
 
 
 def capped(cfg: ModelConfig, scores: jax.Array) -> jax.Array:
-    """The head's product in float32, with the model's cap."""
-    scores, cap = scores.astype(jnp.float32), cfg.logit_softcap
+    """The model's logits, of the head's product."""
+    return softcap(scores, cfg.logit_softcap)
+
+
+def softcap(scores: jax.Array, cap: float | None) -> jax.Array:
+    """``cap tanh(scores / cap)`` in float32; None is no cap.  Training's chunks call it, too."""
+    scores = scores.astype(jnp.float32)
     return scores if cap is None else cap * jnp.tanh(scores / cap)

@@ -173,7 +173,8 @@ class GLANames:
 @dataclasses.dataclass(frozen=True)
 class Names:
     """What a checkpoint family calls the parts of a decoder; ``layer`` takes the index.  ``mixer``
-    and ``mlp`` go before their tensors' names.  One name for ``qkv`` or ``gate_up``: the file has
+    and ``mlp`` go before their tensors' names; ``other_mlp`` is another prefix that files may have
+    in the place of ``mlp``.  One name for ``qkv`` or ``gate_up``: the file has
     them in one tensor."""
 
     embed: str = "model.embed_tokens"
@@ -183,6 +184,7 @@ class Names:
     mixer_out_norm: str = "post_self_attn_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp."
+    other_mlp: str = ""
     mlp_out_norm: str = "post_mlp_layernorm"
     norm: str = "model.norm"
     head: str = "lm_head"
@@ -236,7 +238,7 @@ FAMILIES = {
     **dict.fromkeys(
         ("gated_deltanet", "kda", "delta_net"), dataclasses.replace(FLA, delta=_FLA_DELTA)
     ),
-    "kimi_linear": Names(delta=_KIMI),
+    "kimi_linear": Names(delta=_KIMI, other_mlp="block_sparse_moe."),
     "qwen3_next": Names(delta=_QWEN_NEXT),
     "qwen3_5_text": Names(delta=DeltaNames()),
     "phi3": Names(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
@@ -274,7 +276,9 @@ def param_table(
             mixer = _delta(cfg, f"{prefix}.", names.delta or _FLA_DELTA)
         else:
             mixer = _gla(cfg, f"{prefix}.{names.mixer}", names, present)
-        mlp = _mlp(cfg, f"{prefix}.{names.mlp}", names, present)
+        is_other = f"{prefix}.{names.other_mlp}{names.gate_up[0]}.weight" in present
+        mlp_prefix = names.other_mlp if is_other else names.mlp
+        mlp = _mlp(cfg, f"{prefix}.{mlp_prefix}", names, present)
         norm = functools.partial(_norm, cfg)
         if cfg.pre_norms:
             table |= norm((layer, "mixer_norm"), f"{prefix}.{names.mixer_norm}")

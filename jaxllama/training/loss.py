@@ -4,7 +4,8 @@ Float32 logits of a whole batch would outweigh the model.  So head, loss and gra
 chunk by chunk in the forward pass, and only the gradients of the states and of the head are kept:
 no two chunks' logits are alive at once, and none are computed twice (as in Liger Kernel, arXiv
 2410.10989).  A loss gives its gradient by its formula (probabilities minus targets), which is one
-pass over the logits.  Products with the head read the activations' dtype and sum in float32.
+pass over the logits.  The cap of a model's logits is ``decoder.softcap``, and its derivative
+``jax.vjp``'s.  Products with the head read the activations' dtype and sum in float32.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxllama.model.decoder import softcap
+
 CHUNK = 4096  # tokens
 
 # chunk(logits [C, V], valid [C], per-token operands, others)
@@ -24,10 +27,12 @@ CHUNK = 4096  # tokens
 ChunkLoss = Callable[..., tuple[jax.Array, Any, jax.Array]]
 
 
-def cross_entropy(x: jax.Array, w: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
+def cross_entropy(
+    x: jax.Array, w: jax.Array, targets: jax.Array, cap: float | None = None
+) -> tuple[jax.Array, Any]:
     """(mean, {"ce": mean}): the negative natural log-probability of ``targets[B, T]`` under the
-    logits of ``x[B, T, D]`` and the float32 head ``w[V, D]``."""
-    return _mean_over_tokens(_ce_chunk, x, w, targets, None)
+    logits of ``x[B, T, D]`` and the float32 head ``w[V, D]``.  cap: ``cfg.logit_softcap``."""
+    return _mean_over_tokens(_ce_chunk, cap, x, w, targets, None)
 
 
 def distillation(
@@ -40,13 +45,15 @@ def distillation(
     kl_weight: float,
     ce_weight: float,
     temperature: float,
+    cap: float | None = None,
+    teacher_cap: float | None = None,
 ) -> tuple[jax.Array, Any]:
     """(loss, {"ce", "kl"}), means over tokens, with ``loss = kl_weight * temperature^2 * kl +
     ce_weight * ce``; kl = KL(teacher || student) of the distributions softened by ``temperature``
-    (arXiv 1503.02531)."""
-    chunk = functools.partial(_kl_chunk, kl_weight, ce_weight, temperature)
+    (arXiv 1503.02531).  cap, teacher_cap: each model's ``logit_softcap``."""
+    chunk = functools.partial(_kl_chunk, kl_weight, ce_weight, temperature, teacher_cap)
     teacher_w = teacher_w.astype(teacher_x.dtype)
-    return _mean_over_tokens(chunk, x, w, (targets, teacher_x), teacher_w)
+    return _mean_over_tokens(chunk, cap, x, w, (targets, teacher_x), teacher_w)
 
 
 def _ce_chunk(logits, valid, targets, _):
@@ -55,10 +62,11 @@ def _ce_chunk(logits, valid, targets, _):
     return ce, {"ce": ce}, jnp.where(valid[:, None], d_logits, 0.0)
 
 
-def _kl_chunk(kl_weight, ce_weight, temperature, logits, valid, tokens, teacher_w):
+def _kl_chunk(kl_weight, ce_weight, temperature, teacher_cap, logits, valid, tokens, teacher_w):
     targets, teacher_x = tokens
     student = jax.nn.log_softmax(logits / temperature, axis=-1)
-    teacher = jax.nn.log_softmax(_dot(teacher_x, teacher_w, 1, 1) / temperature, axis=-1)
+    teacher = softcap(_dot(teacher_x, teacher_w, 1, 1), teacher_cap)
+    teacher = jax.nn.log_softmax(teacher / temperature, axis=-1)
     p = jnp.exp(teacher)
     kl = jnp.sum(jnp.where(valid, jnp.sum(p * (teacher - student), axis=-1), 0.0))
     ce, d_ce = _nll(logits, targets)
@@ -77,7 +85,9 @@ def _nll(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     return -jnp.sum(jnp.where(hit, logp, 0.0), axis=-1), jnp.exp(logp) - hit.astype(jnp.float32)
 
 
-def _mean_over_tokens(chunk: ChunkLoss, x, w, tokens, others) -> tuple[jax.Array, Any]:
+def _mean_over_tokens(
+    chunk: ChunkLoss, cap: float | None, x, w, tokens, others
+) -> tuple[jax.Array, Any]:
     """The chunks' sums over all of x's ``[B, T]``, divided by their number."""
     count = x.shape[0] * x.shape[1]
     size = min(CHUNK, count)
@@ -89,23 +99,28 @@ def _mean_over_tokens(chunk: ChunkLoss, x, w, tokens, others) -> tuple[jax.Array
         return flat.reshape(chunks, size, *flat.shape[1:])
 
     valid = jnp.arange(chunks * size).reshape(chunks, size) < count
-    sums = _sums(chunk, split(x), w, (valid, jax.tree.map(split, tokens)), others)
+    sums = _sums(chunk, cap, split(x), w, (valid, jax.tree.map(split, tokens)), others)
     return jax.tree.map(lambda total: total / count, sums)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sums(chunk: ChunkLoss, x, w, tokens, others):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sums(chunk: ChunkLoss, cap: float | None, x, w, tokens, others):
     head = w.astype(x.dtype)
-    sums = lax.map(lambda part: chunk(_dot(part[0], head, 1, 1), *part[1], others)[:2], (x, tokens))
+
+    def one(part):
+        return chunk(softcap(_dot(part[0], head, 1, 1), cap), *part[1], others)[:2]
+
+    sums = lax.map(one, (x, tokens))
     return jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums)
 
 
-def _sums_forward(chunk: ChunkLoss, x, w, tokens, others):
+def _sums_forward(chunk: ChunkLoss, cap: float | None, x, w, tokens, others):
     head = w.astype(x.dtype)
 
     def step(d_w, part):
-        *sums, d_logits = chunk(_dot(part[0], head, 1, 1), *part[1], others)
-        d_logits = d_logits.astype(x.dtype)
+        logits, pull = jax.vjp(lambda y: softcap(y, cap), _dot(part[0], head, 1, 1))
+        *sums, d_logits = chunk(logits, *part[1], others)
+        d_logits = pull(d_logits)[0].astype(x.dtype)
         d_x = _dot(d_logits, head, 1, 0).astype(x.dtype)
         return d_w + _dot(d_logits, part[0], 0, 0), (tuple(sums), d_x)
 
@@ -113,7 +128,7 @@ def _sums_forward(chunk: ChunkLoss, x, w, tokens, others):
     return jax.tree.map(lambda parts: jnp.sum(parts, axis=0), sums), (d_x, d_w)
 
 
-def _sums_backward(chunk: ChunkLoss, saved, cotangents):
+def _sums_backward(chunk: ChunkLoss, cap: float | None, saved, cotangents):
     """Tokens and others (targets, a teacher) get no gradient, nor does anything from the aux."""
     d_x, d_w = saved
     d_loss = cotangents[0]

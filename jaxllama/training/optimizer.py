@@ -3,18 +3,26 @@
 Adam moves every number by about the learning rate, whatever its gradient's size.  A grid's scale is
 much smaller than the weights it spans, so it moves by the learning rate over the largest code: then
 the ends of the range move as fast as a weight does (the balance that LSQ, arXiv 1902.08153, wants).
+
+Some families multiply activations by constants (Granite, Cohere, Gemma), which loading folds into
+weights: our row is a constant times the family's.  AdamW is not invariant to that, so it is given
+the family's own parameters: ``times_multipliers`` converts gradients, parameters and changes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from jaxllama.config import ModelConfig
 from jaxllama.generation import Params
+from jaxllama.model.params import Path, param_table
 from jaxllama.training.config import TrainConfig
 from pallas_kernels.fake_quantize import RANGES
 
@@ -27,6 +35,36 @@ def learning_rate(config: TrainConfig, update: jax.Array | int) -> jax.Array:
     progress = jnp.clip((at - warmup) / (config.steps - warmup), 0, 1)
     falling = last + (1 - last) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
     return jnp.float32(config.learning_rate) * jnp.where(at < warmup, rising, falling)
+
+
+def times_multipliers(cfg: ModelConfig, tree: Params, power: int = 1) -> Params:
+    """``tree`` with each row of a folded parameter times its multiplier to the ``power``.
+
+    tree: shaped as the parameters.  With m the multiplier and ``ours = m * own + constant``:
+    power 1 turns a gradient by ours into one by own, and a change of own into one of ours;
+    power -1 turns ours into own, up to the constant (of norms, which do not decay).
+    """
+    multipliers = _multipliers(cfg)
+
+    def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        rows = multipliers.get(tuple(key.key for key in path if hasattr(key, "key")))
+        if rows is None:
+            return leaf
+        return leaf * (rows**power).reshape(-1, *(1,) * (leaf.ndim - 1))
+
+    return jax.tree_util.tree_map_with_path(one, tree) if multipliers else tree
+
+
+@functools.cache
+def _multipliers(cfg: ModelConfig) -> dict[Path, np.ndarray]:
+    """float32 ``[rows]`` of each folded parameter."""
+    return {
+        path: np.concatenate(
+            [np.full(source.shape[0], source.scale, np.float32) for source in spec.sources]
+        )
+        for path, spec in param_table(cfg).items()
+        if any(source.scale != 1.0 for source in spec.sources)
+    }
 
 
 def optimizer(config: TrainConfig, learned: Any = True) -> optax.GradientTransformation:

@@ -23,7 +23,7 @@ from jaxllama.parallel.mesh import data_parallel
 from jaxllama.training import distill
 from jaxllama.training.forward import hidden_states
 from jaxllama.training.loss import cross_entropy, distillation
-from jaxllama.training.optimizer import learning_rate, optimizer
+from jaxllama.training.optimizer import learning_rate, optimizer, times_multipliers
 from jaxllama.training.quantization_aware import prepare, rounded
 from jaxllama.training.start import Setup
 
@@ -48,16 +48,18 @@ def update(
 ) -> tuple[State, dict[str, jax.Array]]:
     """``batch int32 [microbatches, rows, T + 1]`` -> (state, float32 scalars: "loss", its parts,
     "grad_norm" before clipping, "learning_rate")."""
-    params = state["params"]
+    cfg, params = setup.model, state["params"]
     # Rows lead, because that is what the devices of a mesh share out.
     gradient = data_parallel(functools.partial(_gradient, setup))
     grads, metrics = gradient(params, teacher_params, jnp.swapaxes(batch, 0, 1))
+    grads = times_multipliers(cfg, grads)
     squares = [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)]
     metrics["grad_norm"] = jnp.sqrt(sum(squares))
     metrics["learning_rate"] = learning_rate(setup.config, state["step"])
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
-        changes, moments = _rule(setup, params).update(grads, state["moments"], params)
-    params = optax.apply_updates(params, changes)
+        own = times_multipliers(cfg, params, -1)
+        changes, moments = _rule(setup, params).update(grads, state["moments"], own)
+    params = optax.apply_updates(params, times_multipliers(cfg, changes))
     return {"params": params, "moments": moments, "step": state["step"] + 1}, metrics
 
 
@@ -94,13 +96,15 @@ def loss(
         )
     x = hidden_states(cfg, params, inputs, dtype, config.remat)
     if goal is None:
-        value, _ = cross_entropy(x, head(params)["weight"], targets)
+        value, _ = cross_entropy(x, head(params)["weight"], targets, cfg.logit_softcap)
         return value, {}
+    assert setup.teacher is not None
     teacher_x = hidden_states(setup.teacher, teacher_params, inputs, dtype)
     return distillation(
         x, head(params)["weight"], targets,
         teacher_x, head(teacher_params)["weight"],
         kl_weight=goal.kl_weight, ce_weight=goal.ce_weight, temperature=goal.temperature,
+        cap=cfg.logit_softcap, teacher_cap=setup.teacher.logit_softcap,
     )  # fmt: skip
 
 
@@ -110,7 +114,8 @@ def validation_loss(setup: Setup, params: Params, tokens: jax.Array) -> jax.Arra
 
     def mean(params: Params, tokens: jax.Array) -> jax.Array:
         params = rounded(params)
-        x = hidden_states(setup.model, params, tokens[:, :-1], jnp.dtype(setup.config.dtype))
-        return cross_entropy(x, head(params)["weight"], tokens[:, 1:])[0]
+        cfg = setup.model
+        x = hidden_states(cfg, params, tokens[:, :-1], jnp.dtype(setup.config.dtype))
+        return cross_entropy(x, head(params)["weight"], tokens[:, 1:], cfg.logit_softcap)[0]
 
     return data_parallel(mean)(params, tokens)

@@ -131,7 +131,7 @@ def gla_step(
     """
     check("gla_step", _STEP_OPERANDS, q=q, k=k, v=v, log_decay=log_decay, state=state)
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    check_decay("gla", log_decay)
+    check_decay("gla_step", log_decay)
     log_decay = log_decay.astype(jnp.float32)
     operands = q, k, v, log_decay, state
     find, on_cpu = lambda: _step_plan(q, k, v), lambda: cpu.plan(q, v)

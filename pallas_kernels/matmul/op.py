@@ -16,8 +16,9 @@ A ``w`` with ``columns`` (act-order) takes x's features in that order: one gathe
 else, so that no kernel knows of it.
 
 What stands around the product in a decoder may be part of the call: an RMSNorm of x before it,
-SwiGLU and a residual behind it.  Up to 16 rows of 16-bit floats it is then one kernel, float32 from
-the product to the only rounding; elsewhere the ops run one after the other.  ``fusible`` tells.
+SwiGLU or an activation and a residual behind it.  Up to 16 rows of 16-bit floats it is then one
+kernel (but for the activation), float32 from the product to the only rounding; elsewhere the ops
+run one after the other.  ``fusible`` tells.
 A quantized x may bring a low-rank term (LoRA), which up to 64 rows is in the product's kernel.
 
 The XLA forms are in ``matmul.xla``, the kernels in ``few_rows`` (up to 16 rows of x) and
@@ -40,6 +41,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, overload
 
 import jax
@@ -74,7 +76,14 @@ from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import gate
 from pallas_kernels.transform import Choice, Op, chosen
 
-_Activation = Literal["silu", "gelu_tanh"]
+_Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "silu": jax.nn.silu,
+}
+_GATES = ("silu", "gelu", "gelu_tanh")
 _LowRank = tuple[jax.Array, tuple[jax.Array, ...]]
 
 
@@ -82,7 +91,7 @@ _LowRank = tuple[jax.Array, tuple[jax.Array, ...]]
 def quantized_matmul(
     x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, *, bias: jax.Array | None = ...,
     out_dtype: DTypeLike | None = ..., norm: tuple[jax.Array, float] | None = ...,
-    residual: jax.Array | None = ..., swiglu: bool = ..., activation: _Activation = ...,
+    residual: jax.Array | None = ..., swiglu: bool = ..., activation: _Activation | None = ...,
     pending: None = ..., low_rank: _LowRank | None = ...,
     implementation: Implementation | None = ...,
 ) -> jax.Array: ...  # fmt: skip
@@ -90,7 +99,7 @@ def quantized_matmul(
 def quantized_matmul(
     x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, *, bias: jax.Array | None = ...,
     out_dtype: DTypeLike | None = ..., norm: tuple[jax.Array, float] | None = ...,
-    residual: jax.Array | None = ..., swiglu: bool = ..., activation: _Activation = ...,
+    residual: jax.Array | None = ..., swiglu: bool = ..., activation: _Activation | None = ...,
     pending: jax.Array, low_rank: _LowRank | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
@@ -103,7 +112,7 @@ def quantized_matmul(
     norm: tuple[jax.Array, float] | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
-    activation: _Activation = "silu",
+    activation: _Activation | None = None,
     pending: jax.Array | None = None,
     low_rank: _LowRank | None = None,
     implementation: Implementation | None = None,
@@ -115,7 +124,11 @@ def quantized_matmul(
         (the compute dtype of a checkpoint), else float32.
     norm: (weight ``[K]``, eps) of an RMSNorm of x that comes first.
     residual: of the result's shape and dtype, added last.
-    swiglu: w's rows are gate, then up; the result is ``activation(gate) * up`` of ``[..., N / 2]``.
+    activation: "relu", "gelu", "gelu_tanh" (its approximation) or "silu" of the product with its
+        bias.  No kernel has one: the product comes in out_dtype, XLA computes the activation of it
+        in float32 and casts again.  ``explain`` says so in a line of its own.
+    swiglu: w's rows are gate, then up; the result is ``activation(gate) * up`` of ``[..., N / 2]``,
+        with "silu" by default, "gelu" or "gelu_tanh".
     pending: float32 or of x's dtype, of x's shape, to be added to x before the norm; the result is
         then a pair, with the sum in x's dtype.
     low_rank: with a QTensor x, added in float32 before the cast: (inner ``[..., S R]``, S second
@@ -126,8 +139,8 @@ def quantized_matmul(
     | jvp, grad, at any order       | floats and scales, and floating zeros: a rule of its own |
     | export, jit over many devices | the XLA form; ValueError if the caller named "mosaic" |
 
-    Raises ValueError for shapes or dtypes that do not go together, NotImplementedError for
-    ``implementation="mosaic"`` or ``"cpu"`` where no kernel covers the call.
+    Raises ValueError for shapes or dtypes that do not go together and for another activation,
+    NotImplementedError for ``implementation="mosaic"`` or ``"cpu"`` where no kernel covers it.
     """
     if out_dtype is None:
         if not isinstance(x, QTensor):
@@ -137,6 +150,17 @@ def quantized_matmul(
             out_dtype = scale if scale.itemsize == 2 else jnp.float32
     out_dtype = jnp.dtype(out_dtype)
     _check(x, w, bias, out_dtype, norm, residual, swiglu, pending, low_rank)
+    _check_activation(activation, swiglu)
+    if activation is not None and not swiglu:
+        alone: Any = quantized_matmul(
+            x, w, bias=bias, out_dtype=out_dtype, norm=norm, pending=pending, low_rank=low_rank,
+            implementation=implementation,
+        )  # fmt: skip
+        y, *total = alone if pending is not None else (alone,)
+        y = _activated(y, activation)
+        y = y if residual is None else residual + y
+        return (y, *total) if total else y
+    activation = activation or "silu"
     if norm is None and residual is None and not swiglu:
         if isinstance(w, QTensor):
             return _product(x, w, bias, out_dtype, implementation, low_rank)
@@ -329,6 +353,23 @@ def _check(
         )
 
 
+def _check_activation(activation: str | None, swiglu: bool) -> None:
+    known = _GATES if swiglu else tuple(_ACTIVATIONS)
+    if activation is not None and activation not in known:
+        what = "the gate of swiglu" if swiglu else "a product"
+        raise ValueError(
+            f"quantized_matmul: activation {activation!r} of {what} is not one of "
+            f"{', '.join(known)}"
+        )
+
+
+def _activated(y: jax.Array, activation: str) -> jax.Array:
+    """The activation of a product, in float32, of y's dtype."""
+    reason = Reason("behind a product it is element-wise, and XLA's fusion runs at memory speed")
+    choose_plan(activation, None, lambda: reason, y)  # ``explain`` lists it
+    return _ACTIVATIONS[activation](y.astype(jnp.float32)).astype(y.dtype)
+
+
 def _check_low_rank(x: jax.Array | QTensor, w: jax.Array | QTensor | CpuWeight, inner: jax.Array,
                     second: tuple[jax.Array, ...]) -> None:  # fmt: skip
     op, ranks = "quantized_matmul", second[0].shape[-1]
@@ -366,12 +407,14 @@ def _check_pair(x: QTensor, w: jax.Array | QTensor | CpuWeight) -> None:
 
 
 def quantized_matmul_reference(
-    x: jax.Array | QTensor, w: QTensor, *, bias: jax.Array | None = None
-) -> jax.Array:
+    x: jax.Array | QTensor, w: QTensor, *, bias: jax.Array | None = None,
+    activation: _Activation | None = None,
+) -> jax.Array:  # fmt: skip
     """The same product written plainly, in float32; never optimised."""
     x32 = dequantize(x) if isinstance(x, QTensor) else x.astype(jnp.float32)
     out = jnp.einsum("...k,nk->...n", x32, dequantize(w), precision=lax.Precision.HIGHEST)
-    return out if bias is None else out + bias.astype(jnp.float32)
+    out = out if bias is None else out + bias.astype(jnp.float32)
+    return out if activation is None else _ACTIVATIONS[activation](out)
 
 
 def _flatten(x: _Tree) -> _Tree:

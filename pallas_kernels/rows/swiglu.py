@@ -59,7 +59,10 @@ def swiglu(
 def gate(
     gate_up: jax.Array, activation: str, *, implementation: Implementation | None = None
 ) -> jax.Array:
-    """``swiglu``, or with activation "gelu" or "gelu_tanh" the same with GELU, by XLA."""
+    """``swiglu``, or with activation "gelu" or "gelu_tanh" the same with GELU, by XLA.  Raises
+    ValueError for another activation."""
+    if activation not in ("silu", "gelu", "gelu_tanh"):
+        raise ValueError(f"gate: activation {activation!r} is not one of silu, gelu, gelu_tanh")
     if activation == "silu":
         return swiglu(gate_up, implementation=implementation)
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)

@@ -33,6 +33,8 @@ from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.config import ModelConfig, RopeConfig, load_config
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.sampling import Sampling
+from tests.helpers.parity_cases import CASES
+from tests.helpers.parity_cases import params_of as parity_params
 from tests.helpers.seeded import hf_tensors, seeded_params
 
 TINY = ModelConfig(
@@ -159,6 +161,11 @@ def test_yarn_factor_defaults_to_the_ratio_of_contexts() -> None:
         ({**LLAMA, "rms_norm_eps": "small"}, "rms_norm_eps = 'small'"),
         ({**LLAMA, "tie_word_embeddings": 1}, "tie_word_embeddings = 1"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({**LLAMA, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+         "rope_parameters.partial_rotary_factor = 0.5: only 1.0"),
+        ({**LLAMA, "model_type": "glm", "architectures": None,
+          "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}},
+         "rope_parameters.partial_rotary_factor = 1.5: must leave"),
         ({**LLAMA, "eos_token_id": [1, "x"]}, "eos_token_id = [1, 'x']"),
         ({**LLAMA, "rope_theta": float("nan")}, "rope_theta = nan"),
         ({**LLAMA, "rope_scaling": "yarn"}, "rope_scaling = 'yarn'"),
@@ -181,6 +188,70 @@ def test_unsupported_config_names_the_key(config, words) -> None:
     with pytest.raises(JaxLlamaError) as caught:
         config_from_hf(config, "m")
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+_EXPERTS = "a mixture of experts, which is not supported"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, _EXPERTS),
+        ({"model_type": "qwen3_moe"}, _EXPERTS),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, _EXPERTS),
+        ({"model_type": "doge", "is_moe": True, "num_experts": 16384}, _EXPERTS),
+        ({"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 128}, _EXPERTS),
+        # Dense models with the keys of experts
+        ({"model_type": "gemma4_text", "enable_moe_block": False, "num_experts": None},
+         "not supported"),
+        ({"model_type": "granitemoehybrid", "num_local_experts": 0, "num_experts_per_tok": 0},
+         "not supported"),
+        ({"model_type": "doge", "is_moe": False, "num_experts": 16384, "num_experts_per_tok": 64},
+         "not supported"),
+        # Decoders by other names, and what is none
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "not supported"),
+        ({"model_type": "gpt2", "architectures": None}, "not supported"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+         "no decoder-only language model"),
+        ({"model_type": "t5", "architectures": None, "is_encoder_decoder": True},
+         "no decoder-only language model"),
+        ({"model_type": "pixtral", "vision_config": {"depth": 2}}, "a multimodal model whose"),
+        ({"model_type": "x", "vision_config": None}, "not supported"),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_the_reason_why_a_model_is_not_supported_is_its_own(config, reason) -> None:
+    config = {**LLAMA, "architectures": ["OtherForCausalLM"], **config}
+    with pytest.raises(JaxLlamaError, match=rf"= .*: {re.escape(reason)}.*; supported: llama"):
+        config_from_hf(config, "m")
+
+
+def test_gemma_3_does_not_cap_attention_as_transformers_does_not() -> None:
+    """Its class reads the key and never uses it; the other cap it applies."""
+    config = {**LLAMA, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"],
+              "sliding_window": 8, "final_logit_softcapping": 3.0}  # fmt: skip
+    with pytest.warns(WeightWarning, match="ignored, as by its own library: 'attn_logit_softcappi"):
+        cfg = config_from_hf({**config, "attn_logit_softcapping": 2.0}, "m")
+    assert cfg == config_from_hf(config, "m")
+    assert (cfg.attn_softcap, cfg.logit_softcap) == (None, 3.0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next"])
+def test_tensors_that_a_family_does_not_use_are_counted_in_a_warning(name, tmp_path) -> None:
+    """transformers leaves ``mtp.*`` of these out; other names are still unexpected."""
+    params = parity_params(name)
+    path = hf.save(tmp_path / "model", CASES[name], params)
+    file = path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    extra = {f"mtp.layers.0.{part}.weight": np.ones((2, 2), np.float32) for part in "ab"}
+    safetensors.numpy.save_file({**tensors, **extra}, file)
+    with pytest.warns(WeightWarning, match="2 tensors are not used, as in transformers: mtp.laye"):
+        _, got = hf.load(path)
+    want = hf.load(hf.save(tmp_path / "plain", CASES[name], params))[1]
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    safetensors.numpy.save_file({**tensors, "other.weight": np.ones(2, np.float32)}, file)
+    with pytest.raises(JaxLlamaError, match="unexpected tensors: other.weight"):
+        hf.load(path)
 
 
 OTHERS = {
@@ -228,6 +299,7 @@ def test_what_transformers_reads_of_a_config_is_known(kind) -> None:
     if kind == "gemma3_text":  # the same file has the multimodal model
         others |= {"text_config", "get_text_config", "vision_config", "image_token_id",
                    "mm_tokens_per_image"}  # fmt: skip
+        others |= {"attn_logit_softcapping"}  # which it reads and never uses
     if kind == "qwen3_5_text":
         vision = transformers.AutoConfig.for_model("qwen3_5_vision").to_dict()
         others |= {"text_config", "get_text_config", "vision_config", "image_token_id",

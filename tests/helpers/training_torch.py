@@ -1,7 +1,7 @@
 """The same models and the same training in plain torch, for test_training: the oracle.
 
 ``logits`` writes GLA out from its equations (arXiv 2312.06635) in the parallel form, over our own
-parameter tree; a Llama is transformers' ``LlamaForCausalLM`` of a folder that ``hf.save`` wrote.
+parameter tree; every other model is transformers', of a folder that ``hf.save`` wrote.
 """
 
 from __future__ import annotations
@@ -70,14 +70,15 @@ def _gla(cfg: ModelConfig, w: Leaves, x: torch.Tensor) -> torch.Tensor:
     return o.reshape(batch, length, -1) @ w["o", "weight"].T
 
 
-def llama_model(
+def transformers_model(
     cfg: ModelConfig, params: dict[str, Any], dtype: torch.dtype, folder: Path
 ) -> tuple[Model, dict[str, torch.Tensor]]:
-    """(tokens -> logits, its parameters by their names in a checkpoint)."""
-    from transformers import LlamaForCausalLM
+    """transformers' model of any family: (tokens -> logits, its parameters by their names in a
+    checkpoint)."""
+    from transformers import AutoModelForCausalLM
 
     hf.save(folder, cfg, params)
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return lambda tokens: model(tokens, use_cache=False).logits, dict(model.named_parameters())
 
 

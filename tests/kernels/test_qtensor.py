@@ -1,6 +1,7 @@
 """QTensor's invariants and the round trip between floats and words."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from pallas_kernels.matmul.op import quantized_matmul, quantized_matmul_reference
 from pallas_kernels.qtensor import QTensor, dequantize, quantize
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
+from tests.helpers.models import relative_error
 
 SCHEMES = [
     (dtype, group, symmetric)
@@ -117,3 +119,38 @@ def test_a_static_scale_clips_and_is_every_rows():
         t = quantize_tokens(x, words, scale=jnp.float32(0.5))
         assert t.q.dtype == jnp.dtype(words) and t.scale.tolist() == [[0.5], [0.5]]
         assert t.q.astype(jnp.float32).tolist() == rows
+
+
+# (dtype, symmetric): of every code, with a group's ends far apart or on one side of zero
+GRIDS = [("int8", True), ("int8", False), ("int4", True), ("int4", False), ("float8_e4m3fn", True)]
+
+
+@pytest.mark.parametrize(("dtype", "symmetric"), GRIDS)
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16"])
+def test_every_code_is_within_half_a_step_of_the_stored_scale(dtype, symmetric, scale_dtype):
+    """Rounded in a program as outside of one.  A step of float8 is its own ulp."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((64, 4, 32)) * 10.0 ** rng.integers(-5, 4, (64, 4, 1))
+    w = jnp.asarray((rows + np.abs(rows) * (np.arange(64) % 3 - 1)[:, None, None]).reshape(64, 128))
+    w = w.astype(jnp.float32)
+    make = functools.partial(
+        quantize, dtype=dtype, group_size=32, symmetric=symmetric, scale_dtype=scale_dtype
+    )
+    for t in (make(w), jax.jit(make)(w)):
+        assert t.scale.dtype == scale_dtype
+        got = np.asarray(dequantize(t), np.float64)
+        step = np.repeat(np.asarray(t.scale.astype(jnp.float32), np.float64), 32, axis=1)
+        if dtype == "float8_e4m3fn":
+            code = np.maximum(np.abs(np.asarray(w) / step), 2.0**-6)
+            step = step * np.exp2(np.floor(np.log2(code)) - 3)
+        assert (np.abs(got - np.asarray(w)) <= 0.5001 * step).all()
+    # The rounding of the scale passes gradients on.
+    slope = jax.grad(lambda w: jnp.sum(make(w).scale.astype(jnp.float32)))(w)
+    assert np.count_nonzero(slope) >= w.size // 32
+
+
+def test_the_largest_weights_are_finite():
+    w = jnp.asarray([[3e38, -3e38]], jnp.float32)
+    for dtype, symmetric in GRIDS:
+        t = quantize(w, dtype, symmetric=symmetric, scale_dtype="bfloat16")
+        assert relative_error(dequantize(t), w) < 0.1

@@ -111,7 +111,8 @@ def test_transformers(name: str) -> None:
      "qwen3_5_text-bias", "kimi_linear"],
 )  # fmt: skip
 def test_a_directory_that_transformers_writes(name: str, tmp_path) -> None:
-    """There and back through transformers' own config classes and names."""
+    """There and back through transformers' own config classes and names: of a model that it loaded,
+    which keeps the names of the file, and of one that it made."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     cfg, params = CASES[name], params_of(name)
@@ -119,12 +120,16 @@ def test_a_directory_that_transformers_writes(name: str, tmp_path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
-    got_cfg, got = hf.load(tmp_path / "theirs")
-    # A family that has end tokens by default writes them.
-    assert got_cfg.replace(eos_token_ids=()) == cfg.replace(name="theirs", eos_token_ids=())
+    made = transformers.AutoModelForCausalLM.from_config(model.config)
+    made.load_state_dict(model.state_dict())
+    made.save_pretrained(tmp_path / "made" / "theirs")
     exact = cfg.stored == Stored(family=cfg.stored.family, interleaved=cfg.stored.interleaved)
     close = functools.partial(np.testing.assert_allclose, rtol=0 if exact else 3e-7, atol=0)
-    jax.tree.map(close, got, params)
+    for folder in (tmp_path, tmp_path / "made"):
+        got_cfg, got = hf.load(folder / "theirs")
+        # A family that has end tokens by default writes them.
+        assert got_cfg.replace(eos_token_ids=()) == cfg.replace(name="theirs", eos_token_ids=())
+        jax.tree.map(close, got, params)
 
 
 # Families: prompts in chunks, ragged rows, one token after the other

@@ -28,12 +28,13 @@ from jaxllama.training.distill import (
 )
 from jaxllama.training.forward import embed
 from jaxllama.training.quantization_aware import GridWeight, prepare, quantized, rounded
-from jaxllama.training.start import begin
+from jaxllama.training.start import Setup, begin
 from jaxllama.training.step import init_state, loss
 from pallas_kernels.fake_quantize import RANGES, fake_quantize, to_qtensor
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.models import params_of, relative_error, tokens_of
 from tests.helpers.parity_cases import CASES
+from tests.helpers.seeded import seeded_params
 from tests.helpers.training_cases import byte_model, run_config, token_file
 
 
@@ -262,6 +263,24 @@ def test_distillation_end_to_end(teacher, folder, tmp_path):
     for row in rows:
         assert row["loss"] == pytest.approx(4.0 * row["kl"] + 0.1 * row["ce"], rel=1e-5)
     assert jl.load(whole.model).generate(["The "], max_new_tokens=2)[0].tokens
+
+
+def test_a_distilled_model_s_logits_and_its_teacher_s_are_capped(folder):
+    """Two Gemma 2: KL and cross entropy are those of ``jl.logits``."""
+    cfg = CASES["gemma2"]
+    teacher = cfg.replace(logit_softcap=1.5)
+    ours, theirs = seeded_params(cfg, 1), seeded_params(cfg, 2)
+    tokens = tokens_of(cfg, 2, 9)
+    config = run_config(folder, byte_model("gqa"), distill={"teacher": "unread"})
+    _, parts = jax.jit(functools.partial(loss, Setup(config, cfg, teacher)))(ours, theirs, tokens)
+    lengths = jnp.full((2,), 8, jnp.int32)
+    student, wanted = (
+        jax.nn.log_softmax(jl.logits(model, params, tokens[:, :-1], lengths))
+        for model, params in ((cfg, ours), (teacher, theirs))
+    )
+    kl = jnp.mean(jnp.sum(jnp.exp(wanted) * (wanted - student), axis=-1))
+    ce = -jnp.mean(jnp.take_along_axis(student, tokens[:, 1:, None], axis=-1))
+    np.testing.assert_allclose([parts["kl"], parts["ce"]], [kl, ce], rtol=1e-5)
 
 
 def test_teachers_that_do_not_fit_are_refused(teacher, folder, tmp_path):

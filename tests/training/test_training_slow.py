@@ -51,7 +51,7 @@ def shipped(name: str, tokens, **changes):
 def test_loss_falls_to_what_torch_reaches(family, tokens, tmp_path):
     """The same weights, batches and settings for 200 steps; the bar is 2%."""
     torch = pytest.importorskip("torch")
-    from tests.helpers.training_torch import gla_model, llama_model, losses
+    from tests.helpers.training_torch import gla_model, losses, transformers_model
 
     config = shipped(f"tiny-{family}", tokens, steps=200)
     config = dataclasses.replace(config, model=config.model.replace(eos_token_ids=()))
@@ -60,7 +60,7 @@ def test_loss_falls_to_what_torch_reaches(family, tokens, tmp_path):
     if family == "gla":
         model, leaves = gla_model(config.model, params, torch.float32)
     else:
-        model, leaves = llama_model(config.model, params, torch.float32, tmp_path / "llama")
+        model, leaves = transformers_model(config.model, params, torch.float32, tmp_path / "llama")
     data, _ = TokenFile.open(tokens).split(8192)
     want = losses(config, model, leaves, [data.batch(s, 8, 64, config.seed) for s in range(200)])
     ours, theirs = np.mean(got[-20:]), np.mean(want[-20:])

@@ -57,6 +57,7 @@ _KEYS = frozenset(
 # What transformers lets change the computation of any of them, with the value that is supported.
 _FIXED: dict[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None, {})}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Bounds what a damaged file can make us build before its tensors are looked at.
 _MAX_LAYERS = 4096
 
@@ -311,16 +312,25 @@ def _model_type(config: Mapping[str, Any]) -> str:
 def _why_not(config: Mapping[str, Any], kind: str) -> str:
     """Why a model is not supported, with what is nearest to it."""
     supported = tuple(dict.fromkeys(_ARCHITECTURES.values()))
-    what = "not supported"
-    if any("experts" in key for key in config) or "moe" in kind:
+    what, architectures = "not supported", config.get("architectures") or ()
+    is_decoder = all(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
+    if _has_experts(config, kind):
         what = "a mixture of experts, which is not supported"
-    elif config.get("is_encoder_decoder") or "ForCausalLM" not in str(config.get("architectures")):
+    elif config.get("is_encoder_decoder") or not is_decoder:
         what = "no decoder-only language model"
-    if any(key.endswith(("vision_config", "audio_config")) for key in config):
+    if any(config[key] and key.endswith(("vision_config", "audio_config")) for key in config):
         what = "a multimodal model whose text model is not supported"
     near = [name for name in difflib.get_close_matches(kind, supported, 3, 0.4) if name != kind]
     nearest = f"; nearest: {', '.join(near)}" if near else ""
     return f"{what}; supported: {', '.join(supported)}{nearest}"
+
+
+def _has_experts(config: Mapping[str, Any], kind: str) -> bool:
+    """Whether a config is of a mixture of experts.  Dense models of such families keep the keys,
+    with a flag that is false or no experts; the family's name counts where no key says more."""
+    flags = [config[key] for key in ("is_moe", "enable_moe_block") if key in config]
+    counts = [config[key] for key in _EXPERT_COUNTS if key in config]
+    return any(flags or counts or ["moe" in kind])
 
 
 def _hf_model_type(cfg: ModelConfig) -> str:
@@ -402,10 +412,13 @@ def _rope(
         raise (read if scaling.get("rope_theta") else top).error("rope_theta", "must exceed 1")
     share = read.number("partial_rotary_factor", top.number("partial_rotary_factor", 1.0))
     turning = int(head_dim * share)
+    said_by = top if scaling.get("partial_rotary_factor") is None else read
     if share != 1 and "partial_rotary_factor" not in FAMILIES[family].defaults:
-        raise top.error("partial_rotary_factor", "only 1.0 is supported")
+        raise said_by.error("partial_rotary_factor", "only 1.0 is supported")
     if not 0 < share <= 1 or turning % 2 or not turning:
-        raise top.error("partial_rotary_factor", f"must leave 2 to {head_dim} features, in twos")
+        raise said_by.error(
+            "partial_rotary_factor", f"must leave 2 to {head_dim} features, in twos"
+        )
     build = functools.partial(RopeConfig, theta, rotary_dim=None if share == 1 else turning)
     type_key = "rope_type" if scaling.get("rope_type") is not None else "type"
     kind = read.text(type_key, "default")

@@ -35,7 +35,8 @@ class Family:
     window: "none"; "all": every layer where ``sliding_window`` is set; "use": if also
     ``use_sliding_window``, from ``max_window_layers`` on; or the pattern of a missing
     ``layer_types``, by a layer's index.  is_local: the rope_parameters of sliding layers are their
-    own.  is_nope: (index, config, slides) -> whether that layer has no positions.
+    own.  is_nope: (index, config, slides) -> whether that layer has no positions.  unused: prefixes
+    of tensors that a file may have and the model does not use.
     """
 
     architectures: tuple[str, ...]
@@ -52,6 +53,7 @@ class Family:
     window: str | Callable[[int, JsonReader], bool] = "none"
     is_local: bool = False
     is_nope: Callable[[int, JsonReader, bool], bool] | None = None
+    unused: tuple[str, ...] = ()
 
 
 _BIAS = ("attention_bias", "qkv_bias", False), ("attention_bias", "o_bias", False)
@@ -233,11 +235,11 @@ _QWEN_DELTA = Family(
     fixed={"attn_output_gate": (True, None)},
     facts={"qk_norm": "head", "attn_gate": True},
     stored={"norm_offset": 1.0},
+    unused=("mtp.",),  # a draft of several tokens
 )  # fmt: skip
 _COHERE = {"norm": "layer", "parallel_block": True}
 _GEMMA = {"embedding_scale": True, "post_norms": True}
-_SOFTCAPS = (("attn_logit_softcapping", "attn_softcap", None),
-             ("final_logit_softcapping", "logit_softcap", None))  # fmt: skip
+_LOGIT_CAP = ("final_logit_softcapping", "logit_softcap", None)
 _GLM = Family(
     architectures=("GlmForCausalLM",),
     defaults={
@@ -419,7 +421,7 @@ FAMILIES: dict[str, Family] = {
             "hidden_activation": "gelu_pytorch_tanh",
         },
         keys=("query_pre_attn_scalar", "hidden_act"),
-        same=(*_BIAS, *_SOFTCAPS),
+        same=(*_BIAS, ("attn_logit_softcapping", "attn_softcap", None), _LOGIT_CAP),
         fields=_gemma,
         to_hf=_gemma_to_hf,
         fixed={"use_bidirectional_attention": (None, False)},
@@ -437,7 +439,7 @@ FAMILIES: dict[str, Family] = {
             "hidden_activation": "gelu_pytorch_tanh",
         },
         keys=("query_pre_attn_scalar", "hidden_act", "sliding_window_pattern"),
-        same=(*_BIAS, *_SOFTCAPS),
+        same=(*_BIAS, _LOGIT_CAP),  # transformers reads attn_logit_softcapping, and caps nothing
         fields=_gemma,
         to_hf=_gemma_to_hf,
         fixed={"use_bidirectional_attention": (None, False)},

@@ -32,6 +32,7 @@ from jaxllama.checkpoints.hf.config import (
     sampling_of,
     text_config,
 )
+from jaxllama.checkpoints.hf.families import FAMILIES
 from jaxllama.checkpoints.hf.save import FOREIGN, GENERATION, OURS, index_file, save, weights_file
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.checkpoints.peft import Factors
@@ -135,6 +136,7 @@ def load(
                 f"{directory}: num_hidden_layers = {found.n_layers}, "
                 f"but there are only {len(files)} tensors"
             )
+        files = _used(directory, found, files)
         found = _untied(directory, found, files)
         cfg = found if cfg is None else check_preset(cfg, found)
         table = param_table(cfg, files)
@@ -190,6 +192,21 @@ def _text_tensors(directory: Path, config: dict[str, Any], stack: contextlib.Exi
                 for name, at in text.items()
             }
     raise JaxLlamaError(f"{directory}: no text decoder's embed_tokens.weight in its files")
+
+
+def _used(directory: Path, cfg: ModelConfig, files: Tensors) -> Tensors:
+    """The tensors without those that the family's models do not use, which one warning counts."""
+    family = FAMILIES.get(cfg.stored.family)
+    prefixes = () if family is None else family.unused
+    unused = {name: None for name in files if name.startswith(prefixes)}
+    if unused:
+        warnings.warn(
+            f"{directory}: {len(unused)} tensors are not used, as in transformers: "
+            f"{_some([*unused])}",
+            WeightWarning,
+            stacklevel=1,
+        )
+    return {name: files[name] for name in files if name not in unused}
 
 
 def open_tensors(directory: Path, stack: contextlib.ExitStack) -> Tensors:

@@ -363,7 +363,7 @@ def test_bad_input_of_the_step_is_a_named_error():
     s = jnp.zeros((2, 3, 8, 4))
     with pytest.raises(ValueError, match=r"gla_step: state \(2, 3, 4, 8\) is not"):
         gla_step(q, k, v, g, jnp.zeros((2, 3, 4, 8)))
-    with pytest.raises(ValueError, match="log_decay holds 1"):
+    with pytest.raises(ValueError, match="gla_step: log_decay holds 1"):
         gla_step(q, k, v, jnp.ones_like(g), s)
     with pytest.raises(ValueError, match=r"gla_step: v"):
         gla_step(q, k, v[:1], g, s)

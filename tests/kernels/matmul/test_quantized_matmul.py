@@ -1,21 +1,25 @@
 """quantized_matmul against float64 on the same words, in every scheme and form; its kernels' order
 of words; what it costs in memory; where it says no."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QTensor, dequantize, quantize, quantized_matmul
+from pallas_kernels import QTensor, dequantize, explain, quantize, quantized_matmul
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.few_rows import plan as planning
 from pallas_kernels.matmul.few_rows import widen
 from pallas_kernels.matmul.few_rows.scheme import Scheme
 from pallas_kernels.matmul.op import product_plan, quantized_matmul_reference
+from pallas_kernels.rows.swiglu import gate
 from pallas_kernels.shapes import LLAMA_8B
 from tests.helpers import warp_emulator
 from tests.helpers.few_rows import run_tiles
+from tests.helpers.models import relative_error
 
 # Relative RMS and max |error| / RMS(out).  16-bit outputs: their own rounding, and that of the
 # weights where a scale is folded into them.
@@ -443,6 +447,45 @@ def test_layers_of_one_shape_share_one_lowering():
 
         text = jax.jit(two_layers).trace(x, w, w).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("@mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_an_activation_behind_the_product(activation):
+    """Of any scheme, with bias, norm, residual and what is pending; bfloat16 is rounded twice."""
+    x, bias = activations((3, 64), jnp.bfloat16), activations((40,), jnp.float32, 2)
+    w = quantize(activations((40, 64), jnp.float32, 3), "int8")
+    ours = functools.partial(quantized_matmul, activation=activation)
+    for codes, weight, dtype, bound in (
+        (x, w, jnp.bfloat16, 1e-2),
+        (x.astype(jnp.float32), w, jnp.float32, 1e-6),
+        (quantize(x, "int8"), w, jnp.float32, 1e-6),
+    ):
+        want = quantized_matmul_reference(codes, weight, bias=bias, activation=activation)
+        got = ours(codes, weight, bias=bias, out_dtype=dtype)
+        assert got.dtype == dtype and relative_error(got, want) < bound
+    x = x.astype(jnp.float32)
+    product = quantized_matmul(x, w, norm=(jnp.ones(64), 1e-5), pending=x)
+    got = ours(x, w, norm=(jnp.ones(64), 1e-5), pending=x, residual=product[0])
+    plain = ours(jnp.eye(40), product[0], residual=product[0].T)  # a weight of floats
+    np.testing.assert_allclose(got[0], plain.T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(got[1], 2 * x)
+    # The derivative is the chain rule's.
+    dense = dequantize(w)
+    want = jax.grad(lambda x: jnp.sum(ours(x, dense) ** 2))(x)
+    assert relative_error(jax.grad(lambda x: jnp.sum(ours(x, w) ** 2))(x), want) < 1e-5
+    lines = explain(quantized_matmul, x, w, activation=activation).splitlines()
+    assert lines[0].startswith("quantized_matmul ") and lines[1].startswith(f"{activation} float32")
+
+
+def test_unknown_activations_are_refused():
+    x, w = jnp.ones((1, 64)), quantize(jnp.ones((4, 64)), "int8")
+    with pytest.raises(ValueError, match="'nonsense' of a product is not one of relu, gelu, gelu_"):
+        quantized_matmul(x, w, activation="nonsense")
+    for name in ("nonsense", "relu"):
+        with pytest.raises(ValueError, match=f"'{name}' of the gate of swiglu is not one of silu"):
+            quantized_matmul(x, w, swiglu=True, activation=name)
+        with pytest.raises(ValueError, match=f"gate: activation '{name}' is not one of silu, gelu"):
+            gate(x, name)
 
 
 def test_refusals_name_the_fact():

@@ -1,0 +1,205 @@
+"""What prefill, decode_step, verify_step, commit, logits and generate do with impossible operands,
+and with calls that are traced."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from tests.helpers.models import FAMILIES, LLAMA, params_of, relative_error, tokens_of
+
+CFG = LLAMA.replace(max_position=16, n_layers=1)
+B, T = 2, 5
+TOKENS = np.asarray(tokens_of(CFG, B, T))
+FULL = np.array([T, T - 1], np.int32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return params_of(CFG)
+
+
+def new_cache(cfg=CFG, batch=B):
+    return jl.init_cache(cfg, batch, 8)
+
+
+# (what is changed, message): of every function that has such an operand
+BAD = {
+    "tokens in a list": ({"tokens": TOKENS.tolist()}, "tokens: list: expected an array of int"),
+    "float tokens": ({"tokens": TOKENS.astype(np.float32)}, "tokens: float32: expected integers"),
+    "boolean tokens": ({"tokens": TOKENS > 3}, "tokens: bool: expected integers"),
+    "one row, flat": ({"tokens": TOKENS[0]}, r"tokens\[5\]: expected \[B, T\]"),
+    "no tokens": ({"tokens": TOKENS[:, :0]}, r"tokens\[2, 0\]: expected \[B, T\], at least one"),
+    "past the context": ({"tokens": np.zeros((B, 17), int)}, "has a context of 16"),
+    "lengths in a list": ({"lengths": [5, 4]}, "lengths: list: expected an array of integers"),
+    "float lengths": ({"lengths": FULL.astype(np.float32)}, "lengths: float32: expected integers"),
+    "one length": ({"lengths": FULL[:1]}, r"lengths\[1\]: expected 2, one for each row"),
+    "a length for each token": ({"lengths": TOKENS}, r"lengths\[2, 5\]: expected \[B\]"),
+    "no cache": ({"cache": None}, r"cache: NoneType: expected a Cache \(init_cache\)"),
+    "a cache of other rows": ({"cache": new_cache(batch=3)}, "it has 3 rows, .* tokens of 2"),
+    "a cache of another model": ({"cache": new_cache(FAMILIES["gla"])}, "its layers are not those"),
+}
+CALLS = {
+    "prefill": lambda params, tokens, lengths, cache: jl.prefill(
+        CFG, params, tokens, lengths, cache
+    ),
+    "verify_step": lambda params, tokens, lengths, cache: jl.verify_step(
+        CFG, params, tokens, lengths, cache
+    ),
+    "logits": lambda params, tokens, lengths: jl.logits(CFG, params, tokens, lengths),
+    "generate": lambda params, tokens, lengths, cache: jl.generate(
+        CFG, params, tokens, lengths, cache, jl.Sampling(), 0, 2
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("name", CALLS)
+def test_operands_of_another_type_or_shape_are_named(params, name, case):
+    change, message = BAD[case]
+    if name == "logits" and "cache" in change:
+        return
+    operands = {"tokens": TOKENS, "lengths": FULL, "cache": new_cache(), **change}
+    if name == "logits":
+        del operands["cache"]
+    with pytest.raises(jl.JaxLlamaError, match=message) as caught:
+        CALLS[name](params, **operands)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p, c: jl.decode_step(CFG, p, [1, 2], c), "tokens: list: expected an array"),
+        (lambda p, c: jl.decode_step(CFG, p, TOKENS, c), r"tokens\[2, 5\]: expected \[B\]"),
+        (lambda p, c: jl.decode_step(CFG, p, np.ones(2, "f"), c), "tokens: float32: expected int"),
+        (lambda p, c: jl.decode_step(CFG, p, TOKENS[:1, 0], c), "it has 2 rows, .* tokens of 1"),
+        (lambda p, c: jl.decode_step(CFG, p, TOKENS[:, 0], {}), "cache: dict: expected a Cache"),
+        (lambda p, c: jl.prefill(CFG, p, TOKENS, FULL, c, chunk=0), "chunk = 0: must be at least"),
+        (lambda p, c: jl.commit(jl.verify_step(CFG, p, TOKENS, FULL, c)[1], np.zeros(3, int)),
+         r"accepted\[3\]: expected 2, one for each row"),
+        (lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, jl.Sampling(), 0, 0),
+         "max_new_tokens = 0: must be at least 1"),
+        (lambda p, c: jl.generate(CFG, p, TOKENS, FULL, c, jl.Sampling(), 0, 12),
+         "row 0: 5 tokens and 12 new ones exceed the context of tiny, 16"),
+        (lambda p, c: jl.generate(CFG, p, TOKENS, FULL + 1, c, jl.Sampling(), 0, 1),
+         r"lengths\[0\] = 6: must be from 0 to 5"),
+        (lambda p, c: jl.generate(CFG, p, TOKENS, -FULL, c, jl.Sampling(), 0, 1),
+         r"lengths\[0\] = -5: must be from 0 to 5"),
+        (lambda p, c: jl.generate(CFG, p, TOKENS + 97, FULL, c, jl.Sampling(), 0, 1),
+         r"tokens\[0\]: id \d+ is outside of the vocabulary of 97"),
+    ],
+)  # fmt: skip
+def test_other_operands_are_named(params, call, message):
+    with pytest.raises(jl.JaxLlamaError, match=message):
+        call(params, new_cache())
+
+
+def _changed(row: int, place: int, token: int) -> np.ndarray:
+    tokens = TOKENS.copy()
+    tokens[row, place] = token
+    return tokens
+
+
+# (tokens, lengths, rows that are impossible)
+IMPOSSIBLE = [
+    (TOKENS, [99, 4], [True, False]),
+    (TOKENS, [6, 4], [True, False]),
+    (TOKENS, [0, 4], [True, False]),
+    (TOKENS, [-3, 4], [True, False]),
+    (TOKENS, [-(2**31), 2**31 - 1], [True, True]),
+    (_changed(0, 2, 97), [5, 4], [True, False]),
+    (_changed(0, 2, -1), [5, 4], [True, False]),
+    (_changed(1, 4, -1), [5, 4], [False, False]),  # padding may be anything
+]
+
+
+@pytest.mark.parametrize("family", ["gqa", "gla"])
+def test_a_row_of_impossible_values_stays_as_it_is_and_gets_nan(family):
+    """Its neighbour does not notice, and what comes next is of the row as it was."""
+    cfg = FAMILIES[family]
+    params = params_of(cfg)
+    good, want = jl.prefill(cfg, params, TOKENS, FULL, new_cache(cfg))
+    empty = jl.decode_step(cfg, params, TOKENS[:, 0], new_cache(cfg))[0]
+    every = jl.logits(cfg, params, TOKENS, FULL)
+    wanted, _ = jl.decode_step(cfg, params, TOKENS[:, 0], want)
+    for tokens, lengths, bad in IMPOSSIBLE:
+        lengths, bad = np.array(lengths, np.int32), np.array(bad)
+        count = np.where(bad, 0, FULL)
+        got, cache = jl.prefill(cfg, params, tokens, lengths, new_cache(cfg))
+        np.testing.assert_array_equal(got, np.where(bad[:, None], np.nan, good))
+        assert cache.lengths.tolist() == count.tolist()
+        scores = jl.logits(cfg, params, tokens, lengths)
+        for row in range(B):
+            valid = slice(0, T if bad[row] else lengths[row])
+            expected = np.nan if bad[row] else every[row, valid]
+            np.testing.assert_array_equal(scores[row, valid], expected)
+        drafted, proposal = jl.verify_step(cfg, params, tokens, lengths, new_cache(cfg))
+        assert np.isnan(drafted).all(axis=(1, 2)).tolist() == bad.tolist()
+        assert jl.commit(proposal, FULL - 1).lengths.tolist() == count.tolist()
+        following, cache = jl.decode_step(cfg, params, TOKENS[:, 0], cache)
+        expected = np.where(bad[:, None], empty, wanted)
+        assert relative_error(following, expected) < 1e-6
+    # A token of a step, in a cache that has been read above.
+    before = np.asarray(cache.lengths)
+    got, cache = jl.decode_step(cfg, params, np.array([97, 3]), cache)
+    assert np.isnan(got[0]).all() and np.isfinite(got[1]).all()
+    np.testing.assert_array_equal(cache.lengths, before + [0, 1])
+
+
+# Calls that are traced: derivatives, vmap
+
+
+def test_gradients_flow_through_prefill_and_decode_steps_outside_of_a_jit(params):
+    """The derivative reads the cache that a call was given, so it is not donated; it is
+    ``jl.logits``' derivative."""
+    weight = jax.random.normal(jax.random.key(1), (B, CFG.vocab_size))
+
+    def stepwise(params):
+        scores, cache = jl.prefill(CFG, params, TOKENS[:, :3], np.array([3, 3]), new_cache())
+        scores, cache = jl.decode_step(CFG, params, TOKENS[:, 3], cache)
+        return jnp.sum(scores * weight)
+
+    def whole(params):
+        return jnp.sum(jl.logits(CFG, params, TOKENS[:, :4], np.array([4, 4]))[:, 3] * weight)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        value, got = jax.value_and_grad(stepwise)(params)
+        want_value, want = jax.value_and_grad(whole)(params)
+    assert relative_error(value, want_value) < 1e-5
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative_error(a, b) < 1e-4
+
+
+def test_vmap_over_rows_warns_of_nothing(params):
+    def one(tokens, cache):
+        lengths = jnp.full((1,), T, jnp.int32)
+        scores, cache = jl.prefill(CFG, params, tokens[None], lengths, cache)
+        return jl.decode_step(CFG, params, jnp.argmax(scores, -1).astype(jnp.int32), cache)[0][0]
+
+    caches = jax.tree.map(lambda leaf: jnp.stack([leaf] * B), new_cache(batch=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = jax.vmap(one)(jnp.asarray(TOKENS), caches)
+    want = [one(jnp.asarray(TOKENS[row]), new_cache(batch=1)) for row in range(B)]
+    assert relative_error(got, jnp.stack(want)) < 1e-5
+
+
+def test_a_call_that_is_not_traced_donates(params):
+    cache = new_cache()
+    _, after = jl.prefill(CFG, params, TOKENS, FULL, cache)
+    jl.decode_step(CFG, params, TOKENS[:, 0], after)
+    assert cache.layers[0].k.is_deleted() and after.layers[0].k.is_deleted()
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
+def test_a_cache_has_the_backend_s_activations_by_default(backend, dtype, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    cache = jax.eval_shape(lambda: jl.init_cache(CFG, 1, 8))
+    assert cache.layers[0].k.dtype == dtype
