@@ -41,6 +41,7 @@ def engine_options(sub: Parser) -> None:
                        help="prompts are read whole, whatever is known of them")  # fmt: skip
     group.add_argument("--deterministic", action="store_true", default=None,
                        help="the same bits whatever runs beside a request")  # fmt: skip
+    common.chat_option(sub)
     common.draft_options(sub)
 
 

@@ -122,6 +122,7 @@ def test_whoever_takes_a_model_takes_random_weights_and_revisions_of_it():
         (["generate", "hi", "--split", "none"], "--split needs --file"),
         (["generate", "hi", "--random", "--revision", "v1"], "random weights have none"),
         (["doctor", "--random"], "--random needs --model"),
+        (["generate", "hi", "--parse-special"], "--parse-special needs --chat"),
         (["generate", "hi", "--merge"], "--merge needs --adapter"),
         (["chat", "--adapter", "a=/tmp", "--adapter", "b=/tmp"], "--adapter: one here, and 2 are"),
         (["serve", "--adapter", "a=/tmp", "--adapter", "a=/"], "--adapter: a name is given twice"),

@@ -21,7 +21,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jaxllama.config import ModelConfig
@@ -34,6 +34,7 @@ from jaxllama.serving.http.reading import PLAIN, Reading, reading
 from jaxllama.serving.http.schemas import ApiError
 from jaxllama.serving.http.scoring import Scores
 from jaxllama.serving.http.tools import offered
+from jaxllama.text.prompt_text import ChatPrompt
 from jaxllama.text.tokenizer import Tokenizer
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
@@ -168,8 +169,8 @@ class Prompts:
         template = self.tokenizer().template_for(bool(body.tools)) or ""
         tools = offered(body, template)
         prompt = self.chat_prompt(body, list(tools.shown) if tools else None)
-        row = self.encode(prompt, "messages", add_special=False)
-        how = reading(template, prompt, tools)
+        row = self.encode_chat(prompt)
+        how = reading(template, prompt.text, tools)
         max_tokens = body.max_completion_tokens or body.max_tokens
         if max_tokens is None:
             max_tokens = max(self.max_len - len(row), 1)
@@ -196,7 +197,7 @@ class Prompts:
             )
         return row
 
-    def chat_prompt(self, body: Chat | Tokenize, tools: list[dict[str, Any]] | None) -> str:
+    def chat_prompt(self, body: Chat | Tokenize, tools: list[dict[str, Any]] | None) -> ChatPrompt:
         """The conversation through the checkpoint's template."""
         tokenizer = self.tokenizer()
         plain = [_plain(message) for message in body.messages or ()]
@@ -205,15 +206,23 @@ class Prompts:
         if any(tokenizer.exceeds(message["content"], self.max_len) for message in plain):
             raise self._too_long("messages")
         more = _template_variables(body)
-        text = tokenizer.apply_chat_template(plain, tools=tools, **more)
-        if tools and text == tokenizer.apply_chat_template(plain, **more):
+        prompt = tokenizer.chat_prompt(plain, tools=tools, **more)
+        if tools and prompt.text == tokenizer.apply_chat_template(plain, **more):
             raise _unsupported("tools", "the model's chat template does not show tools")
-        return _cut(text, plain[-1]["content"]) if body.continue_final_message else text
+        return _cut(prompt, plain[-1]["content"]) if body.continue_final_message else prompt
 
     def encode(self, text: str, key: str, add_special: bool = True) -> list[int]:
         """At most max_len token ids, in the time that so many take."""
-        tokenizer = self.tokenizer()
-        row = None if tokenizer.exceeds(text, self.max_len) else tokenizer.encode(text, add_special)
+        return self._bounded(text, key, lambda: self.tokenizer().encode(text, add_special))
+
+    def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        """The same of a conversation."""
+        return self._bounded(
+            prompt.text, "messages", lambda: self.tokenizer().encode_prompt(prompt)
+        )
+
+    def _bounded(self, text: str, key: str, encode: Callable[[], list[int]]) -> list[int]:
+        row = None if self.tokenizer().exceeds(text, self.max_len) else encode()
         if row is None or len(row) > self.max_len:
             raise self._too_long(key)
         return row
@@ -348,15 +357,15 @@ def _template_variables(body: Chat | Tokenize) -> dict[str, Any]:
     return more
 
 
-def _cut(prompt: str, last: str) -> str:
+def _cut(prompt: ChatPrompt, last: str) -> ChatPrompt:
     """Without what a template puts behind the last message, whose blanks it may have dropped."""
-    begin = prompt.rfind(last.strip())
+    begin = prompt.text.rfind(last.strip())
     if not last.strip() or begin < 0:
         message = "continue_final_message: the template does not show the last message's text"
         raise ApiError(400, message, param="continue_final_message", code="invalid_value")
     whole = last.lstrip()
-    end = len(whole) if prompt.startswith(whole, begin) else len(last.strip())
-    return prompt[: begin + end]
+    end = len(whole) if prompt.text.startswith(whole, begin) else len(last.strip())
+    return prompt.until(begin + end)
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -379,8 +379,7 @@ class _Server:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt or messages", param="prompt")
         if body.messages is not None:
-            prompt = self._prompts.chat_prompt(body, None)
-            ids = self._prompts.encode(prompt, "messages", add_special=False)
+            ids = self._prompts.encode_chat(self._prompts.chat_prompt(body, None))
         else:
             special = body.add_special_tokens is not False
             ids = self._prompts.encode(body.prompt or "", "prompt", special)
