@@ -517,9 +517,12 @@ class LanguageModel:
         return rows
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of the prompt for ``messages``.  The chat template writes the special tokens; one
-        that a message spells is text, unless ``tokenizer.parse_special``.  Raises JaxLlamaError
-        without a tokenizer or a template, or when the template refuses the messages."""
+        """Token ids of the prompt for ``messages``.
+
+        The chat template writes the special tokens.  One that a message spells is text, unless
+        ``tokenizer.parse_special``.  Raises JaxLlamaError without a tokenizer or a template, or
+        when the template refuses the messages.
+        """
         if self.tokenizer is None:
             raise JaxLlamaError(f"{self.config.name} has no tokenizer, so it cannot chat")
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)

@@ -131,7 +131,7 @@ class PlainSpelling:
         return [self._ids.get(index, index) for index in ids]
 
     def _named(self, prompt: ChatPrompt) -> str:
-        """The prompt's text with the names of the template's markers, as the tokenizer sees them."""
+        """The prompt's text with the names of the markers that are tokens in it."""
         text, parts, done = prompt.text, [], 0
         seen = self._own.encode(text, add_special_tokens=False)
         for index, (begin, end) in zip(seen.ids, seen.offsets, strict=True):

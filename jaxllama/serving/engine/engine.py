@@ -360,7 +360,7 @@ class Engine:
         reader = OutputReader(
             self.lm.tokenizer if with_text else None, (*eos, *request.stop_token_ids),
             request.stop if with_text else (), least=request.min_tokens,
-            skip_special=request.skip_special_tokens,
+            skip_special=request.skip_special_tokens, include_stop=request.include_stop,
         )  # fmt: skip
         live = Live(sequence, on_event, reader, matcher, sequence.submitted)
         self.live[request.id] = live
