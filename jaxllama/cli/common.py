@@ -281,12 +281,13 @@ def also(policy: Policy, args: argparse.Namespace) -> Policy:
 # The cache
 
 
-def cache_options(sub: Parser) -> None:
+def cache_options(sub: Parser, chunk: str = "--chunk") -> None:
+    """chunk: the option's name, as Python has it too: ``Engine`` calls it prefill_chunk."""
     group = sub.add_argument_group("cache")
     group.add_argument("--kv-dtype", choices=KV_DTYPES, help="of keys and values (default --dtype)")
     group.add_argument("--attn-sparsity", type=SHARE, metavar="SHARE",
                        help="of attention weights that decode keeps, in (0, 1]")  # fmt: skip
-    group.add_argument("--chunk", type=COUNT, metavar="N",
+    group.add_argument(chunk, dest="chunk", type=COUNT, metavar="N",
                        help="tokens of a prompt that are prefilled at once")  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxllama import extras
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.engine.request import Grammar
 from jaxllama.text.tokenizer import Tokenizer
@@ -45,9 +46,7 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError:
-            raise JaxLlamaError(
-                "constrained output needs llguidance: pip install 'jaxllama[grammar]'"
-            ) from None
+            raise extras.missing("llguidance", "constrained output") from None
         return llguidance
 
     @functools.cached_property

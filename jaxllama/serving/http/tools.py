@@ -34,7 +34,8 @@ class Tools:
 
 
 def offered(body: Chat, template: str) -> Tools | None:
-    """ApiError 400 for a template whose form of calls is unknown, and for a choice that is none of these, or of a tool that is not there."""
+    """ApiError 400 for a template whose form of calls is unknown, for a choice that is none of
+    these, and for one of a tool that is not there."""
     mode, chosen = _choice(body)
     if not body.tools:
         if mode != "auto":
