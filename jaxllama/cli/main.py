@@ -3,9 +3,9 @@
     main(argv) -> exit status
 
 Contract: results go to stdout, everything else to stderr; status 0, or 2 with one line
-"error: ..." for bad input or a missing extra, 130 after Ctrl-C; never a traceback for what a user can cause.  A closed
-pipe (``| head``) ends quietly.  ``generate`` prints the continuation alone, exactly as the model
-wrote it, and a newline.  Values are checked before anything slow begins.
+"error: ..." for bad input or a missing extra, 130 after Ctrl-C; never a traceback for what a user
+can cause.  A closed pipe (``| head``) ends quietly.  ``generate`` prints the continuation alone,
+exactly as the model wrote it, and a newline.  Values are checked before anything slow begins.
 
 A command is a module with ``HELP``, ``options(parser)`` and ``run(args)``.  jax is imported when
 one runs, not before: ``--help`` answers at once.

@@ -24,10 +24,13 @@ from typing import Literal, NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """marks: what only such a model's template has; foreign: what it has not.  begin, end: of a
-    call, or of the JSON list of all where ``is_list``.  begin "": an answer that is a call is nothing else.  arguments: their
-    key; None where the name stands outside, before ``between``.  separator: between two calls, None
-    where the template shows but one.  id_length: of a call's id, where the template asks."""
+    """marks: what only such a model's template has; foreign: what it has not.
+
+    begin, end: of a call, or of the JSON list of all where ``is_list``.  begin "": an answer that
+    is a call is nothing else.  arguments: their key; None where the name stands outside, before
+    ``between``.  separator: between two calls, None where the template shows but one.  id_length:
+    of a call's id, where the template asks.
+    """
 
     name: str
     marks: tuple[str, ...]
