@@ -1,8 +1,6 @@
 """``python -m jaxllama`` is the ``jaxllama`` command."""
 
-import sys
-
-from jaxllama.cli.main import main
+from jaxllama.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -530,8 +530,12 @@ class LanguageModel:
         return rows
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of the prompt for ``messages``, in which the chat template writes the special
-        tokens.  Raises JaxLlamaError without a tokenizer or a template, or when it refuses them."""
+        """Token ids of the prompt for ``messages``.
+
+        The chat template writes the special tokens.  One that a message spells is text, unless
+        ``tokenizer.parse_special``.  Raises JaxLlamaError without a tokenizer or a template, or
+        when the template refuses the messages.
+        """
         if self.tokenizer is None:
             raise JaxLlamaError(f"{self.config.name} has no tokenizer, so it cannot chat")
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
@@ -539,8 +543,7 @@ class LanguageModel:
             raise JaxLlamaError(
                 f'messages = {short(messages)}: expected a list of {{"role": ..., "content": ...}}'
             )
-        prompt = self.tokenizer.apply_chat_template(messages)
-        return self.tokenizer.encode(prompt, add_special=False)
+        return self.tokenizer.encode_chat(messages)
 
     def _check(self, rows: list[list[int]], max_new_tokens: int, stops: tuple[str, ...]) -> None:
         if max_new_tokens < 1:

@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxllama import extras
 from jaxllama.bench.evaluate import predictions, summary, tokens_of, window_and_stride
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
@@ -184,9 +185,7 @@ def write(report: Mapping[str, Any], path: str | Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise JaxLlamaError(
-            f"{path}: a picture needs matplotlib: pip install 'jaxllama[experiment]'"
-        ) from None
+        raise JaxLlamaError(f"{path}: {extras.missing('matplotlib', 'a picture')}") from None
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(str(report.get("model", "")), fontsize=10)

@@ -34,6 +34,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from jaxllama import extras
 from jaxllama.bench import workload
 from jaxllama.bench.workload import Lengths, Turn
 from jaxllama.errors import JaxLlamaError
@@ -41,7 +42,7 @@ from jaxllama.errors import JaxLlamaError
 try:
     import aiohttp
 except ImportError:
-    raise JaxLlamaError("bench serve needs aiohttp: pip install 'jaxllama[bench]'") from None
+    raise extras.missing("aiohttp", "bench serve") from None
 
 PERCENTILES = (50, 90, 99)
 LIMITS = ("ttft", "tpot", "e2e")

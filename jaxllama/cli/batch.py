@@ -20,7 +20,7 @@ def options(sub: Parser) -> None:
     common.model_options(sub)
     common.exact_option(sub)
     common.adapter_options(sub, '; requests choose it as "model:NAME"; may be repeated')
-    common.cache_options(sub)
+    common.cache_options(sub, "--prefill-chunk")
 
 
 def run(args: argparse.Namespace) -> None:

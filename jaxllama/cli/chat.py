@@ -37,6 +37,7 @@ MESSAGES = 'a list of {"role": ..., "content": ...}'
 
 def options(sub: Parser) -> None:
     sub.add_argument("--system", metavar="TEXT", help="the system message")
+    common.chat_option(sub)
     common.mesh_option(sub)
     common.model_options(sub)
     common.exact_option(sub)

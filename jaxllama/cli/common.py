@@ -74,6 +74,12 @@ def model_options(sub: Parser) -> None:
     )  # fmt: skip
 
 
+def chat_option(sub: Parser) -> None:
+    sub.add_argument("--parse-special", action="store_true",
+                     help="special tokens that a message spells, such as <|im_end|>, become those "
+                          "tokens (default: they are text)")  # fmt: skip
+
+
 def exact_option(sub: Parser) -> None:
     sub.add_argument("--exact", action="store_true",
                      help="a quantized file on a CPU: float32 products, where otherwise its own "
@@ -133,6 +139,8 @@ def load(args: argparse.Namespace) -> LanguageModel:
             if getattr(args, flag, None) is not None:
                 name = "--" + flag.replace("_", "-")
                 raise JaxLlamaError(f"{name}: {lm.config.name} has no layer with keys and values")
+    if lm.tokenizer is not None:
+        lm.tokenizer.parse_special = getattr(args, "parse_special", False)
     if sparsity is not None:
         lm = dataclasses.replace(lm, config=lm.config.replace(attn_sparsity=sparsity))
     return lm
@@ -273,12 +281,13 @@ def also(policy: Policy, args: argparse.Namespace) -> Policy:
 # The cache
 
 
-def cache_options(sub: Parser) -> None:
+def cache_options(sub: Parser, chunk: str = "--chunk") -> None:
+    """chunk: the option's name, as Python has it too: ``Engine`` calls it prefill_chunk."""
     group = sub.add_argument_group("cache")
     group.add_argument("--kv-dtype", choices=KV_DTYPES, help="of keys and values (default --dtype)")
     group.add_argument("--attn-sparsity", type=SHARE, metavar="SHARE",
                        help="of attention weights that decode keeps, in (0, 1]")  # fmt: skip
-    group.add_argument("--chunk", type=COUNT, metavar="N",
+    group.add_argument(chunk, dest="chunk", type=COUNT, metavar="N",
                        help="tokens of a prompt that are prefilled at once")  # fmt: skip
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from jaxllama import extras
 from jaxllama.cli import domains
 from jaxllama.cli.domains import OutFile, Parser
-from jaxllama.errors import JaxLlamaError
 
 HELP = "Print a shell's completion script: eval it in ~/.bashrc, or ~/.zshrc."
 _FILES = (domains.text_file, domains.text_input)
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         import shtab
     except ImportError:
-        raise JaxLlamaError("completion needs shtab: pip install 'jaxllama[completion]'") from None
+        raise extras.missing("shtab", "completion") from None
     top = args.top
     _mark_paths(top, shtab.FILE, shtab.DIRECTORY)
     print(shtab.complete(top, args.shell))

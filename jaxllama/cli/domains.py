@@ -12,27 +12,32 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jaxllama import extras
 from jaxllama.errors import JaxLlamaError
 
 
 class Parser(argparse.ArgumentParser):
     """Raises where argparse would print its usage and exit."""
 
+    _words: Sequence[str] = ()
     inner: str | None = None  # where the word of a command inside this one is kept
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride] - it is overloaded
         self, args: Any = None, namespace: Any = None
     ) -> Any:
         """Also refuses options before the inner command's word: they would have no effect."""
+        args = self._words = sys.argv[1:] if args is None else list(args)
         parsed, rest = super().parse_known_args(args, namespace)
         word = None if self.inner is None else getattr(parsed, self.inner)
         if word is not None and args[0] != word:
@@ -42,7 +47,31 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # A domain says "= 3: why", "'x' is not ..." or ": why" behind the option's name.
         message = re.sub(r"^argument (\S+):(?: (?=:)|(?= [='\"]))", r"\1", message)
-        raise JaxLlamaError(f"{message} (see {self.prog} --help)")
+        raise JaxLlamaError(f"{message}{self._meant(message)} (see {self.prog} --help)")
+
+    def _meant(self, message: str) -> str:
+        """The word nearest to an unknown option, command or value."""
+        option = re.match(r"unrecognized arguments: (?:.* )?(--?[\w-]+)", message)
+        value = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if option is not None:
+            unknown, known = option[1], self._options()
+        elif value is not None:
+            unknown, known = value[1], re.findall(r"[\w.+-]+", value[2])
+        else:
+            return ""
+        near = difflib.get_close_matches(unknown, known, n=1)
+        return f"; did you mean {near[0]}?" if near else ""
+
+    def _options(self) -> list[str]:
+        """Of the command that the words name."""
+        parser: argparse.ArgumentParser = self
+        for word in self._words:
+            inner = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+            parser = next((a.choices[word] for a in inner if word in a.choices), parser)
+        return [
+            text for action in parser._actions if action.help != argparse.SUPPRESS
+            for text in action.option_strings
+        ]  # fmt: skip
 
 
 class Bad(argparse.ArgumentTypeError):
@@ -173,7 +202,7 @@ class OutFile:
             path.suffix not in (".json", ".jsonl")
             and importlib.util.find_spec("matplotlib") is None
         ):
-            raise Bad(f"= {text}: a picture needs matplotlib: pip install 'jaxllama[experiment]'")
+            raise Bad(f"= {text}: {extras.missing('matplotlib', 'a picture')}")
         return _writable(path)
 
 

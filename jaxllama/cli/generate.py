@@ -33,6 +33,7 @@ def options(sub: Parser) -> None:
     sub.add_argument("--stream", action="store_true", help="print text as it is decoded")
     sub.add_argument("--chat", action="store_true",
                      help="each prompt is a user's message, in the model's template")  # fmt: skip
+    common.chat_option(sub)
     sub.add_argument("--stop", action="append", type=filled, default=[], metavar="TEXT",
                      help="end before this text; may be given again")  # fmt: skip
     common.hosts_options(sub)
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> None:
         raise JaxLlamaError("--stream and --json exclude each other")
     if args.stream and len(prompts) > 1:
         raise JaxLlamaError(f"--stream shows one prompt, and there are {len(prompts)}")
+    if args.parse_special and not (args.chat or any(isinstance(p, list) for p in prompts)):
+        raise JaxLlamaError("--parse-special needs --chat or messages: plain prompts parse them")
     sampling = common.sampling(args)
     lm = common.load(args)
     own = None if args.model in preset_names() else lm.sampling  # what a file says may surprise

@@ -3,9 +3,9 @@
     main(argv) -> exit status
 
 Contract: results go to stdout, everything else to stderr; status 0, or 2 with one line
-"error: ..." for bad input, 130 after Ctrl-C; never a traceback for what a user can cause.  A closed
-pipe (``| head``) ends quietly.  ``generate`` prints the continuation alone, exactly as the model
-wrote it, and a newline.  Values are checked before anything slow begins.
+"error: ..." for bad input or a missing extra, 130 after Ctrl-C; never a traceback for what a user
+can cause.  A closed pipe (``| head``) ends quietly.  ``generate`` prints the continuation alone,
+exactly as the model wrote it, and a newline.  Values are checked before anything slow begins.
 
 A command is a module with ``HELP``, ``options(parser)`` and ``run(args)``.  jax is imported when
 one runs, not before: ``--help`` answers at once.
@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from jaxllama import extras
 from jaxllama.cli import (
     batch,
     bench,
@@ -79,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except JaxLlamaError as error:
         return _fail(str(error))
+    except ImportError as error:
+        if not extras.is_optional(error.name):
+            raise
+        return _fail(str(extras.missing(str(error.name), _command(argv))))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}")
@@ -88,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(f"out of memory: {error}")
         raise
     return 0
+
+
+def _command(argv: Sequence[str] | None) -> str:
+    words = sys.argv[1:] if argv is None else argv
+    return next((word for word in words if word in COMMANDS), "jaxllama")
 
 
 def _fail(message: str) -> int:

@@ -24,7 +24,9 @@ HELP = "OpenAI's API, a chat page and metrics over HTTP."
 
 
 def engine_options(sub: Parser) -> None:
-    sub.add_argument("--slots", type=COUNT, metavar="N",
+    sub.add_argument("--slots", dest="max_slots", type=COUNT, help=argparse.SUPPRESS)  # older names
+    sub.add_argument("--chunk", type=COUNT, help=argparse.SUPPRESS)
+    sub.add_argument("--max-slots", type=COUNT, metavar="N",
                      help="requests that run at once (default 16; a policy's are the rows of its "
                      "block)")  # fmt: skip
     sub.add_argument("--max-len", type=COUNT, metavar="N",
@@ -41,6 +43,7 @@ def engine_options(sub: Parser) -> None:
                        help="prompts are read whole, whatever is known of them")  # fmt: skip
     group.add_argument("--deterministic", action="store_true", default=None,
                        help="the same bits whatever runs beside a request")  # fmt: skip
+    common.chat_option(sub)
     common.draft_options(sub)
 
 
@@ -48,7 +51,7 @@ def engine_of(args: argparse.Namespace) -> dict[str, Any]:
     """What ``Engine`` is told; the cache's options are common's."""
     if args.draft is None and args.draft_tokens is not None:
         raise JaxLlamaError("--draft-tokens needs --draft: who proposes them")
-    engine = {"max_slots": args.slots, "max_len": args.max_len, "max_queue": args.max_queue,
+    engine = {"max_slots": args.max_slots, "max_len": args.max_len, "max_queue": args.max_queue,
               "kv_dtype": common.kv_dtype(args), "prefill_chunk": args.chunk}  # fmt: skip
     named = [option.replace("-", "_") for option, _ in ENGINE]
     named += ["memory_share", "prefix_cache", "deterministic", "draft_tokens"]
@@ -99,7 +102,7 @@ def options(sub: Parser) -> None:
     common.model_options(sub)
     common.exact_option(sub)
     common.adapter_options(sub, '; clients choose it as "model:NAME"; may be repeated')
-    common.cache_options(sub)
+    common.cache_options(sub, "--prefill-chunk")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
 # Port 0 is any free one; the line that the server prints when it listens says which.
-command = ["serve", "--model", model, "--port", "0", "--slots", "1", "--max-len", "64"]
+command = ["serve", "--model", model, "--port", "0", "--max-slots", "1", "--max-len", "64"]
 with subprocess.Popen(
     [sys.executable, "-m", "jaxllama", *command], stdout=subprocess.PIPE, text=True
 ) as server:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxllama import extras
 from jaxllama.experiments.config import Experiment, Picture
 from jaxllama.experiments.table import Row, by_point, is_number, value
 
@@ -32,7 +33,7 @@ def draw(experiment: Experiment, rows: Sequence[Row], directory: Path) -> list[P
         from matplotlib.figure import Figure
     except ImportError:
         warnings.warn(
-            "no pictures: matplotlib is missing; pip install 'jaxllama[experiment]' and run again",
+            f"no pictures: matplotlib is missing; {extras.how('experiment')}, and this again",
             stacklevel=2,
         )
         return []

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from jaxllama.errors import JaxLlamaError
+from jaxllama import extras
 from jaxllama.offload.units import Unit
 
 LANES = ("load weights", "load cache", "load hidden", "compute", "store cache", "store hidden")
@@ -111,7 +111,7 @@ def draw(events: Sequence[Event], path: str | Path, title: str = "") -> None:
     try:
         import matplotlib
     except ImportError:
-        raise JaxLlamaError("a timeline picture needs matplotlib: pip install matplotlib") from None
+        raise extras.missing("matplotlib", "a timeline picture") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

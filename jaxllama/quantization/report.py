@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxllama import extras
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.linear import linear
 from jaxllama.quantization.calibration import Stats
@@ -66,9 +67,7 @@ def picture(entries: list[dict[str, Any]], path: str | Path, title: str) -> None
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise JaxLlamaError(
-            f"{path}: a picture needs matplotlib: pip install 'jaxllama[experiment]'"
-        ) from None
+        raise JaxLlamaError(f"{path}: {extras.missing('matplotlib', 'a picture')}") from None
     lines: dict[str, tuple[list[int], dict[str, list[float]]]] = {}
     last = 1 + max((_layer(entry["weight"]) for entry in entries), default=0)
     for entry in entries:

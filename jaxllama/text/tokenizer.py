@@ -26,6 +26,7 @@ from tokenizers import decoders, models
 from tokenizers import pre_tokenizers as pre
 
 from jaxllama.errors import JaxLlamaError
+from jaxllama.text.prompt_text import ChatPrompt, PlainSpelling, Spellings
 from jaxllama.text.stream import StopStrings, TextStream
 from jaxllama.text.token_bytes import ByteRule, byte_characters
 
@@ -47,7 +48,12 @@ class Tokenizer:
     ``eos_ids`` end a generation, ``bos_id`` begins a text (None: nothing does), ``vocab_size`` is
     the largest id + 1, ``special_tokens`` are strings by role, ``chat_template`` is Jinja source or
     None.
+
+    parse_special: whether a special token that a message of a chat spells becomes that token.
+        False by default: ``encode_chat`` encodes messages as text.
     """
+
+    parse_special: bool = False
 
     def __init__(
         self,
@@ -72,6 +78,10 @@ class Tokenizer:
         )
         self._rule = ByteRule(backend, source)
         self._bytes: dict[int, bytes] = {}
+        self._plain: PlainSpelling | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plain": None}  # made again where it is needed
 
     # Where tokenizers come from
 
@@ -218,10 +228,17 @@ class Tokenizer:
     # Text
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids.  Special tokens written out in the text become those tokens.
+        """Token ids.  Special tokens written out in the text become those tokens: that is what
+        plain prompts of ``generate`` and /v1/completions do.  Messages go through ``encode_chat``.
 
         add_special: with the begin (and end) that the checkpoint's tokenizer adds, if any.
         """
+        self._check_unicode(text)
+        with _library_errors(f"{self.source}: cannot encode"):
+            return self._backend.encode(text, add_special_tokens=add_special).ids
+
+    @staticmethod
+    def _check_unicode(text: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -229,8 +246,6 @@ class Tokenizer:
                 f"the text is not Unicode: character {error.start} is {text[error.start]!r}, "
                 "half of a pair or an undecodable byte"
             ) from None
-        with _library_errors(f"{self.source}: cannot encode"):
-            return self._backend.encode(text, add_special_tokens=add_special).ids
 
     def exceeds(self, text: str, limit: int) -> bool:
         """Whether ``text`` is certainly more than ``limit`` tokens, known after tokenizing little
@@ -300,12 +315,77 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         **extra: Any,
     ) -> str:
-        """The prompt for ``messages`` ({"role": ..., "content": ...}), special tokens written out:
-        encode it with ``add_special=False``.
+        """The prompt for ``messages`` ({"role": ..., "content": ...}), special tokens written out.
 
-        tools: JSON schemas for templates that know them.  extra: further template variables.
-        Raises JaxLlamaError without a template, or when it refuses the messages.
+        ``encode_chat`` gives its token ids.  tools: JSON schemas for templates that know them.
+        extra: further template variables.  Raises JaxLlamaError without a template, or when it
+        refuses the messages.
         """
+        return self._render(messages, add_generation_prompt, tools, extra)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        **extra: Any,
+    ) -> ChatPrompt:
+        """``apply_chat_template`` with the positions where a special token is only text."""
+        if self.parse_special:
+            return ChatPrompt(self._render(messages, add_generation_prompt, tools, extra))
+        everything, own = self._spellings
+        mark = everything.unused_mark([messages, tools, extra])
+        if mark is not None:
+            # Templates look for "</think>" and the like in what the model said before.
+            messages = [
+                (own if message.get("role") == "assistant" else everything).guard(message, mark)
+                for message in messages
+            ]
+            tools, extra = everything.guard(tools, mark), everything.guard(extra, mark)
+        rendered = self._render(messages, add_generation_prompt, tools, extra)
+        return ChatPrompt.of(rendered, mark)
+
+    def encode_prompt(self, prompt: ChatPrompt) -> list[int]:
+        """Token ids of a chat's prompt."""
+        if not prompt.literal:
+            return self.encode(prompt.text, add_special=False)
+        self._check_unicode(prompt.text)
+        with _library_errors(f"{self.source}: cannot encode"):
+            if self._plain is None:
+                special, spelt = self._markers
+                self._plain = PlainSpelling(self._backend, [*special, *spelt])
+            return self._plain.encode(prompt)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of the prompt for ``messages``; options are ``apply_chat_template``'s.  Only
+        the special tokens that the template writes are special, unless ``parse_special``."""
+        return self.encode_prompt(self.chat_prompt(messages, **options))
+
+    @functools.cached_property
+    def _markers(self) -> tuple[list[str], list[str]]:
+        """Tokens that structure a conversation: the special ones, and further added tokens that a
+        template spells, such as ``<tool_call>``."""
+        special, spelt, templates = [], [], "\0".join(self._templates.values())
+        for token in self._backend.get_added_tokens_decoder().values():
+            if token.special and token.content.strip():
+                special.append(token.content)
+            elif token.content.strip() and token.content.strip() in templates:
+                spelt.append(token.content)
+        return special, spelt
+
+    @functools.cached_property
+    def _spellings(self) -> tuple[Spellings, Spellings]:
+        """Of all markers, and of those in an assistant's message."""
+        special, spelt = self._markers
+        return Spellings([*special, *spelt]), Spellings(special)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Any] | None,
+        extra: Mapping[str, Any],
+    ) -> str:
         template = self.template_for(bool(tools))
         if template is None:
             raise JaxLlamaError(f"{self.source}: no chat template: this is not a chat model")

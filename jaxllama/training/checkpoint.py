@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxllama.errors import JaxLlamaError
+from jaxllama import extras
 
 
 class Checkpoints:
@@ -23,7 +23,7 @@ class Checkpoints:
         try:
             import orbax.checkpoint as ocp  # two seconds
         except ImportError:
-            raise JaxLlamaError("training needs orbax: pip install 'jaxllama[train]'") from None
+            raise extras.missing("orbax", "training") from None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )

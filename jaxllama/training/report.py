@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxllama.errors import JaxLlamaError
+from jaxllama import extras
 
 Row = dict[str, Any]
 
@@ -37,5 +37,5 @@ def new_figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise JaxLlamaError("training needs matplotlib: pip install 'jaxllama[train]'") from None
+        raise extras.missing("matplotlib", "training") from None
     return Figure(figsize=(7, 4), layout="constrained")

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
+import re
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
+from jaxllama import extras
 from jaxllama.cli import bench, common, domains, experiment, quantize, serve
 from jaxllama.cli import main as cli
 from jaxllama.cli.domains import Number, OutFile, Parser
 
+CHECKOUT = Path(__file__).resolve().parents[2]
 # A word outside of each domain that is not a number.
 BAD = {
     quantize.scheme: "w3a16",
@@ -122,6 +129,7 @@ def test_whoever_takes_a_model_takes_random_weights_and_revisions_of_it():
         (["generate", "hi", "--split", "none"], "--split needs --file"),
         (["generate", "hi", "--random", "--revision", "v1"], "random weights have none"),
         (["doctor", "--random"], "--random needs --model"),
+        (["generate", "hi", "--parse-special"], "--parse-special needs --chat"),
         (["generate", "hi", "--merge"], "--merge needs --adapter"),
         (["chat", "--adapter", "a=/tmp", "--adapter", "b=/tmp"], "--adapter: one here, and 2 are"),
         (["serve", "--adapter", "a=/tmp", "--adapter", "a=/"], "--adapter: a name is given twice"),
@@ -134,6 +142,73 @@ def test_options_that_contradict_each_other_are_refused_by_name(words, says, mon
     assert cli.main(words) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+
+
+MISSPELT = [
+    (["generate", "hi", "--max-new-token", "5"], "--max-new-tokens"),
+    (["generate", "hi", "--kv_dtype=int8"], "--kv-dtype"),
+    (["serve", "--max-slot", "2"], "--max-slots"),
+    (["bench", "serve", "--request", "2"], "--requests"),
+    (["generat", "hi"], "generate"),
+    (["generate", "hi", "--dtype", "bfloat61"], "bfloat16"),
+    (["generate", "hi", "--zzz"], None),
+    (["frobnicate"], None),
+]
+
+
+@pytest.mark.parametrize(("words", "meant"), MISSPELT)
+def test_a_misspelt_word_gets_the_nearest_one(words, meant, capsys):
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert f"did you mean {meant}?" in err if meant else "did you mean" not in err
+
+
+# What each package of an extra is needed for.
+NEEDS = [
+    (package, words)
+    for packages, words in (
+        (extras.EXTRAS["serve"], ["serve", "--random"]),
+        (extras.EXTRAS["serve"], ["batch", "{file}", "{out}", "--random"]),
+        (extras.EXTRAS["bench"], ["bench", "serve"]),
+        (extras.EXTRAS["completion"], ["completion", "bash"]),
+        (extras.EXTRAS["experiment"], ["quantize", "--out", "{new}", "--report", "x.png"]),
+    )
+    for package in packages
+]
+
+
+@pytest.mark.parametrize(("package", "words"), NEEDS)
+def test_a_missing_extra_is_one_line(package, words, tmp_path, monkeypatch, capsys):
+    """It says how to install it from the checkout: no index has this project yet."""
+    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "method": "POST", "url": '
+                                       '"/v1/completions", "body": {"prompt": "x"}}\n')  # fmt: skip
+    places = {"file": tmp_path / "in.jsonl", "out": tmp_path / "o.jsonl", "new": tmp_path / "new"}
+    for name in list(sys.modules):  # as a process that has not imported them yet
+        if name.startswith(OURS) or name.partition(".")[0] == package:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: (
+        None if name == package else find(name, *more)))  # fmt: skip
+    monkeypatch.setattr("jaxllama.loading.load", pytest.fail)
+    assert cli.main([word.format(**places) for word in words]) == 2
+    err = capsys.readouterr().err
+    extra = next(name for name, packages in extras.EXTRAS.items() if package in packages)
+    assert err.startswith("error: ") and err.count("\n") == 1 and package in err
+    assert f"pip install -e '.[{extra}]' in jaxllama's checkout" in err
+
+
+OURS = ("jaxllama.serving.http", "jaxllama.bench.load_generator", "jaxllama.training")
+
+
+def test_every_extra_package_is_declared():
+    declared = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    for extra, packages in extras.EXTRAS.items():
+        names = [re.split(r"[\[>=<;]", name)[0] for name in
+                 declared["optional-dependencies"][extra]]  # fmt: skip
+        for package in packages:
+            assert package.replace("_", "-") in {n.removesuffix("-checkpoint") for n in names}
 
 
 @pytest.mark.parametrize("words", [["--kv-dtype", "int8"], ["--attn-sparsity", "0.5"]])

@@ -52,7 +52,7 @@ def tokens_of(chunks: list[dict]) -> list[str]:
 def test_killed_restarted_drained(folder, capsys):
     state = ("--state", str(folder / "state"))
     with (
-        serve(folder, "--slots", "1", "--max-len", "2048", *state) as (process, url, _),
+        serve(folder, "--max-slots", "1", "--max-len", "2048", *state) as (process, url, _),
         client(url) as http,
     ):
         ask = http.stream("POST", "/v1/completions", json={**LONG, "stream": True})
@@ -65,7 +65,7 @@ def test_killed_restarted_drained(folder, capsys):
     call_id = began[0]["id"]
 
     with (
-        serve(folder, "--slots", "1", "--max-len", "2048", *state) as (process, url, log),
+        serve(folder, "--max-slots", "1", "--max-len", "2048", *state) as (process, url, log),
         client(url) as http,
     ):
         answer = http.get(f"/v1/completions/{call_id}").json()
@@ -111,7 +111,7 @@ def test_killed_restarted_drained(folder, capsys):
     "draft", ["ngram", pytest.param("{}/tiny:layers=1", marks=pytest.mark.slow)]
 )
 def test_names_origins_and_engine_options(folder, draft):
-    flags = ["--slots", "2", "--max-len", "128", "--served-model-name", "tiny",
+    flags = ["--max-slots", "2", "--max-len", "128", "--served-model-name", "tiny",
              "--served-model-name", "other", "--allowed-origin", "https://page",
              "--prefill-rows", "1", "--token-budget", "32", "--cache-tokens", "200",
              "--memory-share", "0.5", "--page-size", "8", "--no-prefix-cache",
@@ -163,10 +163,13 @@ def test_an_offloaded_model_is_served(folder):
 
 
 def test_every_engine_option_is_a_flag():
-    own = {"max_slots": "slots", "prefill_chunk": "chunk"}
-    dests = {action.dest for action in commands_of("serve")._actions}
-    for field in dataclasses.fields(EngineOptions):
-        assert own.get(field.name, field.name) in dests
+    """Under the same name, and shown: an older name is hidden."""
+    for command in ("serve", "batch"):
+        shown = commands_of(command).format_help()
+        for field in dataclasses.fields(EngineOptions):
+            name = field.name.replace("_", "-")
+            assert f"--{name} " in shown or f"--no-{name} " in shown or f"--{name}\n" in shown
+        assert "--slots" not in shown and "--chunk" not in shown
 
 
 def commands_of(name: str):
@@ -203,7 +206,7 @@ CHILD = str(Path(__file__).parents[1] / "helpers" / "serve_child.py")
 def test_an_engine_that_dies_ends_the_process_after_telling_everybody(folder):
     """With status 1, so that a supervisor starts it again."""
     with (
-        serve(folder, "--slots", "1", "--max-len", "2048", program=(CHILD, "step")) as served,
+        serve(folder, "--max-slots", "1", "--max-len", "2048", program=(CHILD, "step")) as served,
         client(served[1]) as http,
         ThreadPoolExecutor(3) as pool,
     ):
@@ -223,7 +226,7 @@ def test_an_engine_that_dies_ends_the_process_after_telling_everybody(folder):
 
 
 def test_embeddings_end_with_the_drain_timeout(folder):
-    flags = ("--slots", "1", "--max-len", "2048", "--drain-timeout", "1")
+    flags = ("--max-slots", "1", "--max-len", "2048", "--drain-timeout", "1")
     with (
         serve(folder, *flags, program=(CHILD, "embedding")) as (process, url, _),
         client(url) as http,
@@ -271,7 +274,7 @@ def _drawn(count: int):
                 "serve",
                 "--policy",
                 "0 100 100 0 100 0",
-                "--slots",
+                "--max-slots",
                 "3",
                 "--model",
                 "{tiny}",
@@ -285,6 +288,7 @@ def _drawn(count: int):
             "prefill_chunk = 64: exceeds max_len = 32",
         ),
         (["serve", "--port", "70000"], "--port = 70000: must be at least 0 and at most 65535"),
+        (["serve", "--max-slots", "0", "--model", "{tiny}", "--port", "0"], "--max-slots = 0"),
         (["serve", "--slots", "0", "--model", "{tiny}", "--port", "0"], "--slots = 0"),
         (
             ["serve", "--mesh", "model=2", "--model", "{tiny}", "--port", "0"],

@@ -68,6 +68,7 @@ class FakeEngine:
                 self._tokenizer if with_text else None, (*eos, *request.stop_token_ids),
                 request.stop if with_text else (),
                 least=request.min_tokens, skip_special=request.skip_special_tokens,
+                include_stop=request.include_stop,
             )  # fmt: skip
             draw = random.Random(str((request.prompt, request.sampling.seed)))
             self._live[request.id] = (request, on_event, reader, draw, [])

@@ -29,7 +29,7 @@ from tests.helpers.seeded import seeded_params
 NAME = "tiny"
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
-    "{% if tools %}{{ tools | tojson }}\n{% endif %}<assistant>"
+    "{% if tools %}{{ tools | tojson }}\n{# <tool_call> #}{% endif %}<assistant>"
 )
 
 

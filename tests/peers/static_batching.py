@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--random", action="store_true", help="random weights of its shape")
     parser.add_argument("--quantize")
     parser.add_argument("--kv-dtype")
-    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--max-slots", type=int, default=16)
     parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--prompt", type=int, default=32, help="tokens")
     parser.add_argument("--mean", type=int, default=32, help="tokens of an answer")

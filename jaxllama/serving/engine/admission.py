@@ -7,7 +7,7 @@ from typing import Any
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.sampling import Sampling
-from jaxllama.serving.engine.grammar import AtLeast, GrammarCompiler, Matcher
+from jaxllama.serving.engine.grammar import Allowed, AtLeast, GrammarCompiler, Matcher
 from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.engine.request import Request
 from jaxllama.serving.engine.scheduler import Scheduler
@@ -40,12 +40,27 @@ class Admission:
         self._adapter(request.adapter)
         self._scheduler.check(request)
         _check_sampling(request.sampling, cfg.vocab_size)
-        matcher = None if request.grammar is None else self._grammars.matcher(request.grammar)
+        matcher = self._matcher(request)
         if not request.min_tokens:
             return matcher
         ends = {*cfg.eos_token_ids, *request.stop_token_ids}
         known = [token for token in ends if 0 <= token < cfg.vocab_size]
         return AtLeast(matcher, known, request.min_tokens, cfg.vocab_size)
+
+    def _matcher(self, request: Request) -> Matcher | None:
+        allowed, vocab_size = request.allowed_token_ids, self._cfg.vocab_size
+        if request.grammar is not None:
+            if allowed is not None:
+                raise JaxLlamaError("allowed_token_ids and a grammar exclude each other")
+            return self._grammars.matcher(request.grammar)
+        if allowed is None:
+            return None
+        if not allowed or not 0 <= min(allowed) <= max(allowed) < vocab_size:
+            raise JaxLlamaError(
+                f"allowed_token_ids: expected one token id or more, below the vocabulary of "
+                f"{vocab_size}"
+            )
+        return Allowed(allowed, request.max_new_tokens, vocab_size)
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:

@@ -106,6 +106,7 @@ class BlockScheduler(Scheduler):
     def check(self, request: Request) -> None:
         refused = {
             "grammar": request.grammar is not None,
+            "allowed_token_ids": request.allowed_token_ids is not None,
             "min_tokens": request.min_tokens > 0,
             "logprobs": bool(request.logprobs),
         }

@@ -51,7 +51,7 @@ from jaxllama.serving.engine import blocks, history
 from jaxllama.serving.engine.admission import Admission
 from jaxllama.serving.engine.grammar import Ahead, Matcher
 from jaxllama.serving.engine.inbox import Inbox
-from jaxllama.serving.engine.options import EngineOptions, ResolvedOptions
+from jaxllama.serving.engine.options import EngineOptions, ResolvedOptions, checked_names
 from jaxllama.serving.engine.output import Live, OnEvent, OutputReader
 from jaxllama.serving.engine.request import EngineFailed, Event, FinishReason, QueueFull, Request
 from jaxllama.serving.engine.runner import Runner, Running, Written
@@ -111,6 +111,7 @@ class Engine:
         observe: Callable[[str, float], None] | None = None,
         **options: Any,
     ) -> None:
+        checked_names(options)
         self.lm = lm
         self.failure: str | None = None
         draft = draft(lm) if callable(draft) else draft
@@ -360,7 +361,7 @@ class Engine:
         reader = OutputReader(
             self.lm.tokenizer if with_text else None, (*eos, *request.stop_token_ids),
             request.stop if with_text else (), least=request.min_tokens,
-            skip_special=request.skip_special_tokens,
+            skip_special=request.skip_special_tokens, include_stop=request.include_stop,
         )  # fmt: skip
         live = Live(sequence, on_event, reader, matcher, sequence.submitted)
         self.live[request.id] = live

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxllama import extras
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.engine.request import Grammar
 from jaxllama.text.tokenizer import Tokenizer
@@ -45,9 +46,7 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError:
-            raise JaxLlamaError(
-                "constrained output needs llguidance: pip install 'jaxllama[grammar]'"
-            ) from None
+            raise extras.missing("llguidance", "constrained output") from None
         return llguidance
 
     @functools.cached_property
@@ -159,6 +158,27 @@ class AtLeast(Matcher):
     @property
     def is_complete(self) -> bool:
         return self._inner is not None and self._inner.is_complete
+
+
+class Allowed(Matcher):
+    """A matcher of any of some tokens, as often as one likes.  A stop token ends the request only
+    if it is one of them."""
+
+    def __init__(self, token_ids: Sequence[int], most: int, vocab_size: int) -> None:
+        self._left = most
+        self._allowed = np.zeros_like(_everything(vocab_size))
+        for token in token_ids:
+            self._allowed[token // 32] |= np.uint32(1 << token % 32)
+
+    def ahead(self) -> Ahead:
+        return Ahead((), self._allowed, self._left)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self._left -= len(tokens)
+
+    @property
+    def is_complete(self) -> bool:
+        return False
 
 
 def _everything(vocab_size: int) -> np.ndarray:

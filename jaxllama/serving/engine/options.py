@@ -4,8 +4,10 @@ is compiled follows from them."""
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -326,6 +328,18 @@ def _powers_of(base: int, first: int, last: int) -> tuple[int, ...]:
         sizes.append(first)
         first *= base
     return (*sizes, last)
+
+
+def checked_names(options: Iterable[str]) -> None:
+    """JaxLlamaError for an option of ``Engine`` that is none."""
+    known = [*(field.name for field in dataclasses.fields(EngineOptions)), "state", "observe"]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise JaxLlamaError(
+                f"{name}: Engine has no such option; "
+                + (f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}")
+            )
 
 
 def _cache_dtype(dtype: DTypeLike) -> str:

@@ -21,7 +21,8 @@ OnEvent = Callable[[Event], None]
 
 
 class OutputReader:
-    """least: no stop string is looked for in that many tokens.  skip_special: of ``TextStream``."""
+    """least: no stop string is looked for in that many tokens.  skip_special: of ``TextStream``.
+    include_stop: the text ends with what has ended it."""
 
     def __init__(
         self,
@@ -31,8 +32,10 @@ class OutputReader:
         *,
         least: int = 0,
         skip_special: bool = True,
+        include_stop: bool = False,
     ) -> None:
         self.stopped = False
+        self._include_stop = include_stop
         self._eos = frozenset(eos_ids)
         self._stream = TextStream(tokenizer, skip_special=skip_special) if tokenizer else None
         self._stops = StopStrings(stops) if stops else None
@@ -47,6 +50,8 @@ class OutputReader:
         for index, token in enumerate(tokens):
             if token in self._eos:
                 self.stopped = True
+                if self._include_stop and self._stream is not None:
+                    shown.append(self._pass(self._stream.feed(token)))
             elif self._stream is not None:
                 shown.append(self._pass(self._stream.feed(token)))
             self._exempt -= 1
@@ -68,6 +73,8 @@ class OutputReader:
             return text
         text = self._stops.feed(text)
         self.stopped |= self._stops.found
+        if self._include_stop and self._stops.match is not None:
+            text += self._stops.match
         return text
 
 

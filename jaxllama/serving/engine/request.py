@@ -65,6 +65,9 @@ class Request:
     skip_special_tokens: false writes special tokens out in the text, but for those that end it.
     logprobs: how many alternatives to report per token beside the chosen one's, None for no
         logprobs at all, up to 20.
+    allowed_token_ids: no other token is written, None for all.  A stop token that is none of them
+        does not end the text.
+    include_stop: the text has the stop string, or the stop token's text, at its end.
     priority: larger goes first, and may push out smaller; 1 more is as much as having come 1,024
         requests earlier.
     deadline: seconds from submission after which the request ends with reason "deadline".
@@ -86,11 +89,16 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    allowed_token_ids: tuple[int, ...] | None = None
+    include_stop: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
         ends = tuple(int(token) for token in self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ends)
+        if self.allowed_token_ids is not None:
+            allowed = tuple(int(token) for token in self.allowed_token_ids)
+            object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "stop", tuple(self.stop))
         # The engine's thread computes with these: what is none of its kind is known here.
         for name, kind in _KINDS.items():

@@ -6,6 +6,7 @@ requests.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -21,6 +22,7 @@ from jaxllama.config import ModelConfig
 from jaxllama.language_model import Drafting
 from jaxllama.model.lora import for_rows
 from jaxllama.parallel.mesh import mesh_of
+from jaxllama.serving.engine import lazy_zeros
 from jaxllama.serving.engine import slots as device
 from jaxllama.serving.engine.grammar import Ahead
 from jaxllama.serving.engine.options import ResolvedOptions
@@ -114,7 +116,11 @@ class Runner:
             self._draft.cfg if isinstance(self._draft, Model) else None,
         )  # fmt: skip
         if self.mesh is None:
-            return device.empty_slots(*sizes)
+            if jax.default_backend() != "cpu":
+                return device.empty_slots(*sizes)
+            layers = jax.eval_shape(lambda: device.empty_slots(*sizes)).cache.layers
+            slots = jax.jit(lambda: _without_layers(device.empty_slots(*sizes)))()
+            return _with_layers(slots, jax.tree.map(lazy_zeros.zeros, layers))
         places = device.slots_shardings(
             jax.eval_shape(lambda: device.empty_slots(*sizes)), self.mesh
         )
@@ -361,6 +367,7 @@ class Runner:
             self.slots = self._fill_call(self._with(rows, {}), *_blank(rows, width), fresh)
         for n, context in itertools.product(self.options.sizes, self.options.contexts):
             self.read(self._thread.submit(self._decode, self._idle(n, context)).result())
+        lazy_zeros.trim()
 
     def _shapes(self) -> list[tuple[int, int, bool]]:
         """(prompts, tokens, whether they begin there) of the prefill calls."""
@@ -388,6 +395,15 @@ class Runner:
         rows[:, 1] = 0
         orders = device.make_orders(rows, level=0, wants_top=False, steps=0)
         return Decode(self._with(n, {}), orders, self._no_masks[n], {}, n, context, False)
+
+
+def _with_layers(slots: device.Slots, layers: Any) -> device.Slots:
+    cache = dataclasses.replace(slots.cache, layers=layers)
+    return dataclasses.replace(slots, cache=cache)
+
+
+def _without_layers(slots: device.Slots) -> device.Slots:
+    return _with_layers(slots, ())
 
 
 def _groups(items: list[Any], kind: Any) -> Iterator[tuple[Any, list[Any]]]:

@@ -101,7 +101,8 @@ class Sequence:
     def is_masked(self) -> bool:
         """Whether its next token is restricted."""
         request = self.request
-        return request.grammar is not None or len(self.output) < request.min_tokens
+        is_held = request.grammar is not None or request.allowed_token_ids is not None
+        return is_held or len(self.output) < request.min_tokens
 
     @property
     def urgency(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ The text of a chat is read as its call says (``reading``): reasoning, content, c
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 
@@ -38,12 +39,15 @@ from jaxllama.serving.http.schemas import (
     CompletionLogprobs,
     CompletionObject,
     Delta,
+    DetailedChatChoice,
     DetailedChoice,
+    DetailedChunkChoice,
     EmbeddingItem,
     EmbeddingList,
     EmbeddingUsage,
     FinishReason,
     FunctionCalled,
+    NotedChatChunk,
     Opening,
     PromptDetails,
     ReasoningDelta,
@@ -154,8 +158,9 @@ def _completion(
     call: Call, choices: list[CompletionChoice], total: Usage | None
 ) -> CompletionObject:
     return CompletionObject(
-        call.id, "text_completion", call.created, call.model, _FINGERPRINT, choices, total
-    )
+        call.id, "text_completion", call.created, call.model, _FINGERPRINT, choices, total,
+        list(call.notes) or None,
+    )  # fmt: skip
 
 
 def chat(call: Call, answer: Answer) -> ChatObject:
@@ -165,12 +170,18 @@ def chat(call: Call, answer: Answer) -> ChatObject:
         if call.reading is not None:
             message, calls = chat_message(call, index, message.content or "")
             finish = "tool_calls" if calls and finish == "stop" else finish
-        choices.append(ChatChoice(index, message, chat_logprobs(call, index, events), finish))
+        choice = ChatChoice(index, message, chat_logprobs(call, index, events), finish)
+        if call.shows_ids:
+            ids = [token for event in events for token in event.tokens]
+            choice = DetailedChatChoice(index, message, choice.logprobs, finish, ids)
+        choices.append(choice)
     total = usage(call, answer.last)
     listed = prompt_logprobs(call, 0) if call.lists_scores else None
+    ids = list(call.requests[0].prompt) if call.shows_ids else None
     return ChatObject(
-        call.id, "chat.completion", call.created, call.model, _FINGERPRINT, choices, total, listed
-    )
+        call.id, "chat.completion", call.created, call.model, _FINGERPRINT, choices, total, listed,
+        ids, list(call.notes) or None,
+    )  # fmt: skip
 
 
 def chat_message(call: Call, index: int, text: str) -> tuple[ChatMessage, int]:
@@ -203,12 +214,27 @@ def tool_call_id(call: Call, index: int, number: int) -> str:
 
 def chat_role(call: Call, index: int) -> ChatChunk:
     """The first chunk of a choice."""
-    return _chat_chunk(call, [ChatChunkChoice(index, Opening("assistant", ""))], None)
+    choice = ChatChunkChoice(index, Opening("assistant", ""))
+    if call.shows_ids:
+        choice = _detailed(choice, prompt_token_ids=list(call.requests[index].prompt))
+    chunk = _chat_chunk(call, [choice], None)
+    if not call.notes:
+        return chunk
+    values = [getattr(chunk, field.name) for field in dataclasses.fields(chunk)]
+    return NotedChatChunk(*values, list(call.notes))
+
+
+def _detailed(choice: ChatChunkChoice, **details: list[int]) -> DetailedChunkChoice:
+    return DetailedChunkChoice(
+        choice.index, choice.delta, choice.logprobs, choice.finish_reason, **details
+    )
 
 
 def chat_chunk(call: Call, index: int, event: Piece, total: Usage | None) -> ChatChunk:
     logprobs = chat_logprobs(call, index, [event])
     choice = ChatChunkChoice(index, Delta(event.text), logprobs, finish_reason(event))
+    if call.shows_ids:
+        choice = _detailed(choice, token_ids=event.tokens)
     return _chat_chunk(call, [choice], total)
 
 
@@ -232,7 +258,8 @@ class ChatChunks:
         call, index, finish = self._call, self._index, finish_reason(event)
         deltas = [self._delta(part) for part in self.parts(event)]
         logprobs = chat_logprobs(call, index, [event])
-        if finish is not None or (logprobs is not None and logprobs.content and not deltas):
+        has_details = call.shows_ids or (logprobs is not None and logprobs.content)
+        if finish is not None or (has_details and not deltas):
             deltas.append(Delta(""))
         choices = [ChatChunkChoice(index, delta) for delta in deltas]
         if choices:
@@ -240,6 +267,8 @@ class ChatChunks:
         if finish is not None:
             is_call = self._reader.calls and finish == "stop"
             choices[-1].finish_reason = "tool_calls" if is_call else finish
+        if call.shows_ids:
+            choices[0] = _detailed(choices[0], token_ids=event.tokens)
         return [_chat_chunk(call, [choice], total) for choice in choices]
 
     def _delta(self, part: Part) -> Delta | ReasoningDelta | ToolCallDelta:

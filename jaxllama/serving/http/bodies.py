@@ -5,7 +5,8 @@
 
 Contract.  A body is checked strictly: no coercion between types, no NaN.  null is the default
 everywhere.  Fields that concern OpenAI's own service are accepted without effect, and so are
-unknown ones, with one line in the log for each name.  A body's values are counted before they are
+unknown ones, with one line in the log for each name.  Fields of other servers that would change the
+answer are refused (``other_fields``).  A body's values are counted before they are
 parsed, and lists end at their first bad entry, so that a refusal costs less than a request.
 Beyond OpenAI: ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``stop_token_ids``,
 ``min_tokens``, ``skip_special_tokens``, ``priority`` (larger goes first), ``deadline`` (seconds;
@@ -19,13 +20,15 @@ Source: OpenAI's API reference; the extensions' names are vLLM's where it has th
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from jaxllama.serving.engine.request import MAX_LOGPROBS
+from jaxllama.serving.http import other_fields
 from jaxllama.serving.http.schemas import ApiError
 
 MAX_VALUES = 2**16  # texts, objects, numbers of a body; token ids are counted apart
@@ -36,11 +39,18 @@ _log = logging.getLogger("jaxllama.serving")
 
 
 class Strict(BaseModel):
+    """endpoint: of a whole body, which refuses some unknown fields (``other_fields``).  hints: what
+    to send there instead of a field of another endpoint."""
+
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    endpoint: ClassVar[str | None] = None
+    hints: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="after")
     def _drop_unknown(self) -> Self:
         unknown = self.model_extra or {}
+        if unknown and self.endpoint is not None:
+            other_fields.refuse(self.endpoint, unknown, _of_others(), self.hints)
         for name in unknown:
             _log_unknown(name[:64])
         unknown.clear()
@@ -122,6 +132,12 @@ class StructuredOutputs(Strict):
     structural_tag: StructuralTag | str | None = None
 
 
+Words = Annotated[list[Stop], Field(max_length=128), FIRST_ERROR]
+AllowedIds = Annotated[list[TokenId], Field(min_length=1), FIRST_ERROR]
+# The last so many tokens of a prompt; -1: as many as fit beside the answer.
+Truncation = Annotated[int, Field(ge=1)] | Literal[-1]
+
+
 class Generation(Strict):
     """What completions and chat share.  null is the default everywhere."""
 
@@ -163,6 +179,12 @@ class Generation(Strict):
     guided_grammar: str | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     deadline: float | None = Field(None, gt=0, le=86400)
+    bad_words: Words | None = None
+    allowed_token_ids: AllowedIds | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    include_stop_str_in_output: bool | None = None
+    grammar: str | None = None  # guided_grammar, as llama.cpp calls it
+    return_token_ids: bool | None = None
     # Without effect: they concern OpenAI's own service, or are hints.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -180,10 +202,15 @@ IdRows = Annotated[list[Ids], Field(min_length=1, max_length=MAX_ROWS), FIRST_ER
 class Completion(Generation):
     """Body of POST /v1/completions."""
 
+    endpoint = "/v1/completions"
+    hints = {
+        "messages": "send them to /v1/chat/completions",
+        "max_completion_tokens": "send max_tokens",
+    }
     prompt: str | Texts | Ids | IdRows
     # 0 scores the prompt alone.
     max_tokens: int | None = Field(None, ge=0)
-    return_token_ids: bool | None = None
+    n_predict: int | None = Field(None, ge=0)  # max_tokens, as llama.cpp calls it
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1, le=128)
@@ -233,8 +260,12 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=4096), FIRST_
 class Chat(Generation):
     """Body of POST /v1/chat/completions."""
 
+    endpoint = "/v1/chat/completions"
+    hints = {"prompt": "send messages, or the prompt to /v1/completions"}
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
+    n_predict: Annotated[int, Field(ge=1)] | Literal[-1] | None = None
+    enable_thinking: bool | None = None  # chat_template_kwargs.enable_thinking
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=128), FIRST_ERROR] | None = None
@@ -263,6 +294,7 @@ class Embedding(Strict):
 
     model: str
     input: str | Texts | Ids | IdRows
+    truncate_prompt_tokens: Truncation | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1)
     user: str | None = None
@@ -276,6 +308,8 @@ class Tokenize(Strict):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=128), FIRST_ERROR] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -285,6 +319,20 @@ class Detokenize(Strict):
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_IDS), FIRST_ERROR]
+
+
+# Fields that every endpoint may get: they concern OpenAI's own service, or are hints.
+_HARMLESS = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+     "prediction", "prompt_cache_options", "prompt_cache_retention", "reasoning_effort",
+     "verbosity", "modalities", "parallel_tool_calls", "priority", "cache_salt")
+)  # fmt: skip
+
+
+@functools.cache
+def _of_others() -> frozenset[str]:
+    """Fields of completions and chats that mean something."""
+    return frozenset({*Completion.model_fields, *Chat.model_fields}) - _HARMLESS
 
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -21,7 +21,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jaxllama.config import ModelConfig
@@ -34,6 +34,7 @@ from jaxllama.serving.http.reading import PLAIN, Reading, reading
 from jaxllama.serving.http.schemas import ApiError
 from jaxllama.serving.http.scoring import Scores
 from jaxllama.serving.http.tools import offered
+from jaxllama.text.prompt_text import ChatPrompt
 from jaxllama.text.tokenizer import Tokenizer
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
@@ -52,7 +53,8 @@ class Call:
     how an answer's text is read, None for plain text.  ``is_written``: false where nothing but the
     prompt was asked for.  ``to_score``: how many alternatives to each of the prompts' tokens, None
     where they have no scores, which are in ``scores`` once they are known, by prompt;
-    ``echoes_scores``, ``lists_scores``: where they are told.  ``shows_ids``: token ids are."""
+    ``echoes_scores``, ``lists_scores``: where they are told.  ``shows_ids``: token ids are.
+    ``notes``: what the answer is not held to."""
 
     id: str
     created: int
@@ -70,6 +72,7 @@ class Call:
     lists_scores: bool = False
     shows_ids: bool = False
     scores: tuple[Scores, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def prompts(self) -> tuple[Request, ...]:
@@ -142,12 +145,15 @@ class Prompts:
         n = body.n or 1
         prompts = as_list(body.prompt)
         self._check_choices(len(prompts), n)
-        rows = [self.row(prompt, "prompt") for prompt in prompts]
+        asked = _only_limit(body, "max_tokens", "n_predict")
+        max_tokens = COMPLETION_TOKENS if asked is None else asked
+        keep = self._kept(body.truncate_prompt_tokens, max_tokens)
+        rows = [self.row(prompt, "prompt", keep) for prompt in prompts]
         echoes = []
         if body.echo:
             for text, row in zip(prompts, rows, strict=True):
-                echoes.append(text if isinstance(text, str) else self.tokenizer().decode(row))
-        max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+                is_whole = isinstance(text, str) and keep is None
+                echoes.append(text if is_whole else self.tokenizer().decode(row))
         call = self._call(body, call_id, rows, max_tokens, body.logprobs)
         asked = [body.prompt_logprobs, body.logprobs if echoes_scores else None]
         return dataclasses.replace(
@@ -155,7 +161,6 @@ class Prompts:
             echoes=tuple(echo for echo in echoes for _ in range(n)),
             to_score=max((count for count in asked if count is not None), default=None),
             echoes_scores=echoes_scores,
-            shows_ids=bool(body.return_token_ids),
         )
 
     def chat(self, body: Chat, call_id: str) -> Call:
@@ -168,9 +173,12 @@ class Prompts:
         template = self.tokenizer().template_for(bool(body.tools)) or ""
         tools = offered(body, template)
         prompt = self.chat_prompt(body, list(tools.shown) if tools else None)
-        row = self.encode(prompt, "messages", add_special=False)
-        how = reading(template, prompt, tools)
-        max_tokens = body.max_completion_tokens or body.max_tokens
+        max_tokens = _only_limit(body, "max_completion_tokens", "max_tokens", "n_predict")
+        row = self.encode_chat(prompt, self._kept(body.truncate_prompt_tokens, max_tokens))
+        how = reading(template, prompt.text, tools)
+        if tools is not None and (body.bad_words or body.allowed_token_ids):
+            name = "bad_words" if body.bad_words else "allowed_token_ids"
+            raise _unsupported(name, "a call of a tool cannot be held to it: leave out tools")
         if max_tokens is None:
             max_tokens = max(self.max_len - len(row), 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -179,9 +187,16 @@ class Prompts:
             call, reading=None if how.is_plain else how, to_score=body.prompt_logprobs
         )
 
-    def row(self, prompt: str | list[int], key: str) -> list[int]:
-        """A prompt's 1 to max_len token ids; ``key`` is the body's field."""
-        row = self.encode(prompt, key) if isinstance(prompt, str) else prompt
+    def _kept(self, truncation: int | None, max_tokens: int | None) -> int | None:
+        """How many of a prompt's last tokens are kept, None for all."""
+        if truncation != -1:
+            return truncation
+        return max(self.max_len - max(max_tokens or 1, 1), 1)
+
+    def row(self, prompt: str | list[int], key: str, keep: int | None = None) -> list[int]:
+        """A prompt's 1 to max_len token ids; ``key`` is the body's field, ``keep`` bounds them."""
+        row = self.encode(prompt, key, keep=keep) if isinstance(prompt, str) else prompt
+        row = row if keep is None else row[-keep:]
         if not row:
             raise ApiError(400, f"{key}: must not be empty", param=key, code="empty_prompt")
         if len(row) > self.max_len:
@@ -196,24 +211,41 @@ class Prompts:
             )
         return row
 
-    def chat_prompt(self, body: Chat | Tokenize, tools: list[dict[str, Any]] | None) -> str:
+    def chat_prompt(self, body: Chat | Tokenize, tools: list[dict[str, Any]] | None) -> ChatPrompt:
         """The conversation through the checkpoint's template."""
         tokenizer = self.tokenizer()
         plain = [_plain(message) for message in body.messages or ()]
         _name_results(plain)
         # A template copies its messages several times.
-        if any(tokenizer.exceeds(message["content"], self.max_len) for message in plain):
+        is_cut = isinstance(body, Chat) and body.truncate_prompt_tokens is not None
+        texts = [] if is_cut else [message["content"] for message in plain]
+        if any(tokenizer.exceeds(text, self.max_len) for text in texts):
             raise self._too_long("messages")
-        more = _template_variables(body)
-        text = tokenizer.apply_chat_template(plain, tools=tools, **more)
-        if tools and text == tokenizer.apply_chat_template(plain, **more):
+        more = _template_variables(body, tokenizer.template_for(bool(tools)) or "")
+        prompt = tokenizer.chat_prompt(plain, tools=tools, **more)
+        if tools and prompt.text == tokenizer.apply_chat_template(plain, **more):
             raise _unsupported("tools", "the model's chat template does not show tools")
-        return _cut(text, plain[-1]["content"]) if body.continue_final_message else text
+        return _cut(prompt, plain[-1]["content"]) if body.continue_final_message else prompt
 
-    def encode(self, text: str, key: str, add_special: bool = True) -> list[int]:
-        """At most max_len token ids, in the time that so many take."""
-        tokenizer = self.tokenizer()
-        row = None if tokenizer.exceeds(text, self.max_len) else tokenizer.encode(text, add_special)
+    def encode(
+        self, text: str, key: str, add_special: bool = True, keep: int | None = None
+    ) -> list[int]:
+        """At most max_len token ids, in the time that so many take; with ``keep`` the last of a
+        text however long."""
+        return self._bounded(text, key, keep, lambda: self.tokenizer().encode(text, add_special))
+
+    def encode_chat(self, prompt: ChatPrompt, keep: int | None = None) -> list[int]:
+        """The same of a conversation."""
+        return self._bounded(
+            prompt.text, "messages", keep, lambda: self.tokenizer().encode_prompt(prompt)
+        )
+
+    def _bounded(
+        self, text: str, key: str, keep: int | None, encode: Callable[[], list[int]]
+    ) -> list[int]:
+        if keep is not None:
+            return encode()[-keep:]
+        row = None if self.tokenizer().exceeds(text, self.max_len) else encode()
         if row is None or len(row) > self.max_len:
             raise self._too_long(key)
         return row
@@ -262,8 +294,12 @@ class Prompts:
         # 63 bits, so that seed + choice stays within 64.
         seed = secrets.randbits(62) if body.seed is None else body.seed
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        grammar = constraint(form(body), how, tokenizer)
+        wanted = form(body)
+        if wanted is not None and body.allowed_token_ids is not None:
+            raise _unsupported("allowed_token_ids", "the answer has a form already: leave one out")
+        grammar = constraint(wanted, how, tokenizer)
         ends = tuple(body.stop_token_ids or ())
+        allowed = None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
         skip_special = body.skip_special_tokens is not False
         if tokenizer is not None and how.needs_special(tokenizer):
             skip_special = False
@@ -285,6 +321,8 @@ class Prompts:
                     stop_token_ids=ends,
                     min_tokens=(body.min_tokens or 0) if max_tokens else 0,
                     skip_special_tokens=skip_special,
+                    allowed_token_ids=allowed,
+                    include_stop=bool(body.include_stop_str_in_output),
                 )
             )
         return Call(
@@ -299,6 +337,8 @@ class Prompts:
             eos=frozenset((*self.lm.config.eos_token_ids, *ends)),
             is_written=max_tokens > 0,
             lists_scores=body.prompt_logprobs is not None,
+            shows_ids=bool(body.return_token_ids),
+            notes=() if wanted is None else wanted.notes,
         )
 
 
@@ -333,9 +373,27 @@ def _check_prompt_logprobs(body: Generation) -> None:
         raise _unsupported("prompt_logprobs", "they are not streamed")
 
 
-def _template_variables(body: Chat | Tokenize) -> dict[str, Any]:
+def _only_limit(body: Generation, *names: str) -> int | None:
+    """The limit of an answer's tokens, which has several names; None where the body sets none."""
+    given = {name: value for name in names if (value := getattr(body, name)) not in (None, -1)}
+    for name, value in given.items():
+        first = next(iter(given))
+        if value != given[first]:
+            message = f"{name}: {value}, but {first} is {given[first]}: send one of them"
+            raise ApiError(400, message, param=name, code="invalid_value")
+    return next(iter(given.values()), None)
+
+
+def _template_variables(body: Chat | Tokenize, template: str) -> dict[str, Any]:
     """What the template gets beside messages and tools."""
     more = dict(body.chat_template_kwargs or {})
+    thinks = body.enable_thinking
+    if thinks is not None:
+        if more.setdefault("enable_thinking", thinks) != thinks:
+            message = f"enable_thinking: {thinks}, but chat_template_kwargs has the opposite"
+            raise ApiError(400, message, param="enable_thinking", code="invalid_value")
+        if "enable_thinking" not in template and (thinks or reading(template, "", None).tags):
+            raise _unsupported("enable_thinking", "the model's chat template does not know it")
     for key in ("messages", "tools", "add_generation_prompt", "self"):
         if key in more:
             message = f"chat_template_kwargs: {key} cannot be given here"
@@ -348,15 +406,15 @@ def _template_variables(body: Chat | Tokenize) -> dict[str, Any]:
     return more
 
 
-def _cut(prompt: str, last: str) -> str:
+def _cut(prompt: ChatPrompt, last: str) -> ChatPrompt:
     """Without what a template puts behind the last message, whose blanks it may have dropped."""
-    begin = prompt.rfind(last.strip())
+    begin = prompt.text.rfind(last.strip())
     if not last.strip() or begin < 0:
         message = "continue_final_message: the template does not show the last message's text"
         raise ApiError(400, message, param="continue_final_message", code="invalid_value")
     whole = last.lstrip()
-    end = len(whole) if prompt.startswith(whole, begin) else len(last.strip())
-    return prompt[: begin + end]
+    end = len(whole) if prompt.text.startswith(whole, begin) else len(last.strip())
+    return prompt.until(begin + end)
 
 
 def _plain(message: Message) -> dict[str, Any]:

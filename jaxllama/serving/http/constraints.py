@@ -31,14 +31,18 @@ _ANYTHING = r"/(.|\n)*/"
 
 @dataclasses.dataclass(frozen=True)
 class Form:
+    """notes: what of a schema the answer is not held to."""
+
     kind: Literal["json_schema", "regex", "lark"]
     source: str
+    notes: tuple[str, ...] = ()
+    is_lenient: bool = False
 
     @property
     def nested(self) -> dict[str, Any]:
         """As one of several grammars, called "form"."""
         if self.kind == "json_schema":
-            return {"name": "form", "json_schema": _tight(json.loads(self.source))}
+            return {"name": "form", "json_schema": _tight(json.loads(self.source), self.is_lenient)}
         source = self.source
         if self.kind == "regex":
             source = "start: /" + source.replace("/", r"\/") + "/"
@@ -55,6 +59,8 @@ def form(body: Generation) -> Form | None:
         "guided_regex": None if regex is None else Form("regex", regex),
         "guided_choice": _choice(body.guided_choice),
         "guided_grammar": None if grammar is None else Form("lark", grammar),
+        "grammar": None if body.grammar is None else Form("lark", body.grammar),
+        "bad_words": _without(body.bad_words),
     }
     found = {key: value for key, value in asked.items() if value is not None}
     if len(found) > 1:
@@ -75,8 +81,64 @@ def _response_format(body: Generation) -> Form | None:
     if asked.type == "regex" and asked.regex is not None:
         return Form("regex", asked.regex)
     if asked.type == "json_schema" and asked.json_schema is not None:
-        return Form("json_schema", json.dumps(asked.json_schema.schema_))
+        if asked.json_schema.strict:
+            return Form("json_schema", json.dumps(asked.json_schema.schema_))
+        return _best_effort(asked.json_schema.schema_)
     raise _missing(f"response_format.{asked.type}", f"response_format.{asked.type}")
+
+
+def _best_effort(schema: dict[str, Any]) -> Form:
+    """A form that holds an answer to what the library can hold it to, with notes of the rest.  The
+    engine refuses a schema that is wrong."""
+    lenient = _lenient(schema)
+    is_wrong, notes = _warnings(lenient)
+    if is_wrong:
+        schema, patterns = _without_patterns(schema)
+        lenient = _lenient(schema)
+        is_wrong, notes = _warnings(lenient)
+        notes = [*(f"Unsupported pattern: {pattern}" for pattern in patterns), *notes]
+    told = [] if is_wrong else [" ".join(note.split())[:200] for note in notes[:16]]
+    return Form("json_schema", json.dumps(lenient), tuple(told), is_lenient=True)
+
+
+def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
+    return {**schema, "x-guidance": {"whitespace_flexible": False, "lenient": True}}
+
+
+def _warnings(schema: dict[str, Any]) -> tuple[bool, list[str]]:
+    """(whether the library refuses a schema, what it says of it)."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError:  # the engine says so
+        return False, []
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        return LLMatcher.validate_grammar_with_warnings(grammar)
+    except ValueError as error:
+        return True, [str(error)]
+
+
+def _without_patterns(value: Any) -> tuple[Any, list[str]]:
+    """A schema without the regular expressions that the library has not, and these."""
+    if isinstance(value, list):
+        parts = [_without_patterns(item) for item in value]
+        return [part for part, _ in parts], [name for _, found in parts for name in found]
+    if not isinstance(value, dict):
+        return value, []
+    kept: dict[str, Any] = {}
+    dropped: list[str] = []
+    for key, item in value.items():
+        given = [item] if key == "pattern" and isinstance(item, str) else []
+        if key == "patternProperties" and isinstance(item, dict):
+            given = list(item)
+        bad = [text for text in given if _warnings({"type": "string", "pattern": text})[0]]
+        dropped += bad
+        if key == "patternProperties" and bad:
+            item = {text: part for text, part in item.items() if text not in bad}
+        if not (key == "pattern" and bad):
+            kept[key], more = _without_patterns(item)
+            dropped += more
+    return kept, dropped
 
 
 def _structured(body: Generation) -> Form | None:
@@ -125,6 +187,17 @@ def _json(schema: str | dict[str, Any] | None, param: str = "guided_json") -> Fo
 
 def _choice(texts: Sequence[str] | None) -> Form | None:
     return None if texts is None else Form("lark", "start: " + " | ".join(map(_quoted, texts)))
+
+
+def _without(words: Sequence[str] | None) -> Form | None:
+    """A text that has none of the words in it."""
+    if not words:
+        return None
+    return Form(
+        "lark",
+        f"start: TEXT\nTEXT: ANY & ~(ANY ({' | '.join(map(_quoted, words))}) ANY)\n"
+        f"ANY: {_ANYTHING}",
+    )
 
 
 def _tagged(asked: Any, param: str) -> Form:

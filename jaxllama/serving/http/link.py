@@ -243,6 +243,7 @@ class Link:
         return OutputReader(
             self._tokenizer, (*eos, *request.stop_token_ids), request.stop,
             least=request.min_tokens, skip_special=request.skip_special_tokens,
+            include_stop=request.include_stop,
         )  # fmt: skip
 
     def cancel(self, number: int) -> None:

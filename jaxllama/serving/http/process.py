@@ -33,7 +33,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from jaxllama import progress
+from jaxllama import extras, progress
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 
@@ -46,7 +46,9 @@ try:
     from jaxllama.serving.http.replicas import Replicas
     from jaxllama.serving.http.server import Settings, create_app
 except ImportError as error:
-    raise JaxLlamaError(f"serving needs {error.name}: pip install 'jaxllama[serve]'") from None
+    if not extras.is_optional(error.name):
+        raise
+    raise extras.missing(str(error.name), "serving") from None
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.journal import Journal
 

@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError
 
 from jaxllama.serving.http.bodies import (
     FIRST_ERROR,
+    AllowedIds,
     Chat,
     FunctionCall,
     Lenient,
@@ -27,6 +28,8 @@ from jaxllama.serving.http.bodies import (
     StreamOptions,
     Strict,
     ToolCall,
+    Truncation,
+    Words,
     explain,
 )
 from jaxllama.serving.http.schemas import ApiError
@@ -97,6 +100,16 @@ class TextOptions(Strict):
 class Responses(Strict):
     """Body of POST /v1/responses.  null is the default everywhere."""
 
+    endpoint = "/v1/responses"
+    hints = {
+        **dict.fromkeys(
+            ("max_tokens", "max_completion_tokens", "n_predict"), "send max_output_tokens"
+        ),
+        "response_format": "send text.format",
+        "messages": "send input",
+        "prompt": "send input",
+        "logprobs": "responses have no logprobs: chat completions have",
+    }
     model: str
     input: str | Items
     instructions: str | None = None
@@ -120,6 +133,12 @@ class Responses(Strict):
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     deadline: float | None = Field(None, gt=0, le=86400)
+    bad_words: Words | None = None
+    allowed_token_ids: AllowedIds | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    include_stop_str_in_output: bool | None = None
+    grammar: str | None = None
+    enable_thinking: bool | None = None
     # Refused unless they ask for nothing.
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None
@@ -145,7 +164,9 @@ class Responses(Strict):
 
 _SHARED = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "seed", "top_k", "min_p",
-    "repetition_penalty", "chat_template_kwargs", "priority", "deadline",
+    "repetition_penalty", "chat_template_kwargs", "priority", "deadline", "bad_words",
+    "allowed_token_ids", "truncate_prompt_tokens", "include_stop_str_in_output", "grammar",
+    "enable_thinking",
 )  # fmt: skip
 _ABSENT = {
     "background": "answers are made while the client waits",
@@ -238,4 +259,4 @@ def _format(form: TextFormat) -> dict[str, Any]:
     if form.schema_ is None:
         message = "text.format.schema: is required"
         raise ApiError(400, message, param="text", code="missing_parameter")
-    return {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+    return {"type": "json_schema", "json_schema": {"schema": form.schema_, "strict": form.strict}}

@@ -98,6 +98,7 @@ class ResponseObject(Schema):
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     metadata: dict[str, str]
+    warnings: list[str] | None = None
 
 
 @schema

@@ -86,6 +86,7 @@ class Frame:
             truncation="disabled",
             usage=None if usage is None else _usage(usage),
             metadata=body.metadata or {},
+            warnings=list(self.call.notes) or None,
         )
 
     def conversation(self, output: list[OutputItem]) -> list[Message]:

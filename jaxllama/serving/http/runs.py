@@ -252,7 +252,8 @@ class ChunkStream(EventStream):
         """The same of a choice whose text is read."""
         run, call = self._run, self._run.call
         chunks = answers.ChatChunks(call, index)
-        is_plain = not self._running_usage and call.requests[index].logprobs is None
+        has_details = call.shows_ids or call.requests[index].logprobs is not None
+        is_plain = not (self._running_usage or has_details)
         halves = {
             kind: _data(to_json(chunks.of(Part(kind, "\0")))).split(_quoted("\0"))
             for kind in ("content", "reasoning")

@@ -92,6 +92,7 @@ class CompletionObject(Schema):
     system_fingerprint: str
     choices: list[DetailedChoice | CompletionChoice]
     usage: Usage | None
+    warnings: list[str] | None = None
 
 
 @schema
@@ -148,15 +149,24 @@ class ChatChoice(Schema):
 
 
 @schema
+class DetailedChatChoice(ChatChoice):
+    """With what only those get who ask for it."""
+
+    token_ids: list[int] | None = None
+
+
+@schema
 class ChatObject(Schema):
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
     system_fingerprint: str
-    choices: list[ChatChoice]
+    choices: list[DetailedChatChoice | ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    warnings: list[str] | None = None
 
 
 @schema
@@ -212,14 +222,29 @@ class ChatChunkChoice(Schema):
 
 
 @schema
+class DetailedChunkChoice(ChatChunkChoice):
+    """With what only those get who ask for it; prompt_token_ids is in the first chunk."""
+
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+@schema
 class ChatChunk(Schema):
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
     system_fingerprint: str
-    choices: list[ChatChunkChoice]
+    choices: list[DetailedChunkChoice | ChatChunkChoice]
     usage: Usage | None
+
+
+@schema
+class NotedChatChunk(ChatChunk):
+    """The first chunk where there is something to note."""
+
+    warnings: list[str] | None = None
 
 
 @schema

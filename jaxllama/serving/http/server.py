@@ -361,7 +361,12 @@ class _Server:
             raise ApiError(400, message, param="dimensions", code="unsupported")
         rows, total = [], 0
         for prompt in as_list(body.input):
-            rows.append(self._prompts.row(prompt, "input"))
+            keep = (
+                self._settings.max_len
+                if body.truncate_prompt_tokens == -1
+                else (body.truncate_prompt_tokens)
+            )
+            rows.append(self._prompts.row(prompt, "input", keep))
             total += len(rows[-1])
             if total > EMBEDDING_TOKENS:
                 message = f"input: more than {EMBEDDING_TOKENS} tokens in all: send several bodies"
@@ -379,8 +384,8 @@ class _Server:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt or messages", param="prompt")
         if body.messages is not None:
-            prompt = self._prompts.chat_prompt(body, None)
-            ids = self._prompts.encode(prompt, "messages", add_special=False)
+            tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+            ids = self._prompts.encode_chat(self._prompts.chat_prompt(body, tools or None))
         else:
             special = body.add_special_tokens is not False
             ids = self._prompts.encode(body.prompt or "", "prompt", special)

@@ -1,6 +1,6 @@
 """How models write calls of tools, and the reader of what they wrote.
 
-    format_of(template) -> Format        by what a chat template says of calls
+    format_of(template) -> Format | None    by what a chat template says of calls; None: unknown
     CallReader(format, names)            feed(text), close() -> Parts, as the text comes
 
 A Format is a row of a table: how a call begins, how it ends, how its arguments are written.  The
@@ -24,10 +24,13 @@ from typing import Literal, NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """marks: what only such a model's template has.  begin, end: of a call, or of the JSON list
-    of all where ``is_list``.  begin "": an answer that is a call is nothing else.  arguments: their
-    key; None where the name stands outside, before ``between``.  separator: between two calls, None
-    where the template shows but one.  id_length: of a call's id, where the template asks."""
+    """marks: what only such a model's template has; foreign: what it has not.
+
+    begin, end: of a call, or of the JSON list of all where ``is_list``.  begin "": an answer that
+    is a call is nothing else.  arguments: their key; None where the name stands outside, before
+    ``between``.  separator: between two calls, None where the template shows but one.  id_length:
+    of a call's id, where the template asks.
+    """
 
     name: str
     marks: tuple[str, ...]
@@ -38,6 +41,7 @@ class Format:
     between: str = ""
     is_list: bool = False
     id_length: int | None = None
+    foreign: tuple[str, ...] = ()
 
     @property
     def mark(self) -> str:
@@ -49,7 +53,11 @@ class Format:
         return digest[: self.id_length] if self.id_length else f"call_{digest[:24]}"
 
 
-HERMES = Format("hermes", ("<tool_call>",), "<tool_call>\n", "\n</tool_call>")
+# Between the same tags Qwen3-Coder, GLM and Hunyuan write calls that are no JSON.
+HERMES = Format(
+    "hermes", ("<tool_call>",), "<tool_call>\n", "\n</tool_call>",
+    foreign=("<function=", "<arg_key>", "<tool_sep>"),
+)  # fmt: skip
 FORMATS = (
     Format("mistral", ("[ARGS]",), "[TOOL_CALLS]", "", None, "", "[ARGS]", id_length=9),
     Format(
@@ -63,9 +71,13 @@ FORMATS = (
 )  # fmt: skip
 
 
-def format_of(template: str) -> Format:
-    """Hermes' for a template that shows none of them: of those the plainest."""
-    return next((f for f in FORMATS if any(mark in template for mark in f.marks)), HERMES)
+def format_of(template: str) -> Format | None:
+    """The first format whose marks a template has; None for a form of calls that is not here."""
+    for form in FORMATS:
+        is_foreign = any(mark in template for mark in form.foreign)
+        if any(mark in template for mark in form.marks) and not is_foreign:
+            return form
+    return None
 
 
 class Part(NamedTuple):

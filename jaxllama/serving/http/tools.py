@@ -34,7 +34,8 @@ class Tools:
 
 
 def offered(body: Chat, template: str) -> Tools | None:
-    """ApiError 400 for a choice that is none of these, or of a tool that is not there."""
+    """ApiError 400 for a template whose form of calls is unknown, for a choice that is none of
+    these, and for one of a tool that is not there."""
     mode, chosen = _choice(body)
     if not body.tools:
         if mode != "auto":
@@ -50,8 +51,12 @@ def offered(body: Chat, template: str) -> Tools | None:
         return None
     shown = tuple(tool.model_dump(exclude_none=True) for tool in body.tools)
     allowed = tuple(functions[name] for name in chosen or functions)
+    form = format_of(template)
+    if form is None:
+        message = "tools: the model's chat template writes calls in a form that is not known here"
+        raise ApiError(400, message, param="tools", code="unsupported")
     only_one = body.parallel_tool_calls is False or mode == "function"
-    return Tools(shown, allowed, mode != "auto", only_one, format_of(template))
+    return Tools(shown, allowed, mode != "auto", only_one, form)
 
 
 def _choice(body: Chat) -> tuple[str, list[str] | None]:

@@ -646,6 +646,15 @@ def test_a_cache_on_a_cpu_is_a_gibibyte_or_what_the_slots_can_use():
     assert fixed.max_len == 2**30 // token // 4 and fixed.pages == 4 * fixed.row_pages
 
 
+@pytest.mark.parametrize(
+    ("option", "says"), [("slots", "max_slots"), ("max_length", "max_len"), ("zzz", "it has ")]
+)
+def test_an_option_that_is_none_is_named(option, says):
+    lm = types.SimpleNamespace()  # nothing of it is looked at
+    with pytest.raises(jl.JaxLlamaError, match=f"^{option}: Engine has no such option; .*{says}"):
+        Engine(lm, **{option: 3})
+
+
 def test_ignore_eos_goes_on():
     lm, eng = model("llama"), engine("llama")
     stops = [p for p in PROMPTS if alone("llama", p, SAMPLINGS[1])[2]]

@@ -70,7 +70,7 @@ def is_whole(chunks: list[dict]) -> bool:
 
 
 def test_front_ends_share_all_and_die_alone(folder):
-    flags = ("--slots", "4", "--max-len", "2048", "--api-servers", "2",
+    flags = ("--max-slots", "4", "--max-len", "2048", "--api-servers", "2",
              "--state", str(folder / "state"))  # fmt: skip
     with serve(folder, *flags) as (process, url, log), client(url) as http:
         assert len(pids := children(process.pid)) == 2

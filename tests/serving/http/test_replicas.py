@@ -63,7 +63,7 @@ def test_work_is_what_is_in_flight():
 
 def test_two_replicas_are_one_server(tmp_path):
     folder: Path = tiny_checkpoint(tmp_path, CFG)
-    flags = ("--slots", "2", "--max-len", "1024", "--replicas", "2")
+    flags = ("--max-slots", "2", "--max-len", "1024", "--replicas", "2")
     long = {**BODY, "prompt": "b" * 200, "max_tokens": 1}
     with (
         serve(folder, *flags) as (process, url, log),

@@ -174,7 +174,7 @@ def test_soak(family, tmp_path):
     cfg = CFG if family == "llama" else CFG.replace(layer_types=("gla", "attention"), gla=GLA)
     folder = tiny_checkpoint(tmp_path, cfg)
     flags = (
-        "--slots",
+        "--max-slots",
         "4",
         "--max-len",
         "128",

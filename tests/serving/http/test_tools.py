@@ -23,6 +23,7 @@ from jaxllama.serving.engine.grammar import GrammarCompiler
 from jaxllama.serving.engine.request import Grammar
 from jaxllama.serving.http.bodies import Chat
 from jaxllama.serving.http.calls import Prompts
+from jaxllama.serving.http.schemas import ApiError
 from jaxllama.serving.http.tool_formats import FORMATS, CallReader
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.fake_engine import ScriptedEngine
@@ -365,6 +366,8 @@ FORMED = {
     "an object": ({"structured_outputs": {"json_object": True}}, '{"a":1}', "[]"),
     "Lark": ({"guided_grammar": 'start: "a" b+\nb: "b"'}, "abb", "ba"),
     "GBNF": ({"structured_outputs": {"grammar": 'root ::= "a" [0-9]+'}}, "a12", "a"),
+    "what is not said": ({"bad_words": ["bad", 'é"']}, "a ba é", "a bad"),
+    "the same in quotes": ({"bad_words": ["bad", 'é"']}, '"d"\n', 'so é"!'),
     "tags": (
         {"response_format": {"type": "structural_tag", "triggers": ["<n"], "structures": [
             {"begin": "<num>", "schema": {"type": "integer"}, "end": "</num>"},
@@ -391,6 +394,88 @@ def test_the_format_is_that_of_the_template_for_tools(lm):
     prompts = Prompts(dataclasses.replace(lm, tokenizer=named), NAME, MAX_LEN, 8)
     body = {"model": NAME, "messages": USER, "tools": TOOLS}
     assert prompts.chat(Chat(**body), "x").reading.tools.format.name == "mistral"
+
+
+# What templates of families write around calls that are no known JSON.
+UNKNOWN = {
+    "none": "{{ tools }}",
+    "qwen3-coder": "<tool_call>\n<function=f>",
+    "glm": "<tool_call>f\n<arg_key>",
+    "hunyuan": "<tool_call>f<tool_sep>",
+    "deepseek": "<｜tool▁calls▁begin｜>",
+    "kimi": "<|tool_call_begin|>",
+    "gpt-oss": "<|channel|>commentary to=",
+    "phi": "<|tool_call|>",
+    "command-r": "<|START_ACTION|>",
+}
+
+
+@pytest.mark.parametrize("family", UNKNOWN)
+def test_tools_of_a_template_of_unknown_form_are_refused(lm, family):
+    template = TURNS.replace("CALL%", "") + "{# " + UNKNOWN[family] + " #}"
+    own = Tokenizer(tokenizer("hermes")._backend, "test tokenizer", chat_template=template)
+    prompts = Prompts(dataclasses.replace(lm, tokenizer=own), NAME, MAX_LEN, 8)
+    body = {"model": NAME, "messages": USER, "tools": TOOLS}
+    with pytest.raises(ApiError, match=r"tools: .* a form that is not known here") as refused:
+        prompts.chat(Chat(**body), "x")
+    assert refused.value.status == 400 and refused.value.param == "tools"
+    assert prompts.chat(Chat(**body, tool_choice="none"), "x").reading is None
+
+
+# Schemas that the library cannot hold an answer to in full: (schema, what it allows, what not).
+BEYOND = {
+    "uniqueItems": ({"type": "array", "items": {"enum": [1]}, "uniqueItems": True}, "[1,1]", "[2]"),
+    "not": ({"type": "integer", "not": {"const": 3}}, "3", '"3"'),
+    "then": ({"type": "integer", "if": {"const": 1}, "then": {"const": 2}}, "1", '"1"'),
+    "contains": ({"type": "array", "items": {"enum": [1, 2]}, "contains": {"const": 1}}, "[2]",
+                 "[3]"),
+    "propertyNames": ({"type": "object", "propertyNames": {"pattern": "^a"}}, '{"b":1}', "1"),
+    "format": ({"type": "string", "format": "idn-email"}, '"x"', "1"),
+    "oneOf": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1", '"1"'),
+    "look": ({"type": "string", "pattern": "^(?=.*a)b$"}, '"c"', "1"),
+    r"(a)\1": ({"type": "object", "patternProperties": {r"^(a)\1$": {"type": "null"}},
+                "properties": {"n": {"enum": [1]}}, "required": ["n"]}, '{"n":1}', '{"n":2}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_schema_that_is_not_strict_is_held_to_as_far_as_can_be(lm, name, thinks):
+    schema, good, bad = BEYOND[name]
+    tail, begin = ("{{ '<think>' }}{# </think> #}", "hm</think>") if thinks else ("", "")
+
+    def call(**more):
+        asked = {"type": "json_schema", "json_schema": {"schema": schema, **more}}
+        own = dataclasses.replace(lm, tokenizer=tokenizer("hermes", tail))
+        body = {"model": NAME, "messages": USER, "seed": 1, "response_format": asked}
+        return Prompts(own, NAME, MAX_LEN, 8).chat(Chat(**body), "x")
+
+    lenient = call()
+    assert len(lenient.notes) == 1
+    assert name in lenient.notes[0] or "(?=" in lenient.notes[0]
+    assert matches(lm, lenient.requests[0].grammar, begin + good)
+    assert not matches(lm, lenient.requests[0].grammar, begin + bad)
+    strict = call(strict=True)
+    assert not strict.notes
+    with pytest.raises(JaxLlamaError):
+        matches(lm, strict.requests[0].grammar, begin + good)
+
+
+def test_notes_are_in_the_answer(client):
+    schema = {"type": "array", "items": {"enum": [1]}, "maxItems": 2, "uniqueItems": True}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    ask = {"model": NAME, "max_tokens": 9, "seed": 1}
+    chat = {**ask, "messages": USER, "response_format": form}
+    more = {"extra_body": {"response_format": form}}
+    text = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+    found = [
+        client.chat.completions.create(**chat).warnings,
+        next(iter(client.chat.completions.create(**chat, stream=True))).warnings,
+        client.completions.create(**ask, prompt="x", **more).warnings,
+        client.responses.create(model=NAME, input="x", max_output_tokens=9, text=text).warnings,
+    ]
+    assert found == [['Unimplemented keys: ["uniqueItems"]']] * 4
+    assert client.completions.create(**ask, prompt="x").warnings is None
 
 
 def test_schemas_may_refer_to_their_parts(lm):
@@ -476,3 +561,20 @@ def test_min_tokens_and_stop_token_ids(client):
     assert ask(stop=["a"], min_tokens=3, **bias).choices[0].text == "aaa"
     one = ask(guided_choice=["b"], min_tokens=5)
     assert one.choices[0].text == "b", "a form that allows no more"
+
+
+def test_only_allowed_tokens_are_written(client):
+    def ask(**extra):
+        [choice] = client.chat.completions.create(
+            model=NAME, messages=USER, max_tokens=9, seed=4, logit_bias={"2": 100}, extra_body=extra
+        ).choices
+        return choice
+
+    assert ask().message.content == "", "the stop token at once"
+    some = ask(allowed_token_ids=[97, 98])
+    assert some.finish_reason == "length" and set(some.message.content) <= {*"ab"}
+    assert len(some.message.content) == 9
+    assert ask(allowed_token_ids=[97, 2]).finish_reason == "stop", "a stop token among them"
+    for wrong in ([CFG.vocab_size], []):
+        with pytest.raises(openai.BadRequestError, match="allowed_token_ids"):
+            ask(allowed_token_ids=wrong)

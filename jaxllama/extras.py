@@ -1,0 +1,34 @@
+"""Packages that only some commands need, and the extra of this project that installs each.
+
+missing("llguidance", "constrained output") -> JaxLlamaError     one line with what to install
+"""
+
+from __future__ import annotations
+
+from jaxllama.errors import JaxLlamaError
+
+EXTRAS = {
+    "serve": ("starlette", "uvicorn", "prometheus_client", "pydantic", "msgspec"),
+    "bench": ("aiohttp",),
+    "completion": ("shtab",),
+    "experiment": ("matplotlib",),
+    "grammar": ("llguidance",),
+    "train": ("orbax",),
+}
+_EXTRA_OF = {package: extra for extra, packages in EXTRAS.items() for package in packages}
+
+
+def is_optional(package: str | None) -> bool:
+    """Whether an extra installs a package, or the one that a module is in."""
+    return package is not None and package.partition(".")[0] in _EXTRA_OF
+
+
+def missing(package: str, user: str) -> JaxLlamaError:
+    """The error of ``user``, which needs a package that is not installed.  jaxllama is on no
+    package index yet, so the line names the checkout."""
+    package = package.partition(".")[0]
+    return JaxLlamaError(f"{user} needs {package}: {how(_EXTRA_OF[package])}")
+
+
+def how(extra: str) -> str:
+    return f"run pip install -e '.[{extra}]' in jaxllama's checkout"
