@@ -11,3 +11,7 @@ class JaxLlamaError(ValueError):
 class WeightWarning(UserWarning):
     """A checkpoint that loads but may not be right, with what is odd by name: NaN or infinite
     weights, a head that its config denies, keys of another architecture."""
+
+
+class SpeedWarning(UserWarning):
+    """A choice that works but makes this machine slower, with the reason."""

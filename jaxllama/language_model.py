@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import tempfile
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,7 @@ from jaxllama.checkpoints.packed import load as packed
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model.cache import init_cache
+from jaxllama.model.cpu_layout import lay_out
 from jaxllama.model.lora import for_rows
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of
@@ -48,8 +51,9 @@ from pallas_kernels.brief import brief, size_text
 from pallas_kernels.cpu import CpuWeight, restore_tree
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
-# Tokens between two looks at the text when only stop strings are watched.
-STOP_SLICE = 8
+# Seconds of decoding between two looks at the text, where somebody reads it as it comes or stop
+# strings may end it: 12 pieces a second read as one flow.
+PIECE_SECONDS = 0.08
 # Rows of the one program that decodes every batch of a deterministic model.
 DETERMINISTIC_ROWS = 32
 _QUANTIZED = QTensor | RowBlocks | CpuWeight
@@ -72,6 +76,8 @@ class LanguageModel:
     are prefilled one by one and decoded in programs of exactly 32 rows, each with rows that need
     the same room.
     adapters: names of the LoRA adapters that lie in params (``model.lora``), in their order.
+    exact: on a CPU, quantized weights keep exact float32 products.  Otherwise they are laid out for
+        the CPU's handlers (``model.cpu_layout``), which round activations to 8 bits.
     """
 
     config: ModelConfig
@@ -80,10 +86,20 @@ class LanguageModel:
     deterministic: bool = False
     sampling: Sampling | None = None
     adapters: tuple[str, ...] = ()
+    exact: bool = False
+
+    # The loop's calls return before the device has done them.
+    _runs_ahead: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if not self.exact:
+            object.__setattr__(self, "params", self._lay_out(self.params))
         # What else asks about the head (saving, byte counts, offloading) sees an untied model.
         object.__setattr__(self, "config", self.config.with_head_of(self.params))
+
+    def _lay_out(self, params: generation.Params) -> generation.Params:
+        """``params`` in the layout that they run in; offloading has its own."""
+        return lay_out(params)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -195,8 +211,8 @@ class LanguageModel:
         """The text of ``generate`` for one prompt (text, or token ids), in pieces of complete
         characters, as it is decoded.
 
-        Nothing runs between two pieces, so an iterator that is left, or closed, leaves nothing
-        behind.  Raises JaxLlamaError at the call.
+        The device is at most one piece ahead, so an iterator that is left, or closed, leaves at
+        most ``PIECE_SECONDS`` of work behind.  Raises JaxLlamaError at the call.
         """
         if self.tokenizer is None:
             raise JaxLlamaError(f"{self.config.name} has no tokenizer: there is no text to stream")
@@ -357,26 +373,29 @@ class LanguageModel:
         if drafting is not None:
             state = drafting.begin(tokens, lengths, state, capacity)
             advance = functools.partial(drafting.advance, self, limit=max_new_tokens)
-        slice_size = 1 if options.watched else STOP_SLICE if stops else max_new_tokens
-        until = min(slice_size, max_new_tokens)
+        pace = _Pieces(max_new_tokens, is_read=options.watched or bool(stops))
         while True:
-            if until > 1:  # the first token is there already
+            tokens, logprobs, counts, done = self._written(state)
+            going = ~done & (counts < max_new_tokens)
+            until = pace.next(counts[going]) if going.any() else None
+            # The device works on while the host makes text, but not before the first piece is out:
+            # the loop may have to be compiled.
+            is_ahead = pace.calls > 1 and self._runs_ahead and until is not None
+            if is_ahead:
                 state = advance(state, params, stop_ids, until)
-            new_tokens, logprobs, counts = fetch((state.tokens, state.logprobs, state.counts))
             for row, reader in enumerate(readers):
-                text = reader.read(new_tokens[row, : counts[row]])
+                text = reader.read(tokens[row, : counts[row]])
                 if text and options.watched:
                     yield members[row], text
-            open_rows = [row for row, reader in enumerate(readers) if not reader.finished]
-            # Of a draft that was right a row has more tokens than were asked for.
-            until = min([counts[row] for row in open_rows], default=max_new_tokens)
-            if until >= max_new_tokens:
+            ended = np.ones(len(rows), bool)
+            ended[: len(readers)] = [reader.finished for reader in readers]
+            if until is None or not (going & ~ended).any():
                 break
-            until = min(until + slice_size, max_new_tokens)
             if stops:
-                ended = np.ones(len(rows), bool)
-                ended[open_rows] = False
                 state = dataclasses.replace(state, done=state.done | jnp.asarray(ended))
+            if not is_ahead:
+                pace.begin()
+                state = advance(state, params, stop_ids, until)
         figures = np.zeros((2, len(rows)), int)
         if drafting is not None:
             figures = fetch((state.drafted, state.accepted))
@@ -387,6 +406,12 @@ class LanguageModel:
                 yield members[row], tail
             results.append(reader.result(logprobs[row], *(int(of[row]) for of in figures)))
         return results
+
+    def _written(self, state: Any) -> tuple[np.ndarray, ...]:
+        """Tokens, logprobs, counts and which rows are done, when the device has them.  They are
+        copies, because the next call of the loop takes the state's buffers."""
+        found = fetch((state.tokens, state.logprobs, state.counts, state.done))
+        return tuple(np.array(part) for part in found)
 
     def _start(
         self,
@@ -583,6 +608,42 @@ class _Options:
     def deterministic_rows(self) -> int:
         """That run at once so that a pass over the model is of ``DETERMINISTIC_ROWS`` tokens."""
         return DETERMINISTIC_ROWS // (self.drafting.plan.widths[0] if self.drafting else 1)
+
+
+class _Pieces:
+    """How many tokens the loop's next call writes.
+
+    is_read: someone waits for the text.  A call then takes about ``PIECE_SECONDS``, by the fastest
+    step so far, so that a slow model shows each token and a fast one is not held up by its host.
+    Calls grow from 2 steps by four times at most.  Otherwise one call writes all tokens.
+    """
+
+    def __init__(self, limit: int, is_read: bool) -> None:
+        self._limit, self._is_read = limit, is_read
+        self._until, self._steps = 1, 0
+        self._step_seconds = math.inf
+        self.calls = 0
+
+    def begin(self) -> None:
+        """A call is handed to the device now."""
+        self._begun = time.perf_counter()
+
+    def next(self, counts: np.ndarray) -> int:
+        """Tokens that each row shall have after the next call; ``counts`` are those of the open
+        rows after the last one.  Counts as ``begin``."""
+        if self.calls:
+            seconds = time.perf_counter() - self._begun
+            self._step_seconds = min(self._step_seconds, seconds / self._steps)
+        self.calls += 1
+        if self._is_read:
+            affordable = max(int(PIECE_SECONDS / self._step_seconds), 1) if self.calls > 1 else 2
+            self._steps = min(affordable, max(4 * self._steps, 2))
+        else:
+            self._steps = self._limit
+        # Of a draft that was right a row has more tokens than were asked for.
+        self._until = min(max(self._until, int(counts.min())) + self._steps, self._limit)
+        self.begin()
+        return self._until
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,11 @@ its first N layers (a draft, see ``speculative``).  Weights are read, cast and p
 a time: on one device, on a mesh's devices, each its own part (``parallel.shardings``), or where a
 policy says (``offload``).
 
-On one CPU a file's quantized weights keep their codes, laid out for ``pallas_kernels.cpu``, which
-rounds activations to 8 bits, as llama.cpp does; ``exact`` is for float32 throughout.  So is a CPU
-that the kernels are not made for.  What only some sources need is imported where they do: half a
-second of a program's start.
+On one CPU quantized weights keep their codes, a file's or ``quantize``'s, laid out for
+``pallas_kernels.cpu``, which rounds activations to 8 bits, as llama.cpp does; ``exact`` is for
+float32 throughout.  So is a CPU that the kernels are not made for; ``load`` warns (SpeedWarning)
+where ``quantize`` then makes a model slower.  What only some sources need is imported where they
+do: half a second of a program's start.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ from jaxllama.checkpoints.gguf import load as gguf
 from jaxllama.checkpoints.gguf.file import opened
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampling
-from jaxllama.errors import JaxLlamaError, WeightWarning
+from jaxllama.errors import JaxLlamaError, SpeedWarning, WeightWarning
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
 from jaxllama.model.cache import default_dtype
+from jaxllama.model.cpu_layout import handles, lay_out, slow_on_cpu
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.parallel.shardings import leaf_readers, place_params, shard_params
+from jaxllama.progress import working
 from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import Tokenizer
-from pallas_kernels.cpu import prepare_tree, unavailable
+from pallas_kernels.cpu import prepare_tree
 
 if TYPE_CHECKING:
     from jaxllama.offload.loading import Placement
@@ -76,10 +79,10 @@ def load(
     random: random weights of the preset's shape and a byte tokenizer, for benchmarks and tests.
         The GLA and hybrid presets have no published weights that we can fetch, so they always
         come that way, with a WeightWarning.
-    exact: float32 products of a quantized file's weights on a CPU, too (GGUF's as floats, which
-        take four to eight times the memory); without it they are products of its own codes with
-        activations of 8 bits.  It changes nothing on GPUs, in 16 bits, or with quantize, policy or
-        mesh.
+    exact: float32 products of quantized weights on a CPU, too (GGUF's as floats, which take four
+        to eight times the memory); without it they are products of the codes with activations of 8
+        bits.  It changes nothing on GPUs, in 16 bits, or with mesh; of a file's own codes nothing
+        with policy.
     revision: branch, tag or commit of a hub id, which may also say it: "org/name@revision".
     progress: a bar on stderr.
     adapters: LoRA adapters by name, PEFT's directories, for ``generate(adapter=)`` and requests;
@@ -119,7 +122,7 @@ def load(
     if policy is not None:
         from jaxllama.offload.loading import Placement
 
-        place = Placement(policy, dtype, quantize, deterministic)
+        place = Placement(policy, dtype, quantize, deterministic, exact=exact)
     grid = None if mesh is None else make_mesh(mesh)
     if grid is not None and policy is not None:
         raise JaxLlamaError("policy and mesh exclude each other: one device offloads")
@@ -135,9 +138,8 @@ def load(
 
         cfg, tokenizer = load_config(source), Tokenizer.byte_level()
         scheme = quantize if place is None else place.scheme
-        params = random_params(
-            cfg, jax.random.key(0), dtype, scheme, place, grid, progress=progress
-        )
+        put = _laid_out if not exact and _has_handlers(place, grid, dtype) else place
+        params = random_params(cfg, jax.random.key(0), dtype, scheme, put, grid, progress=progress)
     else:
         path = hub.resolve(source, revision, progress=progress)
         sampling = None if path.suffix == ".gguf" else hf.read_sampling(path)
@@ -157,12 +159,17 @@ def load(
 
         whole = cfg if grid is None else None  # its programs run on one device
         params = quantize_params(params, quantize, cfg=whole, progress=progress)
+        if grid is None and not exact:
+            with working("laying out weights", show=progress):
+                params = jax.block_until_ready(lay_out(params))
     if grid is not None:
         cfg, params = place_params(cfg, params, grid)
-    if not adapters or merge:
-        return LanguageModel(cfg, params, tokenizer, deterministic, sampling)
-    params = lora.attach(cfg, params, factors)
-    return LanguageModel(cfg, params, tokenizer, deterministic, sampling, tuple(adapters))
+    if quantize is not None and not exact and (reason := slow_on_cpu(params)) is not None:
+        warnings.warn(f"{quantize}: {reason}", SpeedWarning, stacklevel=2)
+    if adapters and not merge:
+        params = lora.attach(cfg, params, factors)
+    names = () if merge else tuple(adapters)
+    return LanguageModel(cfg, params, tokenizer, deterministic, sampling, names, exact)
 
 
 def is_random_preset(source: str | Path) -> bool:
@@ -214,10 +221,9 @@ def _from_checkpoint(
             f"{source}: merge goes into the floats of a Hugging Face directory, and this has none: "
             "leave merge out, and the adapter stands beside the weights"
         )
-    is_on_cpu = place is None and grid is None and jax.default_backend() == "cpu"
-    own_codes &= is_on_cpu and dtype == jnp.float32 and (is_gguf or hf.is_packed(path))
-    own_codes = own_codes and unavailable() is None
-    here = _in_own_codes if own_codes else lambda _, leaf: jax.device_put(leaf)
+    own_codes &= is_gguf or hf.is_packed(path)
+    own_codes = own_codes and _has_handlers(place, grid, dtype)
+    here = _laid_out if own_codes else lambda _, leaf: jax.device_put(leaf)
     if is_gguf:
         with opened(path) as file:
             cfg = gguf.read_config(file)
@@ -246,7 +252,12 @@ def _from_checkpoint(
     return cfg, params, tokenizer
 
 
-def _in_own_codes(_: Any, leaf: Any) -> Any:
+def _has_handlers(place: Placement | None, grid: Mesh | None, dtype: jnp.dtype) -> bool:
+    """Whether ``pallas_kernels.cpu`` multiplies the quantized weights of a model loaded so."""
+    return place is None and grid is None and handles(dtype)
+
+
+def _laid_out(_: Any, leaf: Any) -> Any:
     """``place`` for one CPU: quantized weights in the layout that its kernels read, one at a time,
     so that nothing is held twice.  What the kernels have no form for stays as it is."""
     return jax.block_until_ready(jax.device_put(prepare_tree(leaf)))

@@ -229,7 +229,7 @@ def test_what_prints_is_dtypes_shapes_and_bytes_on_one_screen(family, scheme):
     cfg = FAMILIES[family].replace(n_layers=12, layer_types=FAMILIES[family].layer_types * 6)
     shapes = jax.eval_shape(lambda: params_of(cfg))
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-    lm = LanguageModel(cfg, params, None)
+    lm = LanguageModel(cfg, params, None, exact=True)
     if scheme is not None:
         lm = dataclasses.replace(lm, params=jl.quantize_params(lm.params, scheme))
     cache = jl.init_cache(cfg, 2, 64, jax.numpy.float32 if scheme is None else "int8")
@@ -256,7 +256,7 @@ def test_saved_models_come_back_to_the_bit(kind, tmp_path):
         LanguageModel(cfg, params, None, sampling=Sampling(temperature=0.6, top_p=0.9, min_p=0.1))
     )
     if kind == "w8a16":
-        lm = dataclasses.replace(lm, params=jl.quantize_params(lm.params, kind))
+        lm = dataclasses.replace(lm, params=jl.quantize_params(lm.params, kind), exact=True)
     if kind == "mesh":
         mesh = make_mesh("model=1")
         on_mesh = shard_params(cfg, params, mesh)[1]

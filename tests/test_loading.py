@@ -3,12 +3,14 @@ costs."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 import textwrap
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import jax
@@ -22,7 +24,11 @@ from jaxllama.bench.loops import most_repeated, read_prompts
 from jaxllama.checkpoints.gguf import load as gguf_load
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import preset_sampling
+from jaxllama.errors import SpeedWarning
+from jaxllama.experiments import workloads
+from jaxllama.experiments.settings import SpeedSettings
 from jaxllama.generation import prefill
+from jaxllama.language_model import LanguageModel
 from jaxllama.model import decoder
 from jaxllama.model.cache import init_cache
 from jaxllama.quantization.quantize import quantize_params
@@ -100,9 +106,84 @@ def test_a_packed_directory_runs_in_its_own_codes(name: str, tmp_path: Path) -> 
 def test_who_asks_for_something_else_gets_it(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     Tiny(vocab=264, type=Type.Q4_0, tokenizer="llama").write(path)
-    for options in ({"dtype": "bfloat16"}, {"quantize": "w8a16"}, {"mesh": "model=1"},
-                    {"policy": jl.Policy()}):  # fmt: skip
+    for options in ({"dtype": "bfloat16"}, {"quantize": "w8a16", "exact": True},
+                    {"mesh": "model=1"}, {"policy": jl.Policy()}):  # fmt: skip
         assert CpuWeight not in kinds(jl.load(path, **options).params)
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory) -> Path:
+    return LanguageModel(LLAMA, params_of(LLAMA), None).save(tmp_path_factory.mktemp("f") / "m")
+
+
+def by_experiment(path: Path, scheme: str) -> LanguageModel:
+    experiment = SimpleNamespace(models={}, find=lambda name: Path(name))
+    return workloads._model(experiment, SpeedSettings(model=str(path), scheme=scheme), 0)
+
+
+def by_params(path: Path, scheme: str) -> LanguageModel:
+    lm = jl.load(path)
+    params = jl.quantize_params(lm.params, scheme, cfg=lm.config)
+    return dataclasses.replace(lm, params=params)
+
+
+def drawn(path: Path, scheme: str) -> LanguageModel:
+    preset = path.parent / "tiny.toml"
+    preset.write_text(PRESET)
+    return jl.load(preset, quantize=scheme, random=True)
+
+
+PRESET = """
+vocab_size = 264
+d_model = 32
+n_layers = 1
+tie_embeddings = true
+bos_token_id = 1
+eos_token_ids = [2]
+n_heads = 4
+n_kv_heads = 2
+head_dim = 8
+d_ff = 48
+norm_eps = 1e-5
+max_position = 64
+rope = {theta = 10000.0}
+"""
+WAYS = {
+    "load": lambda path, scheme: jl.load(path, quantize=scheme),
+    "random": drawn,
+    "quantize_params": by_params,
+    "experiment": by_experiment,
+}
+
+
+@handlers
+@pytest.mark.parametrize(
+    "way, scheme",
+    [(way, "w4a8-g16") for way in WAYS] + [("load", s) for s in ("w8a16", "w4a16-g16", "w8a8")],
+)
+def test_every_way_to_a_quantized_model_leads_to_the_handlers(way, scheme, floats, tmp_path):
+    """The same model saved and loaded is the same, in layout and bits."""
+    lm = WAYS[way](floats, scheme)
+    saved = jl.load(lm.save(tmp_path / "m"))
+    assert CpuWeight in kinds(lm.params) and QTensor not in kinds(lm.params)
+    assert jax.tree.structure(lm.params) == jax.tree.structure(saved.params)
+    assert_same(lm.params, saved.params)
+
+
+@handlers
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"quantize": "fp8"}, "fp8: .* float8_e4m3fn"),
+        ({"quantize": "w8a16", "dtype": "bfloat16"}, "w8a16: .* float32, not bfloat16"),
+    ],
+)
+def test_a_quantized_model_without_a_handler_says_so(options, words, floats):
+    with pytest.warns(SpeedWarning, match=words) as said:
+        lm = jl.load(floats, **options)
+    assert len(said) == 1 and "\n" not in str(said[0].message)
+    assert QTensor in kinds(lm.params)
+    jl.load(floats, exact=True, **options)  # as it was asked for: no warning
 
 
 def test_without_handlers_a_file_is_floats(tmp_path: Path, monkeypatch) -> None:

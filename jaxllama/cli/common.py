@@ -67,6 +67,10 @@ def dtype_option(group: Any) -> None:
 def model_options(sub: Parser) -> None:
     group = source_options(sub)
     dtype_option(group)
+    quantize_option(group)
+
+
+def quantize_option(group: Any) -> None:
     group.add_argument(
         "--quantize", type=rounding, metavar="SCHEME",
         help="w8a16, w4a16 (w4a16-sym: no zero points), w8a8, fp8, w4a8, w4a8-fp8 once "
@@ -82,7 +86,7 @@ def chat_option(sub: Parser) -> None:
 
 def exact_option(sub: Parser) -> None:
     sub.add_argument("--exact", action="store_true",
-                     help="a quantized file on a CPU: float32 products, where otherwise its own "
+                     help="quantized weights on a CPU: float32 products, where otherwise their "
                           "codes are multiplied with activations of 8 bits")  # fmt: skip
 
 

@@ -13,7 +13,9 @@ HELP = "Versions, devices, and which implementation each op uses, a --model's by
 
 
 def options(sub: Parser) -> None:
-    common.source_options(sub, default=None)
+    group = common.source_options(sub, default=None)
+    common.dtype_option(group)
+    common.quantize_option(group)
     common.exact_option(sub)
     common.json_option(sub)
 
@@ -21,9 +23,12 @@ def options(sub: Parser) -> None:
 def run(args: argparse.Namespace) -> None:
     from jaxllama.bench import doctor
 
-    for flag in ("random", "revision", "exact"):
+    for flag in ("random", "revision", "exact", "dtype", "quantize"):
         if args.model is None and getattr(args, flag):
             raise JaxLlamaError(f"--{flag} needs --model")
     with working("examining"):
-        report = doctor.examine(args.model, exact=args.exact, **common.source(args))
+        report = doctor.examine(
+            args.model, dtype=args.dtype, quantize=args.quantize, exact=args.exact,
+            **common.source(args),
+        )  # fmt: skip
     common.show(args, report, doctor.table)

@@ -20,13 +20,14 @@ import numpy as np
 from jaxllama.checkpoints import hub
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.model.cpu_layout import handles
 from jaxllama.offload.model import SCHEME, OffloadedModel
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import Rows, Store, wait
 from jaxllama.offload.units import check_halves
 from jaxllama.quantization.scheme import parse, quantize_leaf, untie
 from jaxllama.text.tokenizer import Tokenizer
-from pallas_kernels.cpu import CpuWeight
+from pallas_kernels.cpu import CpuWeight, prepare_tree
 from pallas_kernels.qtensor import QTensor
 
 DIRECTORY = "JAXLLAMA_OFFLOAD_DIR"  # environment variable: where the disk's share goes
@@ -45,7 +46,7 @@ class Placement:
     """See the module docstring.
 
     directory: for the disk's share; the environment's JAXLLAMA_OFFLOAD_DIR by default, or a folder
-    beside our cached weights.
+    beside our cached weights.  exact: as for ``LanguageModel``.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Placement:
         scheme: str | None = None,
         deterministic: bool = False,
         directory: str | Path | None = None,
+        exact: bool = False,
     ) -> None:
         if deterministic:
             raise JaxLlamaError("policy: an offloaded model is not deterministic")
@@ -64,6 +66,7 @@ class Placement:
         if directory is None:
             directory = os.environ.get(DIRECTORY) or hub.cache_dir() / "offload"
         self.store = Store(directory)
+        self.lays_out = not exact and handles(self.dtype)
 
     def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
         """The leaf at ``path``, an array or a quantized weight, where the policy puts it."""
@@ -72,7 +75,10 @@ class Placement:
         return self._put(path, leaf)
 
     def _put(self, path: tuple[str, ...], leaf: Any) -> Any:
-        return wait(self.store.put(quantize_leaf(path, leaf, self.recipe), self.policy.weights))
+        leaf = quantize_leaf(path, leaf, self.recipe)
+        if self.lays_out:  # as the resident model's weights are
+            leaf = prepare_tree(leaf)
+        return wait(self.store.put(leaf, self.policy.weights))
 
     def tree(self, params: dict[str, Any]) -> dict[str, Any]:
         """A whole tree, leaf by leaf; the leaves of ``params`` are dropped on the way."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,9 @@ class BlockState:
 @dataclasses.dataclass(frozen=True, repr=False)
 class OffloadedModel(LanguageModel):
     """params: a tree of arrays and Stored; see the module docstring."""
+
+    # A call of the loop returns when its tokens are there.
+    _runs_ahead: ClassVar[bool] = False
 
     policy: Policy = Policy()
     store: Store | None = None
@@ -140,6 +143,10 @@ class OffloadedModel(LanguageModel):
         return programs.embed(self.config, self.dtype, weights, tokens)
 
     # LanguageModel's hooks
+
+    def _lay_out(self, params: Any) -> Any:
+        """The same tree: ``Placement`` has put its weights where they belong."""
+        return params
 
     def drafting(self, draft: Any, draft_tokens: Any) -> OffloadedDrafting | None:
         """Raises JaxLlamaError for a policy that verifies no drafts too."""

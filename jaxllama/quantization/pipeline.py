@@ -149,7 +149,7 @@ def round_model(
     tokens = np.random.default_rng(0).integers(cfg.vocab_size, size=(4, length), dtype=np.int32)
     total = sum(leaf.nbytes for name, part in params.items() if name.startswith("layer_")
                 for leaf in jax.tree.leaves(part))  # fmt: skip
-    with working(f"rounding to {recipe.text}", total, progress) as advance:
+    with working(f"quantizing to {recipe.text}", total, progress) as advance:
         done, _ = calibrate(
             cfg, params, tokens, recipe, "rtn",
             scale_dtype=scale_dtype, measure=False, progress=advance,

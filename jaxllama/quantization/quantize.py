@@ -38,7 +38,7 @@ def quantize_params(
         return round_model(cfg, dict(params), recipe, scale_dtype, progress)
     params, recipe = untie(params, recipe)
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
-    with working(f"rounding to {recipe.text}", total, progress) as advance:
+    with working(f"quantizing to {recipe.text}", total, progress) as advance:
 
         def one(path: Sequence[Any], leaf: Any) -> Any:
             out = quantize_leaf([key.key for key in path], leaf, recipe, scale_dtype)

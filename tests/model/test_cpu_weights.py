@@ -25,10 +25,10 @@ PROMPTS = [[5, 9, 3], [8, 4], [11, 3, 7, 20, 6]]
 
 @functools.cache
 def model(family: str, scheme: str = "w8a16") -> tuple[LanguageModel, LanguageModel]:
-    """(as it was quantized, prepared)."""
+    """(as it was quantized, laid out for the CPU)."""
     cfg = FAMILIES[family]
     params = jl.quantize_params(params_of(cfg), f"{scheme},embed={scheme}")
-    return LanguageModel(cfg, params, None), LanguageModel(cfg, prepare_tree(params), None)
+    return LanguageModel(cfg, params, None, exact=True), LanguageModel(cfg, params, None)
 
 
 def quantized(params) -> list[CpuWeight]:

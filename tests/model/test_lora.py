@@ -296,10 +296,11 @@ def _in_floats(params):
 
 
 def test_beside_a_quantized_base_it_is_the_dequantized_one_with_the_product_added():
-    params = quantize_params(jax.device_put(seeded_params(ONE_LAYER)), "w8a16")
+    base = quantize_params(jax.device_put(seeded_params(ONE_LAYER)), "w8a16")
     factors = two_adapters(ONE_LAYER)
-    lm = LanguageModel(ONE_LAYER, attach(ONE_LAYER, params, factors), None, adapters=("one", "two"))
-    floats = jax.device_get(jax.jit(_in_floats)(params))
+    params = attach(ONE_LAYER, base, factors)
+    lm = LanguageModel(ONE_LAYER, params, None, adapters=("one", "two"), exact=True)
+    floats = jax.device_get(jax.jit(_in_floats)(base))
     got = scores(lm, ROWS)
     for number, adapters in ((0, []), (1, factors[:1]), (2, factors[1:])):
         tree = attach(ONE_LAYER, floats, adapters) if adapters else floats

@@ -437,7 +437,7 @@ def test_rounding_alone_reads_no_text(lm, tied, tmp_path):
     report = quantize_checkpoint(model, Request(tmp_path / "out", "w4a16"))
     assert (report["calibration_tokens"], report["errors"]) == (0, [])
     got = jl.load(tmp_path / "out", exact=True)
-    want = LanguageModel(cfg, jl.quantize_params(params, "w4a16", cfg=cfg), None)
+    want = LanguageModel(cfg, jl.quantize_params(params, "w4a16", cfg=cfg), None, exact=True)
     assert same(got.params, want.params) and not got.config.tie_embeddings
     rows, width = params["embed"]["weight"].shape
     assert report["head_copy_bytes"] == (rows * (width + 4) if tied else 0)

@@ -52,7 +52,7 @@ class EngineOptions:
     prefill_chunk: tokens of a prompt between two decode steps; 64 on a CPU, else 2048, at most
         max_len.
     prefill_rows: prompts that fit one chunk are prefilled so many at a time, long ones fewer
-        (``rows``); 1 on a CPU, else a 32nd of the slots.
+        (``rows``); on a CPU as many short ones as a chunk has room for, else a 32nd of the slots.
     token_budget: tokens of prompts, with their padding, between two decode steps, at least a chunk;
         by default those of one prefill call.
     max_queue: waiting requests.
@@ -141,11 +141,15 @@ class EngineOptions:
             if self.deterministic:
                 tokens = most
             tokens = max(min(tokens, most) if on_cpu else tokens, row_pages * page)
-        rows = 1 if on_cpu or self.deterministic else max(self.max_slots // 32, 1)
+        narrowest = _widths(chunk)[0]
+        rows = min(chunk // narrowest, self.max_slots) if on_cpu else max(self.max_slots // 32, 1)
+        rows = 1 if self.deterministic else rows
         if self.token_budget is not None:
-            rows = min(rows, max(self.token_budget // _widths(chunk)[0], 1))
-        rows = self.prefill_rows or rows
-        call = max(width * _rows(rows, width) for width in _widths(chunk))
+            rows = min(rows, max(self.token_budget // narrowest, 1))
+        call = chunk
+        if not on_cpu or self.prefill_rows is not None:
+            rows = self.prefill_rows or rows
+            call = max(width * _rows(rows, width, PREFILL_TOKENS) for width in _widths(chunk))
         prefix_cache = self.prefix_cache and not is_dynamic
         resolved = ResolvedOptions(
             max_slots=self.max_slots,
@@ -219,7 +223,8 @@ class ResolvedOptions:
     def check(self) -> None:
         """JaxLlamaError for sizes that do not go together."""
         chunk, slots, max_len = self.prefill_chunk, self.max_slots, self.max_len
-        call, page = self.rows(self.widths[0]) * self.widths[0], self.page_size
+        narrowest, page = self.widths[0], self.page_size
+        call = _rows(self.prefill_rows, narrowest, PREFILL_TOKENS) * narrowest
         for name, fits, why in (
             ("prefill_chunk", chunk <= max_len, f"exceeds max_len = {max_len}"),
             ("page_size", page <= chunk, f"exceeds prefill_chunk = {chunk}"),
@@ -248,11 +253,14 @@ class ResolvedOptions:
 
     def rows(self, width: int) -> int:
         """Prompts that a prefill call of ``width`` tokens a row takes."""
-        return _rows(self.prefill_rows, width)
+        return _rows(self.prefill_rows, width, min(self.token_budget, PREFILL_TOKENS))
 
     def row_counts(self, width: int) -> list[int]:
-        """Rows of the prefill calls of that width: one, a quarter, half and all of ``rows``."""
+        """Rows of the prefill calls of that width: one, a quarter, half and all of ``rows``; on a
+        CPU, whose calls are small, one and all."""
         most = self.rows(width)
+        if jax.default_backend() == "cpu":
+            return sorted({1, most})
         return sorted({1, -(-most // 4), -(-most // 2), most})
 
     @property
@@ -304,7 +312,8 @@ class ResolvedOptions:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Tokens of a prefill call: 32, 128, 512, 1024, ..., prefill_chunk."""
+        """Tokens of a prefill call: 32, 128, 512, 1024, ..., prefill_chunk; on a CPU, where padding
+        costs as much as tokens do, from 16 on."""
         return _widths(self.prefill_chunk)
 
     @property
@@ -313,13 +322,15 @@ class ResolvedOptions:
         return (0, *_powers_of(4, 128, self.max_len))
 
 
-def _rows(most: int, width: int) -> int:
-    return max(min(most, PREFILL_TOKENS // width), 1)
+def _rows(most: int, width: int, tokens: int) -> int:
+    """Prompts of a call, of ``most`` rows and about ``tokens`` tokens."""
+    return max(min(most, tokens // width), 1)
 
 
 def _widths(chunk: int) -> tuple[int, ...]:
     """Finer where padding costs most."""
-    return tuple(width for width in (32, 128, 512) if width < chunk) + _powers_of(2, 1024, chunk)
+    narrow = (16, 32, 128, 512) if jax.default_backend() == "cpu" else (32, 128, 512)
+    return tuple(width for width in narrow if width < chunk) + _powers_of(2, 1024, chunk)
 
 
 def _powers_of(base: int, first: int, last: int) -> tuple[int, ...]:
