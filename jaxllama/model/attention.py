@@ -112,7 +112,7 @@ def mix(
     elif cache is not None and n_new == 1:
         out, cache = _decode(cfg, p, qkv, cache, at)
     else:
-        out, cache = _extend(cfg, split_heads(cfg, p, qkv), cache, at)
+        out, cache = _extend(cfg, p, qkv, cache, at)
     heads = narrowed(out.reshape(batch, n_new, -1, width), model.head_dim)
     return finished(model, heads, gate), cache
 
@@ -171,18 +171,27 @@ def _norms(p: Params) -> tuple[jax.Array, jax.Array]:
 
 
 def _extend(
-    cfg: ModelConfig, qkv: jax.Array, cache: KVCache | None, at: At
+    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache | None, at: At
 ) -> tuple[jax.Array, KVCache | None]:
-    """Any number of tokens: ``qkv [B, T, N + 2K, H]`` -> (heads ``[B, T, N, H]``, cache)."""
+    """Any number of tokens: ``qkv [B, T, (N + 2K) H]`` -> (heads ``[B, T, N, H]``, cache)."""
     n, n_kv, window = cfg.n_heads, cfg.n_kv_heads, cfg.sliding_window
     positions, lengths, ropes, _, table, fresh, *_ = at
     assert ropes is not None
     rope, cap = ropes.of(cfg.rope), cfg.attn_softcap
     if cache is None:
+        qkv = split_heads(cfg, p, qkv)
         q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
         return attend(apply_rope(q, *rope), apply_rope(k, *rope), v, positions, window, cap), None
     is_new = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     slots = jnp.where(is_new, positions, capacity_of(cache.k, table))
+    if cap is None and (at.sparse is False or cfg.attn_sparsity == 1.0):
+        heads, norm = _with_norm(cfg, p, qkv)
+        if tokens_have_a_steps_bits(heads, cache.k, table):
+            out, *kv = rope_and_attend(
+                heads, *rope, cache.k, cache.v, slots, norm=norm, window=window, table=table
+            )
+            return out, KVCache(*kv)
+    qkv = split_heads(cfg, p, qkv)
     q, k, v, *kv = rope_and_write_tokens(qkv, *rope, cache.k, cache.v, slots, table=table)
     cache = KVCache(*kv)
 

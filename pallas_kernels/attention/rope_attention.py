@@ -23,6 +23,7 @@ from pallas_kernels.attention import rope_cache, rope_tokens
 from pallas_kernels.attention.op import decode_attention
 from pallas_kernels.attention.rope_cache import Cached, norm_heads
 from pallas_kernels.cpu import attention as cpu
+from pallas_kernels.cpu import prefill
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, device_of
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.transform import Op, chosen
@@ -74,7 +75,7 @@ def rope_and_attend(
             if weight.shape != (h,):
                 raise ValueError(f"rope_and_attend: norm of {name} {weight.shape} is not [{h}]")
     find = functools.partial(plan, qkv, k, weights, table)
-    on_cpu = functools.partial(cpu.new_token_plan, qkv, k, table)
+    on_cpu = functools.partial(prefill.new_token_plan, qkv, k, table)
     found = choose_plan("rope_and_attend", implementation, find, qkv, k, v, cpu=on_cpu)
     if found is not None:
         scale = h**-0.5 if scale is None else float(scale)

@@ -33,8 +33,9 @@ import numpy as np
 from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.cache import LANES, Form, form
 from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
-from pallas_kernels.cpu.parts import PART, Join, Part, Rows, Write, ahead
+from pallas_kernels.cpu.parts import VALUES, Join, Part, Rows, Write, ahead
 from pallas_kernels.cpu.scores import KEYS
+from pallas_kernels.cpu.softmax import PART
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
 
@@ -106,15 +107,21 @@ def rope_and_attend(
     shape = qkv.shape[:-2]
     qkv, cos, sin, slots = (x.reshape(-1, *x.shape[len(shape) :]) for x in (qkv, cos, sin, slots))
     caches, tree = jax.tree.flatten((k, v))
-    results = _results(plan.program, qkv.shape[0], k, table)
+    program = plan.program
+    if isinstance(program, Attend):
+        results = _results(program, qkv.shape[0], k, table)
+    else:
+        heads = qkv.shape[0], program.heads, program.cache.width
+        results = [jax.ShapeDtypeStruct(heads, jnp.float32)]
+    first = len(results)
     results += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
     call = jax.ffi.ffi_call(
-        jit.register(plan.program), results,
-        input_output_aliases={2 + i: 2 + i for i in range(len(caches))},
+        jit.register(program), results,
+        input_output_aliases={2 + i: first + i for i in range(len(caches))},
     )  # fmt: skip
     rest = jax.tree.leaves((table, cos, sin))
-    out, _, *caches = call(qkv, slots, *caches, *rest, **fixed(window, scale))
-    return out.reshape(*shape, *out.shape[1:]), *jax.tree.unflatten(tree, caches)
+    out, *made = call(qkv, slots, *caches, *rest, **fixed(window, scale))
+    return out.reshape(*shape, *out.shape[1:]), *jax.tree.unflatten(tree, made[first - 1 :])
 
 
 def fixed(window: int | None, scale: float) -> dict[str, Any]:
@@ -125,7 +132,7 @@ def fixed(window: int | None, scale: float) -> dict[str, Any]:
 def _results(program: Attend, batch: int, k: Cached, table: jax.Array | None) -> list[Any]:
     capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
     heads, width = program.heads, program.cache.width
-    parts = batch * -(-capacity // PART) * heads * (width + LANES)
+    parts = batch * -(-capacity // PART) * heads * (width + LANES)  # a window takes no more
     shapes = (batch, heads, width), (parts,)
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
@@ -158,7 +165,8 @@ class Attend(Program):
     @property
     def stack(self) -> int:
         """Bytes: queries, sums and scores of all heads, scales, keys, tokens."""
-        floats = self.heads * (2 * self.cache.width + PART) + self.cache.heads * PART
+        floats = self.heads * (2 * self.cache.width + PART + PART // VALUES)
+        floats += self.cache.heads * PART
         return 4 * (floats + KEYS * self.cache.width) + 8 * (PART + ahead(self.cache))
 
     def phases(self, target: Target) -> Sequence[Phase]:

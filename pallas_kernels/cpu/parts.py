@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from pallas_kernels.cpu.cache import LANES, Form, Heads, Places
 from pallas_kernels.cpu.scores import KEYS, scores_of
+from pallas_kernels.cpu.softmax import BLOCK, PART, join, weigh
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.attention import Attend
     from pallas_kernels.cpu.emit import Emitter, Value
     from pallas_kernels.cpu.frame import Frame
 
-PART = 256  # keys of a row in a chunk
 VALUES = 32  # between two visits to the sums in memory
 AHEAD = 1 << 16  # bytes from what is read to what is asked for, so that weighing waits for nothing
 MOST_AHEAD = 64  # tokens, for the place of each is looked up
@@ -36,10 +36,12 @@ def ahead(form: Form) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Of a row, i64: the first key it sees, how many, its parts."""
+    """Of a row, i64: the first key that it sees, the one behind the last, the first of its parts
+    (by number, from the cache row's first token on) and how many there are."""
 
     first: Value
-    count: Value
+    end: Value
+    part: Value
     parts: Value
 
 
@@ -66,10 +68,11 @@ class Rows:
             length = b.select(inside, b.add(length, e.i64(1)), e.i64(0))
         length = e.limited(length, self.places.capacity)
         seen = b.sext(self.call.attribute(1, e.I32), e.I64)
-        count = e.least(length, seen)
-        parts = e.divide_up(count, PART)
+        first = b.sub(length, e.least(length, seen))
+        part = b.udiv(first, e.i64(PART))
+        parts = b.sub(e.divide_up(length, PART), part)
         none = b.icmp_signed("==", parts, e.i64(0))
-        return Row(b.sub(length, count), count, b.select(none, e.i64(1), parts))
+        return Row(first, length, part, b.select(none, e.i64(1), parts))
 
     def most_parts(self) -> Value:
         def row(i: Value, most: Value) -> list[Value]:
@@ -118,13 +121,17 @@ class Write(Rows):
         e, b = self.e, self.b
 
         def one(t: Value) -> None:
-            row = b.add(b.mul(i, self.sharing), t)
-            found = self.row(row)
-            with e.when(b.icmp_signed(">", found.count, e.i64(0))):
-                newest = b.sub(b.add(found.first, found.count), e.i64(1))
-                self.write(row, self.places.token(i, newest))
+            self.write_row(b.add(b.mul(i, self.sharing), t))
 
         e.loop(self.sharing, one)
+
+    def write_row(self, row: Value) -> None:
+        """The row's new token, where it has one."""
+        e, b = self.e, self.b
+        end = self.row(row).end
+        with e.when(b.icmp_signed(">", end, e.i64(0))):
+            owner = b.udiv(row, self.sharing)
+            self.write(row, self.places.token(owner, b.sub(end, e.i64(1))))
 
     def turned(self, x: list[Value], row: Value) -> list[Value]:
         """A head after RoPE."""
@@ -161,6 +168,7 @@ class Part(Write):
         self.scored = scores_of(self.k, program.heads)
         self.sums = e.room(4 * program.heads * f.width)
         self.scores = e.room(4 * program.heads * PART)
+        self.fades = e.room(4 * program.heads * (PART // VALUES))  # of sums, at each visit
         self.ahead = ahead(f)
         # Where the part's tokens are and those behind, or the row's last, which are asked for.
         self.tokens = e.room(8 * (PART + self.ahead))
@@ -174,9 +182,13 @@ class Part(Write):
         row = b.add(b.mul(owner, self.sharing), turn)
         found = self.row(row)
         with e.when(b.icmp_signed("<", part, found.parts)):
-            begin = b.mul(part, e.i64(PART))
-            count = e.least(b.sub(found.count, begin), e.i64(PART))
-            self.find(owner, b.add(found.first, begin), b.sub(found.count, begin))
+            begin = b.mul(b.add(found.part, part), e.i64(PART))
+            left = b.sub(found.end, begin)
+            count = e.least(left, e.i64(PART))
+            # Keys of the part that the row does not see, and whole blocks of them.
+            hidden = e.limited(b.sub(found.first, begin), e.i64(PART))
+            start = b.and_(hidden, e.i64(-BLOCK))
+            self.find(owner, begin, found.first, left)
             self.take_queries(row)
             if self.p.new:
                 is_last = b.icmp_signed("==", b.add(part, e.i64(1)), found.parts)
@@ -184,15 +196,17 @@ class Part(Write):
                 with e.when(b.and_(is_it, b.icmp_signed(">", count, e.i64(0)))):
                     self.write(row, self.token(b.sub(count, e.i64(1))))
             self.ask(count)
-            e.loop(count, lambda j: self.some_keys(j, count), step=KEYS)
-            self.weigh(row, part, parts, count)
-            e.loop(count, lambda j: self.some_values(j, count), step=VALUES)
+            e.loop(count, lambda j: self.some_keys(j, count), start=start, step=KEYS)
+            self.weigh(row, part, parts, hidden, count)
+            values = lambda j: self.some_values(j, hidden, count)  # noqa: E731
+            e.loop(count, values, start=start, step=VALUES)
             self.give(row, part, parts, found)
 
     # --- before -------------------------------------------------------------------------------
 
-    def find(self, owner: Value, first: Value, left: Value) -> None:
-        """The places of a part's tokens from ``first`` on, of which the row has ``left``."""
+    def find(self, owner: Value, begin: Value, first: Value, left: Value) -> None:
+        """The places of a part's tokens from ``begin`` on, of which the row has ``left``; those
+        before ``first`` are not seen, and it stands for them."""
         e, b = self.e, self.b
         many = e.least(left, e.i64(PART + self.ahead))
 
@@ -200,7 +214,13 @@ class Part(Write):
             e.store(place, self.tokens, b.mul(j, e.i64(8)), align=8)
 
         with e.when(b.icmp_signed(">", left, e.i64(0))):
-            e.loop(many, lambda j: keep(self.places.token(owner, b.add(first, j)), j))
+
+            def one(j: Value) -> None:
+                token = b.add(begin, j)
+                token = b.select(b.icmp_signed("<", token, first), first, token)
+                keep(self.places.token(owner, token), j)
+
+            e.loop(many, one)
             last = self.token(b.sub(many, e.i64(1)))
             e.loop(PART + self.ahead, lambda j: keep(last, j), start=many)
 
@@ -283,45 +303,56 @@ class Part(Write):
 
     # --- weights ------------------------------------------------------------------------------
 
-    def weigh(self, row: Value, part: Value, parts: Value, count: Value) -> None:
-        """Scores to weights; the record gets their sum and the largest score."""
+    def weigh(self, row: Value, part: Value, parts: Value, hidden: Value, count: Value) -> None:
+        """Scores of the keys from ``hidden`` on to weights; the record gets their sum and the
+        largest score."""
         e, b = self.e, self.b
+        per_head = PART // VALUES
+        visits = BLOCK // VALUES
 
         def one(n: Value) -> None:
             scores = e.at(self.scores, b.mul(n, e.i64(4 * PART)))
+            fades = e.at(self.fades, b.mul(n, e.i64(4 * per_head)))
 
-            def larger(j: Value, top: Value) -> list[Value]:
-                return [e.larger(e.load(scores, e.vector(e.F32), b.mul(j, e.i64(4))), top)]
-
-            (top,) = e.loop(count, larger, [e.floats(float("-inf"))], step=LANES)
-            top = e.largest(top)
-
-            def weight(j: Value, total: Value) -> list[Value]:
-                at = b.mul(j, e.i64(4))
-                score = e.load(scores, e.vector(e.F32), at)
-                w = e.exp(b.fsub(score, e.splat(top)))
-                w = e.first_lanes(w, b.sub(count, j))
-                kept = w
+            def block(j: Value, top: Value, total: Value) -> list[Value]:
+                at = e.at(scores, b.mul(j, e.i64(4)))
+                found = [e.load(at, e.vector(e.F32), 64 * i, align=64)
+                         for i in range(BLOCK // LANES)]  # fmt: skip
+                weights, fade, top, total = weigh(
+                    e, found, b.sub(hidden, j), b.sub(count, j), top, total
+                )
                 if self.p.cache.dtype == "int8":
                     head = b.udiv(n, e.i64(self.p.group))
-                    place = b.add(b.mul(head, e.i64(4 * PART)), at)
-                    kept = b.fmul(w, e.load(self.scales, e.vector(e.F32), place))
-                e.store(kept, scores, at)
-                return [b.fadd(total, w)]
+                    scales = b.add(b.mul(head, e.i64(4 * PART)), b.mul(j, e.i64(4)))
+                    scales = e.at(self.scales, scales)
+                    weights = [b.fmul(w, e.load(scales, e.vector(e.F32), 64 * i, align=64))
+                               for i, w in enumerate(weights)]  # fmt: skip
+                for i, weight in enumerate(weights):
+                    e.store(weight, at, 64 * i, align=64)
+                kept = e.at(fades, b.mul(b.udiv(j, e.i64(VALUES)), e.i64(4)))
+                e.store(b.extract_element(fade, e.i32(0)), kept)
+                for visit in range(1, visits):
+                    e.store(e.f32(1.0), kept, 4 * visit)
+                return [top, total]
 
-            (total,) = e.loop(count, weight, [e.floats(0.0)], step=LANES)
+            start = b.and_(hidden, e.i64(-BLOCK))
+            none = [e.floats(float("-inf")), e.floats(0.0)]
+            top, total = e.loop(count, block, none, start=start, step=BLOCK)
             end = e.at(self.record(row, part, parts, n), 4 * self.p.cache.width)
             e.store(e.sum(total), end)
-            e.store(top, end, 4)
+            e.store(b.extract_element(top, e.i32(0)), end, 4)
 
         e.loop(self.p.heads, one)
 
     # --- values -------------------------------------------------------------------------------
 
-    def some_values(self, first: Value, count: Value) -> None:
-        """Weights times values of the tokens from ``first`` on, added to the sums."""
+    def some_values(self, first: Value, hidden: Value, count: Value) -> None:
+        """Weights times values of the tokens from ``first`` on, but for those that are hidden,
+        added to the faded sums."""
         e, b = self.e, self.b
         end = e.least(count, b.add(first, e.i64(VALUES)))
+        self.visit = b.udiv(first, e.i64(VALUES))
+        first = b.select(b.icmp_signed("<", first, hidden), hidden, first)
         inside = b.icmp_signed("<", b.add(first, e.i64(self.ahead)), count)
         asked = self.v.or_else(inside, self.k)
         e.loop(self.p.cache.heads, lambda head: self.values_of(head, first, end, asked))
@@ -341,11 +372,16 @@ class Part(Write):
                   many: int, asked: Heads | None) -> None:  # fmt: skip
         e, b, f = self.e, self.b, self.p.cache
         n = b.mul(head, e.i64(self.p.group))
-        places = []
+        places, sums = [], []
         for g in queries:
-            at = b.mul(b.add(n, e.i64(g)), e.i64(4 * f.width))
-            places += [(b.add(at, e.i64(64 * (i + m)))) for m in range(many)]
-        sums = [e.load(self.sums, e.vector(e.F32), at, align=64) for at in places]
+            query = b.add(n, e.i64(g))
+            fade = b.add(b.mul(query, e.i64(PART // VALUES)), self.visit)
+            fade = e.splat(e.load(self.fades, e.F32, b.mul(fade, e.i64(4))))
+            at = b.mul(query, e.i64(4 * f.width))
+            for m in range(many):
+                place = b.add(at, e.i64(64 * (i + m)))
+                places.append(place)
+                sums.append(b.fmul(e.load(self.sums, e.vector(e.F32), place, align=64), fade))
 
         def one(t: Value, *sums: Value) -> list[Value]:
             token = self.token(t)
@@ -403,18 +439,12 @@ class Join(Rows):
         e, b, f = self.e, self.b, self.p.cache
         end = 4 * f.width
 
-        def larger(part: Value, top: Value) -> list[Value]:
-            return [e.larger(e.load(self.record(row, part, parts, n), e.F32, end + 4), top)]
-
-        (top,) = e.loop(count, larger, [e.f32(float("-inf"))])
-
-        def add(part: Value, total: Value, *sums: Value) -> list[Value]:
+        def add(part: Value, *before: Value) -> list[Value]:
             record = self.record(row, part, parts, n)
-            fade = e.exp(e.splat(b.fsub(e.load(record, e.F32, end + 4), top)))
-            total = e.fma(fade, e.splat(e.load(record, e.F32, end)), total)
-            pairs = zip(self.vectors(record), sums, strict=True)
-            return [total, *(e.fma(fade, v, s) for v, s in pairs)]
+            top, total = (e.splat(e.load(record, e.F32, end + at)) for at in (4, 0))
+            return join(e, before, [top, total, *self.vectors(record)])
 
-        total, *sums = e.loop(count, add, [e.floats(0.0)] * (1 + f.vectors))
+        none = [e.floats(float("-inf")), *[e.floats(0.0)] * (1 + f.vectors)]
+        _, total, *sums = e.loop(count, add, none)
         out = self.heads_at(self.call.result(0), row, n, self.p.heads)
         self.finish(out, sums, b.extract_element(total, e.i32(0)))

@@ -8,14 +8,17 @@
 queries as sums of three codes of 8 bits, q = s (a + b / 254 + c / 254^2), which leaves an error of
 2^-24 of the largest, so that products are of integers, four to a lane and none across lanes; half
 the time of the first with four queries to a head.
+
+``FloatColumns`` and ``CodeColumns`` give the same bits for ``BLOCK`` keys and many queries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pallas_kernels.cpu.cache import LANES, Heads
+from pallas_kernels.cpu.softmax import BLOCK
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.emit import Emitter, Value
@@ -30,10 +33,15 @@ def scores_of(heads: Heads, queries: int) -> FloatScores | CodeScores:
     return (CodeScores if heads.form.dtype == "int8" else FloatScores)(heads, queries)
 
 
+def columns_of(heads: Heads, queries: int) -> FloatColumns | CodeColumns:
+    """Of ``BLOCK`` keys at once, with the bits of ``scores_of``."""
+    return (CodeColumns if heads.form.dtype == "int8" else FloatColumns)(heads, queries)
+
+
 class FloatScores:
-    def __init__(self, heads: Heads, queries: int) -> None:
+    def __init__(self, heads: Heads, queries: int, keys: int = KEYS) -> None:
         self.heads, self.e, self.size = heads, heads.e, 4 * heads.form.width
-        self.queries, self.block = (self.e.room(n * self.size) for n in (queries, KEYS))
+        self.queries, self.block = (self.e.room(n * self.size) for n in (queries, keys))
 
     def take(self, n: Value, x: list[Value]) -> None:
         for i, value in enumerate(self.heads.as_stored(x)):
@@ -61,13 +69,70 @@ class FloatScores:
         return e.sums(totals)
 
 
-class CodeScores:
+class FloatColumns(FloatScores):
+    """``FloatScores`` of ``BLOCK`` keys, laid out by features, with the same sums: for many
+    queries."""
+
     def __init__(self, heads: Heads, queries: int) -> None:
+        super().__init__(heads, queries, BLOCK)
+        # Queries and vectors of keys that share what is loaded, as registers allow.
+        self.at_once = 2 if self.e.target.rows == 8 else 1
+
+    def keys(self, token: Token, head: Value, first: Value | int = 0) -> None:
+        """16 keys, the block's from ``first`` on."""
+        e, b, count = self.e, self.e.b, self.heads.form.vectors
+        first = b.mul(first, e.i64(4)) if not isinstance(first, int) else e.i64(4 * first)
+        for i in range(0, count, 2):
+            many = min(2, count - i)
+            rows = [self.heads.load(token(t), head, i, many) for t in range(KEYS)]
+            for m in range(many):
+                for lane, value in enumerate(e.transposed([row[m] for row in rows])):
+                    at = b.add(first, e.i64(4 * BLOCK * (LANES * (i + m) + lane)))
+                    e.store(value, self.block, at, align=64)
+
+    def scores(self, rows: Sequence[Value], out: Value) -> None:
+        """Of the queries ``rows`` with the block's keys to ``out`` ``[rows, BLOCK]``."""
+        e, b, n = self.e, self.e.b, self.at_once
+        for r in range(0, len(rows), n):
+            queries = [e.at(self.queries, b.mul(row, e.i64(self.size))) for row in rows[r : r + n]]
+
+            def some(j: Value, r: int = r, queries: list[Value] = queries) -> None:
+                keys = e.at(self.block, b.mul(j, e.i64(4)))
+                to = e.at(out, b.add(b.mul(j, e.i64(4)), e.i64(4 * BLOCK * r)))
+                for i, value in enumerate(self._by_halves(queries, keys, 0, 1)):
+                    of_row, of_vector = divmod(i, n)
+                    e.store(value, to, 4 * BLOCK * of_row + 64 * of_vector, align=64)
+
+            e.loop(BLOCK, some, step=LANES * n)
+
+    def _by_halves(self, queries: list[Value], keys: Value, lane: int, step: int) -> list[Value]:
+        """The sums of the lanes from ``lane`` on, every ``step``-th: as ``Emitter.sums`` adds."""
+        e = self.e
+        if step < LANES:
+            halves = (self._by_halves(queries, keys, start, 2 * step)
+                      for start in (lane, lane + step))  # fmt: skip
+            return [e.b.fadd(low, high) for low, high in zip(*halves, strict=True)]
+        totals: list[Value] = []
+        for i in range(self.heads.form.vectors):
+            feature = LANES * i + lane
+            columns = [e.load(keys, e.vector(e.F32), 4 * BLOCK * feature + 64 * m, align=64)
+                       for m in range(self.at_once)]  # fmt: skip
+            each = (e.splat(e.load(query, e.F32, 4 * feature)) for query in queries)
+            pairs = [(q, key) for q in each for key in columns]
+            if totals:
+                totals = [e.fma(*pair, t) for pair, t in zip(pairs, totals, strict=True)]
+            else:
+                totals = [e.b.fmul(*pair) for pair in pairs]
+        return totals
+
+
+class CodeScores:
+    def __init__(self, heads: Heads, queries: int, keys: int = KEYS) -> None:
         self.heads, self.e, width = heads, heads.e, heads.form.width
         # Of a query its codes by levels, their sums times what keys are raised by, its scale.
         self.end = LEVELS * width
         self.size = self.end + 16
-        self.queries, self.block = self.e.room(queries * self.size), self.e.room(KEYS * width)
+        self.queries, self.block = self.e.room(queries * self.size), self.e.room(keys * width)
 
     def take(self, n: Value, x: list[Value]) -> None:
         e, b = self.e, self.e.b
@@ -92,9 +157,10 @@ class CodeScores:
             x, step = rest, b.fmul(step, e.floats(1 / STEP))
             inverse = b.fmul(inverse, e.floats(STEP))
 
-    def keys(self, token: Token, head: Value) -> None:
-        """By four features of all 16 keys: lane t is key t's."""
+    def keys(self, token: Token, head: Value, first: Value | int = 0) -> None:
+        """By four features of all 16 keys: lane t is key t's.  first: of them in the block."""
         e, b = self.e, self.e.b
+        block = self._block(first)
         by_word = [i % 4 * 4 + i // 4 for i in range(KEYS)]
         rows = [self.heads.at(token(t), head) for t in range(KEYS)]
         for i in range(0, self.heads.form.width, LANES):
@@ -105,16 +171,22 @@ class CodeScores:
                 quarters.append(e.pick(*[e.join(*pairs)] * 2, by_word))
             for j, value in enumerate(_transposed(e, quarters)):
                 codes = e.raised(b.bitcast(value, e.vector(e.I8, 64)), 8)
-                e.store(codes, self.block, KEYS * (i + 4 * j), align=64)
+                e.store(codes, block, KEYS * (i + 4 * j), align=64)
 
-    def score(self, n: Value) -> Value:
+    def _block(self, first: Value | int) -> Value:
+        e, width = self.e, self.heads.form.width
+        offset = first * width if isinstance(first, int) else e.b.mul(first, e.i64(width))
+        return e.at(self.block, offset)
+
+    def score(self, n: Value, first: Value | int = 0) -> Value:
         e, b = self.e, self.e.b
+        block = self._block(first)
         at = e.at(self.queries, b.mul(n, e.i64(self.size)))
         # Two sums of a level, so that one need not wait for the other.
         sums = [e.splat(e.load(at, e.I32, self.end + 4 * i)) for i in range(LEVELS)]
         sums += [e.splat(e.i32(0))] * LEVELS
         for i in range(0, self.heads.form.width, 4):
-            codes = e.load(self.block, e.vector(e.I8, 64), KEYS * i, align=64)
+            codes = e.load(block, e.vector(e.I8, 64), KEYS * i, align=64)
             for level in range(LEVELS):
                 four = e.splat(e.load(at, e.I32, level * self.end // LEVELS + i))
                 pair = codes, b.bitcast(four, e.vector(e.I8, 64))
@@ -126,6 +198,24 @@ class CodeScores:
         for value in (*more[::-1], first):
             total = e.fma(total, e.floats(1 / STEP), value)
         return b.fmul(total, e.splat(e.load(at, e.F32, self.end + 4 * LEVELS)))
+
+
+class CodeColumns(CodeScores):
+    """``CodeScores`` of ``BLOCK`` keys, for many queries."""
+
+    def __init__(self, heads: Heads, queries: int) -> None:
+        super().__init__(heads, queries, BLOCK)
+
+    def scores(self, rows: Sequence[Value], out: Value) -> None:
+        """As ``FloatColumns.scores``, without the keys' scales."""
+        e, b = self.e, self.e.b
+        for r, row in enumerate(rows):
+
+            def some(j: Value, r: int = r, row: Value = row) -> None:
+                to = e.at(out, b.add(b.mul(j, e.i64(4)), e.i64(4 * BLOCK * r)))
+                e.store(self.score(row, j), to, align=64)
+
+            e.loop(BLOCK, some, step=KEYS)
 
 
 def _transposed(e: Emitter, rows: list[Value]) -> list[Value]:

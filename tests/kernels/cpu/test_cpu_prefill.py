@@ -59,13 +59,14 @@ def oracle(q, k, v, positions, window=None):
 def by_hand(q, k, v, positions, table=None, window=None, threads=1, on=None, place=lambda a: a):
     found = prefill.plan(q, k, table, None)
     assert isinstance(found, CpuPlan), found
-    arrays = [place(stored(x)) for x in jax.tree.leaves((q, positions, k, v, table))]
-    out = place(np.full(q.shape, np.nan, np.float32))
+    rows = q.reshape(-1, *q.shape[2:]), positions.reshape(-1) + 1
+    arrays = [place(stored(x)) for x in jax.tree.leaves((*rows, k, v, table))]
+    out = place(np.full(rows[0].shape, np.nan, np.float32))
     fixed = attention.fixed(window, q.shape[-1] ** -0.5)
     address = jit.compiled(found.program, on or jit.host()).address
     fixed = {name: np.asarray(x) for name, x in fixed.items()}
     frame.call(address, arrays, [out], fixed, threads=threads)
-    return np.array(out)
+    return np.array(out).reshape(q.shape)
 
 
 @pytest.mark.parametrize(
