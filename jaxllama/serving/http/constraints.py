@@ -125,9 +125,10 @@ def _without_patterns(value: Any) -> tuple[Any, list[str]]:
         return [part for part, _ in parts], [name for _, found in parts for name in found]
     if not isinstance(value, dict):
         return value, []
+    schema: dict[str, Any] = value
     kept: dict[str, Any] = {}
     dropped: list[str] = []
-    for key, item in value.items():
+    for key, item in schema.items():
         given = [item] if key == "pattern" and isinstance(item, str) else []
         if key == "patternProperties" and isinstance(item, dict):
             given = list(item)
