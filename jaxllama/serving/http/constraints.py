@@ -134,7 +134,7 @@ def _without_patterns(value: Any) -> tuple[Any, list[str]]:
             given = list(item)
         bad = [text for text in given if _warnings({"type": "string", "pattern": text})[0]]
         dropped += bad
-        if key == "patternProperties" and bad:
+        if bad and isinstance(item, dict):
             item = {text: part for text, part in item.items() if text not in bad}
         if not (key == "pattern" and bad):
             kept[key], more = _without_patterns(item)
