@@ -66,7 +66,11 @@ class Parser(argparse.ArgumentParser):
         """Of the command that the words name."""
         parser: argparse.ArgumentParser = self
         for word in self._words:
-            inner = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+            inner = [
+                action
+                for action in parser._actions
+                if isinstance(action, argparse._SubParsersAction)  # pyright: ignore[reportPrivateUsage]
+            ]
             parser = next((a.choices[word] for a in inner if word in a.choices), parser)
         return [
             text for action in parser._actions if action.help != argparse.SUPPRESS

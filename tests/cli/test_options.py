@@ -186,6 +186,9 @@ def test_a_missing_extra_is_one_line(package, words, tmp_path, monkeypatch, caps
     places = {"file": tmp_path / "in.jsonl", "out": tmp_path / "o.jsonl", "new": tmp_path / "new"}
     for name in list(sys.modules):  # as a process that has not imported them yet
         if name.startswith(OURS) or name.partition(".")[0] == package:
+            parent, _, child = name.rpartition(".")
+            if name.startswith(OURS) and hasattr(sys.modules.get(parent), child):
+                monkeypatch.setattr(sys.modules[parent], child, sys.modules[name])  # put back
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     find = importlib.util.find_spec

@@ -39,6 +39,7 @@ from jaxllama.config import ModelConfig
 from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 
+CACHE_HIT = "/jax/compilation_cache/cache_hits"  # jax's event
 KEPT = 4  # files: other sizes, other models; half a GB for an 8B model's engine on a GPU
 
 
@@ -82,6 +83,20 @@ class Kept(NamedTuple):
     programs: list[tuple[bytes, Any, Any]]
 
 
+class _Hits:
+    """Counts the programs that jax takes from its cache."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_listener(self._told)
+
+    def _told(self, event: str, **_: Any) -> None:
+        self.count += event == CACHE_HIT
+
+
+_hits = _Hits()
+
+
 class Programs:
     """folder: where they are kept, None for nowhere.  device: where those run that are kept."""
 
@@ -104,9 +119,13 @@ class Programs:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             made = None if path is None else self._kept(path, pool)
             if made is None:
+                before = _hits.count
                 lowered = (one.lower() for one in wanted.values())
                 made = [work.result() for work in [pool.submit(one.compile) for one in lowered]]
-                if path is not None:
+                # A CPU's program that jax took from its cache lacks some of its functions when it
+                # is written once more, and the next start would fail as it runs.
+                is_whole = self._device.platform != "cpu" or _hits.count == before
+                if path is not None and is_whole:
                     _keep(path, made, pool)
         self._made.update(zip(wanted, made, strict=True))
 

@@ -10,7 +10,6 @@ The text of a chat is read as its call says (``reading``): reasoning, content, c
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
 from collections.abc import Sequence
 
@@ -220,8 +219,10 @@ def chat_role(call: Call, index: int) -> ChatChunk:
     chunk = _chat_chunk(call, [choice], None)
     if not call.notes:
         return chunk
-    values = [getattr(chunk, field.name) for field in dataclasses.fields(chunk)]
-    return NotedChatChunk(*values, list(call.notes))
+    return NotedChatChunk(
+        chunk.id, chunk.object, chunk.created, chunk.model, chunk.system_fingerprint,
+        chunk.choices, chunk.usage, list(call.notes),
+    )  # fmt: skip
 
 
 def _detailed(choice: ChatChunkChoice, **details: list[int]) -> DetailedChunkChoice:

@@ -173,7 +173,8 @@ class Prompts:
         template = self.tokenizer().template_for(bool(body.tools)) or ""
         tools = offered(body, template)
         prompt = self.chat_prompt(body, list(tools.shown) if tools else None)
-        max_tokens = _only_limit(body, "max_completion_tokens", "max_tokens", "n_predict")
+        asked = _only_limit(body, "max_completion_tokens", "max_tokens", "n_predict")
+        max_tokens = None if asked == -1 else asked
         row = self.encode_chat(prompt, self._kept(body.truncate_prompt_tokens, max_tokens))
         how = reading(template, prompt.text, tools)
         if tools is not None and (body.bad_words or body.allowed_token_ids):
@@ -375,7 +376,7 @@ def _check_prompt_logprobs(body: Generation) -> None:
 
 def _only_limit(body: Generation, *names: str) -> int | None:
     """The limit of an answer's tokens, which has several names; None where the body sets none."""
-    given = {name: value for name in names if (value := getattr(body, name)) not in (None, -1)}
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
     for name, value in given.items():
         first = next(iter(given))
         if value != given[first]:

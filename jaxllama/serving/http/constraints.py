@@ -125,15 +125,16 @@ def _without_patterns(value: Any) -> tuple[Any, list[str]]:
         return [part for part, _ in parts], [name for _, found in parts for name in found]
     if not isinstance(value, dict):
         return value, []
+    schema: dict[str, Any] = value
     kept: dict[str, Any] = {}
     dropped: list[str] = []
-    for key, item in value.items():
+    for key, item in schema.items():
         given = [item] if key == "pattern" and isinstance(item, str) else []
         if key == "patternProperties" and isinstance(item, dict):
             given = list(item)
         bad = [text for text in given if _warnings({"type": "string", "pattern": text})[0]]
         dropped += bad
-        if key == "patternProperties" and bad:
+        if bad and isinstance(item, dict):
             item = {text: part for text, part in item.items() if text not in bad}
         if not (key == "pattern" and bad):
             kept[key], more = _without_patterns(item)

@@ -24,7 +24,16 @@ from jaxllama.serving.engine import runner
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.grammar import Matcher
 from jaxllama.serving.engine.options import EngineOptions, ResolvedOptions
-from jaxllama.serving.engine.programs import KEPT, Kept, Wanted, keep, name, read
+from jaxllama.serving.engine.programs import (
+    CACHE_HIT,
+    KEPT,
+    Kept,
+    Programs,
+    Wanted,
+    keep,
+    name,
+    read,
+)
 from jaxllama.serving.engine.request import (
     EngineClosed,
     EngineFailed,
@@ -348,6 +357,27 @@ def test_a_second_engine_takes_the_first_ones_programs(tmp_path, monkeypatch):
     key, one = wanted.popitem()
     others = [one, one._replace(static={**one.static, "width": 2}), one._replace(cfg=None)]
     assert len({name({**wanted, key: other}, home) for other in others}) == 3
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_program_from_jaxs_cache_is_not_kept_again(is_cached, tmp_path):
+    """On a CPU it lacks functions when it is written once more: the start after that failed."""
+    jitted = jax.jit(lambda x: x + 1)
+
+    class Known:
+        __name__ = "known"
+
+        def lower(self, *arguments):
+            return self
+
+        def compile(self):
+            if is_cached:
+                jax.monitoring.record_event(CACHE_HIT)
+            return jitted.lower(jnp.zeros(3)).compile()
+
+    programs = Programs(tmp_path, jax.devices()[0])
+    programs.add({"one": Wanted(Known(), (jnp.zeros(3),))})
+    assert len(programs) == 1 and len(list(tmp_path.iterdir())) == (not is_cached)
 
 
 def test_only_the_newest_programs_are_kept(tmp_path):

@@ -137,6 +137,12 @@ def test_fields_that_contradict_each_other_are_refused(http, path, fields, param
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param
 
 
+def test_no_limit_is_what_the_context_leaves(http, engine):
+    assert ask(http, CHAT, {"n_predict": -1}).status_code == 200
+    last = engine.requests[-1]
+    assert last.max_new_tokens == MAX_LEN - len(last.prompt)
+
+
 @pytest.mark.parametrize("path", ROOTS)
 def test_a_prompt_that_is_too_long_may_be_cut(http, engine, path):
     text = "a" * 300
