@@ -141,7 +141,7 @@ def prefill(
     tokens, lengths = _int32(tokens, lengths)
     possible = _possible(cfg, tokens, lengths)
     lengths = jnp.where(possible, lengths, 0)
-    scores, cache = fill_rows(cfg, params, tokens, lengths, cache, chunk=chunk)
+    scores, cache = _fill(cfg, params, tokens, lengths, cache, chunk)
     return _or_nan(possible, scores), cache
 
 
@@ -157,7 +157,17 @@ def fill_rows(
     """``prefill`` of operands that are known to be right; a row of length 0 stays as it is, and its
     logits mean nothing.  ``tokens`` may be padded beyond ``cfg.max_position``."""
     _check_room(cache, tokens.shape[1], "tokens")
-    tokens, lengths = _int32(tokens, lengths)
+    return _fill(cfg, params, *_int32(tokens, lengths), cache, chunk)
+
+
+def _fill(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    chunk: int | None,
+) -> tuple[jax.Array, Cache]:
     rows = jnp.arange(tokens.shape[0])
     before = cache
 
