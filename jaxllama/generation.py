@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from jaxllama import compiler_options
@@ -52,7 +54,7 @@ CPU_PREFILL_TOKENS = 512
 
 
 def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``jax.jit`` that donates argument ``at``, unless an argument of the call is traced.
+    """``jax.jit`` that donates argument ``at``, unless the call is made inside of a trace.
 
     static: of ``jax.jit``.  ``lower``, ``trace`` and ``__wrapped__`` are the donating program's.
     """
@@ -63,7 +65,8 @@ def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (keeping if _is_traced(args, kwargs) else donating)(*args, **kwargs)
+            is_traced = get_opaque_trace_state() != _untraced()
+            return (keeping if is_traced else donating)(*args, **kwargs)
 
         vars(call).update(lower=donating.lower, trace=donating.trace)
         return call
@@ -71,8 +74,12 @@ def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def _is_traced(*trees: Any) -> bool:
-    return any(issubclass(kind, Tracer) for kind in set(map(type, jax.tree.leaves(trees))))
+@functools.cache
+def _untraced() -> Any:
+    """jax's state outside of any trace, which a new thread has.  (To look for tracers among the
+    parameters would cost each step hundreds of checks.)"""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(get_opaque_trace_state).result()
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
