@@ -211,14 +211,16 @@ def decode_step(
 
     A generated token, which reads the share ``cfg.attn_sparsity`` of the values; a prompt's are
     for ``prefill``, which reads all of them.  A row that is full, or whose token is outside of the
-    vocabulary, stays as it is and gets NaN logits.  The given cache is donated, unless the call is
-    traced.  Raises JaxLlamaError for operands of another type, shape or dtype.
+    vocabulary, stays as it is and gets NaN logits.  (Without attention no row is ever full, and the
+    step has no mask of rows: such a token changes the row's state, and the logits are NaN.)  The
+    given cache is donated, unless the call is traced.  Raises JaxLlamaError for operands of another
+    type, shape or dtype.
     """
     _check_ints("tokens", tokens, "[B]")
     _check_cache(cfg, cache, tokens.shape[0])
     (tokens,) = _int32(tokens)
     is_known = (tokens >= 0) & (tokens < cfg.vocab_size)
-    live = is_known.astype(jnp.int32)
+    live = jnp.ones_like(cache.lengths) if cache.capacity is None else is_known.astype(jnp.int32)
     hidden, after = _forward(cfg, params, tokens[:, None], live, cache, sparse=True)
     return _or_nan(is_known, _logits(cfg, params, hidden[:, 0], cache, live)), after
 
