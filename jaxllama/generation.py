@@ -164,7 +164,8 @@ def fill_rows(
     """``prefill`` of operands that are known to be right; a row of length 0 stays as it is, and its
     logits mean nothing.  ``tokens`` may be padded beyond ``cfg.max_position``."""
     _check_room(cache, tokens.shape[1], "tokens")
-    return _fill(cfg, params, *_int32(tokens, lengths), cache, chunk)
+    tokens, lengths = _int32(tokens, lengths)
+    return _fill(cfg, params, tokens, lengths, cache, chunk)
 
 
 def _fill(
