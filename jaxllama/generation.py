@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 from jax.typing import DTypeLike
 
 from jaxllama import compiler_options
@@ -52,7 +54,7 @@ CPU_PREFILL_TOKENS = 512
 
 
 def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``jax.jit`` that donates argument ``at``, unless an argument of the call is traced.
+    """``jax.jit`` that donates argument ``at``, unless the call is made inside of a trace.
 
     static: of ``jax.jit``.  ``lower``, ``trace`` and ``__wrapped__`` are the donating program's.
     """
@@ -63,7 +65,8 @@ def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (keeping if _is_traced(args, kwargs) else donating)(*args, **kwargs)
+            is_traced = get_opaque_trace_state() != _untraced()
+            return (keeping if is_traced else donating)(*args, **kwargs)
 
         vars(call).update(lower=donating.lower, trace=donating.trace)
         return call
@@ -71,8 +74,12 @@ def donated(at: int, **static: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def _is_traced(*trees: Any) -> bool:
-    return any(issubclass(kind, Tracer) for kind in set(map(type, jax.tree.leaves(trees))))
+@functools.cache
+def _untraced() -> Any:
+    """jax's state outside of any trace, which a new thread has.  (To look for tracers among the
+    parameters would cost each step hundreds of checks.)"""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(get_opaque_trace_state).result()
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> Params:
@@ -141,7 +148,7 @@ def prefill(
     tokens, lengths = _int32(tokens, lengths)
     possible = _possible(cfg, tokens, lengths)
     lengths = jnp.where(possible, lengths, 0)
-    scores, cache = fill_rows(cfg, params, tokens, lengths, cache, chunk=chunk)
+    scores, cache = _fill(cfg, params, tokens, lengths, cache, chunk)
     return _or_nan(possible, scores), cache
 
 
@@ -158,6 +165,17 @@ def fill_rows(
     logits mean nothing.  ``tokens`` may be padded beyond ``cfg.max_position``."""
     _check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = _int32(tokens, lengths)
+    return _fill(cfg, params, tokens, lengths, cache, chunk)
+
+
+def _fill(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    chunk: int | None,
+) -> tuple[jax.Array, Cache]:
     rows = jnp.arange(tokens.shape[0])
     before = cache
 
@@ -194,14 +212,16 @@ def decode_step(
 
     A generated token, which reads the share ``cfg.attn_sparsity`` of the values; a prompt's are
     for ``prefill``, which reads all of them.  A row that is full, or whose token is outside of the
-    vocabulary, stays as it is and gets NaN logits.  The given cache is donated, unless the call is
-    traced.  Raises JaxLlamaError for operands of another type, shape or dtype.
+    vocabulary, stays as it is and gets NaN logits.  (Without attention no row is ever full, and the
+    step has no mask of rows: such a token changes the row's state, and the logits are NaN.)  The
+    given cache is donated, unless the call is traced.  Raises JaxLlamaError for operands of another
+    type, shape or dtype.
     """
     _check_ints("tokens", tokens, "[B]")
     _check_cache(cfg, cache, tokens.shape[0])
     (tokens,) = _int32(tokens)
     is_known = (tokens >= 0) & (tokens < cfg.vocab_size)
-    live = is_known.astype(jnp.int32)
+    live = jnp.ones_like(cache.lengths) if cache.capacity is None else is_known.astype(jnp.int32)
     hidden, after = _forward(cfg, params, tokens[:, None], live, cache, sparse=True)
     return _or_nan(is_known, _logits(cfg, params, hidden[:, 0], cache, live)), after
 

@@ -38,7 +38,7 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampling
 from jaxllama.errors import JaxLlamaError, SpeedWarning, WeightWarning
 from jaxllama.language_model import LanguageModel
-from jaxllama.model import lora
+from jaxllama.model import flax_state, lora
 from jaxllama.model.cache import default_dtype
 from jaxllama.model.cpu_layout import handles, lay_out, slow_on_cpu
 from jaxllama.parallel.mesh import make_mesh
@@ -100,6 +100,7 @@ def load(
             exact=exact, revision=revision, progress=progress, adapters=adapters, merge=merge,
         )  # fmt: skip
         return lm.first_layers(layers)
+    flax_state.register()
     adapters = dict(adapters or {})
     _check_adapters(adapters, merge, policy is not None, mesh is not None)
     enable_compilation_cache()

@@ -17,7 +17,10 @@ import jax.numpy as jnp
 from jaxllama.config import ModelConfig
 from jaxllama.model.cache import Cache
 from jaxllama.model.decoder import forward, logits
+from jaxllama.model.flax_state import register
 from jaxllama.model.params import Param, nested, param_table
+
+register()
 
 
 class Parameters(nn.Module):

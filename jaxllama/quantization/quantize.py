@@ -9,6 +9,7 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
+from jaxllama.model import flax_state
 from jaxllama.progress import working
 from jaxllama.quantization.pipeline import round_model
 from jaxllama.quantization.scheme import Recipe, is_packed, parse, quantize_leaf, untie
@@ -31,6 +32,7 @@ def quantize_params(
     text that is no recipe, a scheme that needs calibration, or naming a weight that no group size
     divides.
     """
+    flax_state.register()
     recipe = parse(scheme) if isinstance(scheme, str) else scheme
     recipe.check_rounding()
     packed = any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed)))

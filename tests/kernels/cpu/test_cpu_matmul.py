@@ -145,6 +145,22 @@ def test_extreme_values_stay_in_their_row(value):
     np.testing.assert_array_equal(found[1], run(x[1:], w)[0])
 
 
+@pytest.mark.parametrize("scheme", ["q4_0", "q4_1", "int8 rows", "gptq"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+@pytest.mark.parametrize("rows", [1, 12])
+def test_an_infinity_comes_out_with_the_sign_of_its_weight(scheme, value, rows):
+    """As in XLA's form, or as NaN where a weight's zero point is added as a sum of its own."""
+    w, x = weight(scheme, 32, 256), floats(rows, 256)
+    x[0, 5] = value
+    want = np.asarray(quantized_matmul(jnp.asarray(x), w, implementation="xla"))[0]
+    found = run(x, prepared(w))[0]
+    is_nan = np.isnan(found)
+    assert not np.isfinite(found).any()
+    np.testing.assert_array_equal(found[~is_nan], want[~is_nan])
+    if w.zero is None:
+        np.testing.assert_array_equal(is_nan, np.isnan(want))
+
+
 FUSED = [
     {},
     {"norm"},

@@ -1,0 +1,78 @@
+"""Quantized weights and caches for ``flax.serialization``.
+
+flax serializes the types that are registered with it.  ``register`` registers ours, and does
+nothing before flax has been imported, which takes a third of a second.  ``module`` (which imports
+flax), ``load`` and ``quantize_params`` call it.  A program that imports flax after all of these
+calls ``register`` itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllama.model.cache import Cache, GLAState, KVCache
+from pallas_kernels.cpu.weight import CpuWeight
+from pallas_kernels.qtensor import QTensor, RowBlocks
+
+# numpy has no names for these, by which flax stores a dtype.
+_STORED_AS = {"int4": np.int8, "float8_e4m3fn": np.uint8}
+
+
+def register() -> None:
+    """Let flax, where it is imported, serialize trees with QTensors and caches."""
+    if "flax.serialization" in sys.modules:
+        _register()
+
+
+@functools.cache
+def _register() -> None:
+    from flax import serialization
+
+    def to_state(value: Any) -> dict[str, Any]:
+        return {name: serialization.to_state_dict(_stored(getattr(value, name)))
+                for name in _array_fields(value)}  # fmt: skip
+
+    def from_state(target: Any, state: dict[str, Any]) -> Any:
+        parts = {}
+        for name in _array_fields(target):
+            old = getattr(target, name)
+            new = serialization.from_state_dict(_stored(old), state[name], name=name)
+            parts[name] = _restored(new, old)
+        return dataclasses.replace(target, **parts)
+
+    for kind in (QTensor, RowBlocks, CpuWeight, Cache, KVCache, GLAState):
+        serialization.register_serialization_state(kind, to_state, from_state)
+
+
+def _array_fields(value: Any) -> list[str]:
+    fields = dataclasses.fields(value)
+    return [field.name for field in fields if not field.metadata.get("static")]
+
+
+def _stored(value: Any) -> Any:
+    """An array as flax can store it, anything else as it is."""
+    stored = _STORED_AS.get(jnp.dtype(value.dtype).name) if _is_array(value) else None
+    if stored is None:
+        return value
+    codes = np.asarray(value)
+    return codes.astype(stored) if codes.dtype.name == "int4" else codes.view(stored)
+
+
+def _restored(value: Any, like: Any) -> Any:
+    """The inverse of ``_stored``, of ``like``'s dtype."""
+    if not _is_array(like) or jnp.dtype(like.dtype).name not in _STORED_AS:
+        return value
+    codes = np.asarray(value)
+    is_int4 = like.dtype == jnp.int4
+    return jnp.asarray(codes.astype(like.dtype) if is_int4 else codes.view(like.dtype))
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray | jax.Array)

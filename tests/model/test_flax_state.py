@@ -1,0 +1,45 @@
+"""Quantized trees and caches through flax's serialization."""
+
+from __future__ import annotations
+
+import flax.serialization
+import jax
+import numpy as np
+import pytest
+
+import jaxllama as jl
+from pallas_kernels.cpu import prepare_tree
+from pallas_kernels.qtensor import QTensor, RowBlocks, quantize
+from tests.helpers.models import FAMILIES, params_of
+
+CFG = FAMILIES["hybrid"]
+W = jax.random.normal(jax.random.key(0), (32, 64))
+
+
+def values():
+    yield "weights of 4 bits", {"w": quantize(W, "int4", group_size=32, symmetric=False)}
+    yield "two levels", {"w": quantize(W, "int4", group_size=32, scale_dtype="int8")}
+    yield "float8", {"w": quantize(W, "float8_e4m3fn")}
+    yield "rows of several kinds", {"w": RowBlocks((quantize(W, "int8"), W))}
+    yield "a CPU's layout", prepare_tree({"w": {"weight": quantize(W, "int8")}})
+    yield "a model", jl.quantize_params(params_of(CFG), "w8a8")
+    yield "a cache", jl.init_cache(CFG, 1, 4)
+    yield "a cache of 8 bits", jl.init_cache(CFG, 1, 4, "float8_e4m3fn")
+
+
+@pytest.mark.parametrize("tree", [pytest.param(tree, id=name) for name, tree in values()])
+def test_a_tree_comes_back_from_bytes(tree):
+    empty = jax.tree.map(lambda leaf: leaf * 0, tree)
+    got = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(tree))
+    assert jax.tree.structure(got) == jax.tree.structure(tree)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(tree), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_a_tree_of_other_shapes_is_not_taken():
+    state = flax.serialization.to_state_dict({"w": quantize(W, "int8")})
+    with pytest.raises(ValueError, match="keys"):
+        flax.serialization.from_state_dict({"v": quantize(W, "int8")}, state)
+    assert isinstance(flax.serialization.from_state_dict({"w": quantize(W, "int8")}, state)["w"],
+                      QTensor)  # fmt: skip
