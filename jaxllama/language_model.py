@@ -236,13 +236,17 @@ class LanguageModel:
         params = restore_tree(params)
         is_packed = any(isinstance(leaf, _QUANTIZED) for leaf in _weights(params))
         format = format or ("native" if is_packed else "floats")
-        cfg, common = self.config, {"sampling": self.sampling, "progress": progress}
+        cfg, sampling = self.config, self.sampling
         with tempfile.TemporaryDirectory() as scratch:
             files = [] if self.tokenizer is None else self.tokenizer.save(scratch)
             if format != "floats":
-                return packed.save(directory, cfg, params, files, format=format, **common)
+                return packed.save(
+                    directory, cfg, params, files, format=format, sampling=sampling,
+                    progress=progress,
+                )  # fmt: skip
             params = packed.in_floats(params, self.dtype) if is_packed else params
-            return hf.save(directory, cfg.with_head_of(params), params, files, **common)
+            cfg = cfg.with_head_of(params)
+            return hf.save(directory, cfg, params, files, sampling=sampling, progress=progress)
 
     def _steps(
         self,
@@ -412,8 +416,8 @@ class LanguageModel:
             self.config, tokens.shape[0], capacity, options.kv_dtype, mesh=self.mesh
         )  # fmt: skip
         operands = self.config, self.params, tokens, lengths, cache, sampling, stop_ids
-        on_prompt, several = options.on_prompt, chunk is not None and chunk < tokens.shape[1]
-        if on_prompt is not None and several and not self.deterministic:
+        on_prompt = None if self.deterministic else options.on_prompt
+        if on_prompt is not None and chunk is not None and chunk < tokens.shape[1]:
             return generation.start_in_pieces(
                 *operands, max_new_tokens=room, chunk=chunk, on_prompt=on_prompt
             )
