@@ -510,11 +510,95 @@ def start(
     A row of length 0 is empty: done from the beginning.  alone: rows are prefilled one after the
     other, so that their bits depend on no batch size.
     """
-    batch, (tokens, lengths) = tokens.shape[0], _int32(tokens, lengths)
+    tokens, lengths = _int32(tokens, lengths)
     if alone:
         scores, cache = _prefill_alone(cfg, params, tokens, lengths, cache, chunk)
     else:
         scores, cache = fill_rows(cfg, params, tokens, lengths, cache, chunk=chunk)
+    return _first_token(cfg, tokens, lengths, scores, cache, sampling, stop_ids, max_new_tokens)
+
+
+def start_in_pieces(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    *,
+    max_new_tokens: int,
+    chunk: int,
+    on_prompt: Callable[[int, int], None],
+) -> GenerateState:
+    """``start``, with one call of a program for every ``chunk`` tokens of a row.
+
+    on_prompt: called after each as (tokens read of the longest row, tokens of the longest row).
+    """
+    _check_room(cache, tokens.shape[1], "tokens")
+    tokens, lengths = _int32(tokens, lengths)
+    total, longest = cache.lengths + lengths, int(jax.device_get(lengths).max())
+    last = jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params))
+    for first in range(0, longest, chunk):
+        piece = tokens[:, first : first + chunk]
+        piece = jnp.pad(piece, ((0, 0), (0, chunk - piece.shape[1])))
+        n_new = jnp.clip(lengths - first, 0, chunk)
+        last, cache = _piece(cfg, params, piece, n_new, cache, total, last)
+        jax.block_until_ready(last)
+        on_prompt(min(first + chunk, longest), longest)
+    return _after_pieces(
+        cfg, params, tokens, lengths, cache, total, last, sampling, stop_ids,
+        max_new_tokens=max_new_tokens,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(4, 6))
+def _piece(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    total: jax.Array,
+    last: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """A piece of every row's prompt; last: the hidden state ``[B, D]`` of its last token so far."""
+    hidden, cache = _forward(cfg, params, tokens, lengths, cache, total)
+    newest = hidden[jnp.arange(tokens.shape[0]), jnp.maximum(lengths - 1, 0)]
+    return jnp.where((lengths > 0)[:, None], newest, last), cache
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="max_new_tokens", donate_argnums=4)
+def _after_pieces(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    cache: Cache,
+    total: jax.Array,
+    last: jax.Array,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    *,
+    max_new_tokens: int,
+) -> GenerateState:
+    before = dataclasses.replace(cache, lengths=total - lengths)
+    scores = _logits(cfg, params, last, before, lengths)
+    return _first_token(cfg, tokens, lengths, scores, cache, sampling, stop_ids, max_new_tokens)
+
+
+def _first_token(
+    cfg: ModelConfig,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    scores: jax.Array,
+    cache: Cache,
+    sampling: SamplingParams,
+    stop_ids: jax.Array,
+    max_new_tokens: int,
+) -> GenerateState:
+    """The state after prompts whose last tokens have the logits ``scores [B, V]``."""
+    batch = tokens.shape[0]
     history = History.of_prompt(tokens, lengths, cfg.vocab_size) if sampling.penalties else None
     state = GenerateState(
         tokens=jnp.zeros((batch, max_new_tokens), jnp.int32),

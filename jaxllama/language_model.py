@@ -61,6 +61,7 @@ SAVE_FORMATS = ("floats", *packed.FORMATS)
 _SCREEN = 20  # lines of parameters that ``repr`` shows
 
 OnText = Callable[[int, str], None]
+OnPrompt = Callable[[int, int], None]
 # (row, new text) as it comes, and the results at the end.
 Steps = Generator[tuple[int, str], None, list["Generation"]]
 
@@ -125,6 +126,7 @@ class LanguageModel:
         kv_dtype: DTypeLike | None = None,
         chunk: int | None = None,
         on_text: OnText | None = None,
+        on_prompt: OnPrompt | None = None,
         adapter: str | Sequence[str | None] | None = None,
         draft: str | LanguageModel | None = None,
         draft_tokens: int = 0,
@@ -139,6 +141,8 @@ class LanguageModel:
         chunk: tokens of a prompt that go through the model at once; by default as many as
             ``generation.prefill_chunk`` says.
         on_text: called as (row, new text) while decoding, on complete characters only.
+        on_prompt: called as (tokens read, tokens of the longest prompt) after each chunk of prompts
+            that have several; a deterministic model and an offloaded one do not call it.
         adapter: one of ``adapters``, or one a row; None is the model itself.
         draft: who proposes tokens that the model then verifies, several in one pass: "ngram" (what
             followed the last tokens before), or a smaller model with the same tokenizer, such as
@@ -149,7 +153,7 @@ class LanguageModel:
         """
         steps = self._steps(
             prompts, max_new_tokens, sampling, seed, stop, kv_dtype, chunk, on_text is not None,
-            adapter, self.drafting(draft, draft_tokens),
+            adapter, self.drafting(draft, draft_tokens), on_prompt,
         )  # fmt: skip
         while True:
             try:
@@ -248,13 +252,17 @@ class LanguageModel:
         params = restore_tree(params)
         is_packed = any(isinstance(leaf, _QUANTIZED) for leaf in _weights(params))
         format = format or ("native" if is_packed else "floats")
-        cfg, common = self.config, {"sampling": self.sampling, "progress": progress}
+        cfg, sampling = self.config, self.sampling
         with tempfile.TemporaryDirectory() as scratch:
             files = [] if self.tokenizer is None else self.tokenizer.save(scratch)
             if format != "floats":
-                return packed.save(directory, cfg, params, files, format=format, **common)
+                return packed.save(
+                    directory, cfg, params, files, format=format, sampling=sampling,
+                    progress=progress,
+                )  # fmt: skip
             params = packed.in_floats(params, self.dtype) if is_packed else params
-            return hf.save(directory, cfg.with_head_of(params), params, files, **common)
+            cfg = cfg.with_head_of(params)
+            return hf.save(directory, cfg, params, files, sampling=sampling, progress=progress)
 
     def _steps(
         self,
@@ -268,6 +276,7 @@ class LanguageModel:
         watched: bool,
         adapter: str | Sequence[str | None] | None,
         drafting: Drafting | None,
+        on_prompt: OnPrompt | None = None,
     ) -> Steps:
         """``generate`` as an iterator: arguments are checked now, the work is done as it goes."""
         rows = self.encode(prompts)
@@ -280,7 +289,9 @@ class LanguageModel:
         numbers = self._numbers(adapter, len(rows))
         per_row = sampling_of(sampling, seed, len(rows))
         kv_dtype, chunk = self._cache_options(kv_dtype, chunk)
-        options = _Options(max_new_tokens, stops, kv_dtype, chunk, watched, drafting)
+        options = _Options(
+            max_new_tokens, stops, kv_dtype, chunk, watched, drafting, on_prompt
+        )  # fmt: skip
         return self._batches(rows, per_row, numbers, options)
 
     def _cache_options(
@@ -425,15 +436,19 @@ class LanguageModel:
     ) -> generation.GenerateState:
         """Prefill and the first token; offloading has its own."""
         rows = 1 if self.deterministic else tokens.shape[0]  # at once
-        return generation.start(
-            self.config, self.params, tokens, lengths,
-            init_cache(
-                self.config, tokens.shape[0], capacity, options.kv_dtype, mesh=self.mesh
-            ),
-            sampling, stop_ids, max_new_tokens=room,
-            chunk=options.chunk or generation.prefill_chunk(rows, tokens.shape[1]),
-            alone=self.deterministic,
+        chunk = options.chunk or generation.prefill_chunk(rows, tokens.shape[1])
+        cache = init_cache(
+            self.config, tokens.shape[0], capacity, options.kv_dtype, mesh=self.mesh
         )  # fmt: skip
+        operands = self.config, self.params, tokens, lengths, cache, sampling, stop_ids
+        on_prompt = None if self.deterministic else options.on_prompt
+        if on_prompt is not None and chunk is not None and chunk < tokens.shape[1]:
+            return generation.start_in_pieces(
+                *operands, max_new_tokens=room, chunk=chunk, on_prompt=on_prompt
+            )
+        return generation.start(
+            *operands, max_new_tokens=room, chunk=chunk, alone=self.deterministic
+        )
 
     def _advance(
         self,
@@ -603,6 +618,7 @@ class _Options:
     chunk: int | None
     watched: bool  # somebody reads the text as it comes
     drafting: Drafting | None
+    on_prompt: OnPrompt | None
 
     @property
     def deterministic_rows(self) -> int:

@@ -47,6 +47,18 @@ def test_token_ids_are_prompts_too(lm):
     assert [out.tokens for out in by_ids] == [out.tokens for out in by_text]
 
 
+def test_a_long_prompt_tells_how_far_it_is(lm):
+    prompts, told = [list(range(3, 43)), [5] * 9, [7]], []
+    sampling = Sampling(repetition_penalty=1.3)
+    options = {"max_new_tokens": 6, "sampling": sampling, "chunk": 16}
+    want = lm.generate(prompts, **options)
+    got = lm.generate(prompts, **options, on_prompt=lambda *pair: told.append(pair))
+    assert told == [(16, 40), (32, 40), (40, 40)]
+    assert [out.tokens for out in got] == [out.tokens for out in want]
+    lm.generate("short", 2, on_prompt=lambda *pair: told.append(pair))
+    assert len(told) == 3
+
+
 def test_text_is_optional(lm):
     mute = dataclasses.replace(lm, tokenizer=None)
     [out] = mute.generate([list(b"hello")], max_new_tokens=6)

@@ -2,9 +2,11 @@
 
     run(source, ...) -> report (a dict)        table(report) -> text
 
-The machine is calibrated for the model's layers once (``offload.planner.calibrate``), the policy is
-solved for (``planner.solve``) or given, the model is loaded under it, and the task is run with
-every load, store and computation timed.  Of ``new_tokens`` at most ``MEASURED`` steps are run; the
+A task that fits on the device whole runs there, and only computation is calibrated for it.  Else
+the machine is calibrated for the model's layers once (``offload.planner.calibrate``), and the
+policy is solved for (``planner.solve``), unless it is given.  The model is loaded under it, and the
+task is run with every load, store and computation timed.  The figures are kept, and the same task
+is not measured twice on a machine.  Of ``new_tokens`` at most ``MEASURED`` steps are run; the
 rate is extrapolated from the prefill and the mean step, as the prediction is.
 """
 
@@ -12,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import shutil
 import statistics
 from pathlib import Path
@@ -22,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.checkpoints import hub
+from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.loading import default_dtype, enable_compilation_cache, load, read_config
 from jaxllama.offload.model import OffloadedModel
@@ -69,7 +74,7 @@ def run(
 
     policy: what to measure; solved for by default, and base is then what is not searched
     (``planner.solve``).  The limits default to what the device, the system and the disk have to
-    give.  recalibrate: measure the machine even if that was done before.
+    give.  recalibrate: measure the machine and the task even if that was done before.
     """
     enable_compilation_cache()
     dtype = jnp.dtype(default_dtype() if dtype is None else dtype)
@@ -83,24 +88,33 @@ def run(
         )
     scheme, kv_dtype = settings_of(base, dtype, scheme, kv_dtype)
     settings = Settings(dtype, kv_dtype, scheme)
+    limits = Limits(*_limits(device_bytes, host_bytes, disk_bytes))
+    if policy is None:
+        policy = resident(cfg, task, limits, settings, base)
     costs = calibrate(
-        cfg, dtype, scheme, kv_dtype, chunk=task.chunk, fresh=recalibrate, progress=progress
-    )
+        cfg, dtype, scheme, kv_dtype, chunk=task.chunk,
+        moves=policy is None or policy.moves, fresh=recalibrate, progress=progress,
+    )  # fmt: skip
     memory = available_memory()
     if memory is not None and model_bytes(cfg, dtype, scheme) > memory:
         costs = costs.cold()  # the page cache will not hold the disk's share
     if policy is None:
-        limits = Limits(*_limits(device_bytes, host_bytes, disk_bytes))
         policy = solve(cfg, costs, task, limits, settings, base)
     expected = predict(cfg, policy, costs, task, settings)
     need = need_of(cfg, policy, task, settings)
-    progress(f"measuring: {policy}")
-    rounding = None if policy.compress_weight else scheme
-    lm = load(source, dtype, rounding, policy=policy, random=random, revision=revision)
-    assert isinstance(lm, OffloadedModel)
-    found, events = measure(lm, task, settings)
-    if timeline is not None:
-        draw(events, timeline, f"{cfg.name}: {policy}")
+    known = measured_file(cfg, policy, task, settings)
+    if known.is_file() and timeline is None and not recalibrate:
+        progress(f"measured before: {policy}; --recalibrate measures anew")
+        found = json.loads(known.read_text(encoding="utf-8"))
+    else:
+        progress(f"measuring: {policy}")
+        rounding = None if policy.compress_weight else scheme
+        lm = load(source, dtype, rounding, policy=policy, random=random, revision=revision)
+        assert isinstance(lm, OffloadedModel)
+        found, events = measure(lm, task, settings)
+        known.write_text(json.dumps(found), encoding="utf-8")
+        if timeline is not None:
+            draw(events, timeline, f"{cfg.name}: {policy}")
     lanes = {
         lane: {"predicted": expected.lanes[lane], "measured": found["lanes"][lane]}
         for lane in LANES
@@ -121,11 +135,35 @@ def run(
         "lanes": lanes,
         "bytes": {
             "device": {"predicted": need.device, "measured": found["device_bytes"],
-                       "in_programs": need.programs, "sees_programs": sees_programs(lm)},
+                       "in_programs": need.programs, "sees_programs": found["sees_programs"]},
             "host": {"predicted": need.host, "measured": None},
             "disk": {"predicted": need.disk, "measured": found["disk_bytes"]},
         },
     }  # fmt: skip
+
+
+def measured_file(cfg: ModelConfig, policy: Policy, task: Task, settings: Settings) -> Path:
+    """Where the measurement of a task is kept.  Its speed depends on shapes, not on weights."""
+    words = (cfg.replace(name=""), str(policy), task, settings)
+    words += (jax.devices()[0].device_kind, jax.__version__)
+    name = hashlib.sha256(repr(words).encode()).hexdigest()[:16]
+    folder = hub.cache_dir() / "offload"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"measured-{name}.json"
+
+
+def resident(
+    cfg: ModelConfig, task: Task, limits: Limits, settings: Settings, base: Policy
+) -> Policy | None:
+    """The policy that keeps everything on the device, in one batch; None where that does not fit or
+    is not wanted."""
+    one_batch = min(128, 1 << (task.rows - 1).bit_length())
+    policy = dataclasses.replace(base, gpu_batch_size=one_batch)
+    if limits.device is None:  # a CPU: its memory is the host's
+        limits = dataclasses.replace(limits, device=available_memory())
+    if policy.moves or not limits.allow(need_of(cfg, policy, task, settings)):
+        return None
+    return policy
 
 
 def measure(
@@ -151,7 +189,7 @@ def measure(
     disk = lm.store.disk.nbytes if need_disk(lm.policy) else 0
     report = {
         "prefill": prefill, "step": step, "lanes": lanes, "disk_bytes": disk,
-        "device_bytes": max(watch.most, held_on_device(lm)),
+        "device_bytes": max(watch.most, held_on_device(lm)), "sees_programs": sees_programs(lm),
     }  # fmt: skip
     return report, events
 

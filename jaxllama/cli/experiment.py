@@ -30,7 +30,7 @@ def options(sub: Parser) -> None:
                      help="UTF-8 text in place of the file's own; bible: the King James Bible of "
                           "Debian's package bible-kjv")  # fmt: skip
     sub.add_argument("--dry-run", action="store_true",
-                     help="print points, shapes, memory and time, and do nothing")  # fmt: skip
+                     help="print points, shapes, memory and time, and write nothing")  # fmt: skip
     sub.add_argument("--compare", nargs=2, type=run_folder, metavar=("DIR", "DIR"),
                      help="what differs between two runs beyond their noise")  # fmt: skip
     common.json_option(sub)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from jaxllama.cli import chat, common
 from jaxllama.cli.domains import Parser, filled, text_input
 from jaxllama.config import preset_names
 from jaxllama.errors import JaxLlamaError
-from jaxllama.progress import working
+from jaxllama.progress import Working, working
 
 if TYPE_CHECKING:
     from jaxllama.language_model import LanguageModel
 
+LONG = 8192  # tokens of a prompt whose cache is worth a line
 Prompt = str | list[chat.Message]
 
 HELP = "Continue one or many prompts."
@@ -65,8 +68,9 @@ def run(args: argparse.Namespace) -> None:
     with working("generating") as sign:
         outs = lm.generate(
             rows, args.max_new_tokens, sampling, stop=args.stop, kv_dtype=common.kv_dtype(args),
-            on_text=chat.shown(sign) if args.stream else None, adapter=common.only_adapter(lm),
-            **common.chunk(args), **draft,
+            on_text=chat.shown(sign) if args.stream else None,
+            on_prompt=_reading(sign, lm, len(rows), common.kv_dtype(args)),
+            adapter=common.only_adapter(lm), **common.chunk(args), **draft,
         )  # fmt: skip
     if args.json:
         answers = [
@@ -87,6 +91,45 @@ def run(args: argparse.Namespace) -> None:
             if len(prompts) > 1:
                 print(f"{chr(10) if index else ''}=== {json.dumps(prompt, ensure_ascii=False)}")
             print(out.text)
+
+
+def _reading(
+    sign: Working, lm: LanguageModel, rows: int, kv_dtype: Any
+) -> Callable[[int, int], None]:
+    """What ``LanguageModel.generate`` calls while it reads long prompts: ``sign`` says how far it
+    is, and once how large their cache is."""
+    begun: list[tuple[float, int]] = []
+
+    def on_prompt(done: int, total: int) -> None:
+        now = time.monotonic()
+        text = f"{done:,} of {total:,} prompt tokens"
+        if not begun and kv_dtype is None and total >= LONG:
+            sign.say(_cache_hint(lm, rows, total))
+        elif begun:
+            # The first piece is left out of the rate: it compiles.
+            first, at_first = begun[0]
+            rate = (done - at_first) / max(now - first, 1e-9)
+            text += f", {rate:,.0f} tokens/s, {(total - done) / rate:.0f} s left"
+        begun.append((now, done))
+        sign.note(text if done < total else "")
+
+    return on_prompt
+
+
+def _cache_hint(lm: LanguageModel, rows: int, total: int) -> str:
+    """How many bytes the cache of prompts has, and how many it would have in int8."""
+    import functools
+
+    import jax
+
+    from jaxllama.model.cache import init_cache
+    from pallas_kernels.brief import size_text
+
+    own, small = (
+        size_text(jax.eval_shape(functools.partial(init_cache, lm.config, rows, total, dtype)))
+        for dtype in (lm.dtype, "int8")
+    )
+    return f"the cache of {total:,} tokens takes {own}; --kv-dtype int8 makes that {small}"
 
 
 def _row(lm: LanguageModel, prompt: Prompt, as_chat: bool) -> str | list[int]:

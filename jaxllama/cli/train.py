@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllama.cli import common
 from jaxllama.cli.domains import Parser, out_folder
+from jaxllama.progress import working
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxllama.training.config import TrainConfig
     from jaxllama.training.loop import TrainResult
 
 HELP = "Train or distill a model as a TOML file says."
@@ -22,6 +27,8 @@ def options(sub: Parser) -> None:
                      help="of the run (default runs/NAME), where it also resumes")  # fmt: skip
     sub.add_argument("--mesh", type=common.parse_mesh, metavar="AXES",
                      help="devices that share every step's rows: data=N")  # fmt: skip
+    sub.add_argument("--dry-run", action="store_true",
+                     help="time a few steps, print memory and time, and write nothing")  # fmt: skip
     common.json_option(sub)
 
 
@@ -31,8 +38,21 @@ def run(args: argparse.Namespace) -> None:
 
     mesh = common.mesh(args)
     config = load_train_config(args.file)
+    if args.dry_run:
+        return common.show(args, _planned(args.file, config, mesh), common.lines)
     out = args.out or Path("runs") / Path(args.file).stem
     common.show(args, summary(train(config, out, mesh=mesh, progress=True)), common.lines)
+
+
+def _planned(file: str, config: TrainConfig, mesh: Mesh | None) -> dict[str, Any]:
+    from jaxllama.training.data import TokenFile
+    from jaxllama.training.estimate import estimate
+    from jaxllama.training.loop import data_mesh
+
+    grid = None if mesh is None else data_mesh(config, mesh)
+    with working("timing a few steps"):
+        found = estimate(config, TokenFile.open(config.data.tokens), grid)
+    return {"file": file, "steps": config.steps, **dataclasses.asdict(found)}
 
 
 def summary(result: TrainResult) -> dict[str, Any]:

@@ -3,9 +3,10 @@
     plan(experiment, directory) -> text
 
 For every point whose model is known without its checkpoint: parameters, bytes of weights and cache
-as an accelerator stores them, and a floor under the time, from bytes and operations and what this
-machine reaches in a short probe.  Left out, and so the truth is above: compiling, loading,
-activations (memory), everything that runs below the machine's rates.
+as an accelerator stores them (of an offloaded point, bytes in each place), and the time.  A point
+that trains is timed by a few of its own steps.  Others get a floor under the time, from bytes and
+operations and what this machine reaches in a short probe.  The floor leaves out compiling, loading
+and everything that runs below the machine's rates.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ from jaxllama.experiments.settings import (
     SpeedSettings,
     TrainSettings,
 )
-from jaxllama.experiments.workloads import kv_dtype, model_config
+from jaxllama.experiments.workloads import (
+    kv_dtype,
+    model_config,
+    offload_need,
+    training_seconds,
+)
 from jaxllama.loading import default_dtype
 from jaxllama.model.cache import init_cache
 from jaxllama.quantization.quantize import quantize_params
@@ -73,20 +79,31 @@ def plan(experiment: Experiment, directory: Path) -> str:
             lines.append(f"{point.name}: known when the model is loaded")
             continue
         seconds = one.moved / bandwidth + one.operations / rate
+        least = "at least "
+        if isinstance(point.settings, TrainSettings):
+            seconds, least = training_seconds(experiment, point.settings), "about "
         is_calibrated = getattr(point.settings, "calibrated", False)
         calibrated += is_calibrated
         total += 0 if is_calibrated else seconds * len(experiment.seeds)
-        duration = "time unknown (calibration)" if is_calibrated else f"at least {_time(seconds)}"
+        duration = "time unknown (calibration)" if is_calibrated else f"{least}{_time(seconds)}"
         cached = f", cache {_size(one.cache_bytes)}" if one.cache_bytes else ""
+        if isinstance(point.settings, OffloadSettings):
+            need = offload_need(experiment, point.settings)
+            cached += (
+                f", on the device {_size(need.device)}, in host memory {_size(need.host)}, on disk "
+                f"{_size(need.disk)}"
+            )
         lines.append(
             f"{point.name}: {one.shapes}; {one.parameters / 1e6:.1f} M parameters, weights "
             f"{_size(one.weight_bytes)}{cached}; {duration}"
         )
+    begin = "about" if experiment.workload == "train" else "at least"
     unknown = sum(one is None for one in costs)
     lines += [
         "",
-        f"at least {_time(total)} in all on this {jax.devices()[0].device_kind} "
-        f"({bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.2f} TFLOP/s), without loading and compiling"
+        f"{begin} {_time(total)} in all on this {jax.devices()[0].device_kind} "
+        f"({bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.2f} TFLOP/s)"
+        + ("" if begin == "about" else ", without loading and compiling")
         + (f", and without {unknown} points whose models are not known yet" if unknown else "")
         + (f", and without {calibrated} points that calibrate" if calibrated else ""),
     ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,9 @@ from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import tree_bytes
 
 if TYPE_CHECKING:
+    from jaxllama.offload.planner.accounting import Footprint
     from jaxllama.offload.policy import Policy
+    from jaxllama.training import TrainConfig
 
 Results = dict[str, Any]
 # Of the whole process or its caches: they mean nothing where one process measures many points.
@@ -137,22 +140,10 @@ def speed(experiment: Experiment, settings: SpeedSettings, seed: int, room: Path
 def train(experiment: Experiment, settings: TrainSettings, seed: int, room: Path) -> Results:
     """Curves of loss by tokens, and their ends; continues in ``room`` where it was killed."""
     from jaxllama import training
-    from jaxllama.training.corpus import bible
-    from jaxllama.training.data import tokenize
     from jaxllama.training.flops import parameters
 
-    config = dataclasses.replace(settings.config, seed=seed)
-    if settings.text is not None:
-        tokens = room.parent / f"tokens-{Path(settings.text).stem}-{Path(settings.tokenizer).stem}"
-        if not tokens.exists():
-            tokens.parent.mkdir(parents=True, exist_ok=True)
-            text = experiment.find(settings.text)
-            if settings.text == BIBLE:
-                text = room.parent / "bible.txt"
-                text.write_text(bible(), encoding="utf-8")
-            tokenize([text], tokens, _tokenizer(settings.tokenizer))
-        data = dataclasses.replace(config.data, tokens=str(tokens))
-        config = dataclasses.replace(config, data=data)
+    config = _tokenized(experiment, settings, room.parent)
+    config = dataclasses.replace(config, seed=seed)
     result = training.train(config, room)
     steps, validation = result.metrics, result.validation
     losses = [step["loss"] for step in steps]
@@ -173,11 +164,62 @@ def train(experiment: Experiment, settings: TrainSettings, seed: int, room: Path
     return results
 
 
+def _tokenized(experiment: Experiment, settings: TrainSettings, folder: Path) -> TrainConfig:
+    """The configuration with a token file of ``settings.text``, made in ``folder`` if need be."""
+    from jaxllama.training.corpus import bible
+    from jaxllama.training.data import tokenize
+
+    config = settings.config
+    if settings.text is None:
+        return config
+    tokens = folder / f"tokens-{Path(settings.text).stem}-{Path(settings.tokenizer).stem}"
+    if not tokens.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        text = experiment.find(settings.text)
+        if settings.text == BIBLE:
+            text = folder / "bible.txt"
+            text.write_text(bible(), encoding="utf-8")
+        tokenize([text], tokens, _tokenizer(settings.tokenizer))
+    data = dataclasses.replace(config.data, tokens=str(tokens))
+    return dataclasses.replace(config, data=data)
+
+
+def training_seconds(experiment: Experiment, settings: TrainSettings) -> float:
+    """Of one seed of a point, from a few steps that are run for it."""
+    from jaxllama.training.data import TokenFile
+    from jaxllama.training.estimate import estimate
+
+    enable_compilation_cache()
+    with tempfile.TemporaryDirectory() as folder:
+        config = _tokenized(experiment, settings, Path(folder))
+        return estimate(config, TokenFile.open(config.data.tokens)).seconds
+
+
+def offload_need(experiment: Experiment, settings: OffloadSettings) -> Footprint:
+    """Bytes in each place that the policy of a point needs, whose model is known unloaded."""
+    cfg = model_config(experiment, settings)
+    assert cfg is not None
+    return _offload_bytes(cfg, settings, settings.dtype or default_dtype())
+
+
+def _offload_bytes(cfg: ModelConfig, settings: OffloadSettings, dtype: Any) -> Footprint:
+    from jaxllama.offload.loading import scheme_of
+    from jaxllama.offload.planner.accounting import footprint
+    from jaxllama.offload.policy import Policy
+
+    policy = Policy.parse(settings.policy)
+    return footprint(
+        cfg, policy, rows=min(settings.batch, policy.block_size),
+        width=settings.prompt_tokens, capacity=settings.prompt_tokens + settings.new_tokens,
+        dtype=dtype, kv_dtype=kv_dtype(settings.kv_dtype) or dtype,
+        scheme=scheme_of(policy, None if settings.scheme == "none" else settings.scheme),
+        compile_programs=False,
+    )  # fmt: skip
+
+
 def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: Path) -> Results:
     """Generation of random prompts under a policy, prefill included, as FlexGen counts it; and the
     bytes in each place that the policy needs.  No row stops before ``new_tokens``."""
-    from jaxllama.offload.loading import scheme_of
-    from jaxllama.offload.planner.accounting import footprint
     from jaxllama.offload.policy import Policy
 
     policy = Policy.parse(settings.policy)
@@ -193,13 +235,7 @@ def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: 
 
     seconds(settings.new_tokens)  # compiles
     prefill, whole = seconds(1), seconds(settings.new_tokens)
-    bytes_in = footprint(
-        lm.config, policy, rows=min(settings.batch, policy.block_size),
-        width=settings.prompt_tokens, capacity=settings.prompt_tokens + settings.new_tokens,
-        dtype=lm.dtype, kv_dtype=kv_dtype(settings.kv_dtype) or lm.dtype,
-        scheme=scheme_of(policy, None if settings.scheme == "none" else settings.scheme),
-        compile_programs=False,
-    )  # fmt: skip
+    bytes_in = _offload_bytes(lm.config, settings, lm.dtype)
     return {
         "tokens_per_second": settings.batch * settings.new_tokens / whole,
         "prefill_seconds": prefill,

@@ -114,6 +114,12 @@ class Policy:
         """Rows that share one load of the weights."""
         return self.gpu_batch_size * self.num_gpu_batches
 
+    @property
+    def moves(self) -> bool:
+        """Whether anything leaves the device, or attention runs elsewhere."""
+        shares = self.weights, self.cache, self.activations
+        return self.cpu_attention or any(share.device < 100 for share in shares)
+
     def also(self, **asked: Any) -> Policy:
         """The policy with what was asked for beside it; None is nothing.  Raises JaxLlamaError
         where it says something else."""

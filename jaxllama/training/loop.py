@@ -80,7 +80,7 @@ def train(
     """
     report.new_figure()  # a missing package shows now, not at the end
     enable_compilation_cache()
-    grid = None if mesh is None else _data_mesh(config, mesh)
+    grid = None if mesh is None else data_mesh(config, mesh)
     data = TokenFile.open(config.data.tokens)
     run = RunDirectory(directory, config, data.sha256)
     try:
@@ -100,7 +100,7 @@ def _result(run: RunDirectory) -> TrainResult:
     )
 
 
-def _data_mesh(config: TrainConfig, mesh: str | Mesh) -> Mesh:
+def data_mesh(config: TrainConfig, mesh: str | Mesh) -> Mesh:
     """The mesh, if this run can use it.  Raises JaxLlamaError naming what it does not divide."""
     grid = make_mesh(mesh)
     data, model = grid.shape.values()
@@ -126,7 +126,7 @@ def _run(
     try:
         setup, params, teacher = begin(config, data, progress)
         # On devices by name, as a restored state is: both run the same program.
-        whole = _sharding(mesh)
+        whole = sharding(mesh)
         state = jax.device_put(init_state(setup, params), whole)
         teacher = jax.device_put(teacher, whole)
         del params
@@ -142,14 +142,13 @@ def _run(
                 bar.say(f"{run.path}: goes on after step {first} of {config.steps}")
             bar.note("compiling")
             for step in range(first, config.steps):
-                batch = jax.device_put(_batch(config, training, step), _sharding(mesh, 1))
-                state, metrics = update(setup, state, teacher, batch)
+                state, metrics = run_step(setup, state, teacher, training, step, mesh)
                 log.put(step + 1, metrics, bar)
                 done = step + 1
                 last = done == config.steps
                 if _is_due(done, config.validate_every, last) and len(held_out):
                     log.flush(bar)
-                    log.validation(done, _validate(setup, state["params"], held_out, mesh), bar)
+                    log.validation(done, validate(setup, state["params"], held_out, mesh), bar)
                 if _is_due(done, config.checkpoint_every, last) or asked_to_stop.is_set():
                     log.flush(bar)
                     run.sync()
@@ -186,7 +185,7 @@ def _interruptible(bar: Working) -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _sharding(mesh: Mesh | None, rows: int | None = None) -> Sharding:
+def sharding(mesh: Mesh | None, rows: int | None = None) -> Sharding:
     """Whole on every device, or with the rows along axis ``rows`` shared out."""
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
@@ -204,7 +203,15 @@ def _batch(config: TrainConfig, data: TokenFile, step: int) -> np.ndarray:
     return rows.reshape(config.microbatches, -1, rows.shape[-1])
 
 
-def _validate(setup: Setup, params: Params, data: TokenFile, mesh: Mesh | None) -> float:
+def run_step(
+    setup: Setup, state: State, teacher: Any, data: TokenFile, step: int, mesh: Mesh | None
+) -> tuple[State, Any]:
+    """(state after the step, its metrics); ``state`` is donated."""
+    batch = jax.device_put(_batch(setup.config, data, step), sharding(mesh, 1))
+    return update(setup, state, teacher, batch)
+
+
+def validate(setup: Setup, params: Params, data: TokenFile, mesh: Mesh | None) -> float:
     """Mean over the held-out windows, in whole batches as large as a microbatch."""
     config = setup.config
     length = config.sequence_length
@@ -214,7 +221,7 @@ def _validate(setup: Setup, params: Params, data: TokenFile, mesh: Mesh | None) 
     losses = []
     for first in range(0, count - size + 1, size):
         rows = np.stack([data.window(first + row, length) for row in range(size)])
-        rows = jax.device_put(rows, _sharding(mesh, 0))
+        rows = jax.device_put(rows, sharding(mesh, 0))
         losses.append(validation_loss(setup, params, rows))
     return float(np.mean(jax.device_get(losses)))
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -23,6 +24,7 @@ from jaxllama.checkpoints import hub
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.cli import chat, common
 from jaxllama.cli import doctor as doctor_command
+from jaxllama.cli import generate as generate_command
 from jaxllama.cli.main import main
 from jaxllama.errors import JaxLlamaError
 from jaxllama.text.tokenizer import Tokenizer
@@ -516,6 +518,23 @@ def test_other_commands_refuse(run, tmp_path, words, says):
     (tmp_path / "binary").write_bytes(b"ab\xff\xfe")
     files = {"EMPTY": str(tmp_path / "empty"), "BINARY": str(tmp_path / "binary")}
     assert_error(run(*(files.get(word, word) for word in words)), says)
+
+
+def test_generate_says_how_far_a_long_prompt_is(monkeypatch):
+    notes, lines, clock = [], [], iter((0.0, 10.0, 30.0))
+    sign = SimpleNamespace(note=notes.append, say=lines.append)
+    monkeypatch.setattr(generate_command.time, "monotonic", lambda: next(clock))
+    lm = SimpleNamespace(config=LLAMA.replace(max_position=40000), dtype=np.float32)
+    tell = generate_command._reading(sign, lm, 1, None)
+    for done in (4096, 8192, 16384):
+        tell(done, 16384)
+    assert notes == [
+        "4,096 of 16,384 prompt tokens",
+        "8,192 of 16,384 prompt tokens, 410 tokens/s, 20 s left",
+        "",
+    ]
+    [line] = lines
+    assert line.startswith("the cache of 16,384 tokens takes ") and "--kv-dtype int8" in line
 
 
 def test_plan_measures_anew_for_what_it_is_asked(run, monkeypatch):

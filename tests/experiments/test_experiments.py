@@ -15,10 +15,12 @@ from jaxllama.bench.evaluate import perplexity
 from jaxllama.cli.main import main
 from jaxllama.config import configs_dir
 from jaxllama.errors import JaxLlamaError
+from jaxllama.experiments import plan as planning
 from jaxllama.experiments import run as running
 from jaxllama.experiments import workloads
 from jaxllama.experiments.compare import compare, text
 from jaxllama.experiments.config import load_experiment
+from jaxllama.experiments.plan import _size as size
 from jaxllama.experiments.plan import cost, plan
 from jaxllama.experiments.run import run
 from jaxllama.experiments.settings import FILES
@@ -451,6 +453,32 @@ def test_plan_does_not_guess_how_long_calibration_takes(write):
     *_, rtn, gptq, _, total = plan(experiment, experiment.path.parent / "out").splitlines()
     assert "at least" in rtn and gptq.endswith("time unknown (calibration)")
     assert total.endswith("and without 1 points that calibrate")
+
+
+def test_plan_says_the_memory_of_each_place_and_times_training(write, monkeypatch):
+    content = """
+    title = "Offload"
+    workload = "offload"
+    [settings]
+    model = "tiny"
+    random = true
+    policy = ["100 0 100 0 100 0", "0 100 100 0 100 0", "0 0 100 0 100 0"]
+    """
+    experiment = load_experiment(write(content))
+    said = plan(experiment, experiment.path.parent / "out")
+    needs = [workloads.offload_need(experiment, point.settings) for point in experiment.points]
+    places = [(need.device, need.host, need.disk) for need in needs]
+    for line, need in zip(said.splitlines()[3:], places, strict=False):
+        words = ("on the device", "in host memory", "on disk")
+        text = ", ".join(f"{word} {size(part)}" for word, part in zip(words, need, strict=True))
+        assert f"{text}; " in line
+    assert places[0][1:] == (0, 0) and places[1][1] > 0 == places[1][2] and places[2][2] > 0
+    seconds = iter((100.0, 20.0, 30.0))
+    monkeypatch.setattr(planning, "training_seconds", lambda *_: next(seconds))
+    trained = load_experiment("gla-vs-llama")
+    *_, first, second, third, _, total = plan(trained, experiment.path.parent / "out").splitlines()
+    assert first.endswith("about 1.7 min") and second.endswith("about 20.0 s")
+    assert total.startswith("about 5.0 min in all")
 
 
 # The workloads

@@ -212,6 +212,53 @@ def test_plan_solves_measures_and_draws(tmp_path, monkeypatch):
     assert len(costs.contention) == 4 and all(0 <= share <= 1 for share in costs.contention)
 
 
+def test_what_fits_is_calibrated_for_computation_alone_and_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
+    cfg, zero = model_of(128, 1), Moving(0.0, 0.0, 0.0, 0.0)
+    costs = Calibration(
+        zero, (0.0,) * 2, zero, zero, 0.0, zero, zero, (1e-3,) * 3, (1e-3,) * 3, (1e-3,) * 2,
+        (0.0,) * 2, (0.0,) * 4, 0.0, (1e-3,) * 3, zero,
+    )  # fmt: skip
+    lm = object.__new__(plan.OffloadedModel)
+    found = {"prefill": 1.0, "step": 0.1, "lanes": dict.fromkeys(plan.LANES, 0.0),
+             "disk_bytes": 0, "device_bytes": 1, "sees_programs": False}  # fmt: skip
+    moved, loaded, said = [], [], []
+
+    def calibrate(*_, moves, **__):
+        moved.append(moves)
+        return costs
+
+    monkeypatch.setattr(plan, "read_config", lambda *_: cfg)
+    monkeypatch.setattr(plan, "calibrate", calibrate)
+    monkeypatch.setattr(plan, "load", lambda *_, policy, **__: loaded.append(policy) or lm)
+    monkeypatch.setattr(plan, "measure", lambda *_: (found, []))
+
+    def run(**options):
+        return plan.run("tiny", rows=2, prompt_tokens=4, new_tokens=3, dtype=jnp.float32,
+                        progress=said.append, **options)  # fmt: skip
+
+    assert run() == run()
+    assert moved == [False, False] and len(loaded) == 1 and not loaded[0].moves
+    assert [line.split(":")[0] for line in said] == ["measuring", "measured before"]
+    run(recalibrate=True)
+    run(policy=Policy.parse("0 100 100 0 100 0"))
+    assert moved[2:] == [False, True] and len(loaded) == 3
+    task, settings = plan.Task(2, 4, 3), plan.Settings(jnp.dtype("float32"), "float32", None)
+    assert plan.resident(cfg, task, plan.Limits(device=1000), settings, Policy()) is None
+
+
+@pytest.mark.slow
+def test_computation_alone_is_calibrated(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLAMA_CACHE", str(tmp_path))
+    monkeypatch.setattr(calibration, "CONTEXTS", (8, 16))
+    said: list[str] = []
+    options = {"moves": False, "progress": said.append}
+    costs = calibration.calibrate(model_of(128, 1), jnp.float32, **options)
+    assert calibration.calibrate(model_of(128, 1), jnp.float32, **options) == costs
+    assert said == ["calibrating: resident"] and sum(costs.decode) > 0 and sum(costs.prefill) > 0
+    assert costs.load_weights == Moving(0.0, 0.0, 0.0, 0.0)
+
+
 def test_the_summary_of_a_sweep():
     def point(policy, rate, step, predicted, peak, solver=False):
         return {"policy": policy, "solver": solver, "need": 100, "peak": peak,

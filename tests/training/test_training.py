@@ -26,6 +26,7 @@ from jaxllama.quantization.random_params import random_params
 from jaxllama.training import loop, train
 from jaxllama.training import loss as loss_module
 from jaxllama.training.data import TokenFile
+from jaxllama.training.estimate import estimate
 from jaxllama.training.flops import flops_per_token, matmul_weights, parameters
 from jaxllama.training.forward import hidden_states
 from jaxllama.training.loss import cross_entropy, distillation
@@ -243,6 +244,21 @@ def finished(folder):
         data={"tokens": str(token_file(folder)), "validation_tokens": 120},
     )  # fmt: skip
     return config, train(config, folder / "finished")
+
+
+def test_an_estimate_is_of_the_whole_run(finished):
+    config, _ = finished
+    found = estimate(config, TokenFile.open(config.data.tokens))
+    validations = -(-config.steps // config.validate_every)
+    assert found.seconds == pytest.approx(
+        found.start_seconds
+        + config.steps * found.step_seconds
+        + validations * found.validation_seconds
+    )
+    assert min(found.step_seconds, found.validation_seconds) > 0
+    assert found.tokens == config.steps * config.batch_size * config.sequence_length
+    # Weights and two moments in float32.
+    assert 0 <= found.state_bytes - 12 * found.parameters < 200
 
 
 def _curve(rows):

@@ -15,8 +15,10 @@ from jaxllama.config import configs_dir, load_config
 from jaxllama.errors import JaxLlamaError
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training import corpus as corpus_module
+from jaxllama.training import estimate as estimating
 from jaxllama.training import load_train_config, train_config_from_dict
 from jaxllama.training.data import TokenFile
+from jaxllama.training.estimate import Estimate
 from tests.helpers.training_cases import byte_model, run_config
 
 GOOD = """
@@ -153,6 +155,22 @@ def test_the_readme_s_sequence_trains_the_folder_that_it_makes():
     assert made and [config.data.tokens for config in trained] == made
     with pytest.raises(JaxLlamaError, match="jaxllama tokenize TEXT --out none"):
         TokenFile.open("none")
+
+
+def test_a_dry_run_of_train_writes_nothing(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run.toml").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    found = Estimate(7, 96, 84, 1.0, 0.5, 0.0, 2.5)
+    monkeypatch.setattr(TokenFile, "open", lambda folder: folder)
+    monkeypatch.setattr(
+        estimating, "estimate", lambda config, data, mesh: asked.append((data, mesh)) or found
+    )
+    assert cli.main(["train", "run.toml", "--dry-run", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["seconds"], said["steps"], said["state_bytes"]) == (2.5, 3, 84)
+    assert asked == [("somewhere", None)]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
 # The corpus

@@ -1,0 +1,75 @@
+"""How long a training run takes and how much memory its state has, from a few of its own steps.
+
+    estimate(config, data) -> Estimate
+
+The steps are compiled and run as ``loop`` runs them, on the run's first batches; nothing is
+written.  A later run takes their programs from jax's cache.  Left out: writing checkpoints and the
+model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import jax
+from jax.sharding import Mesh
+
+from jaxllama.training.config import TrainConfig
+from jaxllama.training.data import TokenFile
+from jaxllama.training.flops import parameters
+from jaxllama.training.loop import run_step, sharding, validate
+from jaxllama.training.start import begin
+from jaxllama.training.step import init_state
+from pallas_kernels.qtensor import tree_bytes
+
+STEPS = 3  # that are timed behind the first, which compiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of a whole run, of its start (weights, compiling) and of a step; bytes of weights and
+    optimizer state on each device."""
+
+    parameters: int
+    tokens: int
+    state_bytes: int
+    start_seconds: float
+    step_seconds: float
+    validation_seconds: float
+    seconds: float
+
+
+def estimate(config: TrainConfig, data: TokenFile, mesh: Mesh | None = None) -> Estimate:
+    """Raises JaxLlamaError as ``loop.train`` does for data that the configuration contradicts."""
+    begun = time.perf_counter()
+    setup, params, teacher = begin(config, data, False)
+    state = jax.device_put(init_state(setup, params), sharding(mesh))
+    teacher = jax.device_put(teacher, sharding(mesh))
+    training, held_out = data.split(config.data.validation_tokens)
+    marks = []
+    for step in range(STEPS + 1):
+        state, metrics = run_step(setup, state, teacher, training, step, mesh)
+        jax.block_until_ready((state, metrics))
+        marks.append(time.perf_counter())
+    a_step = (marks[-1] - marks[0]) / STEPS
+    start = marks[0] - begun - a_step
+    times, once = 0, 0.0
+    if len(held_out):
+        every = config.validate_every
+        times = -(-config.steps // every) if every else 1
+        compiled = time.perf_counter()
+        validate(setup, state["params"], held_out, mesh)
+        middle = time.perf_counter()
+        validate(setup, state["params"], held_out, mesh)
+        once = time.perf_counter() - middle
+        start += max(0.0, middle - compiled - once)
+    return Estimate(
+        parameters=parameters(setup.model),
+        tokens=config.steps * config.batch_size * config.sequence_length,
+        state_bytes=tree_bytes(state),
+        start_seconds=start,
+        step_seconds=a_step,
+        validation_seconds=once,
+        seconds=start + config.steps * a_step + times * once,
+    )
