@@ -29,6 +29,7 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.kept import KeptPrograms, signature
 from jaxllama.model.cache import init_cache
 from jaxllama.model.cpu_layout import lay_out
 from jaxllama.model.lora import for_rows
@@ -77,6 +78,7 @@ class LanguageModel:
     adapters: names of the LoRA adapters that lie in params (``model.lora``), in their order.
     exact: on a CPU, quantized weights keep exact float32 products.  Otherwise they are laid out for
         the CPU's handlers (``model.cpu_layout``), which round activations to 8 bits.
+    programs: what earlier processes have compiled for this model; None for jax's own cache alone.
     """
 
     config: ModelConfig
@@ -86,6 +88,7 @@ class LanguageModel:
     sampling: Sampling | None = None
     adapters: tuple[str, ...] = ()
     exact: bool = False
+    programs: KeptPrograms | None = dataclasses.field(default=None, repr=False, compare=False)
 
     # The loop's calls return before the device has done them.
     _runs_ahead: ClassVar[bool] = True
@@ -412,15 +415,32 @@ class LanguageModel:
     ) -> generation.GenerateState:
         """Prefill and the first token; offloading has its own."""
         rows = 1 if self.deterministic else tokens.shape[0]  # at once
-        return generation.start(
-            self.config, self.params, tokens, lengths,
-            init_cache(
-                self.config, tokens.shape[0], capacity, options.kv_dtype, mesh=self.mesh
-            ),
-            sampling, stop_ids, max_new_tokens=room,
-            chunk=options.chunk or generation.prefill_chunk(rows, tokens.shape[1]),
-            alone=self.deterministic,
-        )  # fmt: skip
+        new_cache = functools.partial(
+            init_cache, self.config, tokens.shape[0], capacity, options.kv_dtype, mesh=self.mesh
+        )
+        static = {
+            "max_new_tokens": room, "alone": self.deterministic,
+            "chunk": options.chunk or generation.prefill_chunk(rows, tokens.shape[1]),
+        }  # fmt: skip
+        programs = self._programs
+        if programs is None:
+            return generation.start(
+                self.config, self.params, tokens, lengths, new_cache(), sampling, stop_ids, **static
+            )
+        key = "cache", repr(new_cache.args[1:])
+        cache = programs.call(key, jax.jit(new_cache), cfg=None)
+        arguments = self.params, tokens, lengths, cache, sampling, stop_ids
+        key = "start", self._signature, signature(arguments[1:]), static
+        return programs.call(key, generation.start, arguments, self.config, static)
+
+    @property
+    def _programs(self) -> KeptPrograms | None:
+        """For the base model's rows on one device."""
+        return None if self.adapters or self.mesh is not None else self.programs
+
+    @functools.cached_property
+    def _signature(self) -> str:
+        return signature(self.params)
 
     def _advance(
         self,
@@ -430,8 +450,12 @@ class LanguageModel:
         until: int,
     ) -> generation.GenerateState:
         """The loop until ``until`` tokens are written; offloading has its own."""
-        loop = generation.loop_for(self.params)
-        return loop(self.config, self.params, state, sampling, stop_ids, np.int32(until))
+        loop, programs = generation.loop_for(self.params), self._programs
+        arguments = self.params, state, sampling, stop_ids, np.int32(until)
+        if programs is None:
+            return loop(self.config, *arguments)
+        key = "advance", self._signature, signature(arguments[1:])
+        return programs.call(key, loop, arguments, self.config)
 
     def drafting(self, draft: str | LanguageModel | None, draft_tokens: Any) -> Drafting | None:
         """``generate``'s two arguments, checked; offloading has its own."""

@@ -37,6 +37,7 @@ from jaxllama.checkpoints.gguf.file import opened
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampling
 from jaxllama.errors import JaxLlamaError, SpeedWarning, WeightWarning
+from jaxllama.kept import LEAST_LAYERS, KeptPrograms
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import lora
 from jaxllama.model.cpu_layout import handles, lay_out, slow_on_cpu
@@ -116,7 +117,9 @@ def load(
         from jaxllama.quantization.scheme import parse
 
         parse(quantize)
-    place = None
+    programs, place = None, None
+    if policy is None and mesh is None and jax.default_backend() == "cpu":
+        programs = KeptPrograms((str(source), revision, dtype.name, quantize, random, exact, merge))
     if policy is not None:
         from jaxllama.offload.loading import Placement
 
@@ -167,7 +170,11 @@ def load(
     if adapters and not merge:
         params = lora.attach(cfg, params, factors)
     names = () if merge else tuple(adapters)
-    return LanguageModel(cfg, params, tokenizer, deterministic, sampling, names, exact)
+    if programs is not None and cfg.n_layers < LEAST_LAYERS:
+        programs = None
+    if programs is not None:
+        programs.wait()
+    return LanguageModel(cfg, params, tokenizer, deterministic, sampling, names, exact, programs)
 
 
 def first_layers(source: str | Path) -> tuple[str | Path, int | None]:
@@ -289,3 +296,5 @@ def enable_compilation_cache() -> None:
             return
         if os.access(folder, os.W_OK):
             jax.config.update("jax_compilation_cache_dir", str(folder))
+            # A small model's prefill compiles in less than jax's second, and is worth keeping.
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
