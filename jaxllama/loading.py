@@ -22,6 +22,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,13 +222,15 @@ def _from_checkpoint(
     own_codes = own_codes and _has_handlers(place, grid, dtype)
     here = _laid_out if own_codes else lambda _, leaf: jax.device_put(leaf)
     if is_gguf:
-        with opened(path) as file:
+        # The tokenizer is built while weights are laid out: both take tenths of a second.
+        with opened(path) as file, ThreadPoolExecutor(1, "jaxllama-load") as beside:
+            reading = beside.submit(Tokenizer.from_gguf, file)
             cfg = gguf.read_config(file)
             params = gguf.load_params(
                 file, cfg, dtype, keep_quantized=own_codes, progress=progress,
                 place=here if grid is None and place is None else place,
             )  # fmt: skip
-            tokenizer = Tokenizer.from_gguf(file)
+            tokenizer = reading.result()
         params = params if grid is None else shard_params(cfg, params, grid)[1]
     else:
         if scheme is not None and hf.is_packed(path):  # codes are not rounded again
