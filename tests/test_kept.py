@@ -74,8 +74,26 @@ def test_a_call_takes_about_as_long_as_a_reader_waits(step_seconds, calls, monke
     for _ in calls:
         until = pieces.next(np.array([before]))
         clock[0] += step_seconds * (until - before) * 1.001
+        pieces.arrived()
         found.append(until)
         before = until
     assert found == calls
     whole = language_model._Pieces(1000, is_read=False)
     assert whole.next(np.array([1])) == 1000
+
+
+def test_the_device_has_the_next_call_before_the_host_reads_one(lm, monkeypatch):
+    """But for the first piece, which waits for no loop; a text is the same however it is cut."""
+    monkeypatch.setattr(language_model, "PIECE_SECONDS", 0.0)
+    order, advance, fetch = [], LanguageModel._advance, language_model.fetch
+    monkeypatch.setattr(
+        LanguageModel, "_advance", lambda *args: order.append("call") or advance(*args)
+    )
+    monkeypatch.setattr(language_model, "fetch", lambda tree: order.append("read") or fetch(tree))
+    [want] = lm.generate("abc", 6)
+    assert order == ["read", "call", "read"]
+    order.clear()
+    heard = []
+    [got] = lm.generate("abc", 6, on_text=lambda _, text: heard.append(text))
+    assert got == want and "".join(heard) == want.text
+    assert order == ["read", "call", "call", "read", "call", "read", "read"]
