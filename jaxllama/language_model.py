@@ -29,6 +29,7 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.kept import KeptPrograms, signature
 from jaxllama.model.cache import init_cache
 from jaxllama.model.cpu_layout import lay_out
 from jaxllama.model.lora import for_rows
@@ -79,6 +80,7 @@ class LanguageModel:
     adapters: names of the LoRA adapters that lie in params (``model.lora``), in their order.
     exact: on a CPU, quantized weights keep exact float32 products.  Otherwise they are laid out for
         the CPU's handlers (``model.cpu_layout``), which round activations to 8 bits.
+    programs: what earlier processes have compiled for this model; None for jax's own cache alone.
     """
 
     config: ModelConfig
@@ -88,6 +90,7 @@ class LanguageModel:
     sampling: Sampling | None = None
     adapters: tuple[str, ...] = ()
     exact: bool = False
+    programs: KeptPrograms | None = dataclasses.field(default=None, repr=False, compare=False)
 
     # The loop's calls return before the device has done them.
     _runs_ahead: ClassVar[bool] = True
@@ -385,28 +388,30 @@ class LanguageModel:
             state = drafting.begin(tokens, lengths, state, capacity)
             advance = functools.partial(drafting.advance, self, limit=max_new_tokens)
         pace = _Pieces(max_new_tokens, is_read=options.watched or bool(stops))
+        counts, report = np.ones(len(rows), int), _parts(state)
         while True:
-            tokens, logprobs, counts, done = self._written(state)
-            going = ~done & (counts < max_new_tokens)
-            until = pace.next(counts[going]) if going.any() else None
-            # The device works on while the host makes text, but not before the first piece is out:
-            # the loop may have to be compiled.
-            is_ahead = pace.calls > 1 and self._runs_ahead and until is not None
-            if is_ahead:
-                state = advance(state, params, stop_ids, until)
+            ahead = None
+            # The next call is handed to the device before this one is read, but for the first
+            # piece: it does not wait for the loop to be compiled.
+            if self._runs_ahead and pace.until > 1 and pace.until < max_new_tokens:
+                state = advance(state, params, stop_ids, pace.next(counts))
+                ahead = _copied(_parts(state))
+            tokens, logprobs, counts, done = (np.array(part) for part in fetch(report))
+            pace.arrived()
             for row, reader in enumerate(readers):
                 text = reader.read(tokens[row, : counts[row]])
                 if text and options.watched:
                     yield members[row], text
             ended = np.ones(len(rows), bool)
             ended[: len(readers)] = [reader.finished for reader in readers]
-            if until is None or not (going & ~ended).any():
+            if not (~ended & ~done & (counts < max_new_tokens)).any():
                 break
             if stops:
                 state = dataclasses.replace(state, done=state.done | jnp.asarray(ended))
-            if not is_ahead:
-                pace.begin()
-                state = advance(state, params, stop_ids, until)
+            if ahead is None:
+                state = advance(state, params, stop_ids, pace.next(counts[~ended]))
+                ahead = _copied(_parts(state)) if self._runs_ahead else _parts(state)
+            report = ahead
         figures = np.zeros((2, len(rows)), int)
         if drafting is not None:
             figures = fetch((state.drafted, state.accepted))
@@ -417,12 +422,6 @@ class LanguageModel:
                 yield members[row], tail
             results.append(reader.result(logprobs[row], *(int(of[row]) for of in figures)))
         return results
-
-    def _written(self, state: Any) -> tuple[np.ndarray, ...]:
-        """Tokens, logprobs, counts and which rows are done, when the device has them.  They are
-        copies, because the next call of the loop takes the state's buffers."""
-        found = fetch((state.tokens, state.logprobs, state.counts, state.done))
-        return tuple(np.array(part) for part in found)
 
     def _start(
         self,
@@ -437,18 +436,37 @@ class LanguageModel:
         """Prefill and the first token; offloading has its own."""
         rows = 1 if self.deterministic else tokens.shape[0]  # at once
         chunk = options.chunk or generation.prefill_chunk(rows, tokens.shape[1])
-        cache = init_cache(
-            self.config, tokens.shape[0], capacity, options.kv_dtype, mesh=self.mesh
-        )  # fmt: skip
-        operands = self.config, self.params, tokens, lengths, cache, sampling, stop_ids
+        new_cache = functools.partial(
+            init_cache, self.config, tokens.shape[0], capacity, options.kv_dtype, mesh=self.mesh
+        )
         on_prompt = None if self.deterministic else options.on_prompt
         if on_prompt is not None and chunk is not None and chunk < tokens.shape[1]:
             return generation.start_in_pieces(
-                *operands, max_new_tokens=room, chunk=chunk, on_prompt=on_prompt
+                self.config, self.params, tokens, lengths, new_cache(), sampling, stop_ids,
+                max_new_tokens=room, chunk=chunk, on_prompt=on_prompt,
+            )  # fmt: skip
+        static: dict[str, Any] = {
+            "max_new_tokens": room, "alone": self.deterministic, "chunk": chunk
+        }  # fmt: skip
+        programs = self._programs
+        if programs is None:
+            return generation.start(
+                self.config, self.params, tokens, lengths, new_cache(), sampling, stop_ids, **static
             )
-        return generation.start(
-            *operands, max_new_tokens=room, chunk=chunk, alone=self.deterministic
-        )
+        key = "cache", repr(new_cache.args[1:])
+        cache = programs.call(key, jax.jit(new_cache), cfg=None)
+        arguments = self.params, tokens, lengths, cache, sampling, stop_ids
+        key = "start", self._signature, signature(arguments[1:]), static
+        return programs.call(key, generation.start, arguments, self.config, static)
+
+    @property
+    def _programs(self) -> KeptPrograms | None:
+        """For the base model's rows on one device."""
+        return None if self.adapters or self.mesh is not None else self.programs
+
+    @functools.cached_property
+    def _signature(self) -> str:
+        return signature(self.params)
 
     def _advance(
         self,
@@ -458,8 +476,12 @@ class LanguageModel:
         until: int,
     ) -> generation.GenerateState:
         """The loop until ``until`` tokens are written; offloading has its own."""
-        loop = generation.loop_for(self.params)
-        return loop(self.config, self.params, state, sampling, stop_ids, np.int32(until))
+        loop, programs = generation.loop_for(self.params), self._programs
+        arguments = self.params, state, sampling, stop_ids, np.int32(until)
+        if programs is None:
+            return loop(self.config, *arguments)
+        key = "advance", self._signature, signature(arguments[1:])
+        return programs.call(key, loop, arguments, self.config)
 
     def drafting(self, draft: str | LanguageModel | None, draft_tokens: Any) -> Drafting | None:
         """``generate``'s two arguments, checked; offloading has its own."""
@@ -626,40 +648,54 @@ class _Options:
         return DETERMINISTIC_ROWS // (self.drafting.plan.widths[0] if self.drafting else 1)
 
 
+def _parts(state: Any) -> tuple[Any, ...]:
+    """What the host reads of a decode loop's state: tokens, logprobs, counts, which rows are
+    done."""
+    return state.tokens, state.logprobs, state.counts, state.done
+
+
+@jax.jit
+def _copied(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Copies, which the host may read when the loop's next call has taken the state's buffers."""
+    return tuple(map(jnp.copy, parts))
+
+
 class _Pieces:
     """How many tokens the loop's next call writes.
 
     is_read: someone waits for the text.  A call then takes about ``PIECE_SECONDS``, by the fastest
     step so far, so that a slow model shows each token and a fast one is not held up by its host.
-    Calls grow from 2 steps by four times at most.  Otherwise one call writes all tokens.
+    Calls have 2 steps until one was measured, and grow by four times at most.  Otherwise one call
+    writes all tokens.  until: tokens of each row after the calls so far.
     """
 
     def __init__(self, limit: int, is_read: bool) -> None:
         self._limit, self._is_read = limit, is_read
-        self._until, self._steps = 1, 0
+        self._steps = 2 if is_read else limit
+        self._running: list[tuple[int, float]] = []  # steps, and when the device was asked
+        self._arrived = 0.0
         self._step_seconds = math.inf
-        self.calls = 0
-
-    def begin(self) -> None:
-        """A call is handed to the device now."""
-        self._begun = time.perf_counter()
+        self.until = 1
 
     def next(self, counts: np.ndarray) -> int:
-        """Tokens that each row shall have after the next call; ``counts`` are those of the open
-        rows after the last one.  Counts as ``begin``."""
-        if self.calls:
-            seconds = time.perf_counter() - self._begun
-            self._step_seconds = min(self._step_seconds, seconds / self._steps)
-        self.calls += 1
-        if self._is_read:
-            affordable = max(int(PIECE_SECONDS / self._step_seconds), 1) if self.calls > 1 else 2
-            self._steps = min(affordable, max(4 * self._steps, 2))
-        else:
-            self._steps = self._limit
+        """Tokens that each row shall have after the next call, which begins now.  counts: of the
+        open rows, as far as they are known."""
+        if self._is_read and self._step_seconds < math.inf:
+            affordable = max(int(PIECE_SECONDS / self._step_seconds), 1)
+            self._steps = min(affordable, 4 * self._steps)
         # Of a draft that was right a row has more tokens than were asked for.
-        self._until = min(max(self._until, int(counts.min())) + self._steps, self._limit)
-        self.begin()
-        return self._until
+        self.until = min(max(self.until, int(counts.min())) + self._steps, self._limit)
+        self._running.append((self._steps, time.perf_counter()))
+        return self.until
+
+    def arrived(self) -> None:
+        """The tokens of the oldest call are here."""
+        now = time.perf_counter()
+        if self._running:
+            steps, asked = self._running.pop(0)
+            seconds = now - max(asked, self._arrived)
+            self._step_seconds = min(self._step_seconds, seconds / steps)
+        self._arrived = now
 
 
 @dataclasses.dataclass(frozen=True)

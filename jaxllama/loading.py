@@ -22,6 +22,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from jaxllama.checkpoints.gguf.file import opened
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig, load_config, preset_names, preset_sampling
 from jaxllama.errors import JaxLlamaError, SpeedWarning, WeightWarning
+from jaxllama.kept import LEAST_LAYERS, KeptPrograms
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import flax_state, lora
 from jaxllama.model.cache import default_dtype
@@ -119,7 +121,9 @@ def load(
         from jaxllama.quantization.scheme import parse
 
         parse(quantize)
-    place = None
+    programs, place = None, None
+    if policy is None and mesh is None and jax.default_backend() == "cpu":
+        programs = KeptPrograms((str(source), revision, dtype.name, quantize, random, exact, merge))
     if policy is not None:
         from jaxllama.offload.loading import Placement
 
@@ -170,7 +174,11 @@ def load(
     if adapters and not merge:
         params = lora.attach(cfg, params, factors)
     names = () if merge else tuple(adapters)
-    return LanguageModel(cfg, params, tokenizer, deterministic, sampling, names, exact)
+    if programs is not None and cfg.n_layers < LEAST_LAYERS:
+        programs = None
+    if programs is not None:
+        programs.wait()
+    return LanguageModel(cfg, params, tokenizer, deterministic, sampling, names, exact, programs)
 
 
 def is_random_preset(source: str | Path) -> bool:
@@ -226,13 +234,15 @@ def _from_checkpoint(
     own_codes = own_codes and _has_handlers(place, grid, dtype)
     here = _laid_out if own_codes else lambda _, leaf: jax.device_put(leaf)
     if is_gguf:
-        with opened(path) as file:
+        # The tokenizer is built while weights are laid out: both take tenths of a second.
+        with opened(path) as file, ThreadPoolExecutor(1, "jaxllama-load") as beside:
+            reading = beside.submit(Tokenizer.from_gguf, file)
             cfg = gguf.read_config(file)
             params = gguf.load_params(
                 file, cfg, dtype, keep_quantized=own_codes, progress=progress,
                 place=here if grid is None and place is None else place,
             )  # fmt: skip
-            tokenizer = Tokenizer.from_gguf(file)
+            tokenizer = reading.result()
         params = params if grid is None else shard_params(cfg, params, grid)[1]
     else:
         if scheme is not None and hf.is_packed(path):  # codes are not rounded again
@@ -296,3 +306,5 @@ def enable_compilation_cache() -> None:
             return
         if os.access(folder, os.W_OK):
             jax.config.update("jax_compilation_cache_dir", str(folder))
+            # A small model's prefill compiles in less than jax's second, and is worth keeping.
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

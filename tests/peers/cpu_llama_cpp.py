@@ -4,11 +4,13 @@
     python tests/peers/cpu_llama_cpp.py --make OUT.gguf --like FILE.gguf
 
 PYTHON is that of an environment with llama-cpp-python, built from source for this machine.  The
-file's own codes on both sides.  Decode: 64 greedy tokens behind 5; prefill: 512 tokens; with
---engine also 16 requests at once through our engine beside one.  A round in which other processes
-took more than 5% of the cores does not count, unless --busy: both are then judged by their own CPU
-time alone, which on one thread (--threads 1) means something still; llama.cpp's threads wait for
-each other by spinning, and more of them on a busy machine measure that.
+file's own codes on both sides, flash attention on.  Decode: 64 greedy tokens behind 5; stream: the
+same as text, piece by piece; prefill: 512 tokens; with --engine also 16 requests at once through
+our engine beside one.  The file's types, the CPU and llama.cpp's build are printed first: llama.cpp
+repacks Q4_0 for AVX-512, and not Q4_1, so name the file with any figure.  A round in which other
+processes took more than 5% of the cores does not count, unless --busy: both are then judged by
+their own CPU time alone, which on one thread (--threads 1) means something still; llama.cpp's
+threads wait for each other by spinning, and more of them on a busy machine measure that.
 
 --make writes a file of Llama-3.2-1B's shape with random Q4_0 weights and another file's tokens.
 """
@@ -16,12 +18,14 @@ each other by spinning, and more of them on a busy machine measure that.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +36,23 @@ PEER = """
 import json, random, sys, time
 from llama_cpp import Llama
 threads = int(sys.argv[2])
-model = Llama(sys.argv[1], n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False)
+import llama_cpp
+model = Llama(sys.argv[1], n_ctx=1024, n_threads=threads, n_threads_batch=threads, flash_attn=True,
+              verbose=False)
+print(llama_cpp.__version__, llama_cpp.llama_print_system_info().decode(), flush=True)
 random.seed(0)
 vocabulary = min(model.n_vocab(), 49000)
 prompt = [random.randint(100, vocabulary - 1) for _ in range(512)]
 for line in sys.stdin:
     model.reset()
-    if line.strip() == "decode":
+    if line.strip() in ("decode", "stream"):
         tokens = model.generate(prompt[:5], temp=0.0)
-        next(tokens)
+        text = [model.detokenize([next(tokens)])]
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(63):
-            next(tokens)
+            token = next(tokens)
+            if line.strip() == "stream":
+                text.append(model.detokenize([token]))
         work = 63
     else:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -62,9 +71,12 @@ class Peer:
             [python, "-c", PEER, file, str(threads)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        self.build: str | None = None
 
     def __call__(self, what: str) -> tuple[float, float]:
         assert self.process.stdin is not None and self.process.stdout is not None
+        if self.build is None:
+            self.build = self.process.stdout.readline().strip()
         self.process.stdin.write(what + "\n")
         self.process.stdin.flush()
         return tuple(json.loads(self.process.stdout.readline()))
@@ -76,6 +88,7 @@ class Ours:
         from jaxllama.loading import load
 
         self.lm = load(file)
+        self.endless = dataclasses.replace(self.lm, config=self.lm.config.replace(eos_token_ids=()))
         self.decoding = Decoding(self.lm, 1)
 
     def __call__(self, what: str) -> tuple[float, float]:
@@ -83,6 +96,14 @@ class Ours:
             state, _ = self.decoding.prefilled(PROMPT, NEW)
             cpu = time.process_time()
             seconds, work = self.decoding.run(state, NEW), NEW - 1
+        elif what == "stream":
+            # Other tokens than llama.cpp's: a rate depends on their number alone.
+            pieces = self.endless.stream(list(range(1000, 1000 + PROMPT)), NEW)
+            next(pieces)
+            begun, cpu = time.perf_counter(), time.process_time()
+            for _ in pieces:
+                pass
+            seconds, work = time.perf_counter() - begun, NEW - 1
         else:
             cpu = time.process_time()
             seconds, work = self.decoding.prefilled(LONG, 1)[1], LONG
@@ -91,8 +112,6 @@ class Ours:
 
 def engine_rates(lm: Any, requests: int) -> float:
     """Tokens a second of so many requests of 64 tokens behind 16 each, at once."""
-    import dataclasses
-
     import numpy as np
 
     import jaxllama as jl
@@ -163,7 +182,8 @@ def main() -> None:
     os.sched_setaffinity(0, range(args.threads))  # before jax counts its threads
     ours, peer = Ours(args.file), Peer(args.peer, args.file, args.threads)
     pids = [os.getpid(), peer.process.pid]
-    for what in ("decode", "prefill"):
+    describe(args.file, args.threads)
+    for what in ("decode", "stream", "prefill"):
         kept = measured({"ours": ours, "llama.cpp": peer}, pids, what, args.rounds, args.busy)
         for index, unit in enumerate(("tokens/s", "tokens a CPU second")):
             rates = {name: [pair[index] for pair in pairs] for name, pairs in kept.items()}
@@ -176,12 +196,23 @@ def main() -> None:
             )
             print(f"{what}, {unit}: " + ", ".join(f"{k} {v:.1f}" for k, v in middle.items())
                   + f", ratio {ratio:.2f} ({len(rates['ours'])} rounds)", flush=True)  # fmt: skip
+    print(f"llama.cpp: flash attention on, {peer.build}")
     peer.process.stdin.close()
     if args.engine:
         engine_rates(ours.lm, 1)
         ratios = [engine_rates(ours.lm, 16) / engine_rates(ours.lm, 1) for _ in range(args.rounds)]
         print(f"16 requests at once over one: {statistics.median(ratios):.2f}x")
     read_beside(ours)
+
+
+def describe(file: str, threads: int) -> None:
+    """Print what a figure means nothing without."""
+    import gguf
+
+    types = Counter(tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "?")
+    print(f"{Path(file).name}: {dict(types)}; {cpu}, {threads} threads", flush=True)
 
 
 def read_beside(ours: Ours) -> None:

@@ -1,0 +1,188 @@
+"""Programs of a model's first calls, kept on disk for the next process.
+
+    programs = KeptPrograms(facts)      of a model that is loaded so; reads in a thread
+    programs.call(key, function, cfg, arguments, static)     what ``function`` gives
+    programs.wait()                     until all that was kept is ready
+
+jax's cache of compiled programs is keyed by a program's lowered text, so a process that finds its
+program there has traced and lowered it first: 0.4 s for a model of 30 layers, before its first
+token.  A kept program is found by its arguments' shapes instead.  ``load`` begins to read while the
+weights are read.
+
+Left out: GPUs, meshes, models of few layers, which are traced in no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import tempfile
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from jax.experimental import serialize_executable
+
+import jaxllama
+import pallas_kernels
+from jaxllama.config import ModelConfig
+from pallas_kernels.cpu import jit
+
+FILES = 4  # a model, as it was loaded, has one
+PROGRAMS = 12  # of a file: a cache, a prefill and a loop for each of four shapes
+LEAST_LAYERS = 8
+
+
+class KeptPrograms:
+    """See the module docstring.  facts: of how the model is loaded; their repr tells it from
+    others."""
+
+    def __init__(self, facts: Any) -> None:
+        self._settings = _settings()
+        self._path: Path | None = None
+        self._made: dict[str, Future[Any]] = {}
+        self._pool = ThreadPoolExecutor(1, "jaxllama-kept")
+        self._index = self._pool.submit(self._read, facts)
+
+    def call(
+        self,
+        key: Any,
+        function: Any,
+        arguments: tuple[Any, ...] = (),
+        cfg: ModelConfig | None = None,
+        static: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        """What a jitted ``function(cfg, *arguments, **static)`` gives.
+
+        cfg: its first argument, if it takes one.  key: its repr tells this program from all others
+        of the model, so it names the arguments' shapes and everything static.
+        """
+        before = () if cfg is None else (cfg,)
+        if self._settings != _settings():  # what was kept follows from others
+            return function(*before, *arguments, **static)
+        name = hashlib.sha256(repr((key, cfg)).encode()).hexdigest()
+        self._index.result()
+        compiled = self._ready(name)
+        if compiled is None:
+            compiled = _compiled(function.lower(*before, *arguments, **static))
+            made = self._made[name] = Future()
+            made.set_result(compiled)
+            if self._path is not None:
+                self._pool.submit(self._keep, name, compiled)
+        return compiled(*arguments)
+
+    def wait(self) -> None:
+        """Until all that was kept is ready, or cannot be used."""
+        self._index.result()
+        wait(self._made.values())
+
+    def _ready(self, name: str) -> Any:
+        made = self._made.get(name)
+        if made is None or made.exception() is not None:
+            return None
+        return made.result()
+
+    def _read(self, facts: Any) -> None:
+        """The programs' names, with futures of what they become; the newest first."""
+        self._path = _path(facts)
+        if self._path is None:
+            return
+        handlers, programs = _stored(self._path)
+        for handler in handlers:
+            jit.register(handler)
+        for name, blob in reversed(programs.items()):
+            self._made[name] = self._pool.submit(_loaded, blob)
+
+    def _keep(self, name: str, compiled: Any) -> None:
+        assert self._path is not None
+        try:
+            blob = serialize_executable.serialize(compiled)
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
+            return  # the next process compiles it, as this one did
+        _, programs = _stored(self._path)
+        programs[name] = blob
+        _write(self._path, (jit.registered(), dict(list(programs.items())[-PROGRAMS:])))
+
+
+def _compiled(lowered: Any) -> Any:
+    """A program that can be serialized: XLA has compiled it here.
+
+    A CPU's program that jax read from its own cache loses functions when it is serialized again.
+    So this one has a key of its own there, by an option that is XLA's default, and is not kept.
+    """
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, 1e9)
+    try:
+        return lowered.compile(compiler_options={"xla_embed_ir_in_executable": False})
+    finally:
+        jax.config.update(name, before)
+
+
+def signature(tree: Any) -> str:
+    """A hash of the structure, shapes and dtypes of a tree of arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    kinds = [(leaf.shape, leaf.dtype.name, bool(getattr(leaf, "weak_type", False)),
+              isinstance(leaf, np.ndarray)) for leaf in leaves]  # fmt: skip
+    return hashlib.sha256(f"{structure}{kinds}".encode()).hexdigest()
+
+
+def _settings() -> tuple[Any, ...]:
+    """All of jax's, but for those of its own cache."""
+    return tuple(item for item in jax.config.values.items() if "_cache_" not in item[0])
+
+
+def _path(facts: Any) -> Path | None:
+    """The file of a model's programs, named by all that they follow from; None for none."""
+    config: Any = jax.config  # its options are made at import, where no type checker sees them
+    known = config.jax_compilation_cache_dir if config.jax_enable_compilation_cache else None
+    is_told = jit.unavailable() is None  # nothing else tells this CPU from another
+    if jax.default_backend() != "cpu" or not is_told or not known or not os.path.isdir(known):
+        return None
+    digest = hashlib.sha256()
+    for package in (jaxllama, pallas_kernels):
+        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
+            file = path.stat()
+            digest.update(f"{path} {file.st_size} {file.st_mtime_ns}".encode())
+    where = jax.__version__, jaxlib.__version__, jit.identity(), len(jax.devices())
+    flags = os.environ.get("XLA_FLAGS"), sorted(map(repr, jax.config.values.items()))
+    digest.update(repr((where, flags, facts)).encode())
+    return Path(known) / "models" / f"model-{digest.hexdigest()[:32]}.pickle"
+
+
+def _stored(path: Path) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(the CPU's handlers that programs call, the serialized programs by name, oldest first)."""
+    try:
+        found = pickle.loads(path.read_bytes())
+        os.utime(path)
+        return found
+    except FileNotFoundError:
+        return (), {}
+    except (OSError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        warnings.warn(f"{path}: compiling again: {error}", stacklevel=2)
+        return (), {}
+
+
+def _loaded(blob: tuple[Any, ...]) -> Any:
+    device = jax.local_devices()[0]
+    return serialize_executable.deserialize_and_load(*blob, execution_devices=[device])
+
+
+def _write(path: Path, kept: Any) -> None:
+    """Whole or not at all, and not in a folder that cannot be written to; the oldest go."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            pickle.dump(kept, file)
+        os.replace(file.name, path)
+        known = sorted(path.parent.glob("model-*.pickle"), key=lambda one: one.stat().st_mtime)
+        for old in known[:-FILES]:
+            old.unlink()

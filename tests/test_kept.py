@@ -1,0 +1,99 @@
+"""Programs kept from one process for the next, and how many tokens a streamed call writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllama import kept, language_model
+from jaxllama.kept import KeptPrograms
+from jaxllama.language_model import LanguageModel
+from jaxllama.sampling import Sampling
+from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.models import LLAMA, params_of
+
+
+@pytest.fixture(scope="module")
+def lm() -> LanguageModel:
+    cfg = LLAMA.replace(n_layers=1, layer_types=("attention",), vocab_size=260)
+    return LanguageModel(cfg, jax.device_put(params_of(cfg)), Tokenizer.byte_level())
+
+
+def with_programs(lm: LanguageModel) -> LanguageModel:
+    programs = KeptPrograms("facts")
+    programs.wait()
+    return dataclasses.replace(lm, programs=programs)
+
+
+def test_what_one_process_compiled_the_next_one_reads(lm, tmp_path, monkeypatch):
+    path = tmp_path / "models" / "m.pickle"
+    monkeypatch.setattr(kept, "_path", lambda facts: path)
+    want = lm.generate("abc", 5)
+    first = with_programs(lm)
+    assert first.generate("abc", 5) == want
+    first.programs._pool.shutdown()  # all is written
+    assert len(pickle.loads(path.read_bytes())[1]) == 3
+
+    def never(lowered):
+        raise AssertionError("compiled again")
+
+    compiled = kept._compiled
+    monkeypatch.setattr(kept, "_compiled", never)
+    assert with_programs(lm).generate("abc", 5) == want
+    assert "".join(with_programs(lm).stream("abc", 5)) == want[0].text
+    # Other weights' shapes, other sampling and other settings are other programs.
+    with pytest.raises(AssertionError, match="compiled again"):
+        with_programs(lm).generate("abc", 5, Sampling(temperature=0.5))
+    half = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), lm.params)
+    with pytest.raises(AssertionError, match="compiled again"):
+        with_programs(dataclasses.replace(lm, params=half)).generate("abc", 5)
+    # A file that is damaged is made again.
+    monkeypatch.setattr(kept, "_compiled", compiled)
+    path.write_bytes(path.read_bytes()[:100])
+    monkeypatch.setattr(kept.warnings, "warn", lambda *_, **__: None)
+    assert with_programs(lm).generate("abc", 5) == want
+
+
+@pytest.mark.parametrize(
+    "step_seconds, calls",
+    [
+        (0.5, [3, 4, 5, 6]),  # a slow model shows each token
+        (0.01, [3, 10, 17, 24]),  # about PIECE_SECONDS a call
+        (0.001, [3, 11, 43, 122]),  # four times more at most
+    ],
+)
+def test_a_call_takes_about_as_long_as_a_reader_waits(step_seconds, calls, monkeypatch):
+    monkeypatch.setattr(language_model, "PIECE_SECONDS", 0.08)
+    clock = [0.0]
+    monkeypatch.setattr(language_model.time, "perf_counter", lambda: clock[0])
+    pieces, found, before = language_model._Pieces(1000, is_read=True), [], 1
+    for _ in calls:
+        until = pieces.next(np.array([before]))
+        clock[0] += step_seconds * (until - before) * 1.001
+        pieces.arrived()
+        found.append(until)
+        before = until
+    assert found == calls
+    whole = language_model._Pieces(1000, is_read=False)
+    assert whole.next(np.array([1])) == 1000
+
+
+def test_the_device_has_the_next_call_before_the_host_reads_one(lm, monkeypatch):
+    """But for the first piece, which waits for no loop; a text is the same however it is cut."""
+    monkeypatch.setattr(language_model, "PIECE_SECONDS", 0.0)
+    order, advance, fetch = [], LanguageModel._advance, language_model.fetch
+    monkeypatch.setattr(
+        LanguageModel, "_advance", lambda *args: order.append("call") or advance(*args)
+    )
+    monkeypatch.setattr(language_model, "fetch", lambda tree: order.append("read") or fetch(tree))
+    [want] = lm.generate("abc", 6)
+    assert order == ["read", "call", "read"]
+    order.clear()
+    heard = []
+    [got] = lm.generate("abc", 6, on_text=lambda _, text: heard.append(text))
+    assert got == want and "".join(heard) == want.text
+    assert order == ["read", "call", "call", "read", "call", "read", "read"]
