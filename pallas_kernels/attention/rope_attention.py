@@ -75,7 +75,7 @@ def rope_and_attend(
             if weight.shape != (h,):
                 raise ValueError(f"rope_and_attend: norm of {name} {weight.shape} is not [{h}]")
     find = functools.partial(plan, qkv, k, weights, table)
-    on_cpu = functools.partial(prefill.new_token_plan, qkv, k, table)
+    on_cpu = functools.partial(prefill.new_token_plan, qkv, k, table, norm is not None)
     found = choose_plan("rope_and_attend", implementation, find, qkv, k, v, cpu=on_cpu)
     if found is not None:
         scale = h**-0.5 if scale is None else float(scale)
@@ -111,11 +111,10 @@ def _kernel(call: _Static, qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Ca
             table: jax.Array | None) -> _Result:  # fmt: skip
     window, scale, eps, plan = call
     if isinstance(plan, cpu.CpuPlan):
-        if weights is not None and eps is not None:
-            qkv = norm_heads(qkv, k.shape[2], weights, eps)
         return cpu.rope_and_attend(
-            qkv, cos, sin, k, v, slots, table, window=window, scale=scale, plan=plan
-        )
+            qkv, cos, sin, k, v, slots, weights, table, window=window, scale=scale,
+            eps=eps or 0.0, plan=plan,
+        )  # fmt: skip
     from pallas_kernels.attention import direct
 
     return direct.attend(

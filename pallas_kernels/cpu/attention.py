@@ -60,8 +60,10 @@ def plan(q: jax.Array, k: Cached, table: jax.Array | None) -> CpuPlan | Reason:
     return _plan(k, q.shape[-2], table)
 
 
-def new_token_plan(qkv: jax.Array, k: Cached, table: jax.Array | None) -> CpuPlan | Reason:
-    """Of ``rope_and_attend``."""
+def new_token_plan(
+    qkv: jax.Array, k: Cached, table: jax.Array | None, norm: bool = False
+) -> CpuPlan | Reason:
+    """Of ``rope_and_attend``.  norm: with an RMSNorm of q's and k's heads before RoPE."""
     if qkv.dtype != jnp.float32:
         return Reason(f"qkv is {qkv.dtype.name}; the handler rotates float32")
     if qkv.shape[-1] % (2 * LANES):
@@ -70,7 +72,7 @@ def new_token_plan(qkv: jax.Array, k: Cached, table: jax.Array | None) -> CpuPla
     if k.dtype == jnp.int4:
         return Reason("an int4 cache is in another basis")
     heads = qkv.shape[-2] - 2 * k.shape[2]
-    return _plan(k, heads, table, new=True)
+    return _plan(k, heads, table, new=True, norm=norm)
 
 
 def _plan(k: Cached, heads: int, table: jax.Array | None, **more: bool) -> CpuPlan | Reason:
@@ -101,9 +103,13 @@ def decode_attention(
 
 def rope_and_attend(
     qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: Cached, v: Cached, slots: jax.Array,
-    table: jax.Array | None, *, window: int | None, scale: float, plan: CpuPlan,
+    weights: tuple[jax.Array, jax.Array] | None, table: jax.Array | None, *,
+    window: int | None, scale: float, eps: float, plan: CpuPlan,
 ) -> tuple[jax.Array, Cached, Cached]:  # fmt: skip
-    """(heads ``[B, N, H]``, or ``[B, T, N, H]``, k, v with the new tokens)."""
+    """(heads ``[B, N, H]``, or ``[B, T, N, H]``, k, v with the new tokens).
+
+    weights: of the norm of q's heads and of k's, where the plan has one.
+    """
     shape = qkv.shape[:-2]
     qkv, cos, sin, slots = (x.reshape(-1, *x.shape[len(shape) :]) for x in (qkv, cos, sin, slots))
     caches, tree = jax.tree.flatten((k, v))
@@ -120,13 +126,15 @@ def rope_and_attend(
         input_output_aliases={2 + i: first + i for i in range(len(caches))},
     )  # fmt: skip
     rest = jax.tree.leaves((table, cos, sin))
-    out, *made = call(qkv, slots, *caches, *rest, **fixed(window, scale))
+    rest += [weight.astype(jnp.float32) for weight in weights or ()]
+    out, *made = call(qkv, slots, *caches, *rest, **fixed(window, scale, eps))
     return out.reshape(*shape, *out.shape[1:]), *jax.tree.unflatten(tree, made[first - 1 :])
 
 
-def fixed(window: int | None, scale: float) -> dict[str, Any]:
-    """The attributes."""
-    return {"scale": np.float32(scale), "window": np.int32(2**31 - 1 if window is None else window)}
+def fixed(window: int | None, scale: float, eps: float = 0.0) -> dict[str, Any]:
+    """The attributes (``parts.EPS``, ``SCALE``, ``WINDOW``)."""
+    seen = np.int32(2**31 - 1 if window is None else window)
+    return {"eps": np.float32(eps), "scale": np.float32(scale), "window": seen}
 
 
 def _results(program: Attend, batch: int, k: Cached, table: jax.Array | None) -> list[Any]:
@@ -140,15 +148,18 @@ def _results(program: Attend, batch: int, k: Cached, table: jax.Array | None) ->
 @dataclasses.dataclass(frozen=True)
 class Attend(Program):
     """group: query heads to a kv head.  paged: through a table.  new: with RoPE and the write.
+    norm: with an RMSNorm of q's and k's heads before RoPE.
 
-    Operands: q and lengths (qkv and slots), k, v, table, cos, sin.  Results: heads, parts (a record
-    a part and head: sums, then total and largest), k, v.  Attributes: scale, window.
+    Operands: q and lengths (qkv and slots), k, v, table, cos, sin, weights of q's norm and of k's.
+    Results: heads, parts (a record a part and head: sums, then total and largest), k, v.
+    Attributes: eps, scale, window.
     """
 
     cache: Form
     group: int
     paged: bool
     new: bool = False
+    norm: bool = False
 
     @property
     def heads(self) -> int:
@@ -156,7 +167,7 @@ class Attend(Program):
 
     @property
     def arguments(self) -> int:
-        return 2 + 2 * self.cache.arrays + self.paged + 2 * self.new
+        return 2 + 2 * self.cache.arrays + self.paged + 2 * self.new + 2 * self.norm
 
     @property
     def results(self) -> int:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 VALUES = 32  # between two visits to the sums in memory
 AHEAD = 1 << 16  # bytes from what is read to what is asked for, so that weighing waits for nothing
+EPS, SCALE, WINDOW = range(3)  # attributes, in the order of their names
 MOST_AHEAD = 64  # tokens, for the place of each is looked up
 
 
@@ -67,7 +68,7 @@ class Rows:
                 inside = b.and_(inside, b.icmp_unsigned("<", entry, self.places.pages))
             length = b.select(inside, b.add(length, e.i64(1)), e.i64(0))
         length = e.limited(length, self.places.capacity)
-        seen = b.sext(self.call.attribute(1, e.I32), e.I64)
+        seen = b.sext(self.call.attribute(WINDOW, e.I32), e.I64)
         first = b.sub(length, e.least(length, seen))
         part = b.udiv(first, e.i64(PART))
         parts = b.sub(e.divide_up(length, PART), part)
@@ -133,10 +134,19 @@ class Write(Rows):
             owner = b.udiv(row, self.sharing)
             self.write(row, self.places.token(owner, b.sub(end, e.i64(1))))
 
-    def turned(self, x: list[Value], row: Value) -> list[Value]:
-        """A head after RoPE."""
+    def turned(self, x: list[Value], row: Value, which: int) -> list[Value]:
+        """A head of q (which = 0) or k (1) after its norm and RoPE."""
         e, b, p = self.e, self.b, self.p
         at = 2 + 2 * p.cache.arrays + p.paged
+        if p.norm:
+            total = b.fmul(x[0], x[0])
+            for value in x[1:]:
+                total = e.fma(value, value, total)
+            mean = b.fmul(e.sum(total), e.f32(1 / p.cache.width))
+            root = e.sqrt(b.fadd(mean, self.call.attribute(EPS, e.F32)))
+            factor = e.splat(b.fdiv(e.f32(1.0), root))
+            weights = self.vectors(self.call.argument(at + 2 + which))
+            x = [b.fmul(b.fmul(v, factor), w) for v, w in zip(x, weights, strict=True)]
         half = len(x) // 2
         start = b.mul(row, e.i64(2 * p.cache.width))
         cos, sin = (self.vectors(e.at(self.call.argument(at + i), start), half) for i in (0, 1))
@@ -153,7 +163,7 @@ class Write(Rows):
             for i, heads in enumerate((self.k, self.v)):
                 n = b.add(head, e.i64(p.heads + i * p.cache.heads))
                 x = self.vectors(self.heads_at(self.call.argument(0), row, n, all_heads))
-                heads.store(token, head, x if i else self.turned(x, row))
+                heads.store(token, head, x if i else self.turned(x, row, 1))
 
         e.loop(p.cache.heads, one)
 
@@ -251,13 +261,13 @@ class Part(Write):
     def take_queries(self, row: Value) -> None:
         """Scaled, and rotated where they are new; sums begin at 0."""
         e, b, width = self.e, self.b, self.p.cache.width
-        scale = e.splat(self.call.attribute(0, e.F32))
+        scale = e.splat(self.call.attribute(SCALE, e.F32))
         heads = self.p.heads + 2 * self.p.cache.heads * self.p.new
 
         def one(n: Value) -> None:
             x = self.vectors(self.heads_at(self.call.argument(0), row, n, heads))
             if self.p.new:
-                x = self.turned(x, row)
+                x = self.turned(x, row, 0)
             self.scored.take(n, [b.fmul(v, scale) for v in x])
             for i in range(self.p.cache.vectors):
                 at = b.add(b.mul(n, e.i64(4 * width)), e.i64(64 * i))

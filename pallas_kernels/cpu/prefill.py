@@ -31,7 +31,7 @@ from pallas_kernels.cpu import attention, jit
 from pallas_kernels.cpu.attention import FLOATS, STACK, Cached, fixed
 from pallas_kernels.cpu.cache import LANES, Form, form
 from pallas_kernels.cpu.handler import CpuPlan, Phase, Program
-from pallas_kernels.cpu.parts import Rows, Write
+from pallas_kernels.cpu.parts import SCALE, Rows, Write
 from pallas_kernels.cpu.scores import columns_of
 from pallas_kernels.cpu.softmax import BLOCK, PART, join, weigh
 from pallas_kernels.dispatch import Reason
@@ -62,22 +62,22 @@ def plan(
     return _plan(k, q.shape[2], table)
 
 
-def new_token_plan(qkv: jax.Array, k: Cached, table: jax.Array | None) -> CpuPlan | Reason:
+def new_token_plan(
+    qkv: jax.Array, k: Cached, table: jax.Array | None, norm: bool = False
+) -> CpuPlan | Reason:
     """Of ``rope_and_attend``: for many tokens a row this handler, else ``cpu.attention``'s."""
-    found = attention.new_token_plan(qkv, k, table)
+    found = attention.new_token_plan(qkv, k, table, norm)
     if qkv.ndim < 4 or qkv.shape[1] <= FEW_TOKENS or isinstance(found, Reason):
         return found
-    return _plan(k, qkv.shape[-2] - 2 * k.shape[2], table, new=True)
+    return _plan(k, qkv.shape[-2] - 2 * k.shape[2], table, new=True, norm=norm)
 
 
-def _plan(
-    k: Cached, heads: int, table: jax.Array | None, new: bool = False
-) -> CpuPlan | Reason:
+def _plan(k: Cached, heads: int, table: jax.Array | None, **more: bool) -> CpuPlan | Reason:
     if isinstance(found := form(k), Reason):
         return found
     if reason := jit.unavailable():
         return reason
-    program = Prefill(found, heads // found.heads, table is not None, new)
+    program = Prefill(found, heads // found.heads, table is not None, **more)
     if program.stack > STACK:
         text = f"{program.group} heads of {found.width} features on one"
         return Reason(f"{text} take {program.stack} bytes of stack")
@@ -92,23 +92,21 @@ def attend(
     -> ``[B, T, N, H]`` in q's dtype.  A query at -1 sees nothing and gives zeros."""
     rows = q.astype(jnp.float32).reshape(-1, *q.shape[2:])
     operands = [rows, positions.reshape(-1) + 1, *jax.tree.leaves((k, v, table))]
-    result = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
-    (out,) = jax.ffi.ffi_call(jit.register(plan.program), [result])(*operands, **fixed(window, scale))
+    results = [jax.ShapeDtypeStruct(rows.shape, jnp.float32)]
+    call = jax.ffi.ffi_call(jit.register(plan.program), results)
+    (out,) = call(*operands, **fixed(window, scale))
     return out.astype(q.dtype).reshape(q.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prefill(Program):
-    """group: query heads to a kv head.  paged: through a table.  new: with RoPE and the write.
-
-    Operands: q and lengths (qkv and slots), k, v, table, cos, sin.  Results: heads, k, v.
-    Attributes: scale, window.
-    """
+    """Fields, operands and attributes are ``attention.Attend``'s.  Results: heads, k, v."""
 
     cache: Form
     group: int
     paged: bool
     new: bool = False
+    norm: bool = False
 
     @property
     def heads(self) -> int:
@@ -116,7 +114,7 @@ class Prefill(Program):
 
     @property
     def arguments(self) -> int:
-        return 2 + 2 * self.cache.arrays + self.paged + 2 * self.new
+        return 2 + 2 * self.cache.arrays + self.paged + 2 * self.new + 2 * self.norm
 
     @property
     def results(self) -> int:
@@ -218,7 +216,7 @@ class _Tile(Write):
         """The first key that one of the tile's tokens sees, and the one behind the last.  Rows
         that there are not, of the last four, are the last again."""
         e, b, p = self.e, self.b, self.p
-        scale = e.splat(self.call.attribute(0, e.F32))
+        scale = e.splat(self.call.attribute(SCALE, e.F32))
         last, group = b.sub(self.count, e.i64(1)), e.i64(p.group)
         heads = p.heads + 2 * p.cache.heads * p.new
 
@@ -232,7 +230,7 @@ class _Tile(Write):
             n = b.add(b.mul(self.head, group), b.urem(of, group))
             x = self.vectors(self.heads_at(self.call.argument(0), row, n, heads))
             if p.new:
-                x = self.turned(x, row)
+                x = self.turned(x, row, 0)
             self.scored.take(i, [b.fmul(v, scale) for v in x])
             self.begin_part(i)
             for m in range(p.cache.vectors):
