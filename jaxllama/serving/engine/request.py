@@ -70,6 +70,7 @@ class Request:
     deadline: seconds from submission after which the request ends with reason "deadline".
     ignore_eos: go on past the model's stop tokens (for benchmarks).
     adapter: one of the model's, as for ``LanguageModel.generate``.
+    cache_salt: requests share cached prompt prefixes only with requests that have the same salt.
     """
 
     id: str
@@ -86,6 +87,7 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
@@ -117,6 +119,11 @@ class Request:
         if self.deadline is not None and not 0 < self.deadline < math.inf:
             raise JaxLlamaError(f"deadline = {self.deadline}: must be a positive number of seconds")
 
+    @property
+    def cache_key(self) -> tuple[str | None, str]:
+        """Requests with the same key may share cached prompt prefixes."""
+        return self.adapter, self.cache_salt
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -141,6 +148,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "grammar": (Grammar, _NONE),
     "adapter": (str, _NONE),
     "min_tokens": (int,),
+    "cache_salt": (str,),
 }
 
 
