@@ -37,6 +37,7 @@ from jaxllama.serving.http.tools import offered
 from jaxllama.text.tokenizer import Tokenizer
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
+SMALLEST_TOP_P = 1e-30  # what a body's 0 means: the likeliest token alone
 _ABSENT = {
     "audio": "only text is written",
     "functions": "send tools instead",
@@ -128,7 +129,8 @@ class Prompts:
             )
         return self.models[model]
 
-    def completion(self, body: Completion, call_id: str) -> Call:
+    def completion(self, body: Completion, call_id: str, owner: str = "") -> Call:
+        """owner: whose cached prompts it may share, beside ``cache_salt``."""
         self.adapter_of(body.model)
         if body.suffix:
             raise _unsupported("suffix", "text cannot be filled in before a suffix")
@@ -147,8 +149,8 @@ class Prompts:
         if body.echo:
             for text, row in zip(prompts, rows, strict=True):
                 echoes.append(text if isinstance(text, str) else self.tokenizer().decode(row))
-        max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        call = self._call(body, call_id, rows, max_tokens, body.logprobs)
+        max_tokens = COMPLETION_TOKENS if body.max_tokens is None else _limit(body.max_tokens)
+        call = self._call(body, call_id, owner, rows, max_tokens, body.logprobs)
         asked = [body.prompt_logprobs, body.logprobs if echoes_scores else None]
         return dataclasses.replace(
             call,
@@ -158,7 +160,8 @@ class Prompts:
             shows_ids=bool(body.return_token_ids),
         )
 
-    def chat(self, body: Chat, call_id: str) -> Call:
+    def chat(self, body: Chat, call_id: str, owner: str = "") -> Call:
+        """owner: as for ``completion``."""
         self.adapter_of(body.model)
         _check_features(body)
         self._check_choices(1, body.n or 1)
@@ -170,11 +173,9 @@ class Prompts:
         prompt = self.chat_prompt(body, list(tools.shown) if tools else None)
         row = self.encode(prompt, "messages", add_special=False)
         how = reading(template, prompt, tools)
-        max_tokens = body.max_completion_tokens or body.max_tokens
-        if max_tokens is None:
-            max_tokens = max(self.max_len - len(row), 1)
+        max_tokens = _limit(body.max_completion_tokens or body.max_tokens)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        call = self._call(body, call_id, [row], max_tokens, logprobs, how)
+        call = self._call(body, call_id, owner, [row], max_tokens, logprobs, how)
         return dataclasses.replace(
             call, reading=None if how.is_plain else how, to_score=body.prompt_logprobs
         )
@@ -236,6 +237,8 @@ class Prompts:
         named = {name: value for name in _NAMED if (value := getattr(body, name)) is not None}
         if "top_k" in named:
             named["top_k"] = max(named["top_k"], 0)  # vLLM's word for off is -1
+        if named.get("top_p") == 0:
+            named["top_p"] = SMALLEST_TOP_P
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
         own = self.lm.sampling or Sampling(temperature=1.0)
         return dataclasses.replace(own, **named, logit_bias=bias, seed=seed)
@@ -244,18 +247,22 @@ class Prompts:
         self,
         body: Generation,
         call_id: str,
+        owner: str,
         rows: list[list[int]],
-        max_tokens: int,
+        max_tokens: int | None,
         logprobs: int | None,
         how: Reading = PLAIN,
     ) -> Call:
+        """max_tokens: None for what the context leaves."""
         n, tokenizer = body.n or 1, self.lm.tokenizer
-        for row in rows:
-            if len(row) + max_tokens > self.max_len:
+        most = [max(self.max_len - len(row), 1) if max_tokens is None else max_tokens
+                for row in rows]  # fmt: skip
+        for row, count in zip(rows, most, strict=True):
+            if len(row) + count > self.max_len:
                 raise ApiError(
                     400,
                     f"the context is {self.max_len} tokens; this asks for {len(row)} in the prompt "
-                    f"and {max_tokens} new ones",
+                    f"and {count} new ones",
                     param="max_tokens",
                     code="context_length_exceeded",
                 )
@@ -273,7 +280,7 @@ class Prompts:
                 Request(
                     id=f"{call_id}/{index}",
                     prompt=tuple(row),
-                    max_new_tokens=max(max_tokens, 1),
+                    max_new_tokens=max(most[index // n], 1),
                     sampling=self._sampling(body, seed + index % n),
                     stop=stop,
                     logprobs=logprobs,
@@ -283,8 +290,9 @@ class Prompts:
                     ignore_eos=bool(body.ignore_eos),
                     adapter=self.adapter_of(body.model),
                     stop_token_ids=ends,
-                    min_tokens=(body.min_tokens or 0) if max_tokens else 0,
+                    min_tokens=(body.min_tokens or 0) if max_tokens != 0 else 0,
                     skip_special_tokens=skip_special,
+                    cache_salt=f"{owner}/{body.cache_salt or ''}",
                 )
             )
         return Call(
@@ -297,13 +305,18 @@ class Prompts:
             seed=seed,
             tokenizer=tokenizer,
             eos=frozenset((*self.lm.config.eos_token_ids, *ends)),
-            is_written=max_tokens > 0,
+            is_written=max_tokens != 0,
             lists_scores=body.prompt_logprobs is not None,
         )
 
 
 _NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
           "presence_penalty")  # fmt: skip
+
+
+def _limit(max_tokens: int | None) -> int | None:
+    """None where a body sets no limit: without the field, or with -1."""
+    return None if max_tokens == -1 else max_tokens
 
 
 def as_list(
