@@ -97,6 +97,10 @@ def options(sub: Parser) -> None:
                      "first is shown, further ones are taken too")  # fmt: skip
     sub.add_argument("--allowed-origin", action="append", type=filled, default=[], metavar="URL",
                      help="its web pages may ask, * for all; may be repeated")  # fmt: skip
+    sub.add_argument("--allowed-host", action="append", type=filled, default=[], metavar="NAME",
+                     help="that a request's Host header may name beside local names, * for any; "
+                     "may be repeated (default any, but on a local address without --api-key "
+                     "local names only)")  # fmt: skip
     common.policy_option(sub)
     common.mesh_option(sub)
     common.model_options(sub)
@@ -116,6 +120,6 @@ def run(args: argparse.Namespace) -> None:
     options = ServeOptions(
         args.model, args.host, args.port, tuple(args.api_key), args.max_body, args.drain_timeout,
         args.state, engine_of(args), tuple(args.served_model_name), tuple(args.allowed_origin),
-        args.api_servers, args.replicas,
+        tuple(args.allowed_host), args.api_servers, args.replicas,
     )  # fmt: skip
     serve(options, functools.partial(common.load, _plain(args)))

@@ -333,7 +333,7 @@ def test_a_second_server_does_not_take_the_state(tmp_path):
     assert [accepted.id for accepted in again.unfinished()] == ["a"]
     again.finish("a", "{}")
     again.finish("a", '{"error": 1}')
-    assert again.find("a", "chat") == "{}" and again.unfinished() == [], "answered once"
+    assert again.find("a").text == "{}" and again.unfinished() == [], "answered once"
     again.close()
 
 

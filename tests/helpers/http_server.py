@@ -21,6 +21,7 @@ import uvicorn
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig
 from jaxllama.language_model import LanguageModel
+from jaxllama.serving.http import limits
 from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.server import Settings, create_app
 from jaxllama.text.tokenizer import Tokenizer
@@ -50,7 +51,9 @@ def talking(lm: LanguageModel, engine, key: str = "none", **settings) -> Iterato
 
 
 @contextlib.contextmanager
-def serving(lm: LanguageModel, engine, **settings) -> Iterator[str]:
+def serving(
+    lm: LanguageModel, engine, peers: limits.Peers | None = None, **settings
+) -> Iterator[str]:
     """The server's address, while it runs."""
     settings = {"name": NAME, "max_len": engine.options.max_len, **settings}
     metrics = Metrics()
@@ -58,6 +61,7 @@ def serving(lm: LanguageModel, engine, **settings) -> Iterator[str]:
     app = create_app(lm, engine, Settings(**settings), metrics)
     config = uvicorn.Config(
         app,
+        http=limits.protocol(peers),
         lifespan="on",
         ws="none",
         log_config=None,

@@ -1,15 +1,15 @@
 """Pages: whose the cache's memory is, and which of it new prompts may begin with.  No jax.
 
     pages = Pages(count, size)
-    held = pages.begin(tokens, model)     the longest known prefix, shared
+    held = pages.begin(tokens, key)       the longest known prefix, shared
     pages.grow(held, n)                   n more pages of its own, or False
-    pages.publish(held, tokens, model)    full pages of these tokens may be shared from now on
+    pages.publish(held, tokens, key)      full pages of these tokens may be shared from now on
     pages.release(held)
 
 A page is ``size`` tokens of every attention layer.  Known prefixes are a tree: a node is one full
 page below the pages before it; it has a reference for each sequence that holds it.  A page is free,
-or its sequence's own, or a node's.  model: whose keys and values they are, an adapter's name or
-None: nothing is shared between two.
+or its sequence's own, or a node's.  There is one tree for each key, an adapter with the salt of
+those who may share (``Request.cache_key``): nothing is shared between two keys.
 
 GLA layers keep one state a row and not one a token, so a prefix is of use where a snapshot of the
 state was taken: ``snapshot`` gives the last published page one of ``states`` rows for it, and with
@@ -24,19 +24,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from jaxllama.errors import JaxLlamaError
 
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A page that may be shared.  state: the snapshot's row, if there is one."""
+    """A page that may be shared.  state: the snapshot's row, if there is one.  A root has no page
+    and no parent; its key stands in place of tokens."""
 
-    tokens: tuple[int, ...]
+    tokens: Hashable
     page: int
     parent: Node | None
-    children: dict[tuple[int, ...], Node] = dataclasses.field(default_factory=dict)
+    children: dict[Hashable, Node] = dataclasses.field(default_factory=dict)
     references: int = 0
     state: int | None = None
 
@@ -66,7 +67,7 @@ class Pages:
         self.count, self.size, self.unit = count, size, unit
         self.states, self.share = states, share
         self._needs_state = states > 0
-        self._roots: dict[str | None, Node] = collections.defaultdict(lambda: Node((), -1, None))
+        self._roots: dict[Hashable, Node] = {}
         self._free = list(reversed(range(count)))
         self._free_states = list(reversed(range(states)))
         self.known = 0  # pages that may be shared
@@ -96,10 +97,10 @@ class Pages:
         """Pages that so many tokens take."""
         return -(-tokens // self.size)
 
-    def begin(self, tokens: Sequence[int], model: str | None = None) -> Held:
+    def begin(self, tokens: Sequence[int], key: Hashable = None) -> Held:
         """The longest known prefix of ``tokens``."""
-        node, nodes = self._roots[model], []
-        if self.share:
+        node, nodes = self._roots.get(key), []
+        if self.share and node is not None:
             for first in range(0, len(tokens) - self.size + 1, self.size):
                 child = node.children.get(tuple(tokens[first : first + self.size]))
                 if child is None:
@@ -124,16 +125,19 @@ class Pages:
         held.pages += [self._free.pop() for _ in range(count)]
         return True
 
-    def publish(self, held: Held, tokens: Sequence[int], model: str | None = None) -> None:
+    def publish(self, held: Held, tokens: Sequence[int], key: Hashable = None) -> None:
         """The first pages hold these tokens: others may begin with them, in whole units."""
         whole = len(tokens) // self.unit * self.unit // self.size
         for index in range(len(held.nodes), whole if self.share else 0):
-            parent = held.nodes[-1] if held.nodes else self._roots[model]
-            key = tuple(tokens[index * self.size : (index + 1) * self.size])
-            node = parent.children.get(key)
+            if held.nodes:
+                parent = held.nodes[-1]
+            else:
+                parent = self._roots.setdefault(key, Node(key, -1, None))
+            page = tuple(tokens[index * self.size : (index + 1) * self.size])
+            node = parent.children.get(page)
             if node is None:
                 self._leaves.pop(parent, None)
-                node = parent.children[key] = Node(key, held.pages[index], parent)
+                node = parent.children[page] = Node(page, held.pages[index], parent)
                 self.known += 1
                 self._unreferenced += 1
             self._acquire(node)
@@ -204,5 +208,9 @@ class Pages:
             node.state = None
 
     def _offer(self, node: Node) -> None:
-        if node.parent is not None and not node.references and not node.children:
+        if node.children:
+            return
+        if node.parent is None:  # clients choose the salts, so an empty tree must not stay
+            del self._roots[node.tokens]
+        elif not node.references:
             self._leaves[node] = None

@@ -73,6 +73,7 @@ class Request:
     deadline: seconds from submission after which the request ends with reason "deadline".
     ignore_eos: go on past the model's stop tokens (for benchmarks).
     adapter: one of the model's, as for ``LanguageModel.generate``.
+    cache_salt: requests share cached prompt prefixes only with requests that have the same salt.
     """
 
     id: str
@@ -91,6 +92,7 @@ class Request:
     skip_special_tokens: bool = True
     allowed_token_ids: tuple[int, ...] | None = None
     include_stop: bool = False
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
@@ -125,6 +127,11 @@ class Request:
         if self.deadline is not None and not 0 < self.deadline < math.inf:
             raise JaxLlamaError(f"deadline = {self.deadline}: must be a positive number of seconds")
 
+    @property
+    def cache_key(self) -> tuple[str | None, str]:
+        """Requests with the same key may share cached prompt prefixes."""
+        return self.adapter, self.cache_salt
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -149,6 +156,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "grammar": (Grammar, _NONE),
     "adapter": (str, _NONE),
     "min_tokens": (int,),
+    "cache_salt": (str,),
 }
 
 

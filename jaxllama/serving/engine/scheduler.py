@@ -244,7 +244,7 @@ class Scheduler:
         return None if end > self._may_share(sequence) else self.pages.snapshot(sequence.held, end)
 
     def _publish(self, sequence: Sequence, end: int) -> None:
-        self.pages.publish(sequence.held, self._shared(sequence, end), sequence.request.adapter)
+        self.pages.publish(sequence.held, self._shared(sequence, end), sequence.request.cache_key)
 
     def _shared(self, sequence: Sequence, end: int) -> list[int]:
         """Of its first tokens up to ``end`` those that others may begin with."""
@@ -391,7 +391,7 @@ class Scheduler:
 
     def _begin(self, sequence: Sequence) -> None:
         known = self._shared(sequence, sequence.to_fill)
-        sequence.held = self.pages.begin(known, sequence.request.adapter)
+        sequence.held = self.pages.begin(known, sequence.request.cache_key)
 
     def _has_room(self, sequence: Sequence, without: Collection[Sequence] = ()) -> bool:
         # Everybody may write one more token before anything else can be done about it.

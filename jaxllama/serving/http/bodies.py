@@ -13,7 +13,7 @@ Beyond OpenAI: ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``s
 what is there by then is the answer, finish_reason "length"), prompts as token ids,
 ``prompt_logprobs``, ``return_token_ids``, ``response_format`` "regex" and "structural_tag",
 ``structured_outputs`` and ``guided_*``, ``chat_template_kwargs``, ``add_generation_prompt`` and
-``continue_final_message``.
+``continue_final_message``, ``cache_salt`` (cached prompts are shared under one salt only).
 
 Source: OpenAI's API reference; the extensions' names are vLLM's where it has them.
 """
@@ -25,7 +25,7 @@ import logging
 import re
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from jaxllama.serving.engine.request import MAX_LOGPROBS
 from jaxllama.serving.http import other_fields
@@ -91,6 +91,9 @@ class JsonSchema(Strict):
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+# -1 is no limit, as llama.cpp and others have it.
+Limit = Annotated[int, Field(ge=1)] | Literal[-1]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 # Every list: without it a long one is an error for every entry.
 FIRST_ERROR = Field(fail_fast=True)
 
@@ -143,7 +146,7 @@ class Generation(Strict):
 
     model: str
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     n: int | None = Field(None, ge=1, le=128)
     stop: Stop | Annotated[list[Stop], Field(max_length=16), FIRST_ERROR] | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
@@ -159,7 +162,7 @@ class Generation(Strict):
         ]
         | None
     ) = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Limit | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -185,6 +188,7 @@ class Generation(Strict):
     include_stop_str_in_output: bool | None = None
     grammar: str | None = None  # guided_grammar, as llama.cpp calls it
     return_token_ids: bool | None = None
+    cache_salt: CacheSalt | None = None
     # Without effect: they concern OpenAI's own service, or are hints.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -209,8 +213,8 @@ class Completion(Generation):
     }
     prompt: str | Texts | Ids | IdRows
     # 0 scores the prompt alone.
-    max_tokens: int | None = Field(None, ge=0)
-    n_predict: int | None = Field(None, ge=0)  # max_tokens, as llama.cpp calls it
+    max_tokens: Annotated[int, Field(ge=-1)] | None = None
+    n_predict: Annotated[int, Field(ge=-1)] | None = None  # max_tokens, as llama.cpp calls it
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1, le=128)
@@ -242,8 +246,32 @@ class Message(Lenient):
     reasoning_content: str | None = None
 
 
+# What OpenAI's API allows, and a dot: templates write names unquoted into prompts.
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+# Kinds of tools that OpenAI's service runs itself, or whose calls are no JSON.
+_FOREIGN = re.compile(
+    r"(custom|local_shell|shell|apply_patch|web_search|file_search|code_interpreter|computer"
+    r"|computer_use|image_generation|mcp|namespace|tool_search)(_preview)?(_\d{4}_\d\d_\d\d)?"
+)
+
+
+def _drop_foreign(tools: Any) -> Any:
+    """The tools without those that are no functions.  Agents send these along to every server; the
+    log says which ones the model is not shown."""
+    if not isinstance(tools, list):
+        return tools
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    dropped = {kind for kind in kinds if isinstance(kind, str) and _FOREIGN.fullmatch(kind)}
+    if dropped:
+        _log.warning("tools ignored", extra={"fields": {"types": sorted(dropped)}})
+    return [tool for tool, kind in zip(tools, kinds, strict=True) if kind not in dropped]
+
+
+OnlyFunctions = BeforeValidator(_drop_foreign)
+
+
 class Function(Strict):
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -263,12 +291,12 @@ class Chat(Generation):
     endpoint = "/v1/chat/completions"
     hints = {"prompt": "send messages, or the prompt to /v1/completions"}
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1)
-    n_predict: Annotated[int, Field(ge=1)] | Literal[-1] | None = None
+    max_completion_tokens: Limit | None = None
+    n_predict: Limit | None = None
     enable_thinking: bool | None = None  # chat_template_kwargs.enable_thinking
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: Annotated[list[Tool], Field(max_length=128), FIRST_ERROR] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128), FIRST_ERROR, OnlyFunctions] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -38,6 +38,7 @@ from jaxllama.text.prompt_text import ChatPrompt
 from jaxllama.text.tokenizer import Tokenizer
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
+SMALLEST_TOP_P = 1e-30  # what a body's 0 means: the likeliest token alone
 _ABSENT = {
     "audio": "only text is written",
     "functions": "send tools instead",
@@ -131,7 +132,8 @@ class Prompts:
             )
         return self.models[model]
 
-    def completion(self, body: Completion, call_id: str) -> Call:
+    def completion(self, body: Completion, call_id: str, owner: str = "") -> Call:
+        """owner: whose cached prompts it may share, beside ``cache_salt``."""
         self.adapter_of(body.model)
         if body.suffix:
             raise _unsupported("suffix", "text cannot be filled in before a suffix")
@@ -146,7 +148,7 @@ class Prompts:
         prompts = as_list(body.prompt)
         self._check_choices(len(prompts), n)
         asked = _only_limit(body, "max_tokens", "n_predict")
-        max_tokens = COMPLETION_TOKENS if asked is None else asked
+        max_tokens = COMPLETION_TOKENS if asked is None else _limit(asked)
         keep = self._kept(body.truncate_prompt_tokens, max_tokens)
         rows = [self.row(prompt, "prompt", keep) for prompt in prompts]
         echoes = []
@@ -154,7 +156,7 @@ class Prompts:
             for text, row in zip(prompts, rows, strict=True):
                 is_whole = isinstance(text, str) and keep is None
                 echoes.append(text if is_whole else self.tokenizer().decode(row))
-        call = self._call(body, call_id, rows, max_tokens, body.logprobs)
+        call = self._call(body, call_id, owner, rows, max_tokens, body.logprobs)
         asked = [body.prompt_logprobs, body.logprobs if echoes_scores else None]
         return dataclasses.replace(
             call,
@@ -163,7 +165,8 @@ class Prompts:
             echoes_scores=echoes_scores,
         )
 
-    def chat(self, body: Chat, call_id: str) -> Call:
+    def chat(self, body: Chat, call_id: str, owner: str = "") -> Call:
+        """owner: as for ``completion``."""
         self.adapter_of(body.model)
         _check_features(body)
         self._check_choices(1, body.n or 1)
@@ -173,17 +176,14 @@ class Prompts:
         template = self.tokenizer().template_for(bool(body.tools)) or ""
         tools = offered(body, template)
         prompt = self.chat_prompt(body, list(tools.shown) if tools else None)
-        asked = _only_limit(body, "max_completion_tokens", "max_tokens", "n_predict")
-        max_tokens = None if asked == -1 else asked
+        max_tokens = _limit(_only_limit(body, "max_completion_tokens", "max_tokens", "n_predict"))
         row = self.encode_chat(prompt, self._kept(body.truncate_prompt_tokens, max_tokens))
         how = reading(template, prompt.text, tools)
         if tools is not None and (body.bad_words or body.allowed_token_ids):
             name = "bad_words" if body.bad_words else "allowed_token_ids"
             raise _unsupported(name, "a call of a tool cannot be held to it: leave out tools")
-        if max_tokens is None:
-            max_tokens = max(self.max_len - len(row), 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        call = self._call(body, call_id, [row], max_tokens, logprobs, how)
+        call = self._call(body, call_id, owner, [row], max_tokens, logprobs, how)
         return dataclasses.replace(
             call, reading=None if how.is_plain else how, to_score=body.prompt_logprobs
         )
@@ -269,6 +269,8 @@ class Prompts:
         named = {name: value for name in _NAMED if (value := getattr(body, name)) is not None}
         if "top_k" in named:
             named["top_k"] = max(named["top_k"], 0)  # vLLM's word for off is -1
+        if named.get("top_p") == 0:
+            named["top_p"] = SMALLEST_TOP_P
         bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
         own = self.lm.sampling or Sampling(temperature=1.0)
         return dataclasses.replace(own, **named, logit_bias=bias, seed=seed)
@@ -277,18 +279,22 @@ class Prompts:
         self,
         body: Generation,
         call_id: str,
+        owner: str,
         rows: list[list[int]],
-        max_tokens: int,
+        max_tokens: int | None,
         logprobs: int | None,
         how: Reading = PLAIN,
     ) -> Call:
+        """max_tokens: None for what the context leaves."""
         n, tokenizer = body.n or 1, self.lm.tokenizer
-        for row in rows:
-            if len(row) + max_tokens > self.max_len:
+        most = [max(self.max_len - len(row), 1) if max_tokens is None else max_tokens
+                for row in rows]  # fmt: skip
+        for row, count in zip(rows, most, strict=True):
+            if len(row) + count > self.max_len:
                 raise ApiError(
                     400,
                     f"the context is {self.max_len} tokens; this asks for {len(row)} in the prompt "
-                    f"and {max_tokens} new ones",
+                    f"and {count} new ones",
                     param="max_tokens",
                     code="context_length_exceeded",
                 )
@@ -310,7 +316,7 @@ class Prompts:
                 Request(
                     id=f"{call_id}/{index}",
                     prompt=tuple(row),
-                    max_new_tokens=max(max_tokens, 1),
+                    max_new_tokens=max(most[index // n], 1),
                     sampling=self._sampling(body, seed + index % n),
                     stop=stop,
                     logprobs=logprobs,
@@ -320,10 +326,11 @@ class Prompts:
                     ignore_eos=bool(body.ignore_eos),
                     adapter=self.adapter_of(body.model),
                     stop_token_ids=ends,
-                    min_tokens=(body.min_tokens or 0) if max_tokens else 0,
+                    min_tokens=(body.min_tokens or 0) if max_tokens != 0 else 0,
                     skip_special_tokens=skip_special,
                     allowed_token_ids=allowed,
                     include_stop=bool(body.include_stop_str_in_output),
+                    cache_salt=f"{owner}/{body.cache_salt or ''}",
                 )
             )
         return Call(
@@ -336,7 +343,7 @@ class Prompts:
             seed=seed,
             tokenizer=tokenizer,
             eos=frozenset((*self.lm.config.eos_token_ids, *ends)),
-            is_written=max_tokens > 0,
+            is_written=max_tokens != 0,
             lists_scores=body.prompt_logprobs is not None,
             shows_ids=bool(body.return_token_ids),
             notes=() if wanted is None else wanted.notes,
@@ -345,6 +352,11 @@ class Prompts:
 
 _NAMED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
           "presence_penalty")  # fmt: skip
+
+
+def _limit(max_tokens: int | None) -> int | None:
+    """None where a body sets no limit: without the field, or with -1."""
+    return None if max_tokens == -1 else max_tokens
 
 
 def as_list(

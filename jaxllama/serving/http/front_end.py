@@ -5,7 +5,8 @@
 
 It takes its model's facts from the ``Welcome``, then accepts connections of the port that all front
 ends share, until it is told to ``Drain``.  When the engine's process is gone, whoever waits gets
-503, and it ends with status 1.
+503, and it ends with status 1.  It answers each ``Ping``: a process that gives no sign of life for
+``BEAT * MISSED`` seconds hangs (``Pulse``).
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ import uvicorn
 from jaxllama.config import ModelConfig
 from jaxllama.language_model import LanguageModel
 from jaxllama.sampling import Sampling
-from jaxllama.serving.http import logs, messages
+from jaxllama.serving.http import limits, logs, messages
 from jaxllama.serving.http.link import Link
 from jaxllama.serving.http.server import Settings, application
 from jaxllama.text.tokenizer import Tokenizer
 
 GONE = "the engine's process has ended"
+BEAT = 5.0  # seconds between two signs of life
+MISSED = 6  # of them, after which a process is taken to hang
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +107,24 @@ class Wire(asyncio.Protocol):
         self._transport.close()
 
 
+class Pulse:
+    """Another process's signs of life.  ``beat``: one has come."""
+
+    def __init__(self) -> None:
+        self._missed = 0
+
+    def beat(self) -> None:
+        self._missed = 0
+
+    async def lost(self, ask: Callable[[], None] = lambda: None) -> None:
+        """Return when ``MISSED`` beats in a row have not come.  ask: called before each.  Beats are
+        counted, not seconds: a machine that sleeps, or is slow, misses none."""
+        while self._missed < MISSED:
+            self._missed += 1
+            ask()
+            await asyncio.sleep(BEAT)
+
+
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, link: Link) -> None:
         super().__init__(config)
@@ -135,8 +156,8 @@ async def _run(connection: socket.socket, listener: socket.socket) -> int:
     link.know(setup.facts.tokenizer, setup.facts.config.eos_token_ids)
     app = application(setup.facts, link, setup.settings, setup.max_queue)
     config = uvicorn.Config(
-        app, lifespan="on", ws="none", log_config=logs.configuration(), access_log=False,
-        server_header=False, timeout_graceful_shutdown=setup.drain_timeout,
+        app, http=limits.protocol(), lifespan="on", ws="none", log_config=logs.configuration(),
+        access_log=False, server_header=False, timeout_graceful_shutdown=setup.drain_timeout,
     )  # fmt: skip
     server = _Server(config, link)
 
@@ -157,6 +178,7 @@ async def _run(connection: socket.socket, listener: socket.socket) -> int:
 
 
 def main() -> None:
+    limits.raise_descriptors()
     ours, clients = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     factory = uvicorn.Config("").get_loop_factory()
     with asyncio.Runner(loop_factory=factory) as runner:

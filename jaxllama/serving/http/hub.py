@@ -10,6 +10,11 @@ front end that goes cancels its rows; what it owed by the journal the next one t
 are exact whatever front ends do: of a request with stop strings, which its front end looks for,
 tokens and reason are counted when that has said where they end.
 
+While the journal cannot be written (a full disk), requests that it must hold are refused with
+JournalUnavailable and everything else goes on.  Answers that it could not take stay in memory, and
+the hub tries again every ``RETRY`` seconds.  What is still unwritten at the end is owed by the next
+server.
+
 One event loop calls all this; the engine's thread leaves its news and wakes that loop.  Grammars
 are compiled in threads of their own; ``embed`` and ``score`` run in one, of every body one row at a
 time, so bodies take turns, and what a client has left is not computed.
@@ -20,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -39,9 +45,11 @@ from jaxllama.serving.http.embeddings import Embedder
 from jaxllama.serving.http.messages import IdTaken, Row
 from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.scoring import Scorer
-from jaxllama.serving.journal import Journal
+from jaxllama.serving.journal import Journal, JournalUnavailable
 
 STORED_BYTES = 64 * 2**20  # of responses that can be continued
+RETRY = 1.0  # seconds between two attempts to write to a journal that could not be written
+_log = logging.getLogger("jaxllama.serving")
 
 
 class Served(Protocol):
@@ -94,6 +102,9 @@ class Hub:
         self.engine, self.metrics, self.journal = engine, metrics, journal
         self.calls: collections.Counter[str] = collections.Counter()  # rows in flight, by id
         self.owed: dict[str, Port] = {}
+        self.trouble: str | None = None  # why the journal cannot be written
+        self._unwritten: dict[str, str] = {}  # answers that it could not take, by id
+        self._retrying: asyncio.TimerHandle | None = None
         self.responses = Responses()
         self._ports: list[Port] = []
         self._with_news: set[Port] = set()
@@ -118,6 +129,11 @@ class Hub:
         self._ports.append(port)
         return port
 
+    def welcome(self, port: Port) -> None:
+        """Tell a new front end what the others have been told."""
+        if self.trouble is not None:
+            port.send(messages.Trouble(self.trouble))
+
     def forget(self, port: Port) -> None:
         self._ports.remove(port)
 
@@ -128,13 +144,23 @@ class Hub:
     def close(self) -> None:
         self._forward.shutdown(wait=False, cancel_futures=True)
         self.grammars.shutdown(wait=False, cancel_futures=True)
+        if self._retrying is not None:
+            self._retrying.cancel()
         if self.journal is not None:
+            try:
+                self._write_answers(self.journal)
+            except JournalUnavailable as error:
+                fields = {"reason": str(error), "answers": len(self._unwritten)}
+                _log.error("answers were not written: the next server owes them",
+                           extra={"fields": fields})  # fmt: skip
             self.journal.close()
 
     def check(self, call: messages.Submit) -> None:
-        """EngineFailed, and IdTaken."""
+        """EngineFailed, JournalUnavailable and IdTaken."""
         if self.engine.failure is not None:
             raise EngineFailed(self.engine.failure)
+        if self.trouble is not None and call.entry is not None:
+            raise JournalUnavailable(self.trouble)
         is_stored = not call.is_known and self.journal and self.journal.find(call.id) is not None
         if call.id in self.calls or is_stored or call.id in self.responses:
             raise IdTaken(call.id)
@@ -144,17 +170,58 @@ class Hub:
     def accept(self, port: Port, call: messages.Submit) -> None:
         """Before the answer begins."""
         if self.journal is not None and call.entry is not None:
-            self.journal.accept(call.id, call.entry.kind, call.entry.at, call.entry.body)
+            entry = call.entry
+            try:
+                self.journal.accept(call.id, entry.kind, entry.at, entry.body, entry.owner)
+            except JournalUnavailable as error:
+                self._journal_failed(error)
+                raise
             self.owed[call.id] = port
 
     def finish(self, id: str, answer: str | None) -> None:
-        try:
-            if self.journal is not None and answer is not None:
+        if self.journal is not None and answer is not None:
+            try:
                 self.journal.finish(id, answer)
-        finally:
-            self.owed.pop(id, None)
-            for port, ask in self._waiting.pop(id, ()):
-                port.answer(ask)
+            except JournalUnavailable as error:
+                self._unwritten[id] = answer
+                self._journal_failed(error)
+        self.owed.pop(id, None)
+        for port, ask in self._waiting.pop(id, ()):
+            port.answer(ask)
+
+    def _write_answers(self, journal: Journal) -> None:
+        for id in list(self._unwritten):
+            journal.finish(id, self._unwritten[id])
+            del self._unwritten[id]
+
+    def _journal_failed(self, error: JournalUnavailable) -> None:
+        """Tell the log and the front ends, once, and try again until it can be written."""
+        if self.trouble is None:
+            self.trouble = str(error)
+            _log.error("the journal cannot be written", extra={"fields": {"reason": self.trouble}})
+            self.tell(messages.Trouble(self.trouble))
+        if self._retrying is None:
+            self._retrying = asyncio.get_running_loop().call_later(RETRY, self._retry)
+
+    def _retry(self) -> None:
+        self._retrying = None
+        assert self.journal is not None
+        try:
+            self.journal.check_writable()
+            self._write_answers(self.journal)
+        except JournalUnavailable as error:
+            self._journal_failed(error)
+            return
+        self.trouble = None
+        _log.warning("the journal can be written again")
+        self.tell(messages.Trouble(None))
+
+    def find(self, id: str, kind: str, owner: str) -> str | None:
+        """The answer of this kind to a body of this owner, "" while it is owed, None for none."""
+        answer = None if self.journal is None else self.journal.find(id)
+        if answer is None or (answer.kind, answer.owner) != (kind, owner):
+            return None
+        return answer.text or self._unwritten.get(id, "")
 
     # What front ends ask
 
@@ -169,15 +236,20 @@ class Hub:
             work.add_done_callback(lambda done: port.later(port.passed, ask.call, done))
             return None
         if ask.name == "find":
-            id, kind = ask.arguments
-            answer = self.journal.find(id, kind) if self.journal else None
+            id, kind, owner = ask.arguments
+            answer = self.find(id, kind, owner)
             if answer == "" and id in self.owed:
                 self._waiting.setdefault(id, []).append((port, ask))
                 return None
             return [answer]
         if ask.name == "owed":
             entries = [] if self.journal is None else self.journal.unfinished()
-            entries = [e for e in entries if self.owed.get(str(e.id)) not in self._ports]
+            entries = [
+                entry
+                for entry in entries
+                if entry.id not in self._unwritten
+                and self.owed.get(str(entry.id)) not in self._ports
+            ]
             self.owed.update({str(entry.id): port for entry in entries})
             return [dataclasses.astuple(entry) for entry in entries]
         if ask.name == "metrics":
@@ -212,6 +284,7 @@ class Port:
         self._awake, self._is_open = False, True
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_ready: Callable[[], None] = lambda: None
+        self.on_pong: Callable[[], None] = lambda: None
 
     def send(self, message: messages.Message) -> None:
         if self._is_open:
@@ -220,21 +293,29 @@ class Port:
     def received(self, data: bytes) -> None:
         self._loop = asyncio.get_running_loop()
         for message in self._frames.feed(data):
-            match message:  # pyright: ignore[reportMatchNotExhaustive]
-                case messages.Submit():
-                    self._submit(message)
-                case messages.End():
-                    self._end(message)
-                case messages.Finish():
-                    self._hub.finish(message.id, message.answer)
-                case messages.Served():
-                    self._hub.metrics.request(
-                        message.path, message.method, message.status, message.seconds
-                    )
-                case messages.Ask():
-                    self.answer(message)
-                case messages.Ready():
-                    self.on_ready()
+            try:
+                self._read(message)
+            except Exception as error:  # of one message: the front end has other clients
+                _log.error("an error of ours", exc_info=error)
+
+    def _read(self, message: messages.FromFrontEnd) -> None:
+        match message:
+            case messages.Submit():
+                self._submit(message)
+            case messages.End():
+                self._end(message)
+            case messages.Finish():
+                self._hub.finish(message.id, message.answer)
+            case messages.Served():
+                self._hub.metrics.request(
+                    message.path, message.method, message.status, message.seconds
+                )
+            case messages.Ask():
+                self.answer(message)
+            case messages.Ready():
+                self.on_ready()
+            case messages.Pong():
+                self.on_pong()
 
     def close(self) -> int:
         """The front end is gone: how many of its requests were cancelled."""
@@ -411,30 +492,42 @@ def _row(number: int, request: Request, event: Event) -> Row:
 
 class Responses:
     """Those that can be continued: the newest ``STORED_BYTES``, as JSON with their conversation's.
-    Those that went on from one that is dropped stay whole."""
+    Those that went on from one that is dropped stay whole.  One that belongs to another owner is
+    treated as one that is not there."""
 
     def __init__(self) -> None:
-        self._kept: collections.OrderedDict[str, tuple[bytes, bytes, int]] = (
-            collections.OrderedDict()
-        )
+        self._kept: collections.OrderedDict[str, _Kept] = collections.OrderedDict()
         self._size = 0
 
     def __contains__(self, id: str) -> bool:
         return id in self._kept
 
-    def keep(self, id: str, response: bytes, conversation: bytes, body_size: int) -> None:
-        size = len(response) + body_size
-        self._kept[id] = response, conversation, size
-        self._size += size
+    def keep(
+        self, id: str, owner: str, response: bytes, conversation: bytes, body_size: int
+    ) -> None:
+        kept = _Kept(owner, response, conversation, len(response) + body_size)
+        self._kept[id] = kept
+        self._size += kept.size
         while self._size > STORED_BYTES:
-            self._size -= self._kept.popitem(last=False)[1][2]
+            self._size -= self._kept.popitem(last=False)[1].size
 
-    def recall(self, id: str) -> tuple[bytes, bytes] | None:
+    def recall(self, id: str, owner: str) -> tuple[bytes, bytes] | None:
         kept = self._kept.get(id)
-        return None if kept is None else kept[:2]
+        if kept is None or kept.owner != owner:
+            return None
+        return kept.response, kept.conversation
 
-    def forget(self, id: str) -> bool:
+    def forget(self, id: str, owner: str) -> bool:
         """Whether it was there."""
-        kept = self._kept.pop(id, None)
-        self._size -= 0 if kept is None else kept[2]
-        return kept is not None
+        if self.recall(id, owner) is None:
+            return False
+        self._size -= self._kept.pop(id).size
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    owner: str
+    response: bytes
+    conversation: bytes
+    size: int

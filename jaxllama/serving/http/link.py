@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from jaxllama.serving.http import messages
 from jaxllama.serving.http.hub import Hub
 from jaxllama.serving.http.messages import Accepted, Piece
 from jaxllama.text.tokenizer import Tokenizer
+
+SILENCE = 30.0  # seconds without a Ping after which the engine's process is taken to hang
 
 
 class Choice:
@@ -131,19 +134,31 @@ def _join(first: Piece, second: Piece) -> Piece:
 
 
 class Link:
-    """See the module docstring.  failure: None, or why the engine does nothing any more."""
+    """See the module docstring.  failure: None, or why the engine does nothing any more.  trouble:
+    None, or why the journal cannot be written at present."""
 
     def __init__(self) -> None:
         self._tokenizer: Tokenizer | None = None
         self._eos: tuple[int, ...] = ()
         self.failure: str | None = None
+        self.trouble: str | None = None
         self._is_lost = False
+        self._pinged: float | None = None  # when the engine's process gave its last sign of life
         self.on_told: Callable[[Any], None] = lambda message: None
         self._send: Callable[[bytes], None] = lambda data: None
         self._frames = messages.Frames(messages.from_engine())
         self._numbers = itertools.count()
         self._choices: dict[int, Choice] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
+
+    @property
+    def problem(self) -> str | None:
+        """Why the server is not healthy; None where it is."""
+        if self.failure is None and self._pinged is not None:
+            seconds = time.monotonic() - self._pinged
+            if seconds > SILENCE:
+                return f"the engine's process has given no sign of life for {seconds:.0f} s"
+        return self.failure or self.trouble
 
     def know(self, tokenizer: Tokenizer | None, eos_ids: Sequence[int]) -> None:
         self._tokenizer, self._eos = tokenizer, tuple(eos_ids)
@@ -163,6 +178,11 @@ class Link:
                 self._answered(message.call, self._error(message))
             elif isinstance(message, messages.Failed):
                 self.failure = self.failure or message.reason
+            elif isinstance(message, messages.Trouble):
+                self.trouble = message.reason
+            elif isinstance(message, messages.Ping):
+                self._pinged = time.monotonic()
+                self.tell(messages.Pong())
             else:
                 self.on_told(message)
 

@@ -22,6 +22,7 @@ import msgspec
 from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.engine.request import EngineClosed, EngineFailed, FinishReason, QueueFull
 from jaxllama.serving.http.schemas import ApiError
+from jaxllama.serving.journal import JournalUnavailable
 
 _log = logging.getLogger("jaxllama.serving")
 
@@ -38,11 +39,13 @@ class Message(msgspec.Struct, array_like=True, gc=False):
 
 
 class Accepted(Message):
-    """A body for the journal: its kind, time and JSON text, with its seed."""
+    """A body for the journal: its kind, time and JSON text, with its seed.  owner: who may read its
+    answer."""
 
     kind: str
     at: int
     body: str
+    owner: str = ""
 
 
 class Submit(Message, tag=0):
@@ -91,6 +94,10 @@ class Served(Message, tag=4):
 
 class Ready(Message, tag=5):
     """The front end listens."""
+
+
+class Pong(Message, tag=6):
+    """The answer to ``Ping``: the front end's event loop runs."""
 
 
 # The engine to a front end
@@ -168,8 +175,18 @@ class Drain(Message, tag=5):
     """Answer what is in flight, take no more, and end."""
 
 
-FromFrontEnd = Submit | End | Finish | Ask | Served | Ready
-FromEngine = Received | Refused | Reply | Welcome | Failed | Drain | Report
+class Trouble(Message, tag=7):
+    """Why the journal cannot be written; None: it can be again."""
+
+    reason: str | None
+
+
+class Ping(Message, tag=8):
+    """The front end answers with ``Pong``."""
+
+
+FromFrontEnd = Submit | End | Finish | Ask | Served | Ready | Pong
+FromEngine = Received | Refused | Reply | Welcome | Failed | Drain | Report | Trouble | Ping
 
 _encoder = msgspec.msgpack.Encoder()
 _LENGTH = struct.Struct("<I")
@@ -209,8 +226,11 @@ class Frames:
 
 
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (QueueFull, EngineClosed, IdTaken, JaxLlamaError, EngineFailed)
-}
+    kind.__name__: kind
+    for kind in (
+        QueueFull, EngineClosed, IdTaken, JournalUnavailable, JaxLlamaError, EngineFailed,
+    )
+}  # fmt: skip
 
 
 def refusal(error: Exception, call: int = 0) -> Refused:

@@ -1,7 +1,8 @@
 """What every HTTP request passes, whatever it asks for.
 
 An ASGI middleware gives the request an id (``X-Request-Id``, the client's own if it is plain),
-checks the API key, adds headers, and afterwards counts the request and logs one line.  Beside it
+checks its Host and the API key, adds headers, and afterwards counts the request and logs one line.
+``scope["state"]["owner"]`` names the key: a digest of it, "" where there are no keys.  Beside it
 what handlers need of a connection:
 
     answer_error(error)                      OpenAI's error object for whatever was raised
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
+import ipaddress
 import logging
 import re
 import time
@@ -31,9 +34,11 @@ from jaxllama.serving.engine.request import EngineClosed, EngineFailed, QueueFul
 from jaxllama.serving.http.link import Link
 from jaxllama.serving.http.messages import Served
 from jaxllama.serving.http.schemas import ApiError, respond
+from jaxllama.serving.journal import JournalUnavailable
 
 CLIENT_GONE = 499  # nginx's status for a client that left; nobody reads it but the log
 BODY_SECONDS = 30.0  # for a body to arrive
+RETRY_JOURNAL = 5  # seconds after which a client tries again whose body could not be journalled
 OPEN = ("/health", "/openapi.json", "/", "/page.js", "/page.css")  # no key, no secrets
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEADERS = (
@@ -53,13 +58,20 @@ class ClientGone(Exception):
 
 
 class Middleware:
-    """See the module docstring.  paths: those that metrics tell apart."""
+    """See the module docstring.  paths: those that metrics tell apart.  hosts: names that a Host
+    header may have beside the local ones; None: any."""
 
     def __init__(
-        self, app: ASGIApp, link: Link, api_keys: Sequence[str], paths: Sequence[str]
+        self,
+        app: ASGIApp,
+        link: Link,
+        api_keys: Sequence[str],
+        paths: Sequence[str],
+        hosts: Sequence[str] | None = None,
     ) -> None:
         self._app, self._link, self._paths = app, link, frozenset(paths)
         self._keys = [key.encode() for key in api_keys]
+        self._hosts = None if hosts is None else frozenset(map(_host_name, hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,7 +82,8 @@ class Middleware:
         own = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = own if _ID.fullmatch(own) else uuid.uuid4().hex
         fields: dict[str, Any] = {}
-        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "fields": fields}
+        state = {**scope.get("state", {}), "request_id": request_id, "fields": fields}
+        scope["state"] = state
         status = CLIENT_GONE  # stays if nothing is ever sent
 
         async def watched(message: Message) -> None:
@@ -83,7 +96,8 @@ class Middleware:
 
         try:
             try:
-                self._check_key(scope["path"], headers)
+                self._check_host(headers)
+                state["owner"] = self._owner(scope["path"], headers)
             except ApiError as error:
                 await answer_error(error)(scope, receive, watched)
             else:
@@ -106,17 +120,51 @@ class Middleware:
             }
             _log.log(level, "request", extra={"fields": line})
 
-    def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if not self._keys or path in OPEN:
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        """ApiError 421 for a name that is not this server's.  A web page whose name has been made
+        to point to 127.0.0.1 is of the same origin for its browser, but its Host is that name."""
+        host = headers.get(b"host")
+        if self._hosts is None or host is None:  # browsers send it always
             return
+        name = _host_name(host.decode("latin-1"))
+        if name in self._hosts or is_local(name):
+            return
+        message = f"this server is not {name[:100]!r}: start it with --allowed-host to allow that"
+        raise ApiError(421, message, code="unknown_host")
+
+    def _owner(self, path: str, headers: dict[bytes, bytes]) -> str:
+        """Who asks: a digest of the API key, "" where no key is needed.  ApiError 401."""
+        if not self._keys or path in OPEN:
+            return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        key = key.strip()
         # Every key is compared, in constant time.
         if scheme.lower() == b"bearer" and sum(
-            hmac.compare_digest(key.strip(), known) for known in self._keys
+            hmac.compare_digest(key, known) for known in self._keys
         ):
-            return
+            return hashlib.sha256(key).hexdigest()[:32]
         message = "the API key is missing or wrong: send 'Authorization: Bearer KEY'"
         raise ApiError(401, message, code="invalid_api_key")
+
+
+def _host_name(host: str) -> str:
+    """Return a Host header's name without its port: "::1" of "[::1]:8000"."""
+    host = host.lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    if host.count(":") > 1:  # an IPv6 address without a port
+        return host
+    return host.partition(":")[0].rstrip(".")
+
+
+def is_local(host: str) -> bool:
+    """Whether a host's name or address is this machine's own and no other's."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def api_error(error: Exception) -> ApiError:
@@ -126,6 +174,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="queue_full", retry_after=retry)
     if isinstance(error, EngineClosed):
         return ApiError(503, str(error), code="stopping", retry_after=1)
+    if isinstance(error, JournalUnavailable):
+        return ApiError(503, str(error), code="state_unavailable", retry_after=RETRY_JOURNAL)
     if isinstance(error, JaxLlamaError):
         return ApiError(400, str(error))
     if isinstance(error, EngineFailed):

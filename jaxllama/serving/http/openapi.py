@@ -17,11 +17,13 @@ _BODIES = {**vars(bodies), "Responses": Responses}
 _ERRORS = {
     "400": "A field is wrong, or the request is beyond a limit",
     "404": "There is no such model or answer",
-    "408": "The body did not arrive in time",
+    "408": "The headers or the body did not arrive in time",
     "413": "The body is too large",
     "415": "The body is not application/json",
+    "421": "The Host header names another server",
     "429": "The queue is full: come again after Retry-After seconds",
-    "503": "The server is stopping",
+    "431": "The URL and the headers are too large",
+    "503": "The server is stopping, or cannot write its journal",
 }
 
 

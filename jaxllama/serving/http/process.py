@@ -4,15 +4,15 @@
     local_app(lm, name, engine options)  the application without a port, for batches
 
 This process has the engine, its metrics and its journal; ``api_servers`` others, its children, talk
-HTTP (``front_end``).  They share the port, which is bound before the model is loaded, so that a
-taken one is known at once, and listened to when everything is compiled.  A front end that dies
-loses its own connections: its rows are cancelled and it is started again.  SIGTERM drains: no new
-connections, what is in flight is answered; what has not ended after ``drain_timeout`` seconds gets
-503 (and, with a state folder, is done at the next start).  When the engine fails, all clients are
-told and the process ends with status 1, for a supervisor to start again; when it is killed, its
-front ends tell them and end.  The one line on stdout says where the server listens; logs are JSON
-on stderr, the model's own sampling, where it has one, among the first; while there is work, one
-says every ``INTERVAL`` seconds what the engine does.
+HTTP (``front_end``). They share the port, which is bound before the model is loaded, so that a
+taken one is known at once, and listened to when everything is compiled. A front end that dies loses
+its own connections: its rows are cancelled and it is started again. One that hangs is killed.
+SIGTERM drains: no new connections, what is in flight is answered; what has not ended after
+``drain_timeout`` seconds gets 503 (and, with a state folder, is done at the next start). When the
+engine fails, all clients are told and the process ends with status 1, for a supervisor to start
+again; when it is killed, its front ends tell them and end. The one line on stdout says where the
+server listens; logs are JSON on stderr, the model's own sampling, where it has one, among the
+first; while there is work, one says every ``INTERVAL`` seconds what the engine does.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ try:
     from starlette.types import ASGIApp
 
     from jaxllama.serving.http import front_end, logs, messages
-    from jaxllama.serving.http.hub import Hub, forward_passes
+    from jaxllama.serving.http.hub import Hub, Port, forward_passes
     from jaxllama.serving.http.metrics import HasStats, Metrics
+    from jaxllama.serving.http.middleware import is_local
     from jaxllama.serving.http.replicas import Replicas
     from jaxllama.serving.http.server import Settings, create_app
 except ImportError as error:
@@ -60,10 +61,12 @@ LAST_WORDS = 5  # seconds for front ends to tell their clients that the server s
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """engine: options of ``Engine``.  names: what clients call the model, its own where there are
-    none.  origins: of web pages that may ask.  api_servers: processes that talk HTTP; replicas:
-    engines, of which more than one are processes too, and ``load`` must be picklable.  Raises
-    JaxLlamaError naming the flag."""
+    """engine: options of ``Engine``. names: what clients call the model, its own where there are
+    none. origins: of web pages that may ask. hosts: names that a Host header may have beside the
+    local ones, "*" for any; without them any, but for a server on a local address without keys,
+    which any web page could reach under a name of its own. api_servers: processes that talk HTTP;
+    replicas: engines, of which more than one are processes too, and ``load`` must be picklable.
+    Raises JaxLlamaError naming the flag."""
 
     model: str
     host: str = "127.0.0.1"
@@ -75,6 +78,7 @@ class ServeOptions:
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     names: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     api_servers: int = 1
     replicas: int = 1
 
@@ -84,12 +88,19 @@ class ServeOptions:
             raise JaxLlamaError(f"${KEY_VARIABLE}: must be printable ASCII, no spaces around it")
         object.__setattr__(self, "api_keys", keys)
 
+    @property
+    def known_hosts(self) -> tuple[str, ...] | None:
+        """As ``Settings.hosts``."""
+        if "*" in self.hosts or not (self.hosts or (is_local(self.host) and not self.api_keys)):
+            return None
+        return self.hosts
+
 
 def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
     """See the module docstring.  load: makes the model, once the port is ours."""
     listener = _bind(options.host, options.port)
     with listener, logs.progress_lines(), contextlib.ExitStack() as children:
-        if not options.api_keys and options.host not in ("127.0.0.1", "::1", "localhost"):
+        if not options.api_keys and not is_local(options.host):
             warnings.warn(
                 f"anybody who reaches {options.host} can use it: no --api-key", stacklevel=2
             )
@@ -119,6 +130,7 @@ def serve(options: ServeOptions, load: Callable[[], LanguageModel]) -> None:
             name=name,
             aliases=tuple(aliases),
             origins=options.origins,
+            hosts=options.known_hosts,
             max_len=engine.options.max_len,
             api_keys=options.api_keys,
             max_body=options.max_body,
@@ -227,21 +239,26 @@ class _Server:
 
     async def _serve(self, one: _FrontEnd) -> None:
         """Until the front end is gone; then another takes its place."""
-        is_ready = False
+        is_ready, pulse = False, front_end.Pulse()
 
         def ready() -> None:
             nonlocal is_ready
             is_ready = True
+            watching.append(asyncio.create_task(self._kill_if_hung(one, port, pulse)))
             self._unready -= 1
             if not self._unready:
                 self._ready.set()
 
         wire = front_end.Wire()
         port = self._hub.open(wire.write)
-        port.on_ready, wire.on_data = ready, port.received
+        port.on_ready, port.on_pong, wire.on_data = ready, pulse.beat, port.received
+        watching: list[asyncio.Task[None]] = []
         await wire.open(one.socket)
         port.send(messages.Welcome(self._setup))
+        self._hub.welcome(port)
         await wire.gone.wait()
+        for task in watching:
+            task.cancel()
         cancelled = port.close()
         status = await asyncio.to_thread(one.process.wait)
         if self._ending.is_set():
@@ -255,6 +272,13 @@ class _Server:
         else:
             self._error = f"a front end ended with status {status} as it started"
             self._ending.set()
+
+    async def _kill_if_hung(self, one: _FrontEnd, port: Port, pulse: front_end.Pulse) -> None:
+        await pulse.lost(lambda: port.send(messages.Ping()))
+        logging.getLogger("jaxllama.serving").error(
+            "a front end hangs", extra={"fields": {"pid": one.process.pid}}
+        )
+        one.process.kill()
 
     async def _watch_engine(self) -> None:
         while self._engine.failure is None:

@@ -7,8 +7,8 @@ A replica is an engine behind a Hub of its own, without a journal, which this pr
 front end talks to it.  A request goes to the replica with the least work (tokens of prompts and
 answers that are in flight), or to the one that has read the beginning of its prompt before, where
 that has no more than ``SLACK`` requests' work above the least.  Figures are the replicas' sums, as
-of ``REPORT`` seconds ago; times are observed here.  A replica that fails, or is killed, ends all of
-them: a supervisor starts the server again.
+of ``REPORT`` seconds ago; times are observed here.  A replica that fails, hangs or is killed ends
+all of them: a supervisor starts the server again.
 
 Left out: replicas on several hosts, or each on a mesh.
 """
@@ -43,7 +43,7 @@ from jaxllama.serving.engine.request import (
 )
 from jaxllama.serving.engine.stats import Stats
 from jaxllama.serving.http import logs, messages
-from jaxllama.serving.http.front_end import Facts, Wire
+from jaxllama.serving.http.front_end import Facts, Pulse, Wire
 from jaxllama.serving.http.hub import Hub, forward_passes
 from jaxllama.serving.http.messages import Piece
 
@@ -103,7 +103,7 @@ class Replica:
             )  # fmt: skip
         self.flights: dict[int, Flight] = {}
         self._by_id: dict[str, int] = {}
-        self.wire = Wire()
+        self.wire, self.pulse = Wire(), Pulse()
         self._frames = messages.Frames(messages.from_engine())
         self._asked: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
@@ -296,6 +296,12 @@ class Replicas:
             one.on_report = self._reported
             await one.open()
             asyncio.create_task(self._watch(one))
+            asyncio.create_task(self._fail_if_hung(one))
+
+    async def _fail_if_hung(self, one: Replica) -> None:
+        await one.pulse.lost()
+        if self.closed is None:
+            self._fail(f"the engine failed: replica {one.number} does not answer")
 
     async def _watch(self, one: Replica) -> None:
         await one.wire.gone.wait()
@@ -309,6 +315,7 @@ class Replicas:
             one.end("error", EngineFailed(reason))
 
     def _reported(self, one: Replica, report: messages.Report) -> None:
+        one.pulse.beat()
         self._stats[one.number] = Stats(**report.stats)
         for name, seconds in report.times:
             self._observe(name, seconds)
@@ -384,7 +391,7 @@ class Replicas:
 def _beginnings(request: Request) -> list[int]:
     """The longest first."""
     prompt = request.prompt
-    return [hash((request.adapter, prompt[:n])) for n in PREFIXES if len(prompt) >= n]
+    return [hash((request.cache_key, prompt[:n])) for n in PREFIXES if len(prompt) >= n]
 
 
 # The child

@@ -7,7 +7,7 @@
 Items that are no messages join the assistant's: a function_call is one of its calls, a
 function_call_output the tool's message, reasoning its ``reasoning_content``.
 
-Left out, with an error: tools other than functions, images and files, ``background``,
+Tools other than functions are dropped.  Left out, with an error: images and files, ``background``,
 ``conversation``, stored prompts, logprobs.
 """
 
@@ -21,13 +21,17 @@ from pydantic import Field, ValidationError
 from jaxllama.serving.http.bodies import (
     FIRST_ERROR,
     AllowedIds,
+    CacheSalt,
     Chat,
     FunctionCall,
     Lenient,
+    Limit,
     Message,
+    OnlyFunctions,
     StreamOptions,
     Strict,
     ToolCall,
+    ToolName,
     Truncation,
     Words,
     explain,
@@ -78,7 +82,7 @@ Items = Annotated[list[Item], Field(min_length=1, max_length=4096), FIRST_ERROR]
 
 class FunctionTool(Strict):
     type: Literal["function"]
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -117,11 +121,13 @@ class Responses(Strict):
     store: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Limit | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128), FIRST_ERROR] | None = None
+    tools: (
+        Annotated[list[FunctionTool], Field(max_length=128), FIRST_ERROR, OnlyFunctions] | None
+    ) = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
@@ -139,6 +145,7 @@ class Responses(Strict):
     include_stop_str_in_output: bool | None = None
     grammar: str | None = None
     enable_thinking: bool | None = None
+    cache_salt: CacheSalt | None = None
     # Refused unless they ask for nothing.
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None
@@ -166,7 +173,7 @@ _SHARED = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "seed", "top_k", "min_p",
     "repetition_penalty", "chat_template_kwargs", "priority", "deadline", "bad_words",
     "allowed_token_ids", "truncate_prompt_tokens", "include_stop_str_in_output", "grammar",
-    "enable_thinking",
+    "enable_thinking", "cache_salt",
 )  # fmt: skip
 _ABSENT = {
     "background": "answers are made while the client waits",

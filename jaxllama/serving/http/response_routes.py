@@ -45,14 +45,14 @@ class ResponseRoutes:
         ]
 
     async def create(self, http: HttpRequest) -> ASGIApp:
-        data = await read_body(http, self._max_body)
+        data, owner = await read_body(http, self._max_body), http.state.owner
         limit = self._prompts.max_len
         body = await asyncio.to_thread(parse, Responses, data, limit, limit)
         earlier = b"[]"
         if body.previous_response_id is not None:
             key = "previous_response_id"
-            _, earlier = await self._recall(body.previous_response_id, key)
-        frame = await asyncio.to_thread(self._frame, body, earlier, http.state.request_id)
+            _, earlier = await self._recall(body.previous_response_id, owner, key)
+        frame = await asyncio.to_thread(self._frame, body, earlier, http.state.request_id, owner)
         call, stream = await submit(self._link, frame.call)
         frame = dataclasses.replace(frame, call=call)
         run = Run("response", call, stream, http.state.fields, lambda id, answer: None, kept=False)
@@ -60,7 +60,7 @@ class ResponseRoutes:
         async def done(response: ResponseObject) -> None:
             if response.store:
                 said = CONVERSATION.dump_json(frame.conversation(response.output))
-                await self._link.ask("keep", response.id, to_json(response), said, len(data))
+                await self._link.ask("keep", response.id, owner, to_json(response), said, len(data))
 
         if frame.body.stream:
             return ResponseStream(run, frame, done)
@@ -72,24 +72,26 @@ class ResponseRoutes:
         await done(response)
         return respond(response)
 
-    def _frame(self, body: Responses, earlier: bytes, request_id: str) -> Frame:
+    def _frame(self, body: Responses, earlier: bytes, request_id: str, owner: str) -> Frame:
         chat, messages = to_chat(body, CONVERSATION.validate_json(earlier))
-        return Frame(self._prompts.chat(chat, f"resp_{request_id}"), body, messages)
+        call = self._prompts.chat(chat, f"resp_{request_id}", owner)
+        return Frame(call, body, messages)
 
-    async def _recall(self, id: str, param: str) -> tuple[bytes, bytes]:
-        """A response and its conversation, as JSON; ApiError 404 for one that is not there."""
-        [kept] = await self._link.ask("recall", id)
+    async def _recall(self, id: str, owner: str, param: str) -> tuple[bytes, bytes]:
+        """A response and its conversation, as JSON; ApiError 404 for one that is not there, or that
+        belongs to another key."""
+        [kept] = await self._link.ask("recall", id, owner)
         if kept is None:
             message = f"{param}: no response with the id {id!r}"
             raise ApiError(404, message, param=param, code="not_found")
         return kept
 
     async def retrieve(self, http: HttpRequest) -> Response:
-        response, _ = await self._recall(http.path_params["id"], "id")
+        response, _ = await self._recall(http.path_params["id"], http.state.owner, "id")
         return Response(response, media_type="application/json")
 
     async def delete(self, http: HttpRequest) -> Response:
-        id = http.path_params["id"]
-        await self._recall(id, "id")
-        await self._link.ask("forget", id)
+        id, owner = http.path_params["id"], http.state.owner
+        await self._recall(id, owner, "id")
+        await self._link.ask("forget", id, owner)
         return respond(ResponseDeleted(id, "response", True))

@@ -82,7 +82,7 @@ class Frame:
             tools=[
                 {"strict": None, "parameters": None, **_dump(tool)} for tool in body.tools or ()
             ],
-            top_p=sampling.top_p,
+            top_p=sampling.top_p if body.top_p is None else body.top_p,
             truncation="disabled",
             usage=None if usage is None else _usage(usage),
             metadata=body.metadata or {},

@@ -94,7 +94,8 @@ SMALL_BODY = 2048  # bytes of one that becomes tokens sooner than a thread is wo
 class Settings:
     """name: what clients call the model; aliases: other names of it.  max_len: tokens of prompt and
     answer together.  max_body: bytes.  state: the journal's folder, None for none.  origins: of web
-    pages that may ask, "*" for all."""
+    pages that may ask, "*" for all.  hosts: names that a Host header may have beside the local
+    ones; None: any."""
 
     name: str
     max_len: int
@@ -103,6 +104,7 @@ class Settings:
     state: str | None = None
     aliases: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = None
 
 
 def create_app(lm: LanguageModel, engine: Any, settings: Settings, metrics: Metrics) -> ASGIApp:
@@ -150,7 +152,7 @@ def application(
     )
     app = Starlette(routes=routes, lifespan=server.lifespan, exception_handlers=errors)
     paths = [route.path for route in routes if "{" not in route.path]
-    app = Middleware(app, link, settings.api_keys, paths)
+    app = Middleware(app, link, settings.api_keys, paths, settings.hosts)
     if not settings.origins:
         return app
     # Outside: a browser asks first, without the key.
@@ -213,12 +215,12 @@ class _Server:
         return await self._generate(http, "chat")
 
     async def _generate(self, http: HttpRequest, kind: str) -> ASGIApp:
-        data = await read_body(http, self._settings.max_body)
+        data, owner = await read_body(http, self._settings.max_body), http.state.owner
         call_id = f"{'cmpl' if kind == 'completion' else 'chatcmpl'}-{http.state.request_id}"
         if len(data) <= SMALL_BODY:
-            body, call = self._call(kind, call_id, data)
+            body, call = self._call(kind, call_id, data, owner)
         else:
-            body, call = await asyncio.to_thread(self._call, kind, call_id, data)
+            body, call = await asyncio.to_thread(self._call, kind, call_id, data, owner)
         if call.to_score is not None:
             try:
                 call = await unless_disconnected(http.receive, self._scored(call))
@@ -228,7 +230,7 @@ class _Server:
         if self._is_kept:
             seeded = body.model_copy(update={"seed": call.seed})
             text = seeded.model_dump_json(exclude_none=True, by_alias=True)
-            entry = Accepted(kind, call.created, text)
+            entry = Accepted(kind, call.created, text, owner)
         call, stream = await submit(self._link, call, entry)
         kept = self._is_kept or not body.stream
         run = Run(kind, call, stream, http.state.fields, self._finish, kept)
@@ -242,15 +244,15 @@ class _Server:
         return respond(answer)
 
     def _call(
-        self, kind: str, call_id: str, data: bytes | bytearray
+        self, kind: str, call_id: str, data: bytes | bytearray, owner: str = ""
     ) -> tuple[Completion | Chat, Call]:
-        """A long text takes a while to become tokens."""
+        """A long text takes a while to become tokens.  owner: as for ``Prompts.chat``."""
         longest = self._settings.max_len
         if kind == "completion":
             body = parse(Completion, data, self._prompts.max_choices * longest, longest)
-            return body, self._prompts.completion(body, call_id)
+            return body, self._prompts.completion(body, call_id, owner)
         body = parse(Chat, data, longest, longest)
-        return body, self._prompts.chat(body, call_id)
+        return body, self._prompts.chat(body, call_id, owner)
 
     async def _scored(self, call: Call) -> Call:
         """With its prompts' logprobs.  QueueFull where too many wait for theirs."""
@@ -281,7 +283,9 @@ class _Server:
         call_id, stream = str(accepted.id), None
         try:
             data = accepted.body.encode()
-            _, call = await asyncio.to_thread(self._call, accepted.kind, call_id, data)
+            _, call = await asyncio.to_thread(
+                self._call, accepted.kind, call_id, data, accepted.owner
+            )
             call = dataclasses.replace(call, created=accepted.at)
             while stream is None:
                 try:
@@ -311,7 +315,7 @@ class _Server:
             raise ApiError(404, "answers are kept only by a server with a state folder")
         call_id = http.path_params["id"]
         try:
-            asked = self._link.ask("find", call_id, kind)
+            asked = self._link.ask("find", call_id, kind, http.state.owner)
             [answer] = await unless_disconnected(http.receive, asked)
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
@@ -421,9 +425,8 @@ class _Server:
         return respond(self._model(name))
 
     async def health(self, _: HttpRequest) -> Response:
-        if self._link.failure is not None:
-            return respond(Health(self._link.failure), 503)
-        return respond(Health("ok"))
+        problem = self._link.problem
+        return respond(Health("ok")) if problem is None else respond(Health(problem), 503)
 
     async def version(self, _: HttpRequest) -> Response:
         return respond(Version(__version__))

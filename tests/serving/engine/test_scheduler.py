@@ -277,6 +277,32 @@ def test_prefix_hits_shorten_the_prefill():
     assert sch.pages.used == 2 + 3 - 1  # 6 and 11 tokens, with one more each, share a page
 
 
+def test_only_requests_of_one_salt_and_adapter_share_prefixes():
+    """``cached`` is what an answer tells of other requests' prompts."""
+    sch = scheduler(share=True)
+    keys = [("", None), ("a", None), ("b", None), ("", "x"), ("a", "x")]
+    for turn in range(2):
+        for number, (salt, adapter) in enumerate(keys):
+            sequence = make(5, 1, order=turn * 10 + number, cache_salt=salt, adapter=adapter)
+            sch.add(sequence)
+            write(sch.plan(), sch)
+            assert sequence.cached == (0, 4)[turn], (salt, adapter)
+
+
+def test_prefixes_of_forgotten_keys_take_no_memory():
+    """Clients choose the salts: what is left of one is evicted like everything else."""
+    pages = Pages(4, 2)
+    for salt in range(50):
+        key = (None, str(salt))
+        for n_known in (0, 2):
+            held = pages.begin([1, 2, 3, 4], key)
+            assert len(held.pages) == n_known
+            assert pages.grow(held, 2 - n_known)
+            pages.publish(held, [1, 2, 3, 4], key)
+            pages.release(held)
+    assert len(pages._roots) == 2 and pages.available == 4
+
+
 def test_pages_are_those_that_tokens_take():
     """A thousand short requests run where rows of the longest length would hold ten."""
     sch = scheduler(max_slots=1000, cache_tokens=10_240, page=4, token_budget=10**6)

@@ -158,7 +158,8 @@ def test_refusals(client, engine):
         {"background": True},
         {"conversation": "c"},
         {"top_logprobs": 2},
-        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "magic"}]},
+        {"tools": [{**WEATHER, "name": 'say "hi"'}]},
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
         {"text": {"format": {"type": "json_schema", "name": "x"}}},
         {"tool_choice": {"type": "function", "name": "nobody"}, "tools": [WEATHER]},
@@ -222,4 +223,4 @@ def test_structured_output_and_forced_calls_of_a_real_engine(lm):
 
 
 def test_a_store_forgets_only_what_is_there():
-    assert not hub.Responses().forget("nobody")
+    assert not hub.Responses().forget("nobody", "")

@@ -34,7 +34,7 @@ from jaxllama.bench.load_generator import Lengths, Load
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward
-from jaxllama.sampling import Sampling
+from jaxllama.sampling import Sampling, SamplingParams, sample
 from jaxllama.serving.http import bodies as request_bodies
 from jaxllama.serving.http import server
 from jaxllama.serving.http.bodies import ApiError, Chat, Completion, parse
@@ -223,6 +223,75 @@ def test_what_is_asked_reaches_the_engine(http, engine):
     assert plain.sampling.seed is not None and plain.logprobs is None
     http.post("/v1/chat/completions", json={**CHAT, "max_tokens": None})
     assert engine.requests[-1].max_new_tokens == MAX_LEN - 20, "the rest of the context"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "limits"),
+    [
+        ("completions", COMPLETION, ["max_tokens"]),
+        ("chat/completions", CHAT, ["max_tokens", "max_completion_tokens"]),
+        ("responses", {"model": NAME, "input": "hi"}, ["max_output_tokens"]),
+    ],
+)
+def test_other_servers_words_for_no_limit_and_the_likeliest_token(http, engine, path, body, limits):
+    for limit in limits:
+        fields = {name: value for name, value in body.items() if name != "max_tokens"}
+        fields |= {limit: -1, "top_p": 0, "temperature": 1.5}
+        reply = http.post(f"/v1/{path}", json=fields)
+        assert reply.status_code == 200
+        request = engine.requests[-1]
+        assert request.max_new_tokens == MAX_LEN - len(request.prompt), "what the context leaves"
+        logits = jnp.asarray([[1.0, 3.0, 2.9, -5.0]] * 20)
+        rows = [dataclasses.replace(request.sampling, seed=seed) for seed in range(20)]
+        params = SamplingParams.stack(rows, 4)
+        tokens, _ = jax.jit(sample)(logits, params, jnp.arange(20))
+        assert set(tokens.tolist()) == {1}
+        for wrong in ({limit: -2}, {limit: True}, {limit: 1.5}, {"top_p": -0.1}, {"top_p": 1.1}):
+            refused = http.post(f"/v1/{path}", json={**body, **wrong})
+            assert refused.status_code == 400 and error_of(refused)["param"] == next(iter(wrong))
+    if path == "completions":
+        each = http.post("/v1/completions", json={**body, "prompt": ["a", "abc"], "max_tokens": -1})
+        assert each.status_code == 200
+        assert [r.max_new_tokens for r in engine.requests[-2:]] == [MAX_LEN - 1, MAX_LEN - 3]
+
+
+FOREIGN = [
+    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+    {"type": "custom", "custom": {"name": "f"}},
+    {"type": "local_shell"},
+    {"type": "web_search", "external_web_access": True},
+    {"type": "web_search_preview_2025_03_11"},
+    {"type": "computer_use_preview", "display_width": 1},
+    {"type": "mcp", "server_label": "a", "server_url": "https://b"},
+]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+def test_tools_that_are_no_functions_are_dropped_with_a_line_in_the_log(http, engine, caplog, path):
+    """Codex sends them to every server."""
+    if path == "responses":
+        body, tool = {"model": NAME, "input": "hi"}, {"type": "function", "name": "f"}
+    else:
+        body, tool = CHAT, {"type": "function", "function": {"name": "f"}}
+    body = {**body, "tool_choice": "auto"}
+    assert http.post(f"/v1/{path}", json={**body, "tools": FOREIGN}).status_code == 200
+    [line] = [record for record in caplog.records if record.message == "tools ignored"]
+    assert line.fields["types"] == sorted({tool["type"] for tool in FOREIGN})
+    plain = engine.requests[-1].prompt
+    http.post(f"/v1/{path}", json=body)
+    assert engine.requests[-1].prompt == plain, "the model is shown nothing"
+    mixed = http.post(f"/v1/{path}", json={**body, "tools": [*FOREIGN[:1], tool, *FOREIGN[1:]]})
+    shown = engine.requests[-1].prompt
+    alone = http.post(f"/v1/{path}", json={**body, "tools": [tool]})
+    assert mixed.status_code == alone.status_code
+    if alone.status_code == 200:
+        assert engine.requests[-1].prompt == shown
+    if path == "responses":
+        dropped = http.post(f"/v1/{path}", json={**body, "tools": FOREIGN}).json()
+        assert dropped["tools"] == [], "the answer lists the tools that the model was shown"
+    # Nothing is left to be required.
+    required = {**body, "tools": FOREIGN, "tool_choice": "required"}
+    assert error_of(http.post(f"/v1/{path}", json=required))["param"] == "tool_choice"
 
 
 def test_sampling_that_a_body_does_not_name_is_the_models_own(lm):
@@ -521,7 +590,11 @@ CHAT_BAD = {
     "a function's call": {"function_call": {"name": "f"}},
     "web search": {"web_search_options": {}},
     "moderation": {"moderation": {"model": "m"}},
-    "custom tool": {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
+    "a tool of no known kind": {"tools": [{"type": "magic"}]},
+    **{
+        f"a tool called {name!r}": {"tools": [{"type": "function", "function": {"name": name}}]}
+        for name in ('say "hi"', "", "two words", "a" * 65, "f\n", "<f>")
+    },
 }
 
 

@@ -208,5 +208,5 @@ def test_soak(family, tmp_path):
 
     journal = Journal(tmp_path / "s")
     assert journal.unfinished() == []
-    assert all(journal.find(call_id) for call_id in ended)
+    assert all(journal.find(call_id).text for call_id in ended)
     journal.close()

@@ -1,0 +1,214 @@
+"""Limits of a connection before its request reaches the application, as a uvicorn protocol.
+
+    protocol(peers) -> class             for ``uvicorn.Config(http=...)``
+    Peers(limit)                         the open connections of this process, by client address
+    raise_descriptors()                  as many of them as the system allows
+
+uvicorn reads headers of any size for any time.  Here the request line and headers have at most
+``HEAD_BYTES`` (431) and ``HEAD_SECONDS`` (408).  A body's trailers have at most ``HEAD_BYTES`` too.
+The application limits a body's size and time (``read_body``); a body that it does not read ends the
+connection after ``BODY_SECONDS``.
+
+An address has at most ``CLIENT_CONNECTIONS`` connections, and never more than half of the
+descriptors that this process may open.  At the bound a new connection takes the place of the
+oldest one that has not sent a whole request (idle, or half a request).  If all of them wait for
+answers, the new one gets 429.  So half requests keep no whole ones out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import os
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from jaxllama.serving.http.schemas import ApiError, to_json
+
+HEAD_BYTES = 64 * 1024
+HEAD_SECONDS = 30.0
+BODY_SECONDS = 35.0  # longer than the application waits, so that its own answer is sent
+LINGER_SECONDS = 1.0  # in which a refused client may read why
+CLIENT_CONNECTIONS = 1024
+SPARE = 8  # descriptors that no client has: files, the journal, imports
+_log = logging.getLogger("jaxllama.serving")
+_REASONS = {408: "Request Timeout", 429: "Too Many Requests",
+            431: "Request Header Fields Too Large"}  # fmt: skip
+
+
+def raise_descriptors() -> None:
+    """Let this process open as many files as the system allows it to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError):  # macOS says unlimited and means less
+            pass
+
+
+class Peers:
+    """The open connections of this process.  limit: of one address."""
+
+    def __init__(self, limit: int = CLIENT_CONNECTIONS) -> None:
+        self._limit = limit
+        self._others: int | None = None  # descriptors that are no connections
+        # The oldest first.
+        self._all: dict[Limited, None] = {}
+        self._by_address: dict[str, dict[Limited, None]] = collections.defaultdict(dict)
+
+    @property
+    def total(self) -> int:
+        """Connections that this process can have."""
+        if self._others is None:
+            self._others = len(os.listdir("/dev/fd")) - len(self._all)
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return 2**31 if most == resource.RLIM_INFINITY else max(most - self._others - SPARE, 2)
+
+    def enter(self, one: Limited) -> bool:
+        """Count a new connection.  False: there is no room for it."""
+        theirs = self._by_address[one.address]
+        theirs[one] = self._all[one] = None
+        total = self.total
+        if len(theirs) > min(self._limit, total // 2) and not _make_room(theirs, one):
+            return False
+        return len(self._all) <= total or _make_room(self._all, one)
+
+    def leave(self, one: Limited) -> None:
+        self._all.pop(one, None)
+        theirs = self._by_address.get(one.address)
+        if theirs is not None:
+            theirs.pop(one, None)
+            if not theirs:
+                del self._by_address[one.address]
+
+
+def _make_room(connections: dict[Limited, None], newest: Limited) -> bool:
+    """Close the oldest connection that waits for no answer.  False: there is none."""
+    for other in connections:
+        if other is not newest and not other.is_answering:
+            other.give_way()
+            return True
+    return False
+
+
+class Limited(HttpToolsProtocol):
+    """See the module docstring.  A connection is between two requests or in a request's head, then
+    in its body, then waits for the answer."""
+
+    peers: Peers
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.address = ""
+        self._in_head, self._is_refused = True, False
+        self._has_begun = self._has_progress = False
+        self._bytes = 0  # without progress: of headers, trailers or a chunk's extensions
+        self._since = 0.0  # when this part of the request began
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a whole request waits for its answer."""
+        if not self.cycle:  # before the first request
+            return False
+        is_whole = not (self.cycle.response_complete or self.cycle.more_body)
+        return is_whole or bool(self.pipeline)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        self._since = self.loop.time()
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._look)
+        if not self.peers.enter(self):
+            self.refuse(429, "too many connections: try again later")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.peers.leave(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        while data and not (self._is_refused or self.transport.is_closing()):
+            part = data[: HEAD_BYTES - self._bytes]
+            data = data[len(part) :]
+            self._has_progress = False
+            super().data_received(part)
+            self._bytes = 0 if self._has_progress else self._bytes + len(part)
+            if self._bytes >= HEAD_BYTES:
+                message = f"the request line and headers are larger than {HEAD_BYTES} bytes"
+                self.refuse(431, message, linger=LINGER_SECONDS)
+
+    def on_message_begin(self) -> None:
+        self._has_begun = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._begin(in_head=False)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._has_progress = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._has_begun = False
+        self._begin(in_head=True)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._since = self.loop.time()
+        super().on_response_complete()
+
+    def _begin(self, in_head: bool) -> None:
+        self._in_head, self._has_progress, self._since = in_head, True, self.loop.time()
+
+    def _look(self) -> None:
+        """Close the connection if this part of its request takes too long."""
+        now = self.loop.time()
+        if self.is_answering:
+            self._since = now
+        rest = self._since + (HEAD_SECONDS if self._in_head else BODY_SECONDS) - now
+        if rest > 0:
+            self._timer = self.loop.call_later(rest, self._look)
+        elif not self._has_begun:
+            self.transport.close()
+        else:
+            self.refuse(408, f"the request did not arrive within {HEAD_SECONDS:g} s")
+
+    def give_way(self) -> None:
+        """Close the connection for the sake of a newer one."""
+        self.peers.leave(self)
+        if self._is_refused or not self._has_begun:
+            self.transport.close()
+        else:
+            self.refuse(429, "too many connections: this one had not sent a whole request")
+
+    def refuse(self, status: int, message: str, linger: float = 0.0) -> None:
+        """Answer with an error and close the connection.  linger: seconds in which what the client
+        still sends is dropped, because a connection closed before may lose the answer."""
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._is_refused = True
+        _log.info("refused", extra={"fields": {"client": self.address, "status": status}})
+        # Nothing may be written into another answer or behind this request's own.
+        if not self.is_answering and (self._in_head or not self.cycle.response_started):
+            error = to_json(ApiError(status, message).body())
+            self.transport.write(
+                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                b"connection: close\r\n\r\n%b"
+                % (status, _REASONS[status].encode(), len(error), error)
+            )
+        if linger and self.transport.can_write_eof():
+            self.transport.write_eof()
+            self.loop.call_later(linger, self.transport.close)
+        else:
+            self.transport.close()
+
+
+def protocol(peers: Peers | None = None) -> type[HttpToolsProtocol]:
+    """The protocol of one server, whose connections ``peers`` counts."""
+    return type("LimitedProtocol", (Limited,), {"peers": peers or Peers()})

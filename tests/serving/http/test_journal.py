@@ -1,0 +1,248 @@
+"""The journal of ``serve --state``: a disk that is full, and who may read the file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sqlite3
+import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx2")
+
+from jaxllama.language_model import LanguageModel
+from jaxllama.serving import journal as journals
+from jaxllama.serving.http import hub as hubs
+from jaxllama.serving.http import messages, server
+from jaxllama.serving.http.hub import Hub
+from jaxllama.serving.http.metrics import Metrics
+from jaxllama.serving.journal import Answer, Entry, Journal, JournalUnavailable
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.http_server import NAME, byte_tokenizer, client, serving
+from tests.helpers.models import LLAMA
+from tests.helpers.seeded import seeded_params
+
+CFG = LLAMA.replace(vocab_size=260)
+ASK = {"model": NAME, "prompt": "ab", "max_tokens": 6, "seed": 1}
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return LanguageModel(CFG, jax.tree.map(jnp.asarray, seeded_params(CFG)), byte_tokenizer())
+
+
+@pytest.fixture
+def engine(lm):
+    engine = FakeEngine(lm.tokenizer, eos=2, max_len=96)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+class Disk:
+    """A database on a disk that may be full: then nothing can be written."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database, self.is_full = database, False
+
+    def execute(self, query: str, *values):
+        if self.is_full and not query.startswith("SELECT") and query != "PRAGMA user_version":
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._database.execute(query, *values)
+
+    def close(self) -> None:
+        self._database.close()
+
+
+@pytest.fixture
+def disk(monkeypatch) -> list[Disk]:
+    """The disk of the journal that is opened next."""
+    disks: list[Disk] = []
+
+    def opened(folder) -> Journal:
+        journal = Journal(folder)
+        journal._db = Disk(journal._db)
+        disks.append(journal._db)
+        return journal
+
+    monkeypatch.setattr(server, "Journal", opened)
+    monkeypatch.setattr(hubs, "RETRY", 0.05)
+    return disks
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_full_disk_refuses_what_it_cannot_keep_and_nothing_else(
+    lm, engine, disk, tmp_path, caplog
+):
+    caplog.set_level(logging.WARNING, "jaxllama.serving")
+    with (
+        serving(lm, engine, state=str(tmp_path)) as url,
+        client(url) as http,
+        ThreadPoolExecutor(3) as pool,
+    ):
+
+        def post(body: dict, id: str):
+            return http.post("/v1/completions", json=body, headers={"X-Request-Id": id})
+
+        engine.hold(True)
+        whole = pool.submit(post, ASK, "whole")
+        streamed = pool.submit(post, {**ASK, "stream": True}, "streamed")
+        assert engine.wait_for(lambda: len(engine._live) == 2)
+        wait_until(lambda: len(disk[0]._database.execute("SELECT id FROM calls").fetchall()) == 2)
+        disk[0].is_full = True
+        engine.hold(False)
+        # Who is there already is answered.
+        answer = whole.result()
+        assert answer.status_code == 200 and streamed.result().text.endswith("[DONE]\n\n")
+        wait_until(lambda: http.get("/health").status_code == 503)
+        health = http.get("/health")
+        assert "database or disk is full" in health.json()["status"]
+        # So is an answer that could not be written, when it is asked for again.
+        assert http.get("/v1/completions/cmpl-whole").json() == answer.json()
+        # A newcomer that the journal must hold is refused, before it costs anything.
+        asked = len(engine.requests)
+        for path, body in (("completions", ASK), ("chat/completions", {**CHAT, "stream": True})):
+            refused = http.post(f"/v1/{path}", json=body)
+            error = refused.json()["error"]
+            assert refused.status_code == 503 and error["code"] == "state_unavailable"
+            assert "database or disk is full" in error["message"]
+            assert int(refused.headers["retry-after"]) >= 1
+        assert len(engine.requests) == asked
+        for path, body in (
+            ("/v1/responses", {"model": NAME, "input": "hi", "max_output_tokens": 2}),
+            ("/v1/embeddings", {"model": NAME, "input": "hi"}),
+            ("/tokenize", {"prompt": "hi"}),
+        ):
+            assert http.post(path, json=body).status_code == 200, "needs no journal"
+        # There is room again: nothing is lost.
+        disk[0].is_full = False
+        wait_until(lambda: http.get("/health").status_code == 200)
+        assert post(ASK, "later").status_code == 200
+        for id in ("whole", "streamed", "later"):
+            stored = http.get(f"/v1/completions/cmpl-{id}")
+            assert stored.json()["choices"] == answer.json()["choices"]
+        told = [record.getMessage() for record in caplog.records]
+        assert told == ["the journal cannot be written", "the journal can be written again"]
+    assert Journal(tmp_path).unfinished() == []
+
+
+def test_a_request_that_cannot_be_written_is_refused_and_stops(lm, engine, disk, tmp_path):
+    """The first one finds out that the disk is full."""
+    with serving(lm, engine, state=str(tmp_path)) as url, client(url) as http:
+        http.post("/v1/completions", json=ASK)
+        disk[0].is_full = True
+        engine.hold(True)
+        refused = http.post("/v1/completions", json=ASK)
+        assert refused.status_code == 503
+        assert engine.wait_for(lambda: not engine._live), "its row is cancelled"
+        engine.hold(False)
+
+
+def test_what_was_never_written_is_owed_by_the_next_server(lm, engine, disk, tmp_path, caplog):
+    with serving(lm, engine, state=str(tmp_path)) as url, client(url) as http:
+        http.post("/v1/completions", json=ASK)
+        engine.hold(True)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(http.post, "/v1/completions", json=ASK,
+                                 headers={"X-Request-Id": "a"})  # fmt: skip
+            assert engine.wait_for(lambda: engine._live)
+            wait_until(lambda: http.get("/health").status_code == 200)
+            disk[0].is_full = True
+            engine.hold(False)
+            assert answer.result().status_code == 200
+    told = [record.getMessage() for record in caplog.records]
+    assert "answers were not written: the next server owes them" in told
+    left = Journal(tmp_path)
+    assert [entry.id for entry in left.unfinished()] == ["cmpl-a"]
+    left.close()
+
+
+def test_a_message_that_fails_ends_no_front_end(lm, engine, caplog):
+    """An exception that nobody expected belongs into the log: the socket stays open."""
+    port = Hub(engine, {}, Metrics(), None).open(lambda data: None)
+    port.on_ready = lambda: 1 / 0
+    heard = []
+    port.on_pong = lambda: heard.append("pong")
+    frames = [messages.encode(message) for message in (messages.Ready(), messages.Pong())]
+
+    async def receive() -> None:
+        port.received(b"".join(frames))
+
+    import asyncio
+
+    asyncio.run(receive())
+    assert heard == ["pong"] and "ZeroDivisionError" in caplog.text
+
+
+# Who may read it
+
+
+def rights(path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "readable before"])
+def test_only_its_owner_reads_the_journal(tmp_path, there):
+    folder = tmp_path / "state"
+    if there:
+        folder.mkdir(0o755)
+        for suffix in ("", "-wal"):
+            (folder / f"journal.sqlite{suffix}").touch(0o644)
+    mask = os.umask(0)
+    try:
+        journal = Journal(folder)
+        journal.accept("a", "chat", 1, "body", "mine")
+    finally:
+        os.umask(mask)
+    files = sorted(file.name for file in folder.iterdir())
+    assert files[:2] == ["journal.sqlite", "journal.sqlite-wal"]
+    assert {rights(folder / name) for name in files} == {0o600}
+    if not there:
+        assert rights(folder) == 0o700
+    journal.close()
+
+
+def test_a_journal_of_an_earlier_version_goes_on(tmp_path):
+    old = sqlite3.connect(tmp_path / journals.FILE, isolation_level=None)
+    old.execute("CREATE TABLE calls (number INTEGER PRIMARY KEY, id TEXT UNIQUE, kind TEXT, "
+                "created INTEGER, body TEXT, answer TEXT)")  # fmt: skip
+    old.execute("INSERT INTO calls (id, kind, created, body) VALUES ('a', 'chat', 7, '{}')")
+    old.close()
+    for _ in range(2):
+        journal = Journal(tmp_path)
+        assert journal.unfinished() == [Entry("a", "chat", 7, "{}", "")]
+        assert journal.find("a") == Answer("", "chat", "") and journal.find("b") is None
+        journal.close()
+
+
+def test_a_write_that_fails_can_be_tried_again(tmp_path):
+    journal = Journal(tmp_path)
+    journal._db = Disk(journal._db)
+    journal.accept("a", "chat", 1, json.dumps({}))
+    journal._db.is_full = True
+    for write in (
+        lambda: journal.accept("b", "chat", 1, "{}"),
+        lambda: journal.finish("a", "{}"),
+        journal.check_writable,
+    ):
+        with pytest.raises(JournalUnavailable, match="cannot be written: database or disk is full"):
+            write()
+    journal._db.is_full = False
+    journal.check_writable()
+    journal.finish("a", '{"b": 1}')
+    assert journal.find("a").text == '{"b": 1}' and journal.find("b") is None
+    journal.close()

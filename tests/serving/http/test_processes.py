@@ -1,0 +1,121 @@
+"""Signs of life between processes: who gives none is killed, replaced or told of."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx2")
+
+from jaxllama.serving.http import front_end, link, messages, process, replicas
+from jaxllama.serving.http.hub import Hub
+from jaxllama.serving.http.link import Link
+from jaxllama.serving.http.metrics import Metrics
+
+
+class Child:
+    """A front end's process as its parent has it; another thread answers, or does not."""
+
+    pid = 1234
+
+    def __init__(self, hangs: bool) -> None:
+        self.socket, self.theirs = socket.socketpair()
+        self.process, self._hangs, self._ended = self, hangs, threading.Event()
+        self.pings = 0
+        threading.Thread(target=self._talk, daemon=True).start()
+
+    def _talk(self) -> None:
+        frames = messages.Frames(messages.from_engine())
+        self.theirs.sendall(messages.encode(messages.Ready()))
+        while not self._ended.is_set() and (data := self.theirs.recv(1 << 16)):
+            for message in frames.feed(data):
+                if isinstance(message, messages.Ping):
+                    self.pings += 1
+                    if not self._hangs:
+                        self.theirs.sendall(messages.encode(messages.Pong()))
+
+    def kill(self) -> None:
+        self._ended.set()
+        self.theirs.shutdown(socket.SHUT_RDWR)
+        self.theirs.close()
+
+    def wait(self) -> int:
+        return -9 if self._ended.wait(30) else 0
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(front_end, "BEAT", 0.02)
+    monkeypatch.setattr(front_end, "MISSED", 4)
+
+
+def test_a_front_end_that_hangs_is_replaced(fast, monkeypatch, caplog):
+    children = [Child(hangs=True), Child(hangs=False)]
+    waiting = children[1:]
+    monkeypatch.setattr(process, "_FrontEnd", lambda listener: waiting.pop())
+    engine = SimpleNamespace(failure=None, closed=None, listen=lambda told: None)
+    caplog.set_level(logging.ERROR, "jaxllama.serving")
+
+    async def run() -> None:
+        server = process._Server(Hub(engine, {}, Metrics(), None), engine, b"", None, 1)
+        server._unready = 1
+        server._watch(children[0])
+        while children[1].pings < 10:
+            await asyncio.sleep(0.01)
+        assert len(server._living) == 1 and server._error is None
+        server._ending.set()
+        children[1].kill()
+        await asyncio.wait(server._living)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert children[0].pings == 4 and children[0]._ended.is_set()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["a front end hangs", "a front end has ended"], "once, and not of the other"
+
+
+def test_a_replica_that_hangs_ends_the_server(fast):
+    ended = []
+    one = SimpleNamespace(
+        number=3, pulse=front_end.Pulse(), end=lambda reason, error: ended.append(reason)
+    )
+    server = object.__new__(replicas.Replicas)
+    server.failure = server.closed = None
+    server._all = [one]
+
+    async def run() -> None:
+        watching = asyncio.create_task(server._fail_if_hung(one))
+        for _ in range(20):
+            one.pulse.beat()
+            await asyncio.sleep(0.01)
+        assert not watching.done(), "it reports"
+        await watching
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert server.failure == "the engine failed: replica 3 does not answer" and ended == ["error"]
+
+
+def test_a_front_end_tells_that_the_engines_process_hangs(monkeypatch):
+    one, sent = Link(), []
+    one.open(sent.append)
+    assert one.problem is None, "nobody has promised to ping"
+    now = [100.0]
+    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one.received(messages.encode(messages.Ping()))
+    [message] = messages.Frames(messages.from_front_end()).feed(sent[0])
+    assert isinstance(message, messages.Pong)
+    now[0] += link.SILENCE
+    assert one.problem is None
+    now[0] += 5
+    assert one.problem == "the engine's process has given no sign of life for 35 s"
+    one.received(messages.encode(messages.Ping()))
+    assert one.problem is None
+    one.received(messages.encode(messages.Trouble("the disk is full")))
+    assert one.problem == "the disk is full"
+    one.received(messages.encode(messages.Trouble(None)))
+    assert one.problem is None
