@@ -26,7 +26,9 @@ def quantize_params(
     """The tree, rounded to QTensors as the recipe says; weights already quantized stay.
 
     A tied head comes out as ``params["head"]`` beside the embedding (see ``scheme``); the
-    model uses it wherever it is there.  cfg: the model's; with it w4a16's grids are fitted to the
+    model uses it wherever it is there.  On a CPU a LanguageModel lays the tree out for the CPU's
+    handlers; the pure functions take it as it is, in XLA's exact and slower form, or after
+    ``pallas_kernels.cpu.prepare_tree``.  cfg: the model's; with it w4a16's grids are fitted to the
     inputs that random tokens bring each weight, as ``load`` does, for a third less KL.
     scale_dtype: see ``Scheme.scale_dtype``.  progress: a bar on stderr.  Raises JaxLlamaError for
     text that is no recipe, a scheme that needs calibration, or naming a weight that no group size
