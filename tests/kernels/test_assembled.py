@@ -227,7 +227,6 @@ def device():
     kept = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
         patch.setattr(dispatch, "hopper_reason", lambda *_: None)
         where = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H200)
@@ -253,8 +252,9 @@ def assembled(said: str) -> tuple[dict[str, tuple[int, int]], set[str]]:
 def test_what_the_assembler_says_is_read():
     said = """
 ptxas info    : (C7504) Potential Performance Loss: 'setmaxnreg' ignored to maintain compatibility.
-ptxas info    : (C7509) Potential Performance Loss: wgmma.mma_async instructions are serialized \
-due to the presence of Extern calls in the function 'attend_past_int8_mosaic_gpu_kernel' in line 3835
+ptxas info    : (C7509) Potential Performance Loss: wgmma.mma_async instructions are \
+serialized due to the presence of Extern calls in the function \
+'attend_past_int8_mosaic_gpu_kernel' in line 3835
 ptxas info    : Compiling entry function 'attend_past_int8_mosaic_gpu_kernel' for 'sm_90a'
 ptxas info    : Function properties for attend_past_int8_mosaic_gpu_kernel
 ptxas         .     256 bytes stack frame, 256 bytes spill stores, 240 bytes spill loads
