@@ -215,6 +215,12 @@ def divide(a: Value, b: Value) -> Value:
     return _f32("div.rn.f32 $0, $1, $2;", a, b)
 
 
+def reciprocal(x: Value) -> Value:
+    """1 / x to one unit in the last place.  ``divide`` is a call of a function where nvJitLink
+    assembles (jax >= 0.12), beside which ptxas waits for every wgmma (its message C7509)."""
+    return _f32("rcp.approx.ftz.f32 $0, $1;", x)
+
+
 def rsqrt(value: Value) -> Value:
     return _f32("rsqrt.approx.f32 $0, $1;", value)
 

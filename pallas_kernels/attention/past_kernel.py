@@ -7,17 +7,18 @@ k int8 ``[B, S, K, H]``, sk float32 ``[B, K, S]``, v 16-bit ``[B, S, K, H]`` wit
 on, n int32 ``[B]`` from 1 on -> (out ``[B, T, N, H]``, the logarithm of the sum of exponentials
 float32 ``[B, N, T]``).  T and S are multiples of 128, H is 64 or 128.
 
-    feeder  : TMA k, sk, v of step i+2 | ...
-    compute : ask scores i+1, values i | scores i+1 | softmax i+1 | values i | weights i+1 | ...
+    ask scores i, values i-1 | TMA k, sk of i+2, v of i+1 | softmax i | values i-1 | weights i | ...
 
-A block has 128 queries of one head, 64 to each of two warpgroups, which run free of each other.
-Both ask for the next tile's scores and this one's values together, and take exponentials while the
-tensor cores multiply (FlashAttention-3, arXiv 2407.08608; ``past_registers``).  int8 scores
+A block has 128 queries of one head, 64 to each of two warpgroups.  Both ask for the next tile's
+scores and this one's values together, and take exponentials while the tensor cores multiply
+(FlashAttention-3, arXiv 2407.08608; ``past_registers``).  The first one starts the copies of k, sk
+and v, for which it waits until the other one has read their places; jax >= 0.12 gives a thread 168
+registers beside a third warpgroup that only copies, too few by 64.  int8 scores
 (SageAttention, arXiv 2410.02367) take half of 16-bit ones' time, and keys are the cache's own
 codes.  Tiles go from the last, which may be ragged, to the first.
 
-One H200, 32/8 heads of 128, 32768 queries and keys: 25.9 ms, 679 TFLOP/s; in another run 25.3 (696)
-beside 30.2 (583) of cuDNN over the same floats.  What was tried: NOTES.md.
+One H200, 32/8 heads of 128, 32768 queries and keys: 25.6 ms, 687 TFLOP/s, where cuDNN over the
+same floats takes 30.2 (583).  What was tried: NOTES.md.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.past_registers import KEYS, ROWS, Tile, tiling, zeros
 
-STAGES = 2
+STAGES = 3
 
 
 def _body(q, sq, k, sk, v, n_keys, out, log, *scratch, team: int, tile: Tile):
@@ -45,66 +46,71 @@ def _body(q, sq, k, sk, v, n_keys, out, log, *scratch, team: int, tile: Tile):
     def slot(i):
         return lax.rem(i, jnp.asarray(STAGES, i.dtype))
 
-    @pl.when(wg == 2)
-    def feed():
-        plgpu.set_max_registers(24, action="decrease")
+    def load_keys(i):
+        at, keys = slot(i), pl.ds((steps - 1 - i) * KEYS, KEYS)
+        plgpu.copy_gmem_to_smem(k.at[row, keys, kv_head], k_sm.at[at], k_full.at[at])
+        plgpu.copy_gmem_to_smem(sk.at[row, kv_head, keys], sk_sm.at[at], k_full.at[at])
 
-        @plgpu.warp_map
-        def of_warp(warp):
-            @pl.when(warp == 0)
-            def _():
-                @pl.loop(0, steps)
-                def load(i):
-                    at = slot(i)
-                    keys = pl.ds((steps - 1 - i) * KEYS, KEYS)
-                    pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(k_empty.at[at]))
-                    plgpu.copy_gmem_to_smem(k.at[row, keys, kv_head], k_sm.at[at], k_full.at[at])
-                    plgpu.copy_gmem_to_smem(sk.at[row, kv_head, keys], sk_sm.at[at], k_full.at[at])
-                    pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(v_empty.at[at]))
-                    plgpu.copy_gmem_to_smem(v.at[row, keys, kv_head], v_sm.at[at], v_full.at[at])
+    def load_values(i):
+        at, keys = slot(i), pl.ds((steps - 1 - i) * KEYS, KEYS)
+        plgpu.copy_gmem_to_smem(v.at[row, keys, kv_head], v_sm.at[at], v_full.at[at])
 
-    @pl.when(wg < 2)
-    def compute():
-        plgpu.set_max_registers(240, action="increase")
-        rows = pl.ds(lax.axis_index("tile") * 2 * ROWS + wg * ROWS, ROWS)
-        plgpu.copy_gmem_to_smem(q.at[row, rows, head], q_sm.at[wg], q_full.at[wg])
-        plgpu.copy_gmem_to_smem(sq.at[row, head, rows], sq_sm.at[wg], q_full.at[wg])
-        plgpu.barrier_wait(q_full.at[wg])
-        factor = tile.factors()(sq_sm.at[wg])
-        means, state = zeros(tile.h)
+    def refill(load, empty, i):
+        """The place of the i-th tile, which both warpgroups have read, for one ``STAGES`` on."""
 
-        plgpu.barrier_wait(k_full.at[0])
-        scores = tile.ask_scores()(q_sm.at[wg], k_sm.at[0])
-        left = plgpu.layout_cast(
-            jnp.full((128,), n - (steps - 1) * KEYS, jnp.int32), plgpu.Layout.WG_SPLAT((128,))
-        )
-        x, state, _ = tile.softmax(0, ragged=True)(scores, sk_sm.at[0], state, factor, left)
-        plgpu.barrier_arrive(k_empty.at[0])
-        plgpu.barrier_wait(v_full.at[0])
-        weights = tile.weights()(x)
+        @pl.when((wg == 0) & (i >= 0) & (i + STAGES < steps))
+        def _():
+            plgpu.barrier_wait(empty.at[slot(i)])
+            load(i + STAGES)
 
-        def step(i, carry):
-            means, weights, state = carry
-            at, last = slot(i), slot(i - 1)
-            plgpu.barrier_wait(k_full.at[at])
-            scores, means = tile.ask_both()(q_sm.at[wg], k_sm.at[at], v_sm.at[last], weights, means)
-            x, state, fade = tile.softmax(1)(scores, sk_sm.at[at], state, factor)
-            plgpu.barrier_arrive(k_empty.at[at])
-            # Waited for already here: ptxas moves no exponential below this branch, and without one
-            # moves the wait for the values above them.
-            plgpu.barrier_wait(v_full.at[at])
-            means = tile.fade()(means, fade)
-            plgpu.barrier_arrive(v_empty.at[last])
-            return means, tile.weights()(x), state
+    @pl.when(wg == 0)
+    def _():
+        @pl.loop(0, jnp.minimum(STAGES, steps))
+        def begin(i):
+            load_keys(i)
+            load_values(i)
 
-        one = jnp.asarray(1, steps.dtype)
-        means, weights, state = lax.fori_loop(one, steps, step, (means, weights, state))
-        means = tile.ask_values()(v_sm.at[slot(steps - 1)], weights, means)
-        o_sm[wg] = tile.finish()(means, state, log_sm.at[wg]).astype(out.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_sm.at[wg], out.at[row, rows, head])
-        plgpu.copy_smem_to_gmem(log_sm.at[wg], log.at[row, head, rows])
-        plgpu.wait_smem_to_gmem(0)
+    rows = pl.ds(lax.axis_index("tile") * 2 * ROWS + wg * ROWS, ROWS)
+    plgpu.copy_gmem_to_smem(q.at[row, rows, head], q_sm.at[wg], q_full.at[wg])
+    plgpu.copy_gmem_to_smem(sq.at[row, head, rows], sq_sm.at[wg], q_full.at[wg])
+    plgpu.barrier_wait(q_full.at[wg])
+    factor = tile.factors()(sq_sm.at[wg])
+    means, state = zeros(tile.h)
+
+    plgpu.barrier_wait(k_full.at[0])
+    scores = tile.ask_scores()(q_sm.at[wg], k_sm.at[0])
+    left = plgpu.layout_cast(
+        jnp.full((128,), n - (steps - 1) * KEYS, jnp.int32), plgpu.Layout.WG_SPLAT((128,))
+    )
+    x, state, _ = tile.softmax(0, ragged=True)(scores, sk_sm.at[0], state, factor, left)
+    plgpu.barrier_arrive(k_empty.at[0])
+    plgpu.barrier_wait(v_full.at[0])
+    weights = tile.weights()(x)
+
+    def step(i, carry):
+        means, weights, state = carry
+        at, last = slot(i), slot(i - 1)
+        plgpu.barrier_wait(k_full.at[at])
+        scores, means = tile.ask_both()(q_sm.at[wg], k_sm.at[at], v_sm.at[last], weights, means)
+        refill(load_keys, k_empty, i - 1)
+        refill(load_values, v_empty, i - 2)
+        x, state, fade = tile.softmax(1)(scores, sk_sm.at[at], state, factor)
+        plgpu.barrier_arrive(k_empty.at[at])
+        # Waited for already here: ptxas moves no exponential below this branch, and without one
+        # moves the wait for the values above them.
+        plgpu.barrier_wait(v_full.at[at])
+        means = tile.fade()(means, fade)
+        plgpu.barrier_arrive(v_empty.at[last])
+        return means, tile.weights()(x), state
+
+    one = jnp.asarray(1, steps.dtype)
+    means, weights, state = lax.fori_loop(one, steps, step, (means, weights, state))
+    means = tile.ask_values()(v_sm.at[slot(steps - 1)], weights, means)
+    o_sm[wg] = tile.finish()(means, state, log_sm.at[wg]).astype(out.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(o_sm.at[wg], out.at[row, rows, head])
+    plgpu.copy_smem_to_gmem(log_sm.at[wg], log.at[row, head, rows])
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _tiles(*shape, dtype):
@@ -132,7 +138,7 @@ def attend(
         kernel_name="attend_past_int8",
         grid=(n, width // (2 * ROWS), batch),
         grid_names=("head", "tile", "row"),
-        num_threads=3,
+        num_threads=2,
         thread_name="wg",
         scratch_types=[
             _tiles(2, ROWS, h, dtype=jnp.int8),

@@ -349,7 +349,7 @@ class Tile:
             inverse = []
             for row, (best, part) in enumerate(zip(state[:2], state[2:], strict=True)):
                 total = _over_quad(arith.addf, part)
-                inverse.append(p.divide(p.cf(1.0), total))
+                inverse.append(p.reciprocal(total))
                 value = arith.mulf(arith.addf(best, p.log2(total)), p.cf(math.log(2)))
                 store = functools.partial(p.store_shared, place, [p.bits(value)], 32 * row)
                 p.when(p.equal(c, 0), store)

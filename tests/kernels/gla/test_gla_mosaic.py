@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 if VERSION >= (0, 11, 2):
     from pallas_kernels.gla import kernel as gla_mosaic
+    from pallas_kernels.gla import scan
     from pallas_kernels.gla.gates import gates
     from pallas_kernels.gla.op import gla
 
@@ -420,6 +423,24 @@ def test_padding_may_hold_anything():
     assert relative_rms(o, want_o) < 5e-3
     assert relative_rms(last, want_last) < 5e-3
     assert np.all(np.where(valid, 0, np.asarray(o, np.float32)) == 0)
+
+
+@pytest.mark.gpu
+def test_pairs_of_blocks_give_the_bits_of_blocks(monkeypatch):
+    """Ragged rows, one of which ends in the first chunk."""
+    q, k, v, g, _, state, _ = gpu_case((2, 330, 2, 256, 256), "weak")
+    lengths = jnp.asarray([330, 20], jnp.int32)
+    forward = gla_mosaic.gla_forward.__wrapped__  # each jit traces it anew
+
+    def run(*x):
+        return forward(*x, scale=0.1, initial_state=state, lengths=lengths, segments=1)
+
+    alone = jax.jit(run)(q, k, v, g)
+    small = dataclasses.replace(scan.gpu(), sms=1)
+    monkeypatch.setattr(scan, "gpu", lambda: small)
+    pairs = jax.jit(lambda *x: run(*x))(q, k, v, g)
+    for a, b in zip(alone, pairs, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 @pytest.mark.gpu
