@@ -86,8 +86,9 @@ def prefill(
 ) -> tuple[jax.Array, Cache]:
     """Append ``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) to the cache's rows.
 
-    chunk: tokens a row that go through the model at once (``prefill_chunk``); bounds the memory of
-    activations, and changes nothing else.  Returns (float32 logits ``[B, V]`` of each row's last
+    chunk: tokens a row that go through the model at once (``prefill_chunk``).  It bounds the memory
+    of activations; ``model/README.md`` lists where the results are equal to the bit and where up to
+    rounding.  Returns (float32 logits ``[B, V]`` of each row's last
     valid token, cache).  Raises JaxLlamaError where T exceeds the cache's capacity.  A row whose
     tokens do not fit behind what it holds gets those that do, and NaN logits.
     """

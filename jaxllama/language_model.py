@@ -120,7 +120,8 @@ class LanguageModel:
         stop: strings that end a row when they appear, across token borders too.
         kv_dtype: of the cache; the activations' dtype by default.
         chunk: tokens of a prompt that go through the model at once; by default as many as
-            ``generation.prefill_chunk`` says.
+            ``generation.prefill_chunk`` says.  The answer is the same to the bit where
+            ``model/README.md`` says so, else up to rounding.
         on_text: called as (row, new text) while decoding, on complete characters only.
         adapter: one of ``adapters``, or one a row; None is the model itself.
         draft: who proposes tokens that the model then verifies, several in one pass: "ngram" (what
