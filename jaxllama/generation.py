@@ -131,9 +131,10 @@ def prefill(
 ) -> tuple[jax.Array, Cache]:
     """Append ``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) to the cache's rows.
 
-    chunk: tokens a row that go through the model at once (``prefill_chunk``); bounds the memory of
-    activations, and changes nothing else.  Returns (float32 logits ``[B, V]`` of each row's last
-    valid token, cache).  The given cache is donated, unless the call is traced.
+    chunk: tokens a row that go through the model at once (``prefill_chunk``).  It bounds the memory
+    of activations; ``model/README.md`` lists where the results are equal to the bit and where up to
+    rounding.  Returns (float32 logits ``[B, V]`` of each row's last valid token, cache).  The given
+    cache is donated, unless the call is traced.
 
     Raises JaxLlamaError for operands of another type, shape or dtype, where T exceeds the cache's
     capacity or ``cfg.max_position``, and for a chunk below 1.  A row whose tokens do not fit behind

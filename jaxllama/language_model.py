@@ -142,7 +142,8 @@ class LanguageModel:
         stop: strings that end a row when they appear, across token borders too.
         kv_dtype: of the cache; the activations' dtype by default.
         chunk: tokens of a prompt that go through the model at once; by default as many as
-            ``generation.prefill_chunk`` says.
+            ``generation.prefill_chunk`` says.  The answer is the same to the bit where
+            ``model/README.md`` says so, else up to rounding.
         on_text: called as (row, new text) while decoding, on complete characters only.
         on_prompt: called as (tokens read, tokens of the longest prompt) after each chunk of prompts
             that have several; a deterministic model and an offloaded one do not call it.

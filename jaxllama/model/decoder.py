@@ -50,6 +50,10 @@ from jaxllama.model.rope import Ropes, rope_tables
 from jaxllama.model.sharded import over_mesh
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import traced_mesh
+from pallas_kernels.cpu import CpuWeight
+from pallas_kernels.cpu.handler import CpuPlan
+from pallas_kernels.cpu.head import norm_matmul
+from pallas_kernels.cpu.head import plan as head_plan
 from pallas_kernels.dispatch import is_recording
 
 LayerState = KVCache | GLAState | GLATokens | None
@@ -347,7 +351,23 @@ def head_product(cfg: ModelConfig, params: Params, x: jax.Array, normed: bool = 
     """``logits`` in x's dtype, before the cap."""
     if normed:
         return linear.linear(x, head(params))
+    if _has_float_head(cfg, params, x):
+        # XLA's product would round a row by how many there are.
+        weight = head(params)["weight"]
+        return norm_matmul(x, params["norm"]["weight"], weight, cfg.norm_eps)
     return linear.norm_linear(Stream(x), params["norm"], head(params), cfg)[0]
+
+
+def _has_float_head(cfg: ModelConfig, params: Params, x: jax.Array) -> bool:
+    """Whether a CPU's handler takes the head: of floats, where the layers' weights are in codes."""
+    own = head(params)
+    weight = own["weight"]
+    if set(own) != {"weight"} or cfg.norm != "rms" or not isinstance(weight, jax.Array):
+        return False
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, CpuWeight))
+    if not any(isinstance(leaf, CpuWeight) for leaf in leaves):
+        return False
+    return isinstance(head_plan(x, weight), CpuPlan)
 
 
 def capped(cfg: ModelConfig, scores: jax.Array) -> jax.Array:

@@ -1,15 +1,16 @@
 """Attention of one query token a row over its cache: the handler of ``decode_attention`` and, with
 RoPE and the cache's write before it, of ``rope_and_attend``.
 
-A row's keys are cut into parts of ``PART`` tokens, whatever the threads and the other rows:
+A row's keys are cut into parts, in the order of ``cpu.softmax``, whatever the threads and the other
+rows:
 
-    scores of the part's keys; their largest m, weights exp(score - m), the weights' sum
-    sum of weight times value                                        phase 1, by rows and parts
-    parts joined in their order by exp(m - the largest m)            phase 2, by rows and kv heads
+    scores of a part's keys, their weights, sums of weight times value   phase 1, by rows and parts
+    the parts joined in turn                                             phase 2, by rows, kv heads
 
-so the bits depend on neither.  All in float32, on what the cache holds; a row of one part is done
-after phase 1.  In a part tokens go 16 at a time through all heads, as they lie, and each asks for
-what lies 16 tokens on, so that a cache is read at memory's rate.
+so a query's bits depend on neither, and are those that ``cpu.prefill`` gives it.  All is float32,
+on what the cache holds; a row of one part is done after phase 1.  In a part tokens go 16 at a time
+through all heads, as they lie, and each asks for what lies 16 tokens on, so that a cache is read
+at memory's rate.
 
 With RoPE the part that ends with the new token writes it first; where several consecutive rows are
 tokens of one row of the cache (a draft being verified), a phase before writes them all.  So a

@@ -201,7 +201,9 @@ class _Round(_Body):
         x_scales, presets = (e.at(v, by_block) for v in (self.x_scales, self.presets))
         by_group = b.mul(b.mul(r, self.groups), e.i64(4))
         group_sums = e.at(self.group_sums, by_group)
-        factor = self._norm_factor(x) if self.p.norm else None
+        factor = None
+        if self.p.norm:
+            factor = norm_factor(e, x, self.k, self.call.attribute(0, e.F32))
         gamma = self.call.argument(self.p.fused) if self.p.norm else None
 
         def group(g: Value) -> None:
@@ -262,27 +264,27 @@ class _Round(_Body):
             total = code if total is None else b.add(total, code)
         return b.fmul(largest, e.f32(1 / 127)), e.sum(total)
 
-    def _norm_factor(self, x: Value) -> Value:
-        """1 / sqrt(mean of squares + eps)."""
-        e, b = self.e, self.e.b
 
-        def squares(i: Value, *sums: Value) -> list[Value]:
-            parts = [e.load(x, e.vector(e.F32), b.mul(b.add(i, e.i64(TILE * j)), e.i64(4)))
-                     for j in range(4)]  # fmt: skip
-            return [e.fma(v, v, s) for v, s in zip(parts, sums, strict=True)]
+def norm_factor(e: Emitter, x: Value, k: Value, eps: Value) -> Value:
+    """1 / sqrt(mean of the squares of k floats + eps)."""
+    b = e.b
 
-        whole = b.and_(self.k, e.i64(-4 * TILE))
-        sums = e.loop(whole, squares, [e.floats(0.0)] * 4, step=4 * TILE)
+    def squares(i: Value, *sums: Value) -> list[Value]:
+        parts = [e.load(x, e.vector(e.F32), b.mul(b.add(i, e.i64(TILE * j)), e.i64(4)))
+                 for j in range(4)]  # fmt: skip
+        return [e.fma(v, v, s) for v, s in zip(parts, sums, strict=True)]
 
-        def rest(i: Value, total: Value) -> list[Value]:
-            v = e.load_part(e.at(x, b.mul(i, e.i64(4))), b.sub(self.k, i))
-            return [e.fma(v, v, total)]
+    whole = b.and_(k, e.i64(-4 * TILE))
+    sums = e.loop(whole, squares, [e.floats(0.0)] * 4, step=4 * TILE)
 
-        (tail,) = e.loop(self.k, rest, [e.floats(0.0)], start=whole, step=TILE)
-        total = b.fadd(b.fadd(b.fadd(sums[0], sums[1]), b.fadd(sums[2], sums[3])), tail)
-        mean = b.fdiv(e.sum(total), b.sitofp(self.k, e.F32))
-        root = e.sqrt(b.fadd(mean, self.call.attribute(0, e.F32)))
-        return b.fdiv(e.f32(1.0), root)
+    def rest(i: Value, total: Value) -> list[Value]:
+        v = e.load_part(e.at(x, b.mul(i, e.i64(4))), b.sub(k, i))
+        return [e.fma(v, v, total)]
+
+    (tail,) = e.loop(k, rest, [e.floats(0.0)], start=whole, step=TILE)
+    total = b.fadd(b.fadd(b.fadd(sums[0], sums[1]), b.fadd(sums[2], sums[3])), tail)
+    mean = b.fdiv(e.sum(total), b.sitofp(k, e.F32))
+    return b.fdiv(e.f32(1.0), e.sqrt(b.fadd(mean, eps)))
 
 
 class _Multiply(_Body):

@@ -26,8 +26,8 @@ LENGTHS = (1, 2, 9, 23)
 
 @functools.cache
 def model(scheme: str, **changes) -> LanguageModel:
-    cfg = FAMILIES["gqa"].replace(head_dim=32, d_ff=64, **changes)
-    params = jl.quantize_params(params_of(cfg), f"{scheme},embed=w8a16")
+    cfg = FAMILIES["gqa"].replace(head_dim=32, d_ff=64, vocab_size=96, **changes)
+    params = jl.quantize_params(params_of(cfg), scheme)
     return LanguageModel(cfg, prepare_tree(params), None)
 
 
@@ -68,11 +68,21 @@ def test_a_prompt_in_one_piece_is_its_tokens_one_by_one(scheme):
     same(*(prefilled(lm, prompts, chunk, "float32") for chunk in (1, None)))
 
 
-@pytest.mark.parametrize("changes", [{"sliding_window": 7}, {"qk_norm": "head"}, {"qkv_bias": True}])
+@pytest.mark.parametrize(
+    "changes", [{"sliding_window": 7}, {"qk_norm": "head"}, {"qkv_bias": True}]
+)
 def test_so_it_is_in_other_families(changes):
     lm = model("w8a16", n_layers=1, **changes)
     prompts = prompts_of(lm)
     same(*(prefilled(lm, prompts, chunk, "bfloat16") for chunk in (1, None)))
+
+
+def test_a_float_head_has_a_row_s_bits_in_any_batch():
+    """Schemes with 8-bit activations leave a tied head in floats."""
+    lm = model("w8a8", n_layers=1, tie_embeddings=True)
+    prompts = prompts_of(lm)
+    logits, _ = prefilled(lm, prompts, None, "float32")
+    np.testing.assert_array_equal(prefilled(lm, prompts[-1:], None, "float32")[0][0], logits[-1])
 
 
 @functools.cache
@@ -130,7 +140,7 @@ TEXTS = (
 @pytest.mark.parametrize("scheme", [None, "w8a16", "w4a16", "w8a8", "w4a8"])
 def test_the_demo_model_s_answers_to_24_prompts(scheme):
     """40 greedy tokens each: in chunks, in one batch, of drafts, of engines."""
-    lm = jl.load("smollm2-135m", quantize=scheme and f"{scheme},embed=w8a16")
+    lm = jl.load("smollm2-135m", quantize=scheme)
     lm = LanguageModel(lm.config, prepare_tree(lm.params), lm.tokenizer)
     prompts = [lm.tokenizer.encode(text) for text in TEXTS]
     prompts[::8] = [(prompt * 99)[:250] for prompt in prompts[::8]]  # more than one part of keys

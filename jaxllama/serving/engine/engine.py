@@ -10,13 +10,14 @@ came in, end what is overdue or cancelled, let the scheduler plan, hand it to th
 fill, decode), read what the step before has written.
 
 Contract.  A request's tokens are those that ``lm.generate`` gives it alone, whatever else runs and
-in whatever order (up to rounding: other shapes add in other orders; the very same bits where the
-model is ``deterministic``, see ``EngineOptions``).  Every request gets exactly one Event with a
-``finish_reason``, its last.  What a request's own text, grammar or listener raises ends that
-request with an "error" and nothing else; what a step itself raises ends the engine: all are told
-(``EngineFailed``), and ``failure`` says why.  After ``warm_up`` nothing is compiled.  The same
-requests and cancellations at the same steps give the same bits: with a ``state`` folder everything
-that comes in is written to its ``journal``, and ``restore`` does it again.
+in whatever order.  On a CPU with weights in the handlers' layout they are the same bits; elsewhere
+they are equal up to rounding (``model/README.md``).  A ``deterministic`` model gives a request the
+same bits whatever runs beside it in this engine (``EngineOptions``).  Every request gets exactly
+one Event with a ``finish_reason``, its last.  What a request's own text, grammar or listener raises
+ends that request with an "error" and nothing else; what a step itself raises ends the engine: all
+are told (``EngineFailed``), and ``failure`` says why.  After ``warm_up`` nothing is compiled.  The
+same requests and cancellations at the same steps give the same bits: with a ``state`` folder
+everything that comes in is written to its ``journal``, and ``restore`` does it again.
 
 A step is planned and handed to the device before the one before has been read, which is read, made
 text and told while the device works: what ends on the device (stop tokens, limits) is then not
