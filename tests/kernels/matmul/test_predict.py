@@ -40,7 +40,7 @@ def test_few_rows_are_one_pass_over_the_codes():
                 x = jax.ShapeDtypeStruct((m, k), call.x)
                 form = predict.shortest_form(x, call.w)
                 assert form in weight_only.forms(call.w.q, call.w.group_size) and form != "copy"
-                assert m > 1 or call.w.dtype != jnp.int4 or form == "words"
+                assert form == "words" or (m, n, call.w.dtype) != (1, 14336, jnp.int4)
     call = fit.Case("w4a16", 512, 4096, 4096).call()
     assert predict.shortest_form(jax.ShapeDtypeStruct((512, 4096), call.x), call.w) == "copy"
 
