@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
@@ -39,6 +39,17 @@ class Plan(Protocol):
     its ``str`` is what ``explain`` prints.  A CPU handler's has an ``implementation``, "cpu"."""
 
     kernel: ClassVar[str]  # the kernel's name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What a plan carries beside its division, if its op has a table of costs.
+
+    predicted_us, xla_us: predicted microseconds of the kernel, and of XLA's form of the call.
+    """
+
+    predicted_us: float | None = dataclasses.field(default=None, compare=False, repr=False)
+    xla_us: float | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +172,7 @@ def choose_plan(
         choice = Choice(op, _described(operands), kind if named or plan else "xla", reason)
         if plan is not None:
             choice.kernel, choice.plan = plan.kernel, str(plan)
+            choice.predicted = _times(plan)
         recorder.choices.append(choice)
     if plan is None and named:
         raise NotImplementedError(f"{op}: no {KERNELS[kind]} for this call: {reason}")
@@ -212,6 +224,31 @@ def first_plan(call: Any, *planners: Callable[[Any], Plan | Reason]) -> Plan | R
     return Reason("; ".join(filter(None, reasons)))
 
 
+def shortest(
+    found: Sequence[Plan | Reason], us: Callable[[Any], float], xla: Callable[[], float]
+) -> Any:
+    """The plan with the shortest predicted time, or a Reason: no planner has a plan, or XLA's form
+    is predicted to be shorter.
+
+    found: what each planner says of a call.
+    us, xla: predicted microseconds of a plan, and of XLA's form.
+    """
+    plans: list[Any] = [one for one in found if not isinstance(one, Reason)]
+    if not plans:
+        reasons = [one for one in found if isinstance(one, Reason)]
+        named = (reason for reason in reasons if reason.plan is not None)
+        return next(named, Reason("; ".join(reason.text for reason in reasons if reason.text)))
+    xla_us = xla()
+    timed = [dataclasses.replace(one, predicted_us=us(one), xla_us=xla_us) for one in plans]
+    best = min(timed, key=lambda one: one.predicted_us)
+    if best.predicted_us <= xla_us:
+        return best
+    times = (
+        f"XLA's form is predicted to take {xla_us:.1f} us, {best.kernel} {best.predicted_us:.1f}"
+    )
+    return Reason(times, best)
+
+
 def is_empty(*operands: Any) -> bool:
     """Has one of the arrays no elements?"""
     return any(0 in x.shape for x in jax.tree.leaves(operands))
@@ -230,15 +267,21 @@ class Choice:
     reason: str | None
     kernel: str | None = None
     plan: str = ""
+    predicted: str = ""  # times of the kernel and of XLA's form
 
     def __str__(self) -> str:
         how = f"{self.implementation}"
         if self.kernel is not None:
-            how = ", ".join(filter(None, (how, self.kernel, self.plan)))
+            how = ", ".join(filter(None, (how, self.kernel, self.predicted, self.plan)))
         elif self.reason is not None:
             how = f"no {how} kernel" if self.implementation != "xla" else how
             how += f" ({self.reason})"
         return f"{self.op} {self.operands}: {how}"
+
+
+def _times(plan: Any) -> str:
+    us, xla_us = getattr(plan, "predicted_us", None), getattr(plan, "xla_us", None)
+    return "" if us is None else f"{us:.1f} us predicted (XLA {xla_us:.1f})"
 
 
 class _Recorder(NamedTuple):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import functools
 
 import jax
@@ -116,7 +115,7 @@ def tiles(rows=(64, 128, 256, 1024, 8192)) -> None:
         for scheme, options in (("w8a8", plans.PAIR), ("w4a16-sym", plans.WEIGHT)):
             sets = [operands(scheme, m, n, k, seed) for seed in range(copies(m))]
             for tile, _ in options:
-                label = f"{scheme} {'/'.join(str(v) for v in dataclasses.astuple(tile))}"
+                label = f"{scheme} {tile}"
                 row(label, functools.partial(kernel, tile=tile), sets, m, n, k)
 
 

@@ -1,13 +1,13 @@
-"""Which kernel computes a product: an ordered tuple of implementations, each asked once.
+"""Which kernel computes a product: the one with the shortest predicted time, or XLA's form.
 
-On a CPU ``cpu.matmul.plan`` is asked, of a weight in its layout.  On a GPU ``few_rows.plan`` and
-``many_rows.plan`` each say how their kernels would divide a call, or why they
-have no plan for it, or that XLA was measured to be faster; XLA's form is what is left.  The plan
-that is found is what the kernel is launched with.
+On a CPU ``cpu.matmul.plan`` is asked, of a weight in its layout.  On a GPU the planner of each
+kernel says how it would divide a call, or why it has no plan for it; ``predict`` says how long
+each plan and XLA's form would take.  The plan that is found is what the kernel is launched with.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import matmul as cpu
 from pallas_kernels.cpu.weight import CpuWeight
-from pallas_kernels.dispatch import Plan, Reason, first_plan
+from pallas_kernels.dispatch import Plan, Reason, shortest
+from pallas_kernels.matmul import predict
 from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.few_rows import plan as few_rows
 from pallas_kernels.matmul.many_rows import plan as many_rows
@@ -26,8 +27,13 @@ _Found = (
 )
 
 
+def plans(call: Call) -> list[Plan | Reason]:
+    """What the planner of each kernel says of a call on a GPU."""
+    return [*few_rows.plans(call), many_rows.plan(call)]
+
+
 def plan(call: Call) -> Plan | Reason:
-    """Of the first implementation that has one."""
+    """The shortest by prediction, XLA's form included."""
     w = call.w
     if isinstance(w, CpuWeight):
         return Reason("w is in the layout of the CPU's handler")
@@ -37,7 +43,8 @@ def plan(call: Call) -> Plan | Reason:
         call.norm is None or call.pending not in (jnp.float32, call.x)
     ):
         return Reason("what is pending is float32 or of x's dtype, and comes before a norm")
-    return first_plan(call, few_rows.plan, many_rows.plan)
+    us = functools.partial(predict.kernel_us, call=call)
+    return shortest(plans(call), us, functools.partial(predict.xla_us, call))
 
 
 def run(

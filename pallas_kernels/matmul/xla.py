@@ -1,8 +1,9 @@
 """The XLA forms of the quantized products.
 
-On accelerators: dequantize and dot, which XLA fuses.  On a CPU by tiles of rows that stay in cache,
-so that the weight is never held as floats; W8A8 goes through float32 there too, in blocks of K
-short enough to be exact (XLA's CPU integer dot runs at under 1 GB/s).
+On accelerators a weight-only product is the shortest of the forms in ``weight_only``.  On a CPU it
+goes by tiles of rows that stay in cache, so that the weight is never held as floats; W8A8 goes
+through float32 there too, in blocks of K short enough to be exact (XLA's CPU integer dot runs at
+under 1 GB/s).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
+from pallas_kernels.matmul.predict import shortest_form
+from pallas_kernels.matmul.weight_only import BY_FORM, Dims, Form, dot
 from pallas_kernels.qtensor import QTensor, dequantize
 
-_Dims = tuple[tuple[tuple[int], tuple[int]], tuple[tuple[()], tuple[()]]]
-_LAST: _Dims = (((1,), (1,)), ((), ()))
+_LAST: Dims = (((1,), (1,)), ((), ()))
 # |sum of 1024 products of int8| <= 2^24, which float32 holds exactly.
 _EXACT_BLOCK = 1024
 # Rows of a weight that are dequantized at a time on a CPU; measured best among 64..576.
@@ -30,12 +31,14 @@ _WHOLE_BYTES = 1 << 29
 
 
 def weight_only_sums(
-    x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array
+    x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array, form: Form | None = None
 ) -> jax.Array:
-    """``x[M, K]`` times the dequantized codes ``[N, K]``, in float32."""
-    return lax.platform_dependent(
-        x, scale, zero, q, default=_weight_only_whole, cpu=_weight_only_tiled
-    )
+    """``x[M, K]`` times the dequantized codes ``[N, K]``, in float32.
+
+    form: on an accelerator; None is the one that is predicted to be the shortest.
+    """
+    form = form or shortest_form(x, QTensor(q, scale, zero))
+    return lax.platform_dependent(x, scale, zero, q, default=BY_FORM[form], cpu=_weight_only_tiled)
 
 
 def pair_sums(xq: jax.Array, wq: jax.Array) -> jax.Array:
@@ -50,13 +53,6 @@ def widened(q: jax.Array, multiple: jax.Array, zero: jax.Array | None) -> jax.Ar
     if zero is not None:
         steps = steps - zero[..., None]
     return (steps * multiple[..., None]).reshape(q.shape)
-
-
-def _weight_only_whole(
-    x: jax.Array, scale: jax.Array, zero: jax.Array | None, q: jax.Array
-) -> jax.Array:
-    """For accelerators: XLA fuses the dequantization into one pass before the dot."""
-    return _dot(x, dequantize(QTensor(q, scale, zero), x.dtype), _LAST, x.dtype)
 
 
 def _weight_only_tiled(
@@ -105,7 +101,7 @@ def _contract(dy: jax.Array, w: QTensor, *, tile: int, dtype: jnp.dtype) -> jax.
     main = n // tile * tile
 
     def product(dy: jax.Array, rows: QTensor) -> jax.Array:
-        return _dot(dy, dequantize(rows, dtype), (((1,), (0,)), ((), ())), dtype)
+        return dot(dy, dequantize(rows, dtype), (((1,), (0,)), ((), ())), dtype)
 
     def body(i: jax.Array, acc: jax.Array) -> jax.Array:
         rows = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * tile, tile), w)
@@ -126,19 +122,9 @@ def outer_sums(dy: jax.Array, x: jax.Array) -> jax.Array:
     rows = (((0,), (0,)), ((), ()))
     return lax.platform_dependent(
         dy, x,
-        default=lambda dy, x: _dot(dy, x, rows, x.dtype),
-        cpu=lambda dy, x: _dot(dy, x, rows, jnp.float32),
+        default=lambda dy, x: dot(dy, x, rows, x.dtype),
+        cpu=lambda dy, x: dot(dy, x, rows, jnp.float32),
     )  # fmt: skip
-
-
-def _dot(a: jax.Array, b: jax.Array, dims: _Dims, dtype: DTypeLike) -> jax.Array:
-    return lax.dot_general(
-        a.astype(dtype),
-        b.astype(dtype),
-        dims,
-        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
 
 
 def _int8_whole(xq: jax.Array, wq: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Reason, named_plan
+from pallas_kernels.dispatch import Predicted, Reason, named_plan
 from pallas_kernels.matmul.call import N_SM, Call
 from pallas_kernels.matmul.few_rows.scheme import KIND, Scheme
 from pallas_kernels.qtensor import QTensor
@@ -25,11 +25,13 @@ THREADS = 32 * WARPS
 TOKENS = 16  # at most
 
 
-def plan(call: Call) -> RowPlan | TilePlan | Reason:
+def plans(call: Call) -> list[RowPlan | TilePlan | Reason]:
+    """The kernels that have a plan, or why the one for several rows has none."""
     if call.quantized_x or (call.alone and call.m > TOKENS):
-        return Reason("")
+        return [Reason("")]
     one = row_plan(call)
-    return tile_plan(call) if isinstance(one, Reason) else one
+    is_without = isinstance(one, Reason) and one.plan is None
+    return [tile_plan(call)] if is_without else [one, tile_plan(call)]
 
 
 # --- one row -------------------------------------------------------------------------------------
@@ -38,7 +40,7 @@ MAX_K = 48 * 1024  # x is in shared memory as floats
 
 
 @dataclasses.dataclass(frozen=True)
-class RowPlan:
+class RowPlan(Predicted):
     """The division of one row's product among warps."""
 
     kernel: ClassVar[str] = "quantized_matmul_row_mosaic"
@@ -114,13 +116,6 @@ def row_plan(call: Call) -> RowPlan | Reason:
         return Reason(f"N = {n} is odd")
     if call.alone and not call.plain and n % (16 if call.out == jnp.float32 else 8):
         return Reason(f"N = {n} with nothing around the product is left to XLA", divided)
-    # 2048 x 2048 plain 3.9 us, and 3.8 by tiles.  int4: 4096 x 7168 6.8 us and 7.1, 128256 x 4096
-    # 64.9 and 69.2, but 14336 x 4096 10.0 and 9.9, 4096 x 4096 4.9 and 4.8.
-    few = 8e6
-    if w.dtype == jnp.int4:
-        few = 0 if call.swiglu else 28e6 if k >= 7168 else 1e8
-    if n * k < few:
-        return Reason(f"tiles are as fast below {few / 1e6:.0f} million values", divided)
     return divided
 
 
@@ -141,7 +136,7 @@ PITCH = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class TilePlan:
+class TilePlan(Predicted):
     """The division of one product among blocks and warps."""
 
     kernel: ClassVar[str] = "quantized_matmul_decode_mosaic"
@@ -293,11 +288,6 @@ def tile_plan(call: Call) -> TilePlan | Reason:
         return Reason(f"K = {k} of w and {m} tokens of x need more than shared memory holds")
     divided = whole if call.bias else divide_tiles(m, w, **fused)
     if call.plain:
-        # M = 16: 6144 x 4096 15.0 us, XLA 16.4; 4096 x 4096 10.8 and 11.3; 28672 x 4096 59.7 and
-        # 56.5.  A kernel that is saved is worth under 1 us.
-        saved = sum(v is not None for v in (call.norm, call.residual, call.pending)) + call.swiglu
-        if n * k * w.dtype.itemsize > 60e6 + 50e6 * saved:
-            return Reason("XLA's product with a plain weight of this size is faster", divided)
         return divided
     if scheme.bits == 8 and w.zero is not None:
         return Reason("w has int8 codes with zero points")

@@ -15,7 +15,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Reason
+from pallas_kernels.dispatch import Predicted, Reason
 from pallas_kernels.matmul.call import N_SM, Call
 from pallas_kernels.matmul.few_rows.plan import TOKENS
 from pallas_kernels.qtensor import QTensor
@@ -35,7 +35,7 @@ def plan(call: Call) -> PairTile | WeightTile | Reason:
 
 
 @dataclasses.dataclass(frozen=True)
-class PairTile:
+class PairTile(Predicted):
     """One block's tile and pipeline.
 
     m, n: rows of x and of w.  m == 64 puts the two warpgroups side by side in n.
@@ -67,7 +67,7 @@ class PairTile:
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightTile:
+class WeightTile(Predicted):
     """One block's tile and pipeline.
 
     tokens: rows of x, the N of its wgmma.
@@ -173,7 +173,6 @@ FEW_WEIGHT = (
     (WeightTile(64, 128, stages=12, store=16), 0.34),
 )
 _RING_BYTES = 144 * 1024  # of a block with few rows; with more the first slot is full later
-_PLAIN_SIZE = 1 << 26
 _SCALED_TOKENS = 128  # at most, where groups' sums are multiplied: two sums are in registers
 _FP8_PROMOTE = 2  # steps of 128 columns; a float32 sum stands beside the tensor cores'
 
@@ -282,10 +281,6 @@ def quantized_plan(call: Call) -> PairTile | Reason:
         if any(size % 32 for size in low.sources):
             return Reason(f"sources of {low.sources} rows, not multiples of 32")
         return pair_tile(call.m, n, k, call.x, low.sources)
-    if call.x == jnp.int8 and call.m == 1 and n >= k:
-        # 14336 x 4096 18.2 us by XLA and 19.8 by the kernel, 4096 x 4096 7.5 and 8.7; but 4096 x
-        # 14336 21.9 and 18.8.  e4m3's is 19.5 and 17.3.
-        return Reason("XLA's matrix-vector product of one int8 row is faster", tile)
     return tile
 
 
@@ -299,12 +294,7 @@ def plain_plan(call: Call) -> PairTile | Reason:
     if n % 16 or k % 64:
         return Reason(f"w [{n}, {k}]: N is not a multiple of 16 or K not of 64")
     fused = call.swiglu and not call.bias and call.activation == "silu"
-    tile = stream_tile(n, k * w.dtype.itemsize, swiglu=fused)
-    if m <= TOKENS:
-        return Reason(f"{m} rows of plain weights' products: XLA is as fast", tile)
-    if n * k > _PLAIN_SIZE and not (call.swiglu and call.activation == "silu"):
-        return Reason(f"w [{n}, {k}] is so large that XLA is as fast", tile)
-    return tile
+    return stream_tile(n, k * w.dtype.itemsize, swiglu=fused)
 
 
 def int4_plan(call: Call, tile: WeightTile | None = None) -> WeightTile | Reason:
