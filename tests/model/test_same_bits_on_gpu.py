@@ -1,4 +1,8 @@
-"""On one GPU with ``deterministic=True`` an answer has the same bits, however it was made."""
+"""On one GPU with ``deterministic=True`` an answer has the same bits, whatever runs beside it.
+
+Another ``chunk`` and the engine run other programs, whose sums round differently (one H200, jax
+0.11.2, 2026-11-23: other logprobs for W8A8 and FP8).  ``model/README.md`` promises neither.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,12 @@ import pytest
 import jaxllama as jl
 from jaxllama.language_model import LanguageModel
 from tests.helpers.models import LLAMA, params_of
-from tests.model.test_same_answers_on_cpu import through_engine
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8"])
-@pytest.mark.parametrize("way", ["chunk=1", "chunk=3", "chunk=None", "batch", "engine"])
-def test_a_deterministic_answer_has_the_same_bits(scheme, way):
-    """``way`` against one prompt at a time without chunks."""
+def test_a_deterministic_answer_has_the_same_bits(scheme):
+    """Each prompt alone, twice, and all in one batch."""
     cfg = LLAMA.replace(
         d_model=512, n_heads=8, n_kv_heads=2, head_dim=64, d_ff=1024, vocab_size=1024
     )
@@ -25,13 +27,7 @@ def test_a_deterministic_answer_has_the_same_bits(scheme, way):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 1024, n).tolist() for n in (5, 40, 200, 17)]
     want = [(out.tokens, out.logprobs) for p in prompts for out in lm.generate([p], 40)]
-    if way == "engine":
-        found = through_engine(lm, prompts, 40, slots=32, max_len=512)
-    elif way == "batch":
-        found = [(out.tokens, out.logprobs) for out in lm.generate(prompts, 40)]
-    else:
-        chunk = None if way.endswith("None") else int(way[-1])
-        found = [
-            (out.tokens, out.logprobs) for p in prompts for out in lm.generate([p], 40, chunk=chunk)
-        ]
-    assert found == want
+    again = [(out.tokens, out.logprobs) for p in prompts for out in lm.generate([p], 40)]
+    batch = [(out.tokens, out.logprobs) for out in lm.generate(prompts, 40)]
+    assert again == want
+    assert batch == want
