@@ -42,6 +42,7 @@ H200 = Gpu(
     sum_rate=4.2e12,
     product_rates={"int8": 1512e12, "float8_e4m3fn": 1570e12, "bfloat16": 799e12},
     costs={
+        "between kernels": Cost(1.3),  # in a CUDA graph; not fitted
         "pair float": Cost(start=0.679, serial=(0.733, 0.0303, 0.573), shared=(0.201, 5.69, 155.0)),
         "pair float8_e4m3fn": Cost(
             start=2.74, serial=(0.867, 0.787, 0.847), shared=(0.144, 1.65, 101.0)
