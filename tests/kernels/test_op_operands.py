@@ -664,11 +664,13 @@ def test_explain_tells_the_kernel_and_its_plan():
     x, bf16 = draw(1, 4096), jnp.bfloat16
     assert of("rms_norm", x, draw(4096), EPS).startswith("mosaic, rowwise_mosaic, Plan(threads=")
     w = pk.QTensor(shape((28672, 4096), jnp.int4), shape((28672, 32), bf16))
-    for rows, kernel in ((1, "row_mosaic, RowPlan(k=4096"), (16, "decode_mosaic, TilePlan(m=16"),
-                         (512, "prefill_weight, WeightTile(tokens=")):  # fmt: skip
+    for rows, kernel in ((1, "row_mosaic, @RowPlan(k=4096"), (16, "decode_mosaic, @TilePlan(m=16"),
+                         (512, "prefill_weight, @WeightTile(tokens=")):  # fmt: skip
         many = shape((rows, 4096), bf16)
         options = {"swiglu": True} if rows == 1 else {}
-        assert f"mosaic, quantized_matmul_{kernel}" in of("quantized_matmul", many, w, **options)
+        text = of("quantized_matmul", many, w, **options)
+        name, plan = kernel.split("@")
+        assert f"mosaic, quantized_matmul_{name}" in text and f"), {plan}" in text
     head, heads = shape((1, 4, 128), bf16), shape((1, 64, 4, 128), bf16)
     decay = shape((1, 64, 4, 128), jnp.float32)
     assert of("gla", heads, heads, heads, decay) == "mosaic, gla_mosaic, 1 segments a row"
