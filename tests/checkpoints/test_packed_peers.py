@@ -106,7 +106,7 @@ def test_a_saved_model_is_the_same_or_refused(tmp_path: Path, scheme: str, forma
     """No program may make a model of random weights of a directory that ``save`` wrote."""
     cfg = CFG.replace(d_ff=48)
     params = quantize_params(params_of(cfg), scheme, cfg=cfg)
-    lm = jl.LanguageModel(cfg, params, None)
+    lm = jl.LanguageModel(cfg, params, None, exact=True)
     out = lm.save(tmp_path / "out", format=format)
     if format in ("floats", "compressed-tensors"):
         _compare(out, 1e-5)

@@ -40,7 +40,7 @@ BAD = {
     domains.new_folder: "/",
 }
 # Words that may be anything, or that the command reads for itself and names.
-FREE = {"system", "prompts", "file"}
+FREE = {"system", "prompts", "file", "text"}
 
 
 def commands(parser: Parser, words: tuple[str, ...] = ()):

@@ -217,7 +217,7 @@ SPILLED = {
         "gated_delta_channels": 80, "gated_delta_products": 148, "gated_delta_gradients": 452,
     },
 }  # fmt: skip
-# Kernels whose wgmma wait for one another on jax 0.12, which costs this one nothing that shows.
+# Kernels whose wgmma wait for one another on jax 0.12, which was not timed for this one.
 SERIALIZED = {"KDA gradients": {"gated_delta_products"}}
 
 

@@ -68,7 +68,8 @@ def test_cache_bytes_of_every_dtype(dtype, width):
 @pytest.mark.parametrize("text", ["100 0 100 0 100 0", "13 55 100 0 100 0", "0 40 100 0 100 0"])
 def test_the_footprint_of_weights_is_what_the_store_holds(tmp_path, text, scheme, tied):
     cfg, policy = CFG.replace(tie_embeddings=tied), Policy.parse(text)
-    place = Placement(policy, jnp.float32, scheme, directory=tmp_path)
+    # A CPU's layout divides a weight by tiles of 16 rows, which the prediction leaves out.
+    place = Placement(policy, jnp.float32, scheme, directory=tmp_path, exact=True)
     lm = place.model(cfg, place.tree(params_of(cfg)), None)
     held = [0, 0, 0]
     for leaf in jax.tree.leaves(lm.params, is_leaf=lambda x: is_stored(x) or isinstance(x, Rows)):

@@ -294,7 +294,10 @@ def plain_plan(call: Call) -> PairTile | Reason:
     if n % 16 or k % 64:
         return Reason(f"w [{n}, {k}]: N is not a multiple of 16 or K not of 64")
     fused = call.swiglu and not call.bias and call.activation == "silu"
-    return stream_tile(n, k * w.dtype.itemsize, swiglu=fused)
+    tile = stream_tile(n, k * w.dtype.itemsize, swiglu=fused)
+    if m <= TOKENS:  # its values on a GPU are tested from 17 rows on
+        return Reason(f"{m} rows of plain weights' products: the kernel is for more", tile)
+    return tile
 
 
 def int4_plan(call: Call, tile: WeightTile | None = None) -> WeightTile | Reason:

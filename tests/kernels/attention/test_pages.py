@@ -176,7 +176,11 @@ def test_the_whole_step_through_a_table(cache, window, normed):
     same(got, want)
     assert not np.asarray(want)[jnp.asarray([2, 3, 6])].any()
     _, *want_pages = rope_and_write(*new, *pages, slots, table=table)
-    same(got_pages, want_pages)
+    if cache == "float32" and normed:  # the CPU's handler adds the norm's squares in its own order
+        for got_page, want_page in zip(got_pages, want_pages, strict=True):
+            np.testing.assert_allclose(got_page, want_page, rtol=5e-6, atol=5e-7)
+    else:
+        same(got_pages, want_pages)
 
 
 @pytest.mark.parametrize("cache", ["float32", "int8", "int4"])

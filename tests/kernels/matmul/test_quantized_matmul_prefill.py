@@ -345,7 +345,7 @@ def test_plain_weights_of_few_rows():
 
     assert isinstance(plan(64), PairTile) and "8 rows" in plan(8).text
     assert isinstance(plan(64, 28672, swiglu=True), PairTile)
-    assert "XLA" in plan(64, 28672).text and isinstance(plan(64, 28672).plan, PairTile)
+    assert isinstance(plan(64, 28672), PairTile)  # ``predict`` compares it with XLA
     assert "65 rows" in plan(65).text and plan(65).plan is None
     assert "float16 by w of bfloat16" in plan(64, dtype=F16).text
     assert "K not of 64" in plan(64, 64, 96).text
