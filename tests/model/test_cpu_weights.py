@@ -17,6 +17,7 @@ from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.request import Request
 from pallas_kernels.cpu import CpuWeight, prepare_tree, restore_tree
 from pallas_kernels.dispatch import choices
+from tests.helpers.cases import each_once
 from tests.helpers.models import FAMILIES, params_of, relative_error, tokens_of
 
 SCHEMES = ("w8a16", "w4a16-g16-zero", "w8a8")
@@ -36,8 +37,10 @@ def quantized(params) -> list[CpuWeight]:
     return [leaf for leaf in leaves if isinstance(leaf, CpuWeight)]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("family", ["gqa", "mha-tied-bias", "gla-conv-groups", "hybrid"])
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    each_once(["gqa", "mha-tied-bias", "gla-conv-groups", "hybrid"], SCHEMES),
+)
 def test_logits_are_the_exact_models_but_for_8_bits(family, scheme):
     exact, prepared = model(family, scheme)
     assert quantized(prepared.params)

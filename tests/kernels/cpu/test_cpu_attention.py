@@ -18,6 +18,7 @@ from pallas_kernels.cpu.attention import PART, Attend, CpuPlan
 from pallas_kernels.cpu.cache import Form
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from pallas_kernels.qtensor import dequantize
+from tests.helpers.cases import each_once
 from tests.helpers.cpu_cases import GuardedPages, native, said_with_avx2, same_bits_under_load
 from tests.kernels.attention.test_decode_attention import error, make, oracle, poison, rotation
 from tests.kernels.attention.test_pages import in_pages, same
@@ -61,10 +62,10 @@ def softmax(q, k, v, lengths, window=None):
     return (out.reshape(*out.shape[:2], -1, size) @ rotation(size)).reshape(out.shape)
 
 
-@pytest.mark.parametrize(
-    "heads, window", [((4, 4, 64), None), ((6, 2, 32), 300), ((14, 2, 96), 1), ((8, 1, 128), None)]
-)
-@pytest.mark.parametrize("cache", CACHES)
+HEADS = [((4, 4, 64), None), ((6, 2, 32), 300), ((14, 2, 96), 1), ((8, 1, 128), None)]
+
+
+@pytest.mark.parametrize(("cache", "heads", "window"), each_once(CACHES, HEADS))
 def test_it_is_a_float64_softmax(cache, heads, window):
     q, k, v, lengths = make(7, 2 * PART + 77, *heads, cache)
     want = softmax(q, k, v, lengths, window)

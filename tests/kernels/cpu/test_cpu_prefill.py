@@ -17,6 +17,7 @@ from pallas_kernels.cpu.prefill import CpuPlan, Prefill
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from pallas_kernels.dispatch import choices
 from pallas_kernels.qtensor import QTensor, dequantize
+from tests.helpers.cases import each_once
 from tests.helpers.cpu_cases import GuardedPages, native, same_bits_under_load
 from tests.kernels.attention.test_decode_attention import error, make
 from tests.kernels.attention.test_pages import in_pages, same
@@ -69,10 +70,10 @@ def by_hand(q, k, v, positions, table=None, window=None, threads=1, on=None, pla
     return np.array(out).reshape(q.shape)
 
 
-@pytest.mark.parametrize(
-    "heads, window", [((4, 4, 64), None), ((6, 2, 32), 40), ((7, 1, 96), 1), ((8, 2, 128), None)]
-)
-@pytest.mark.parametrize("cache", CACHES)
+HEADS = [((4, 4, 64), None), ((6, 2, 32), 40), ((7, 1, 96), 1), ((8, 2, 128), None)]
+
+
+@pytest.mark.parametrize(("cache", "heads", "window"), each_once(CACHES, HEADS))
 def test_it_is_a_float64_softmax(cache, heads, window):
     q, k, v, positions = case(cache, heads, 70, 224, [0, 130, 99])
     positions = positions.at[0, :2].set(-1)  # they see nothing
@@ -84,8 +85,9 @@ def test_it_is_a_float64_softmax(cache, heads, window):
     same(by_hand(q, *pages, positions, table, window=window), got)
 
 
-@pytest.mark.parametrize("one", TARGETS, ids=lambda t: t.name)
-@pytest.mark.parametrize("cache", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("cache", "one"), each_once(["bfloat16", "int8", "int4"], TARGETS), ids=lambda t: str(t)[:12]
+)
 def test_every_target_compiles_it(cache, one):
     """NEON's code is read, not run: there is no such machine here."""
     form = Form(cache, 2, 64, {"int8": 1, "int4": 1}.get(cache, 0))
