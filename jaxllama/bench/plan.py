@@ -52,7 +52,7 @@ from jaxllama.offload.timeline import NO_RECORD, Event, Recorder, draw
 from pallas_kernels.qtensor import packed_bytes
 
 MEASURED = 8  # decode steps that are timed
-LONG = 2.0  # seconds: a longer prefill is measured on shorter prompts
+LONG = 1.5  # seconds: a longer prefill is measured on shorter prompts
 SHORTEST = 64  # tokens of those
 
 
