@@ -13,13 +13,15 @@ import pytest
 import jaxllama as jl
 from jaxllama import loading
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.generation import init_params
+from jaxllama.generation import GenerateState, init_params
 from jaxllama.language_model import LanguageModel
 from jaxllama.parallel.mesh import make_mesh
 from jaxllama.parallel.shardings import shard_params
-from jaxllama.sampling import History, Sampling
+from jaxllama.sampling import History, Sampling, SamplingParams
 from jaxllama.text.rows import bucket
 from jaxllama.text.tokenizer import Tokenizer
+from pallas_kernels import cpu
+from pallas_kernels.qtensor import RowBlocks, quantize
 from tests.helpers.models import FAMILIES, LLAMA, params_of
 
 
@@ -254,6 +256,32 @@ def test_what_prints_is_dtypes_shapes_and_bytes_on_one_screen(family, scheme):
         "QTensor(q=int8[32, 48], scale=float32[32, 1], "
     )
     assert "float32[2, 8]" in repr(jax.eval_shape(lambda: History(*[np.zeros((2, 8), "f")] * 2)))
+
+
+def test_every_class_of_arrays_prints_no_values():
+    """Any class of ours that jax takes for a pytree and that ``repr`` is likely to meet."""
+    weight, rows = np.full((64, 64), 0.5, "f"), np.full((2, 64), 7)
+    coded = quantize(jax.numpy.asarray(weight))
+    cache = jl.init_cache(FAMILIES["hybrid"], 2, 64, jax.numpy.float32)
+    packed = jl.init_cache(FAMILIES["gqa"], 2, 64, "int8")
+    values = {
+        "QTensor": coded,
+        "RowBlocks": RowBlocks((coded, weight)),
+        "CpuWeight": cpu.prepare(coded),
+        "Cache": cache,
+        "GenerateState": GenerateState(rows, rows, rows, rows, rows, cache, None),
+        "SamplingParams": SamplingParams.stack([Sampling()] * 2, 64),
+        "History": History(rows, rows),
+    }
+    layers = [*cache.layers, *packed.layers]
+    values |= {type(layer).__name__: layer for layer in layers}
+    assert len(values) >= 9
+    for name, value in values.items():
+        text = repr(value)
+        assert text.startswith(f"{name}(") and len(text) < 1200, name
+        assert "array" not in text.lower() and "\n" not in text and "0.5" not in text, name
+    lm = LanguageModel(FAMILIES["gqa"], params_of(FAMILIES["gqa"]), None, exact=True)
+    assert type(lm.params) is dict and len(repr(lm)) < 2000
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "hybrid", "w8a16", "mesh"])

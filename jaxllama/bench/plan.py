@@ -7,7 +7,10 @@ the machine is calibrated for the model's layers once (``offload.planner.calibra
 policy is solved for (``planner.solve``), unless it is given.  The model is loaded under it, and the
 task is run with every load, store and computation timed.  The figures are kept, and the same task
 is not measured twice on a machine.  Of ``new_tokens`` at most ``MEASURED`` steps are run; the
-rate is extrapolated from the prefill and the mean step, as the prediction is.
+rate is extrapolated from the prefill and the mean step, as the prediction is.  Where nothing leaves
+the device and the prefill is predicted to take more than ``LONG`` seconds, the prompts that are
+measured are shorter.  The measured prefill is then scaled by the ratio of the predictions for both
+lengths; the report says so.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from jaxllama.offload.planner.cost import (
     need_of,
     predict,
 )
+from jaxllama.offload.planner.fitting import Calibration
 from jaxllama.offload.planner.solve import solve
 from jaxllama.offload.planner.trial import Watch, start_run, timed_step
 from jaxllama.offload.policy import Policy
@@ -48,6 +52,8 @@ from jaxllama.offload.timeline import NO_RECORD, Event, Recorder, draw
 from pallas_kernels.qtensor import packed_bytes
 
 MEASURED = 8  # decode steps that are timed
+LONG = 1.5  # seconds: a longer prefill is measured on shorter prompts
+SHORTEST = 64  # tokens of those
 
 
 def run(
@@ -111,10 +117,16 @@ def run(
         rounding = None if policy.compress_weight else scheme
         lm = load(source, dtype, rounding, policy=policy, random=random, revision=revision)
         assert isinstance(lm, OffloadedModel)
-        found, events = measure(lm, task, settings)
+        trial = shortened(cfg, policy, costs, task, settings)
+        found, events = measure(lm, trial, settings)
+        found["prompt_tokens"] = trial.prompt
         known.write_text(json.dumps(found), encoding="utf-8")
         if timeline is not None:
             draw(events, timeline, f"{cfg.name}: {policy}")
+    measured_prompt = found["prompt_tokens"]
+    short = dataclasses.replace(task, prompt=measured_prompt)
+    scale = expected.prefill / predict(cfg, policy, costs, short, settings).prefill
+    prefill = found["prefill"] * scale
     lanes = {
         lane: {"predicted": expected.lanes[lane], "measured": found["lanes"][lane]}
         for lane in LANES
@@ -125,12 +137,14 @@ def run(
         "rows": rows,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
-        "prefill_seconds": {"predicted": expected.prefill, "measured": found["prefill"]},
+        "measured_prompt_tokens": measured_prompt,
+        "prefill_scale": scale,
+        "prefill_seconds": {"predicted": expected.prefill, "measured": prefill},
         "step_seconds": {"predicted": expected.step, "measured": found["step"]},
         "tokens_per_second": {
             "predicted": expected.tokens_per_second,
             "measured": rows * new_tokens
-            / (expected.blocks * (found["prefill"] + (new_tokens - 1) * found["step"])),
+            / (expected.blocks * (prefill + (new_tokens - 1) * found["step"])),
         },
         "lanes": lanes,
         "bytes": {
@@ -142,10 +156,26 @@ def run(
     }  # fmt: skip
 
 
+def shortened(
+    cfg: ModelConfig, policy: Policy, costs: Calibration, task: Task, settings: Settings
+) -> Task:
+    """Return the task that is measured: with shorter prompts in a cache of the same capacity, where
+    the policy moves nothing and the prefill would take more than ``LONG`` seconds."""
+    trial = task
+    while (
+        not policy.moves
+        and trial.prompt // 2 >= SHORTEST
+        and predict(cfg, policy, costs, trial, settings).prefill > LONG
+    ):
+        half = trial.prompt // 2
+        trial = dataclasses.replace(trial, prompt=half, new=task.capacity - half)
+    return trial
+
+
 def measured_file(cfg: ModelConfig, policy: Policy, task: Task, settings: Settings) -> Path:
     """Where the measurement of a task is kept.  Its speed depends on shapes, not on weights."""
     words = (cfg.replace(name=""), str(policy), task, settings)
-    words += (jax.devices()[0].device_kind, jax.__version__)
+    words += (jax.devices()[0].device_kind, jax.__version__, LONG)
     name = hashlib.sha256(repr(words).encode()).hexdigest()[:16]
     folder = hub.cache_dir() / "offload"
     folder.mkdir(parents=True, exist_ok=True)
@@ -247,4 +277,9 @@ def table(report: dict[str, Any]) -> str:
         if not pair.get("sees_programs", True):
             words += f"; {pair['in_programs'] / 1e6:.2f} of them in programs, not measured here"
         lines.append(row(f"{tier} memory" if tier != "disk" else tier, pair, 1e6, words))
+    if report["measured_prompt_tokens"] != report["prompt_tokens"]:
+        lines.append(
+            f"measured with prompts of {report['measured_prompt_tokens']} tokens; the prefill of "
+            f"{report['prompt_tokens']} is {report['prefill_scale']:.2f} times that, as predicted"
+        )
     return "\n".join(lines)

@@ -48,6 +48,7 @@ VOCABULARY = 256
 SYMBOLS = 112  # keys, and values
 KEYS, VALUES = VOCABULARY - 2 * SYMBOLS, VOCABULARY - SYMBOLS  # the first of each
 PART = 20  # steps in one program
+ROWS = 32  # that are read at once when facts are recalled
 
 Rows = tuple[np.ndarray, np.ndarray]  # uint8 [..., B, T + 1], and bool [..., B, T]: what counts
 Parts = tuple[Iterator[Rows], Rows, Rows]  # to train on, to choose a rate on, to report of
@@ -57,18 +58,18 @@ def learn(
     cfg: ModelConfig, text: bytes | None, settings: LearnSettings, seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
     """cfg: of a model of bytes.  Raises JaxLlamaError for a text that is too short."""
-    parts, *held = zip(*(_parts(text, settings, seed) for seed in seeds), strict=True)
+    of_seeds, *held = zip(*(parts(text, settings, seed) for seed in seeds), strict=True)
     rates = schedule(settings)
     params = [random_params(cfg, jax.random.key(seed)) for seed in seeds]
     state = first_state(jax.tree.map(lambda *leaves: jnp.stack(leaves), *params), rates.shape[1])
     losses, seconds = [], []
-    for at, part in zip(range(0, settings.steps, PART), zip(*parts, strict=True), strict=True):
+    for at, part in zip(range(0, settings.steps, PART), zip(*of_seeds, strict=True), strict=True):
         started = time.perf_counter()
-        state, of_part = steps(cfg, state, rates[at : at + PART], _together(part))
+        state, of_part = steps(cfg, state, rates[at : at + PART], together(part))
         losses.append(np.asarray(of_part))
         seconds.append((time.perf_counter() - started) / PART)
     held_losses = []
-    for part in map(_together, held):  # a rate of 0 tells the losses and moves nothing
+    for part in map(together, held):  # a rate of 0 tells the losses and moves nothing
         state, of_part = steps(cfg, state, jnp.zeros((len(part[0]), rates.shape[1])), part)
         held_losses.append(np.mean(of_part, axis=0))
     tokens = settings.batch_size * settings.sequence_length
@@ -98,13 +99,13 @@ def learn(
     return results
 
 
-def _together(parts: Sequence[Rows]) -> Rows:
+def together(parts: Sequence[Rows]) -> Rows:
     """Of each seed ``[steps, ...]`` -> ``[steps, seeds, ...]``."""
     rows, counted = zip(*parts, strict=True)
     return np.stack(rows, axis=1), np.stack(counted, axis=1)
 
 
-def _parts(text: bytes | None, settings: LearnSettings, seed: int) -> Parts:
+def parts(text: bytes | None, settings: LearnSettings, seed: int) -> Parts:
     return _of_facts(settings, seed) if text is None else _of_text(text, settings, seed)
 
 
@@ -202,7 +203,7 @@ def said_after(cfg: ModelConfig, params: Params, rows: jax.Array) -> jax.Array:
         x = _hidden_states(cfg, params, row[None])[0]
         return jnp.argmax(capped(cfg, x @ head(params)["weight"].T), axis=-1)
 
-    return jax.lax.map(one, rows, batch_size=32)
+    return jax.lax.map(one, rows, batch_size=ROWS)
 
 
 def schedule(settings: LearnSettings) -> jax.Array:

@@ -3,10 +3,10 @@
     plan(experiment, directory) -> text
 
 For every point whose model is known without its checkpoint: parameters, bytes of weights and cache
-as an accelerator stores them (of an offloaded point, bytes in each place), and the time.  A point
-that trains is timed by a few of its own steps.  Others get a floor under the time, from bytes and
-operations and what this machine reaches in a short probe.  The floor leaves out compiling, loading
-and everything that runs below the machine's rates.
+as an accelerator stores them (of an offloaded point, bytes in each place), and the time, from a
+small piece of the point's own work (``estimate``).  A point whose piece is too large for this
+machine gets a floor under its time, from bytes and operations and what this machine reaches in a
+short probe.  A calibration's time is not known.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import jax
 from jaxllama.bench.harness import cache_bytes_per_step, matmul_rate, memory_bandwidth
 from jaxllama.config import ModelConfig
 from jaxllama.experiments.config import Experiment, Point
+from jaxllama.experiments.estimate import measured, text_tokens, window_count
 from jaxllama.experiments.run import finished
 from jaxllama.experiments.settings import (
     LearnSettings,
@@ -30,26 +31,23 @@ from jaxllama.experiments.settings import (
     SpeedSettings,
     TrainSettings,
 )
-from jaxllama.experiments.workloads import (
-    kv_dtype,
-    model_config,
-    offload_need,
-    training_seconds,
-)
+from jaxllama.experiments.workloads import kv_dtype, model_config, offload_need
 from jaxllama.loading import default_dtype
 from jaxllama.model.cache import init_cache
+from jaxllama.offload.store import available_memory
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import param_shapes
 from jaxllama.quantization.scheme import parse
 from pallas_kernels.qtensor import tree_bytes
 
+_LONGEST = 10.0  # seconds: the floor under a piece that a dry run still measures
 _ADAM = 4  # float32 copies of the weights: themselves, gradients, two moments
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """Of one measurement of a point.  moved: bytes of memory that are read or written one after the
-    other with ``operations``."""
+    other with ``operations``.  pieces: equal parts that the work has."""
 
     shapes: str
     parameters: int
@@ -57,6 +55,7 @@ class Cost:
     cache_bytes: int
     moved: float
     operations: float
+    pieces: int
 
 
 def plan(experiment: Experiment, directory: Path) -> str:
@@ -73,19 +72,24 @@ def plan(experiment: Experiment, directory: Path) -> str:
     ]  # fmt: skip
     costs = [cost(experiment, point) for point in experiment.points]
     bandwidth, rate = memory_bandwidth(), matmul_rate()
-    total, calibrated = 0.0, 0
+    total, calibrated, floors = 0.0, 0, 0
     for point, one in zip(experiment.points, costs, strict=True):
         if one is None:
             lines.append(f"{point.name}: known when the model is loaded")
             continue
-        seconds = one.moved / bandwidth + one.operations / rate
-        least = "at least "
-        if isinstance(point.settings, TrainSettings):
-            seconds, least = training_seconds(experiment, point.settings), "about "
         is_calibrated = getattr(point.settings, "calibrated", False)
         calibrated += is_calibrated
-        total += 0 if is_calibrated else seconds * len(experiment.seeds)
-        duration = "time unknown (calibration)" if is_calibrated else f"{least}{_time(seconds)}"
+        floor = one.moved / bandwidth + one.operations / rate
+        if is_calibrated:
+            duration = "time unknown (calibration)"
+        elif floor / one.pieces > _LONGEST or not _fits(one):
+            floors += 1
+            total += floor * len(experiment.seeds)
+            duration = f"at least {_time(floor)}"
+        else:
+            found = measured(experiment, point.settings)
+            total += found.of(len(experiment.seeds))
+            duration = f"about {_time(found.first)}"
         cached = f", cache {_size(one.cache_bytes)}" if one.cache_bytes else ""
         if isinstance(point.settings, OffloadSettings):
             need = offload_need(experiment, point.settings)
@@ -97,17 +101,22 @@ def plan(experiment: Experiment, directory: Path) -> str:
             f"{point.name}: {one.shapes}; {one.parameters / 1e6:.1f} M parameters, weights "
             f"{_size(one.weight_bytes)}{cached}; {duration}"
         )
-    begin = "about" if experiment.workload == "train" else "at least"
     unknown = sum(one is None for one in costs)
     lines += [
         "",
-        f"{begin} {_time(total)} in all on this {jax.devices()[0].device_kind} "
-        f"({bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.2f} TFLOP/s)"
-        + ("" if begin == "about" else ", without loading and compiling")
+        f"{'at least' if floors else 'about'} {_time(total)} in all on this "
+        f"{jax.devices()[0].device_kind} ({bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.2f} TFLOP/s)"
+        + (f", {floors} points without loading and compiling" if floors else "")
         + (f", and without {unknown} points whose models are not known yet" if unknown else "")
         + (f", and without {calibrated} points that calibrate" if calibrated else ""),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _fits(one: Cost) -> bool:
+    """Whether a piece of the work leaves half of this machine's memory free."""
+    free = (jax.devices()[0].memory_stats() or {}).get("bytes_limit") or available_memory()
+    return free is None or 2 * (one.weight_bytes + one.cache_bytes) <= free
 
 
 def cost(experiment: Experiment, point: Point) -> Cost | None:
@@ -124,9 +133,10 @@ def cost(experiment: Experiment, point: Point) -> Cost | None:
     n = _parameters(cfg)
     weights = tree_bytes(shapes)
     if isinstance(settings, QualitySettings):
-        tokens = _text_tokens(experiment, settings)
-        models = 1 if settings.scheme == "none" and settings.kv_dtype is None else 2
-        return Cost(_shape(cfg), n, weights, 0, weights, 2.0 * n * tokens * models)
+        tokens = text_tokens(experiment, settings)
+        pieces = window_count(tokens, min(settings.window, cfg.max_position))
+        # The model, and its reference.
+        return Cost(_shape(cfg), n, weights, 0, weights, 2 * 2.0 * n * tokens, pieces)
     held, batch, runs = _decode(settings)
     cache = _cache(cfg, batch, held + settings.new_tokens, settings)
     unread = tree_bytes(shapes["embed"]) if "head" in shapes else 0
@@ -134,22 +144,15 @@ def cost(experiment: Experiment, point: Point) -> Cost | None:
     return Cost(
         _shape(cfg), n, weights, tree_bytes(cache.layers),
         float(step * settings.new_tokens * runs),
-        2.0 * n * batch * settings.prompt_tokens * runs,
+        2.0 * n * batch * settings.prompt_tokens * runs, runs,
     )  # fmt: skip
-
-
-def _text_tokens(experiment: Experiment, settings: QualitySettings) -> int:
-    """As English has them, four bytes each; of a text that is not there, one window."""
-    path = experiment.find(settings.text)
-    size = path.stat().st_size // 4 if path.is_file() else settings.window
-    return min(size, settings.max_tokens or size)
 
 
 def _decode(settings: SpeedSettings | OffloadSettings) -> tuple[int, int, int]:
     """(tokens held, rows, times it is done)."""
     if isinstance(settings, SpeedSettings):
         return settings.context, settings.batch, settings.runs + 2
-    return settings.prompt_tokens, settings.batch, 2
+    return settings.prompt_tokens, settings.batch, 3
 
 
 def _training(cfg: ModelConfig, config: Any, models: int) -> Cost:
@@ -161,7 +164,7 @@ def _training(cfg: ModelConfig, config: Any, models: int) -> Cost:
     work = flops_per_token(cfg, config.sequence_length) * tokens
     state = _ADAM * 4 * n
     shape = f"{_shape(cfg)}, {tokens:,} tokens, weights with gradients and moments"
-    return Cost(shape, n, state, 0, float(state * config.steps), float(work))
+    return Cost(shape, n, state, 0, float(state * config.steps), float(work), config.steps)
 
 
 def _weights(cfg: ModelConfig, settings: Any) -> Any:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,32 +74,8 @@ _LAST = 0.05  # share of the steps whose mean is the final loss
 
 def quality(experiment: Experiment, settings: QualitySettings, seed: int, room: Path) -> Results:
     """Perplexity, KL and top-1 agreement to the reference, bytes of weights, speed if asked for."""
-    text = _text(experiment, settings.text)
-    plain = _model(experiment, dataclasses.replace(settings, scheme="none", method="rtn"), seed)
-    lm = plain
-    if settings.calibrated:
-        source = settings.calibration
-        sample = (
-            calibration.DEFAULT_TEXT.read_text(encoding="utf-8")
-            if source is None
-            else _text(experiment, source)
-        )
-        tokens = calibration.windows(
-            plain.tokenizer, sample, settings.calibration_window, settings.calibration_samples
-        )
-        params, _ = calibrate(
-            plain.config, plain.params, tokens, parse(settings.scheme), settings.method
-        )
-        lm = dataclasses.replace(plain, params=params)
-    elif settings.scheme != "none":
-        params = quantize_params(plain.params, settings.scheme, cfg=plain.config)
-        lm = dataclasses.replace(plain, params=params)
-    reference = plain
-    if settings.reference is not None:
-        other = dataclasses.replace(
-            settings, model=settings.reference, scheme="none", method="rtn", kv_dtype=None
-        )
-        reference = _model(experiment, other, seed)
+    text = read_text(experiment, settings.text)
+    lm, reference = quality_models(experiment, settings, seed, settings.calibrated)
     cache = kv_dtype(settings.kv_dtype)
     report = perplexity(
         lm, text, min(settings.window, lm.config.max_position), reference=reference,
@@ -114,14 +89,43 @@ def quality(experiment: Experiment, settings: QualitySettings, seed: int, room: 
     return results
 
 
+def quality_models(
+    experiment: Experiment, settings: QualitySettings, seed: int, calibrated: bool = False
+) -> tuple[LanguageModel, LanguageModel]:
+    """Return the quantized model and its reference.
+
+    calibrated: find the codes by the point's method, not by rounding to nearest.
+    """
+    plain = _model(experiment, dataclasses.replace(settings, scheme="none", method="rtn"), seed)
+    lm = plain
+    if calibrated:
+        source = settings.calibration
+        sample = (
+            calibration.DEFAULT_TEXT.read_text(encoding="utf-8")
+            if source is None
+            else read_text(experiment, source)
+        )
+        tokens = calibration.windows(
+            plain.tokenizer, sample, settings.calibration_window, settings.calibration_samples
+        )
+        params, _ = calibrate(
+            plain.config, plain.params, tokens, parse(settings.scheme), settings.method
+        )
+        lm = dataclasses.replace(plain, params=params)
+    elif settings.scheme != "none":
+        params = quantize_params(plain.params, settings.scheme, cfg=plain.config)
+        lm = dataclasses.replace(plain, params=params)
+    if settings.reference is None:
+        return lm, plain
+    other = dataclasses.replace(
+        settings, model=settings.reference, scheme="none", method="rtn", kv_dtype=None
+    )
+    return lm, _model(experiment, other, seed)
+
+
 def speed(experiment: Experiment, settings: SpeedSettings, seed: int, room: Path) -> Results:
-    """``bench.run``'s report, and the weights' bytes.  A model with random weights has been trained
-    at no context, so its limit is raised to what is asked for."""
-    lm = _model(experiment, settings, seed)
-    if is_random(experiment, settings):
-        need = max(settings.prompt_tokens + 1, settings.context + settings.new_tokens)
-        longest = max(need, lm.config.max_position)
-        lm = dataclasses.replace(lm, config=lm.config.replace(max_position=longest))
+    """``bench.run``'s report, and the weights' bytes."""
+    lm = speed_model(experiment, settings, seed)
     report = run_bench(
         lm, batch=settings.batch, prompt_tokens=settings.prompt_tokens,
         new_tokens=settings.new_tokens, runs=settings.runs, context=settings.context,
@@ -137,12 +141,23 @@ def speed(experiment: Experiment, settings: SpeedSettings, seed: int, room: Path
     }
 
 
+def speed_model(experiment: Experiment, settings: SpeedSettings, seed: int) -> LanguageModel:
+    """Return the point's model.  Random weights have been trained at no context, so their limit is
+    raised to the positions that the measurement needs."""
+    lm = _model(experiment, settings, seed)
+    if is_random(experiment, settings):
+        need = max(settings.prompt_tokens + 1, settings.context + settings.new_tokens)
+        longest = max(need, lm.config.max_position)
+        lm = dataclasses.replace(lm, config=lm.config.replace(max_position=longest))
+    return lm
+
+
 def train(experiment: Experiment, settings: TrainSettings, seed: int, room: Path) -> Results:
     """Curves of loss by tokens, and their ends; continues in ``room`` where it was killed."""
     from jaxllama import training
     from jaxllama.training.flops import parameters
 
-    config = _tokenized(experiment, settings, room.parent)
+    config = tokenized(experiment, settings, room.parent)
     config = dataclasses.replace(config, seed=seed)
     result = training.train(config, room)
     steps, validation = result.metrics, result.validation
@@ -164,7 +179,7 @@ def train(experiment: Experiment, settings: TrainSettings, seed: int, room: Path
     return results
 
 
-def _tokenized(experiment: Experiment, settings: TrainSettings, folder: Path) -> TrainConfig:
+def tokenized(experiment: Experiment, settings: TrainSettings, folder: Path) -> TrainConfig:
     """The configuration with a token file of ``settings.text``, made in ``folder`` if need be."""
     from jaxllama.training.corpus import bible
     from jaxllama.training.data import tokenize
@@ -182,17 +197,6 @@ def _tokenized(experiment: Experiment, settings: TrainSettings, folder: Path) ->
         tokenize([text], tokens, _tokenizer(settings.tokenizer))
     data = dataclasses.replace(config.data, tokens=str(tokens))
     return dataclasses.replace(config, data=data)
-
-
-def training_seconds(experiment: Experiment, settings: TrainSettings) -> float:
-    """Of one seed of a point, from a few steps that are run for it."""
-    from jaxllama.training.data import TokenFile
-    from jaxllama.training.estimate import estimate
-
-    enable_compilation_cache()
-    with tempfile.TemporaryDirectory() as folder:
-        config = _tokenized(experiment, settings, Path(folder))
-        return estimate(config, TokenFile.open(config.data.tokens)).seconds
 
 
 def offload_need(experiment: Experiment, settings: OffloadSettings) -> Footprint:
@@ -220,14 +224,7 @@ def _offload_bytes(cfg: ModelConfig, settings: OffloadSettings, dtype: Any) -> F
 def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: Path) -> Results:
     """Generation of random prompts under a policy, prefill included, as FlexGen counts it; and the
     bytes in each place that the policy needs.  No row stops before ``new_tokens``."""
-    from jaxllama.offload.policy import Policy
-
-    policy = Policy.parse(settings.policy)
-    lm = _model(experiment, settings, seed, policy)
-    lm = dataclasses.replace(lm, config=lm.config.replace(eos_token_ids=()))
-    rng = np.random.default_rng(seed)
-    shape = (settings.batch, settings.prompt_tokens)
-    prompts = rng.integers(0, lm.config.vocab_size, shape).tolist()
+    lm, prompts = offload_task(experiment, settings, seed)
 
     def seconds(new_tokens: int) -> float:
         cache_dtype = kv_dtype(settings.kv_dtype)
@@ -245,20 +242,39 @@ def offload(experiment: Experiment, settings: OffloadSettings, seed: int, room: 
     }
 
 
+def offload_task(
+    experiment: Experiment, settings: OffloadSettings, seed: int
+) -> tuple[LanguageModel, list[list[int]]]:
+    """Return the model under its policy, without stop tokens, and random prompts."""
+    from jaxllama.offload.policy import Policy
+
+    policy = Policy.parse(settings.policy)
+    lm = _model(experiment, settings, seed, policy)
+    lm = dataclasses.replace(lm, config=lm.config.replace(eos_token_ids=()))
+    rng = np.random.default_rng(seed)
+    shape = (settings.batch, settings.prompt_tokens)
+    return lm, rng.integers(0, lm.config.vocab_size, shape).tolist()
+
+
 def learn(experiment: Experiment, settings: LearnSettings, seeds: Sequence[int]) -> list[Results]:
     """``learning.learn`` of a model under ``[models]``."""
     from jaxllama.experiments import learning
-    from jaxllama.training.corpus import bible
 
     enable_compilation_cache()
-    if settings.text == FACTS:
-        text = None
-    else:
-        is_bible = settings.text == BIBLE
-        text = bible().encode() if is_bible else experiment.find(settings.text).read_bytes()
+    text = learned_text(experiment, settings)
     cfg = model_config(experiment, settings)
     assert cfg is not None  # ``check`` has seen it
     return learning.learn(cfg, text, settings, seeds)
+
+
+def learned_text(experiment: Experiment, settings: LearnSettings) -> bytes | None:
+    """Return the bytes that a point learns; None for rows of facts."""
+    from jaxllama.training.corpus import bible
+
+    if settings.text == FACTS:
+        return None
+    is_bible = settings.text == BIBLE
+    return bible().encode() if is_bible else experiment.find(settings.text).read_bytes()
 
 
 Function = Callable[[Experiment, Any, int, Path], Results]
@@ -393,7 +409,7 @@ def _loaded_tokenizer(name: str) -> Tokenizer:
     return tokenizer
 
 
-def _text(experiment: Experiment, name: str) -> str:
+def read_text(experiment: Experiment, name: str) -> str:
     path = experiment.find(name)
     try:
         return path.read_text(encoding="utf-8-sig")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
 import statistics
 import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,11 +20,12 @@ from jaxllama.bench.evaluate import perplexity
 from jaxllama.cli.main import main
 from jaxllama.config import configs_dir
 from jaxllama.errors import JaxLlamaError
+from jaxllama.experiments import estimate, learning, workloads
 from jaxllama.experiments import plan as planning
 from jaxllama.experiments import run as running
-from jaxllama.experiments import workloads
 from jaxllama.experiments.compare import compare, text
 from jaxllama.experiments.config import load_experiment
+from jaxllama.experiments.estimate import Duration, measured
 from jaxllama.experiments.plan import _size as size
 from jaxllama.experiments.plan import cost, plan
 from jaxllama.experiments.run import run
@@ -422,7 +428,19 @@ def test_a_text_of_one_s_own_takes_the_place_of_the_file_s(tmp_path, monkeypatch
 # The plan
 
 
-def test_plan_knows_shapes_and_bytes(write):
+@pytest.fixture
+def durations(monkeypatch):
+    """What ``plan`` hears of each point that it measures: 1 s, 2 s, ..."""
+    count = itertools.count(1)
+
+    def duration(*_):
+        seconds = float(next(count))
+        return Duration(seconds, seconds / 2)
+
+    monkeypatch.setattr(planning, "measured", duration)
+
+
+def test_plan_knows_shapes_and_bytes(write, durations):
     experiment = load_experiment(write())
     plain, quantized = (cost(experiment, point) for point in experiment.points[:2])
     cfg = experiment.models["tiny"]
@@ -436,10 +454,11 @@ def test_plan_knows_shapes_and_bytes(write):
     said = plan(experiment, experiment.path.parent / "out")
     assert "4 points x 2 seeds of 'speed'" in said
     assert "scheme=none, batch=2: 2 attention layers of 32; 0.0 M parameters" in said
+    assert "; about 3.0 s\n" in said and "\nabout 15.0 s in all" in said
     assert not os.path.exists(experiment.path.parent / "out")
 
 
-def test_plan_does_not_guess_how_long_calibration_takes(write):
+def test_plan_does_not_guess_how_long_calibration_takes(write, durations):
     content = """
     title = "Quality"
     workload = "quality"
@@ -451,11 +470,11 @@ def test_plan_does_not_guess_how_long_calibration_takes(write):
     """
     experiment = load_experiment(write(content))
     *_, rtn, gptq, _, total = plan(experiment, experiment.path.parent / "out").splitlines()
-    assert "at least" in rtn and gptq.endswith("time unknown (calibration)")
-    assert total.endswith("and without 1 points that calibrate")
+    assert rtn.endswith("; about 1.0 s") and gptq.endswith("time unknown (calibration)")
+    assert total.startswith("about 1.0 s") and total.endswith("without 1 points that calibrate")
 
 
-def test_plan_says_the_memory_of_each_place_and_times_training(write, monkeypatch):
+def test_plan_says_the_memory_of_each_place(write, durations):
     content = """
     title = "Offload"
     workload = "offload"
@@ -473,12 +492,136 @@ def test_plan_says_the_memory_of_each_place_and_times_training(write, monkeypatc
         text = ", ".join(f"{word} {size(part)}" for word, part in zip(words, need, strict=True))
         assert f"{text}; " in line
     assert places[0][1:] == (0, 0) and places[1][1] > 0 == places[1][2] and places[2][2] > 0
-    seconds = iter((100.0, 20.0, 30.0))
-    monkeypatch.setattr(planning, "training_seconds", lambda *_: next(seconds))
-    trained = load_experiment("gla-vs-llama")
-    *_, first, second, third, _, total = plan(trained, experiment.path.parent / "out").splitlines()
-    assert first.endswith("about 1.7 min") and second.endswith("about 20.0 s")
-    assert total.startswith("about 5.0 min in all")
+
+
+def test_a_piece_too_large_for_this_machine_is_not_run(write, durations, monkeypatch):
+    """Neither one that takes long, nor one that fills the memory."""
+    path = write()
+    for name, value in (("_LONGEST", 0.0), ("available_memory", lambda: 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(planning, name, value)
+            said = plan(load_experiment(path), Path("out"))
+        assert said.count("; at least ") == 4 and "about" not in said
+        assert "4 points without loading and compiling" in said
+
+
+MEASURES = {
+    "quality": 'text = "words.txt"\nwindow = 33\nmax_tokens = 97\ndecode_tokens = 4',
+    "speed": "prompt_tokens = 8\nnew_tokens = 9\nruns = 3",
+    "train": 'text = "words.txt"\nsteps = 40\nbatch_size = 2\nsequence_length = 16\n'
+             "learning_rate = 0.01",
+    "offload": 'policy = "100 0 100 0 100 0"\nprompt_tokens = 8\nnew_tokens = 11',
+    "learn": 'text = "facts"\nlearning_rates = [1e-3]\nsteps = 40\nbatch_size = 2\n'
+             "sequence_length = 16\nfacts = [2, 4]\ndistances = [4]\ntrials = 64",
+}  # fmt: skip
+
+
+@pytest.fixture
+def measuring(write, tmp_path):
+    """measuring(workload) -> an experiment of one point of the tiny model and three seeds"""
+
+    def make(workload: str):
+        (tmp_path / "words.txt").write_text("to be or not to be, that is the question. " * 9)
+        head = f'title = "T"\nworkload = "{workload}"\nseeds = [0, 1, 2]\n[settings]\n'
+        return load_experiment(write(head + 'model = "tiny"\n' + MEASURES[workload]))
+
+    return make
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def takes(self, result, *seconds):
+        """A function that takes the next of the seconds at each call, the last ones for ever."""
+        left = list(seconds)
+
+        def call(*_, **__):
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+            return result
+
+        return call
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeModel:
+    config: Any
+    params: tuple = ()
+    exact: bool = True
+
+
+class FakeDecoding:
+    """Compiling takes 5 s, then 1 s; a prompt 2 s, a decode step 3 s."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.compiles = clock, iter((5.0, 1.0))
+
+    def prefilled(self, *_):
+        self.clock.now += 2.0
+        return 0, 2.0
+
+    def compile(self, _):
+        seconds = next(self.compiles)
+        self.clock.now += seconds
+        return SimpleNamespace(compile_seconds=seconds)
+
+    def run(self, _, until):
+        self.clock.now += 3.0 * (until - 1)
+        return 3.0 * (until - 1)
+
+
+BENCH = 7 * (2 + 3 * 3 + 2)  # runs and warm-ups of a prompt, three steps, a prompt
+EXPECTED = {
+    # Models 10 s, three windows of 1 s, 4 s of compiling; then the decoding of four tokens.
+    "quality": (10 + 4 + 3 + 2 + 5 + BENCH, 10 + 3 + 4 + 1 + BENCH),
+    # Five runs and warm-ups of a prompt, eight steps, a prompt.
+    "speed": (10 + 2 + 5 + 5 * (2 + 8 * 3 + 2), 10 + 4 + 1 + 5 * (2 + 8 * 3 + 2)),
+    # Twice a prompt and ten steps, and a prompt alone: 2 s and 3 s.
+    "offload": (10 + 3 * 2 + 2 * 10 * 3 + 4, 10 + 3 * 2 + 2 * 10 * 3),
+    # 40 and 2 x 20 steps, two to a call of 1 s; three seeds of two and one recalls of 64 rows.
+    "learn": (4 + (40 + 2 * 20) / 2 + 1 + 2 * 3 * 3, 0),
+}
+
+
+@pytest.mark.parametrize("workload", EXPECTED)
+def test_a_piece_is_counted_as_often_as_the_work_has_it(measuring, monkeypatch, workload):
+    clock, lm = Clock(), FakeModel(SimpleNamespace(max_position=64))
+    monkeypatch.setattr(estimate, "time", clock)
+    monkeypatch.setattr(estimate, "perplexity", clock.takes(0, 5.0, 1.0))
+    monkeypatch.setattr(estimate, "Decoding", lambda *_: FakeDecoding(clock))
+    generated = SimpleNamespace(generate=lambda _, new, **__: generate(new))
+    compiling = clock.takes(0, 4.0, 0.0)
+
+    def generate(new):
+        compiling()
+        clock.now += 2.0 + 3.0 * (new - 1)
+
+    for module, name, call in (
+        (workloads, "quality_models", clock.takes((lm, lm), 10.0)),
+        (workloads, "speed_model", clock.takes(lm, 10.0)),
+        (workloads, "offload_task", clock.takes((generated, []), 10.0)),
+        (learning, "first_state", clock.takes(0, 0.0)),
+        (learning, "steps", clock.takes(([{}], 0), 5.0, 1.0)),
+        (learning, "said_after", clock.takes(0, 2.0, 1.0)),
+    ):
+        monkeypatch.setattr(module, name, call)
+    experiment = measuring(workload)
+    found = measured(experiment, experiment.points[0].settings)
+    assert (found.first, found.later) == EXPECTED[workload]
+    assert found.of(3) == found.first + 2 * found.later
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", MEASURES)
+def test_a_piece_of_every_workload_runs(measuring, workload):
+    experiment = measuring(workload)
+    found = measured(experiment, experiment.points[0].settings)
+    assert found.first > 0 and found.later >= 0
 
 
 # The workloads

@@ -221,7 +221,8 @@ def test_what_fits_is_calibrated_for_computation_alone_and_measured_once(tmp_pat
     )  # fmt: skip
     lm = object.__new__(plan.OffloadedModel)
     found = {"prefill": 1.0, "step": 0.1, "lanes": dict.fromkeys(plan.LANES, 0.0),
-             "disk_bytes": 0, "device_bytes": 1, "sees_programs": False}  # fmt: skip
+             "prompt_tokens": 4, "disk_bytes": 0, "device_bytes": 1,
+             "sees_programs": False}  # fmt: skip
     moved, loaded, said = [], [], []
 
     def calibrate(*_, moves, **__):
@@ -245,6 +246,41 @@ def test_what_fits_is_calibrated_for_computation_alone_and_measured_once(tmp_pat
     assert moved[2:] == [False, True] and len(loaded) == 3
     task, settings = plan.Task(2, 4, 3), plan.Settings(jnp.dtype("float32"), "float32", None)
     assert plan.resident(cfg, task, plan.Limits(device=1000), settings, Policy()) is None
+
+
+@pytest.mark.parametrize(
+    "seconds, text, prompt",  # predicted for 8 rows of 512 tokens
+    [(1.0, "100 0 100 0 100 0", 512), (5.0, "100 0 100 0 100 0", 128),
+     (1e3, "100 0 100 0 100 0", 64), (1e3, "0 100 100 0 100 0", 512)],
+)  # fmt: skip
+def test_a_long_prefill_is_measured_on_shorter_prompts(seconds, text, prompt, monkeypatch):
+    """The report scales it as the prediction does, and says so."""
+    cfg, task = model_of(128, 1), plan.Task(8, 512, 32)
+    zero = Moving(0.0, 0.0, 0.0, 0.0)
+    costs = Calibration(
+        zero, (0.0,) * 2, zero, zero, 0.0, zero, zero, (1e-3,) * 3,
+        (0.0, seconds / (8 * 512 * cfg.n_layers), 0.0), (0.0,) * 2, (0.0,) * 2, (0.0,) * 4, 0.0,
+        (1e-3,) * 3, zero,
+    )  # fmt: skip
+    policy = Policy.parse(text + " gpu_batch_size=8")
+    trial = plan.shortened(cfg, policy, costs, task, PLAIN)
+    assert trial.prompt == prompt and trial.capacity == task.capacity
+    measured = []
+    monkeypatch.setattr(plan, "read_config", lambda *_: cfg)
+    monkeypatch.setattr(plan, "calibrate", lambda *_, **__: costs)
+    monkeypatch.setattr(plan, "load", lambda *_, **__: object.__new__(plan.OffloadedModel))
+
+    def measure(_, task, __):
+        measured.append(task)
+        return {"prefill": 2.0, "step": 0.1, "lanes": dict.fromkeys(plan.LANES, 0.0),
+                "disk_bytes": 0, "device_bytes": 1, "sees_programs": False}, []  # fmt: skip
+
+    monkeypatch.setattr(plan, "measure", measure)
+    found = plan.run("tiny", policy=policy, dtype=jnp.float32, recalibrate=True)
+    assert measured == [trial]
+    assert found["prefill_seconds"]["measured"] == pytest.approx(2.0 * 512 / prompt)
+    said = f"measured with prompts of {prompt} tokens; the prefill of 512 is"
+    assert (said in plan.table(found)) == (prompt != 512)
 
 
 @pytest.mark.slow

@@ -56,19 +56,18 @@ from jaxllama.offload.planner.fitting import (
     moving,
     nnls,
 )
-from jaxllama.offload.planner.trial import random_run, timed_step
+from jaxllama.offload.planner.trial import random_model, random_run, timed_step
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.run import Run
 from jaxllama.offload.store import is_pending
 from jaxllama.offload.timeline import NO_RECORD, Event, Recorder
-from jaxllama.quantization.random_params import random_params
 
 ROWS = (1, 8)
 CONTEXTS = (64, 256)
 DEPTHS = (1, 4)  # layers of each kind
 BATCHES = (1, 4)
 STEPS, IN_A_ROW = 12, 4  # decode steps that are timed
-LONG = 1.0  # seconds of a prefill that needs no repetition
+LONG = 0.5  # seconds of a prefill that needs no repetition
 ROOM = 64  # tokens that a cache has beside the context
 SHARES = {"resident": (100, 0), "host": (0, 100), "disk": (0, 0), "half": (50, 50)}
 CACHE_STAYS = {"cache_device": 100.0, "cache_host": 0.0}
@@ -209,11 +208,8 @@ class _Measure:
         return self._fit(still, on_cpu, moved, joins, lookups, overlapped)
 
     def _model(self, policy: Policy) -> OffloadedModel:
-        place = Placement(
-            dataclasses.replace(policy, gpu_batch_size=ROWS[-1]), self.dtype, self.scheme
-        )
-        params = random_params(self.cfg, jax.random.key(0), self.dtype, self.scheme, place)
-        return place.model(self.cfg, params, None)
+        policy = dataclasses.replace(policy, gpu_batch_size=ROWS[-1])
+        return random_model(self.cfg, self.dtype, policy, self.scheme)
 
     def _shallow(self, model: OffloadedModel) -> OffloadedModel:
         """The first layers of a model."""

@@ -1,5 +1,6 @@
 """Models and runs of random numbers, for whatever measures offloading.
 
+random_model(cfg, dtype, policy, scheme) -> model        any layers
 repeated_model(cfg, dtype, policy, scheme) -> model      layers that are copies of one
 start_run(model, rows, task, kv_dtype) -> run            a block of the task, not begun
 timed_step(run) -> seconds                               its prefill, or one token a row
@@ -8,7 +9,6 @@ with Watch(look) as watch: ...; watch.most               the most of something m
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax import lax
 
 from jaxllama.config import ModelConfig
 from jaxllama.offload.loading import Placement
@@ -29,6 +28,8 @@ from jaxllama.offload.planner.fitting import moving
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.run import Run
 from jaxllama.sampling import Sampling, SamplingParams
+
+_NOISE = (1 << 20) + 7  # numbers; a prime, so that no two rows of a weight are alike
 
 Tell = Callable[[str, Any], None]  # of a finding: its name, its value
 
@@ -50,30 +51,34 @@ def repeated_model(
     return place.model(cfg, unflatten_dict(params), None)
 
 
+def random_model(
+    cfg: ModelConfig, dtype: Any, policy: Policy, scheme: str | None = None
+) -> OffloadedModel:
+    """A model of random numbers."""
+    place = Placement(policy, dtype, scheme)
+    shapes = flatten_dict(weight_shapes(cfg, dtype, place.scheme))
+    params = {path: place(path, random_tree(shape)) for path, shape in shapes.items()}
+    return place.model(cfg, unflatten_dict(params), None)
+
+
 def random_tree(shapes: Any) -> Any:
-    """Random arrays of a tree of shapes."""
-    leaves, treedef = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    drawn = [_draw(key, x.shape, x.dtype.name) for key, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(treedef, drawn)
+    """Random arrays of a tree of shapes, made by numpy: a program for each shape would take longer
+    to compile than to run."""
+    noise = np.random.default_rng(0).integers(-128, 128, _NOISE, np.int8)
+    return jax.tree.map(lambda x: _draw(noise, x.shape, jnp.dtype(x.dtype)), shapes)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _draw(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+def _draw(noise: np.ndarray, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """The same numbers over and over; ones for what has one dimension."""
     if len(shape) == 1:
         return jnp.ones(shape, dtype)
-    if dtype == "int4":
-        codes = _random_bytes(key, (*shape[:-1], shape[-1] // 2))
-        return lax.bitcast_convert_type(codes, jnp.int4).reshape(shape)
-    return (_random_bytes(key, shape).astype(jnp.float32) * (0.02 / 74)).astype(dtype)
-
-
-def _random_bytes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """int8; the first rows over and over, so that drawing takes no memory to speak of."""
-    rows, rest = min(shape[0], 1024), shape[1:]
-    bits = lax.bitcast_convert_type(jax.random.bits(key, (rows, *rest), jnp.uint8), jnp.int8)
-    turns = -(-shape[0] // rows)
-    return jnp.tile(bits, (turns, *(1,) * len(rest)))[: shape[0]]
+    if dtype == jnp.int8:
+        values = noise
+    elif dtype == jnp.int4:
+        values = noise >> 4
+    else:
+        values = noise.astype(np.float32) * (0.02 / 74)
+    return jnp.asarray(np.resize(values.astype(dtype), shape))
 
 
 def streamed_bytes(cfg: ModelConfig, policy: Policy, settings: Settings) -> float:
