@@ -9,8 +9,8 @@ task is run with every load, store and computation timed.  The figures are kept,
 is not measured twice on a machine.  Of ``new_tokens`` at most ``MEASURED`` steps are run; the
 rate is extrapolated from the prefill and the mean step, as the prediction is.  Where nothing leaves
 the device and the prefill is predicted to take more than ``LONG`` seconds, the prompts that are
-measured are shorter.  The measured prefill is then scaled by the ratio of the predictions for both
-lengths; the report says so.
+measured are shorter.  The measured prefill is then scaled by the ratio of both lengths' operations;
+the report says so.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from jaxllama.offload.planner.trial import Watch, start_run, timed_step
 from jaxllama.offload.policy import Policy
 from jaxllama.offload.store import available_memory
 from jaxllama.offload.timeline import NO_RECORD, Event, Recorder, draw
+from jaxllama.training.flops import flops_per_token
 from pallas_kernels.qtensor import packed_bytes
 
 MEASURED = 8  # decode steps that are timed
@@ -124,8 +125,7 @@ def run(
         if timeline is not None:
             draw(events, timeline, f"{cfg.name}: {policy}")
     measured_prompt = found["prompt_tokens"]
-    short = dataclasses.replace(task, prompt=measured_prompt)
-    scale = expected.prefill / predict(cfg, policy, costs, short, settings).prefill
+    scale = _operations(cfg, prompt_tokens) / _operations(cfg, measured_prompt)
     prefill = found["prefill"] * scale
     lanes = {
         lane: {"predicted": expected.lanes[lane], "measured": found["lanes"][lane]}
@@ -154,6 +154,11 @@ def run(
             "disk": {"predicted": need.disk, "measured": found["disk_bytes"]},
         },
     }  # fmt: skip
+
+
+def _operations(cfg: ModelConfig, tokens: int) -> float:
+    """Return what a prefill's operations are proportional to."""
+    return flops_per_token(cfg, tokens) * tokens
 
 
 def shortened(
@@ -280,6 +285,6 @@ def table(report: dict[str, Any]) -> str:
     if report["measured_prompt_tokens"] != report["prompt_tokens"]:
         lines.append(
             f"measured with prompts of {report['measured_prompt_tokens']} tokens; the prefill of "
-            f"{report['prompt_tokens']} is {report['prefill_scale']:.2f} times that, as predicted"
+            f"{report['prompt_tokens']} is {report['prefill_scale']:.1f} times that, by operations"
         )
     return "\n".join(lines)
