@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import os
 import pickle
-import tempfile
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -34,6 +33,7 @@ from jax.experimental import serialize_executable
 import jaxllama
 import pallas_kernels
 from jaxllama.config import ModelConfig
+from pallas_kernels import sealed
 from pallas_kernels.cpu import jit
 
 FILES = 4  # a model, as it was loaded, has one
@@ -161,12 +161,12 @@ def _path(facts: Any) -> Path | None:
 def _stored(path: Path) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(the CPU's handlers that programs call, the serialized programs by name, oldest first)."""
     try:
-        found = pickle.loads(path.read_bytes())
+        data = sealed.read(path)
+        if data is None:
+            return (), {}
         os.utime(path)
-        return found
-    except FileNotFoundError:
-        return (), {}
-    except (OSError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        return pickle.loads(data)
+    except (OSError, sealed.Damaged) as error:
         warnings.warn(f"{path}: compiling again: {error}", stacklevel=2)
         return (), {}
 
@@ -179,10 +179,7 @@ def _loaded(blob: tuple[Any, ...]) -> Any:
 def _write(path: Path, kept: Any) -> None:
     """Whole or not at all, and not in a folder that cannot be written to; the oldest go."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            pickle.dump(kept, file)
-        os.replace(file.name, path)
+        sealed.write(path, pickle.dumps(kept))
         known = sorted(path.parent.glob("model-*.pickle"), key=lambda one: one.stat().st_mtime)
         for old in known[:-FILES]:
             old.unlink()

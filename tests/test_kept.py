@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 
 import jax
 import numpy as np
@@ -36,7 +35,7 @@ def test_what_one_process_compiled_the_next_one_reads(lm, tmp_path, monkeypatch)
     first = with_programs(lm)
     assert first.generate("abc", 5) == want
     first.programs._pool.shutdown()  # all is written
-    assert len(pickle.loads(path.read_bytes())[1]) == 3
+    assert len(kept._stored(path)[1]) == 3
 
     def never(lowered):
         raise AssertionError("compiled again")
@@ -97,3 +96,15 @@ def test_the_device_has_the_next_call_before_the_host_reads_one(lm, monkeypatch)
     [got] = lm.generate("abc", 6, on_text=lambda _, text: heard.append(text))
     assert got == want and "".join(heard) == want.text
     assert order == ["read", "call", "call", "read", "call", "read", "read"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x80\x05", b"x" * 300])
+def test_damaged_programs_are_left_alone(tmp_path, damage):
+    """Machine code of a damaged file must not run: it would end the process."""
+    path = tmp_path / "model-0.pickle"
+    kept._write(path, ((), {"name": b"code"}))
+    assert kept._stored(path) == ((), {"name": b"code"})
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + damage if damage else whole[:-1])
+    with pytest.warns(UserWarning, match="compiling again"):
+        assert kept._stored(path) == ((), {})
