@@ -14,7 +14,6 @@ Left out: GPUs, meshes, models of few layers, which are traced in no time.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import pickle
@@ -177,9 +176,4 @@ def _loaded(blob: tuple[Any, ...]) -> Any:
 
 
 def _write(path: Path, kept: Any) -> None:
-    """Whole or not at all, and not in a folder that cannot be written to; the oldest go."""
-    with contextlib.suppress(OSError):
-        sealed.write(path, pickle.dumps(kept))
-        known = sorted(path.parent.glob("model-*.pickle"), key=lambda one: one.stat().st_mtime)
-        for old in known[:-FILES]:
-            old.unlink()
+    sealed.keep(path, pickle.dumps(kept), "model-*.pickle", FILES)

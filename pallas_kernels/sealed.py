@@ -2,6 +2,7 @@
 
     write(path, data)          whole or not at all
     read(path) -> data | None  None if there is no such file; Damaged if its bytes were changed
+    keep(path, data, pattern, most)   writes, and removes the oldest of its folder
 
 A damaged object file crashes the process that loads it, so its bytes are verified first.  A file is
 a mark of 8 bytes, the SHA-256 of the data and the data.  It is flushed to the disk before it gets
@@ -51,3 +52,15 @@ def read(path: Path) -> bytes | None:
     if found[:_HEADER] != _MARK + hashlib.sha256(data).digest():
         raise Damaged(f"the file is damaged: its {len(found)} bytes do not match their checksum")
     return data
+
+
+def keep(path: Path, data: bytes, pattern: str, most: int) -> None:
+    """Write the file, then remove all but the newest ``most`` of its folder's ``pattern``.
+
+    A folder that cannot be written to is no error: nothing is kept then.
+    """
+    with contextlib.suppress(OSError):
+        write(path, data)
+        known = sorted(path.parent.glob(pattern), key=lambda one: one.stat().st_mtime)
+        for old in known[:-most]:
+            old.unlink()

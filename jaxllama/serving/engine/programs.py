@@ -192,9 +192,4 @@ def read(path: Path) -> Kept | None:
 
 
 def keep(path: Path, programs: Kept) -> None:
-    """Whole or not at all, and not in a folder that cannot be written to; the oldest go."""
-    with contextlib.suppress(OSError):
-        sealed.write(path, pickle.dumps(programs))
-        known = sorted(path.parent.glob("engine-*.pickle"), key=lambda one: one.stat().st_mtime)
-        for old in known[:-KEPT]:
-            old.unlink()
+    sealed.keep(path, pickle.dumps(programs), "engine-*.pickle", KEPT)
