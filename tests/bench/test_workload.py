@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,29 +15,15 @@ from jaxllama.bench import load_generator
 from jaxllama.bench.load_generator import Lengths, Load
 from jaxllama.bench.workload import conversations, read_lengths
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import LanguageModel
-from jaxllama.serving.engine.engine import Engine
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import byte_tokenizer, serving
-from tests.helpers.models import LLAMA
-from tests.helpers.seeded import seeded_params
-
-CFG = LLAMA.replace(vocab_size=260)
+from tests.helpers.http_server import serving, tiny_model
 
 
-@pytest.fixture(scope="module")
-def lm():
-    return LanguageModel(CFG, jax.tree.map(jnp.asarray, seeded_params(CFG)), byte_tokenizer())
-
-
-def test_later_turns_repeat_what_was_said(lm):
-    engine = FakeEngine(lm.tokenizer, eos=2, max_len=200, max_queue=64)
-    engine.start()
-    with serving(lm, engine) as url:
+def test_later_turns_repeat_what_was_said():
+    with FakeEngine(max_len=200, max_queue=64) as engine, serving(tiny_model(), engine) as url:
         load = Load(url, requests=4, prompt_tokens=Lengths("2:6"), new_tokens=Lengths("3"),
                     prefix_tokens=10, prefixes=2, turns=3)  # fmt: skip
         report = load_generator.run(load)
-    engine.stop()
     assert (report["requests"], report["answered"], report["output_tokens"]) == (12, 12, 36)
     asked = sorted((request.prompt for request in engine.requests), key=len)
     firsts = [prompt for prompt in asked if len(prompt) <= 16]
@@ -50,22 +34,6 @@ def test_later_turns_repeat_what_was_said(lm):
             answer = prompt[len(before) : len(before) + 3]
             assert bytes(answer).decode().strip("abcdefghij ") == "", "letters that it wrote"
             assert len(before) + 5 <= len(prompt) <= len(before) + 9
-
-
-def test_conversations_of_a_real_engine_are_found_in_its_cache(lm):
-    engine = Engine(lm, max_slots=2, max_len=512, prefill_chunk=16)
-    engine.start()
-    with serving(lm, engine) as url:
-        load = Load(url, requests=2, prompt_tokens=Lengths("20"), new_tokens=Lengths("8"), turns=8)
-        report = load_generator.run(load)
-    engine.stop()
-    assert report["answered"] == 16
-    prompts = [28 * turn + 20 for turn in range(8)]
-    assert report["prompt_tokens"] == 2 * sum(prompts)
-    # At least the whole blocks of the prompt before, but for its last token.
-    least = 2 * sum((length - 1) // 16 * 16 for length in prompts[:-1])
-    assert report["cached_tokens"] >= least
-    assert "in the server's cache" in load_generator.table(report)
 
 
 def test_lengths_of_files(tmp_path):

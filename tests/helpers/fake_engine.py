@@ -1,21 +1,24 @@
-"""An engine without a model, for tests of what is around it: same interface, same threads.
+"""An engine without a model: what the server asks of one (``hub.Served``), on a thread of its own.
 
-A row's tokens are letters that follow from its prompt and seed; ``hold`` stops the clock, so that a
-test decides when rows move.  What was asked and cancelled is kept for the test to see.
+    with FakeEngine(max_len=96) as engine: ...
+    engine.answer = says(tokenizer, "Hello.")
+    with engine.held():                                rows stand still
+        engine.wait_for(lambda: len(engine.live) == 2)
+
+In each step every row writes one token of ``answer(request)``. An answer that raises ends the
+engine, as a device that fails does.
 """
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import dataclasses
+import itertools
+import math
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from jaxllama.errors import JaxLlamaError
-from jaxllama.serving.engine.engine import Stats
-from jaxllama.serving.engine.options import EngineOptions
-from jaxllama.serving.engine.output import OutputReader
 from jaxllama.serving.engine.request import (
     EngineClosed,
     EngineFailed,
@@ -24,141 +27,158 @@ from jaxllama.serving.engine.request import (
     QueueFull,
     Request,
 )
+from jaxllama.serving.engine.stats import Stats
+from jaxllama.serving.http.replicas import Sizes
 from jaxllama.text.tokenizer import Tokenizer
+
+STOP = 2  # the stop token
+LETTERS = 40  # of an answer
+Answer = Callable[[Request], Iterator[int]]
+
+
+def letters(request: Request) -> Iterator[int]:
+    """Letters that follow from the prompt and the seed, and the stop token behind ``LETTERS``."""
+    draw = random.Random(str((request.prompt, request.sampling.seed)))
+    for index in itertools.count():
+        letter = draw.choice(b"abcdefghij ")
+        yield STOP if index == LETTERS and not request.ignore_eos else letter
+
+
+def says(tokenizer: Tokenizer, text: str) -> Answer:
+    """The answer that is this text, whatever is asked."""
+    tokens = tokenizer.encode(text, add_special=False)
+    return lambda request: itertools.chain(tokens, itertools.repeat(STOP))
+
+
+@dataclasses.dataclass
+class Row:
+    """A request in flight."""
+
+    request: Request
+    on_event: Callable[[Event], None]
+    tokens: Iterator[int]
+    written: int = 0
+
+    def step(self) -> Event:
+        """Write a token, with logprobs that follow from it."""
+        token, request = next(self.tokens), self.request
+        self.written += 1
+        stops = (*request.stop_token_ids, *(() if request.ignore_eos else (STOP,)))
+        reason: FinishReason | None = None
+        if token in stops and self.written > request.min_tokens:
+            reason = "stop"
+        elif self.written == request.max_new_tokens:
+            reason = "length"
+        top = tuple((ord("z") - rank, -float(rank)) for rank in range(request.logprobs or 0))
+        event = self.event(reason)
+        return dataclasses.replace(
+            event, tokens=(token,), logprobs=(-token / 256,), top_logprobs=(top,) if top else ()
+        )
+
+    def event(self, reason: FinishReason | None, error: Exception | None = None) -> Event:
+        return Event(
+            self.request.id, finish_reason=reason, error=error,
+            prompt_tokens=len(self.request.prompt), completion_tokens=self.written,
+        )  # fmt: skip
 
 
 class FakeEngine:
-    def __init__(self, tokenizer: Tokenizer, *, eos: int, max_len: int, max_queue: int = 8) -> None:
-        self.options = EngineOptions(max_len=max_len, max_queue=max_queue)
+    """requests, cancelled: all that were submitted, and the ids of those that were cancelled."""
+
+    def __init__(self, *, max_len: int = 96, max_queue: int = 8, answer: Answer = letters) -> None:
+        self.options = Sizes(max_len, max_queue)
+        self.answer = answer
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
-        self.finished: collections.Counter[str] = collections.Counter()
-        self.break_down = False
         self.failure: str | None = None
         self.closed: str | None = None
-        self.pause_at: int | None = None  # tokens after which rows stand still
-        self._tokenizer, self._eos = tokenizer, eos
-        self._live: dict[str, tuple] = {}
-        self._changed = threading.Condition(threading.RLock())
-        self._held = self._stopping = False
+        self.live: dict[str, Row] = {}
         self._listeners: list[Callable[[], None]] = []
-        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._clock = threading.Condition(threading.RLock())
+        self._steps = math.inf  # until rows stand still
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def hold(self, held: bool) -> None:
-        with self._changed:
-            self._held = held
-            self._changed.notify_all()
+    def __enter__(self) -> FakeEngine:
+        self._thread.start()
+        return self
 
-    def wait_for(self, condition: Callable[[], bool]) -> bool:
-        with self._changed:
-            return self._changed.wait_for(condition, 30)
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    # What the server asks
 
     def submit(
-        self, request: Request, on_event: Callable[[Event], None], *, with_text: bool = True
+        self, request: Request, on_event: Callable[[Event], None], *, with_text: bool
     ) -> None:
-        if request.stop and "refuse me" in request.stop:
-            raise JaxLlamaError("refused, as asked")
-        with self._changed:
-            if self._stopping:
-                raise EngineClosed("the engine has stopped")
-            if len(self._live) >= self.options.max_queue:
-                raise QueueFull(len(self._live), 2.5)
-            eos = () if request.ignore_eos else (self._eos,)
-            reader = OutputReader(
-                self._tokenizer if with_text else None, (*eos, *request.stop_token_ids),
-                request.stop if with_text else (),
-                least=request.min_tokens, skip_special=request.skip_special_tokens,
-                include_stop=request.include_stop,
-            )  # fmt: skip
-            draw = random.Random(str((request.prompt, request.sampling.seed)))
-            self._live[request.id] = (request, on_event, reader, draw, [])
+        with self._clock:
+            if self.closed is not None:
+                raise EngineClosed(self.closed)
+            if len(self.live) >= self.options.max_queue:
+                raise QueueFull(len(self.live), 2.5)
             self.requests.append(request)
-            self._changed.notify_all()
+            self.live[request.id] = Row(request, on_event, self.answer(request))
+            self._clock.notify_all()
 
-    def end(self, id: str, reason: FinishReason) -> None:
-        with self._changed:
+    def end(self, request_id: str, reason: FinishReason) -> None:
+        with self._clock:
             if reason == "cancelled":
-                self.cancelled.append(id)
-            self._finish(id, reason)
-            self._changed.notify_all()
+                self.cancelled.append(request_id)
+            self._end([request_id], reason)
 
     def listen(self, told: Callable[[], None]) -> None:
         self._listeners.append(told)
 
-    def start(self) -> None:
-        self._thread.start()
+    def stats(self) -> Stats:
+        figures = dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0)
+        own = {"running": len(self.live), "max_slots": 16, "cache_capacity": 100, "finished": {}}
+        return Stats(**{**figures, **own})
+
+    # What tests do
+
+    @contextlib.contextmanager
+    def held(self, steps: int = 0) -> Iterator[None]:
+        """Within the block rows stand still behind so many steps."""
+        self._go(steps)
+        try:
+            yield
+        finally:
+            self._go(math.inf)
+
+    def wait_for(self, condition: Callable[[], bool]) -> bool:
+        """Whether the condition comes to hold; asked behind every change."""
+        with self._clock:
+            return self._clock.wait_for(condition, 30)
 
     def stop(self) -> None:
-        with self._changed:
-            self._stopping, self.closed = True, "the engine has stopped"
-            self._changed.notify_all()
+        """Take no more requests and drop those in flight."""
+        with self._clock:
+            self.closed = self.closed or "the engine has stopped"
+            self._end(list(self.live), "cancelled")
         self._thread.join()
-        with self._changed:
-            for id in list(self._live):
-                self._finish(id, "cancelled")
 
-    def stats(self) -> Stats:
-        n = len(self._live)
-        figures = dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0)
-        own = {"running": n, "max_slots": 16, "cache_capacity": 100}
-        return Stats(**{**figures, **own, "finished": dict(self.finished)})
+    def _go(self, steps: float) -> None:
+        with self._clock:
+            self._steps = steps
+            self._clock.notify_all()
 
-    def _loop(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopping or (self._live and not self._held))
-                if self._stopping:
-                    return
-                for id in list(self._live):
-                    self._step(id)
+    def _run(self) -> None:
+        while self.closed is None:
+            with self._clock:
+                self._clock.wait_for(lambda: self.closed or (self.live and self._steps))
+                self._steps -= 1
+                try:
+                    self._tell([row.step() for row in self.live.values()])
+                except Exception as error:
+                    self.failure = self.closed = f"the engine failed: {error}"
+                    self._end(list(self.live), "error", EngineFailed(self.failure))
 
-    def _step(self, id: str) -> None:
-        request, _, reader, draw, tokens = self._live[id]
-        if self.break_down:
-            self.failure = self.closed = "the engine failed: as asked"
-            self._finish(id, "error", error=EngineFailed(self.failure))
-            return
-        if len(tokens) == self.pause_at:
-            self._changed.wait(0.01)
-            return
-        token = self._next(request, draw, len(tokens))
-        tokens.append(token)
-        _, text = reader.read([token])
-        logprobs, top = (-draw.random(),), ()
-        if request.logprobs:
-            top = (tuple((ord("z") - i, -float(i)) for i in range(request.logprobs)),)
-        event = {"tokens": (token,), "logprobs": logprobs, "top_logprobs": top}
-        if reader.stopped or len(tokens) == request.max_new_tokens:
-            reason = "stop" if reader.stopped else "length"
-            self._finish(id, reason, text=text + reader.close(), **event)
-        else:
-            self._emit(id, text=text, **event)
+    def _end(self, ids: list[str], reason: FinishReason, error: Exception | None = None) -> None:
+        self._tell([self.live[id].event(reason, error) for id in ids if id in self.live])
 
-    def _next(self, request: Request, draw: random.Random, index: int) -> int:
-        token = draw.choice(b"abcdefghij ")
-        return self._eos if index == 40 and not request.ignore_eos else token
-
-    def _finish(self, id: str, reason: str, **event) -> None:
-        if id in self._live:
-            self.finished[reason] += 1
-            self._emit(id, finish_reason=reason, **event)
-            del self._live[id]
-            self._changed.notify_all()
-
-    def _emit(self, id: str, **event) -> None:
-        request, on_event, _, _, tokens = self._live[id]
-        n = len(tokens)
-        on_event(Event(id, prompt_tokens=len(request.prompt), completion_tokens=n, **event))
+    def _tell(self, events: list[Event]) -> None:
+        for event in events:
+            row = self.live[event.id] if event.finish_reason is None else self.live.pop(event.id)
+            row.on_event(event)
         for told in self._listeners:
             told()
-
-
-class ScriptedEngine(FakeEngine):
-    """Every answer is what ``script`` makes of its prompt's text."""
-
-    script: Callable[[str], str] = staticmethod(lambda prompt: "")
-
-    def _next(self, request: Request, draw: random.Random, index: int) -> int:
-        prompt = self._tokenizer.decode(request.prompt, skip_special=False)
-        tokens = self._tokenizer.encode(self.script(prompt), add_special=False)
-        return tokens[index] if index < len(tokens) else self._eos
+        self._clock.notify_all()

@@ -5,43 +5,54 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import jax
 import uvicorn
 
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig
 from jaxllama.language_model import LanguageModel
 from jaxllama.serving.http import limits
+from jaxllama.serving.http.hub import Served
 from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.server import Settings, create_app
 from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.models import LLAMA
 from tests.helpers.seeded import seeded_params
 
 NAME = "tiny"
+CFG = LLAMA.replace(vocab_size=264)  # bytes, and a few special tokens
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}\n{# <tool_call> #}{% endif %}<assistant>"
 )
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Bytes, with a chat template."""
-    plain = Tokenizer.byte_level()
-    return Tokenizer(plain._backend, "test tokenizer", chat_template=TEMPLATE)
+def byte_tokenizer(template: str | dict[str, str] = TEMPLATE, special: Sequence[str] = ()):
+    """Bytes, with a chat template and special tokens from id 256 on."""
+    backend = Tokenizer.byte_level()._backend
+    backend.add_special_tokens([*special])
+    return Tokenizer(backend, "test tokenizer", chat_template=template)
+
+
+def tiny_model(tokenizer: Tokenizer | None = None) -> LanguageModel:
+    return LanguageModel(CFG, jax.device_put(seeded_params(CFG)), tokenizer or byte_tokenizer())
 
 
 @contextlib.contextmanager
-def talking(lm: LanguageModel, engine, key: str = "none", **settings) -> Iterator[Any]:
+def talking(lm: LanguageModel, engine: Served, key: str = "none", **settings) -> Iterator[Any]:
     """OpenAI's own client of a server (``serving``)."""
     import openai
 
@@ -52,7 +63,7 @@ def talking(lm: LanguageModel, engine, key: str = "none", **settings) -> Iterato
 
 @contextlib.contextmanager
 def serving(
-    lm: LanguageModel, engine, peers: limits.Peers | None = None, **settings
+    lm: LanguageModel, engine: Served, peers: limits.Peers | None = None, **settings
 ) -> Iterator[str]:
     """The server's address, while it runs."""
     settings = {"name": NAME, "max_len": engine.options.max_len, **settings}
@@ -86,7 +97,29 @@ def client(url: str, **options) -> httpx.Client:
     return httpx.Client(base_url=url, timeout=60, **options)
 
 
-def tiny_checkpoint(root: Path, cfg: ModelConfig) -> Path:
+def error_of(reply: httpx.Response) -> dict:
+    """The error of an answer, which has all fields of one."""
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def chunks_of(text: str) -> list[dict]:
+    """The chunks of a stream that ended as it should."""
+    lines = [line for line in text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def tiny_checkpoint(root: Path, cfg: ModelConfig = CFG) -> Path:
     """A folder with a checkpoint "tiny", and room for compiled programs, logs and state."""
     hf.save(root / NAME, cfg, seeded_params(cfg))
     byte_tokenizer().save(root / NAME)

@@ -52,15 +52,35 @@ RETRY = 1.0  # seconds between two attempts to write to a journal that could not
 _log = logging.getLogger("jaxllama.serving")
 
 
-class Served(Protocol):
-    """What a hub needs of an engine.  failure: None, or what ended it; closed: None, or why no more
-    requests are taken."""
-
-    options: Any
-    failure: str | None
+class Limits(Protocol):
+    """Sizes of an engine."""
 
     @property
-    def closed(self) -> str | None: ...
+    def max_len(self) -> int:
+        """Tokens of a request's prompt and answer together."""
+        ...
+
+    @property
+    def max_queue(self) -> int:
+        """Requests that may wait."""
+        ...
+
+
+class Served(Protocol):
+    """What a server needs of an engine; ``Engine`` and ``Replicas`` have it."""
+
+    @property
+    def options(self) -> Limits: ...
+
+    @property
+    def failure(self) -> str | None:
+        """None, or what ended the engine."""
+        ...
+
+    @property
+    def closed(self) -> str | None:
+        """None, or why the engine takes no more requests."""
+        ...
 
     def submit(
         self, request: Request, on_event: Callable[[Event], None], *, with_text: bool

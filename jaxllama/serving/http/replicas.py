@@ -27,8 +27,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import SimpleNamespace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
@@ -259,6 +258,13 @@ class Choice(Generic[Some]):
                 self._known.popitem(last=False)
 
 
+class Sizes(NamedTuple):
+    """What a server is told of all replicas' sizes (``hub.Limits``)."""
+
+    max_len: int
+    max_queue: int
+
+
 class Replicas:
     """See the module docstring.  ``facts``, ``options`` once it has started.  Raises JaxLlamaError
     where there are fewer devices."""
@@ -284,7 +290,7 @@ class Replicas:
         about = [one.about() for one in self._all]
         first = about[0]
         self.facts = first.facts
-        self.options = SimpleNamespace(
+        self.options = Sizes(
             max_len=min(each.max_len for each in about),
             max_queue=sum(each.max_queue for each in about),
         )

@@ -29,7 +29,6 @@ import dataclasses
 import importlib.resources
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
@@ -55,7 +54,7 @@ from jaxllama.serving.http.bodies import (
     parse,
 )
 from jaxllama.serving.http.calls import Call, Model, Prompts, as_list
-from jaxllama.serving.http.hub import Hub, forward_passes
+from jaxllama.serving.http.hub import Hub, Served, forward_passes
 from jaxllama.serving.http.link import Link
 from jaxllama.serving.http.messages import Accepted, Finish
 from jaxllama.serving.http.metrics import Metrics
@@ -107,7 +106,7 @@ class Settings:
     hosts: tuple[str, ...] | None = None
 
 
-def create_app(lm: LanguageModel, engine: Any, settings: Settings, metrics: Metrics) -> ASGIApp:
+def create_app(lm: LanguageModel, engine: Served, settings: Settings, metrics: Metrics) -> ASGIApp:
     """The application.  ``engine`` is running; the application does not stop it."""
     journal = None if settings.state is None else Journal(settings.state)
     hub = Hub(engine, forward_passes(lm), metrics, journal)

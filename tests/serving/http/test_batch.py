@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("uvicorn")
@@ -13,31 +11,20 @@ pytest.importorskip("httpx2")
 
 from jaxllama.cli.main import main
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import LanguageModel
 from jaxllama.serving.http import batch
 from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.server import Settings, create_app
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import NAME, byte_tokenizer, client, serving, tiny_checkpoint
-from tests.helpers.models import LLAMA
-from tests.helpers.seeded import seeded_params
+from tests.helpers.http_server import NAME, client, serving, tiny_checkpoint
 
-CFG = LLAMA.replace(vocab_size=260)
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 1}
 COMPLETION = {"model": NAME, "prompt": "ab", "max_tokens": 6, "seed": 1}
 
 
-@pytest.fixture(scope="module")
-def lm():
-    return LanguageModel(CFG, jax.tree.map(jnp.asarray, seeded_params(CFG)), byte_tokenizer())
-
-
 @pytest.fixture
-def engine(lm):
-    engine = FakeEngine(lm.tokenizer, eos=2, max_len=96, max_queue=3)
-    engine.start()
-    yield engine
-    engine.stop()
+def engine():
+    with FakeEngine(max_queue=3) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -111,7 +98,12 @@ def test_a_run_goes_on_where_it_was_killed(engine, app, tmp_path):
 def test_an_engine_that_fails_ends_the_run_and_keeps_its_answers(engine, app, tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write(source, MIXED[:1])
-    engine.break_down = True
+
+    def broken(request):
+        raise RuntimeError("as asked")
+        yield
+
+    engine.answer = broken
     with pytest.raises(JaxLlamaError, match="as asked"):
         batch.run(app, NAME, source, target, at_once=2, show=False)
     assert target.read_text() == ""
@@ -142,7 +134,7 @@ def test_a_line_that_is_none_is_named_before_anything_is_asked(app, engine, tmp_
 
 
 def test_the_command(tmp_path, capsys):
-    folder = tiny_checkpoint(tmp_path, CFG)
+    folder = tiny_checkpoint(tmp_path)
     write(tmp_path / "in.jsonl", MIXED[:3])
     words = ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--json",
              "--model", str(folder / NAME), "--max-slots", "1", "--max-len", "64"]  # fmt: skip

@@ -9,12 +9,10 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from jaxllama.language_model import LanguageModel
 from jaxllama.serving.http import other_fields
-from jaxllama.text.tokenizer import Tokenizer
-from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import NAME, TEMPLATE, client, serving
-from tests.helpers.models import LLAMA
+from jaxllama.serving.http.bodies import Chat, Completion, Embedding, StreamOptions
+from jaxllama.serving.http.response_bodies import Responses
+from tests.helpers.http_server import NAME, TEMPLATE, byte_tokenizer, client, serving, tiny_model
 
 MAX_LEN = 96
 ROOTS = {
@@ -27,18 +25,8 @@ WITH_THINKING = "{% if enable_thinking %}<think>{% endif %}{# </think> #}"
 
 
 @pytest.fixture(scope="module")
-def engine():
-    backend = Tokenizer.byte_level()._backend
-    own = Tokenizer(backend, "test tokenizer", chat_template=TEMPLATE + WITH_THINKING)
-    engine = FakeEngine(own, eos=2, max_len=MAX_LEN)
-    engine.start()
-    yield engine
-    engine.stop()
-
-
-@pytest.fixture(scope="module")
 def http(engine):
-    lm = LanguageModel(LLAMA.replace(vocab_size=260), {}, engine._tokenizer)
+    lm = tiny_model(byte_tokenizer(TEMPLATE + WITH_THINKING))
     with serving(lm, engine) as url, client(url) as http:
         yield http
 
@@ -181,10 +169,23 @@ def test_chats_list_their_token_ids(http, engine):
     assert "token_ids" not in ask(http, CHAT, {}).json()["choices"][0]
 
 
-def test_embeddings_and_counts_take_them_too(http):
-    """The model is none, so what is embedded is only counted."""
+def test_counts_take_them_too(http):
     body = {"messages": ROOTS[CHAT]["messages"]}
     plain = http.post("/tokenize", json=body).json()["count"]
     tools = [{"type": "function", "function": {"name": "f"}}]
     more = http.post("/tokenize", json={**body, "tools": tools, "enable_thinking": True}).json()
     assert more["count"] > plain + len('[{"type": "function"')
+
+
+def test_every_field_of_the_official_api_is_known():
+    openai = pytest.importorskip("openai")
+    types = openai.types
+    for body, theirs in (
+        (Chat, types.chat.completion_create_params.CompletionCreateParamsStreaming),
+        (Completion, types.completion_create_params.CompletionCreateParamsStreaming),
+        (Embedding, types.embedding_create_params.EmbeddingCreateParams),
+        (Responses, types.responses.response_create_params.ResponseCreateParamsStreaming),
+        (StreamOptions, types.chat.ChatCompletionStreamOptionsParam),
+    ):
+        known = {field.alias or name for name, field in body.model_fields.items()}
+        assert theirs.__required_keys__ | theirs.__optional_keys__ <= known, body

@@ -7,17 +7,13 @@ import logging
 import os
 import sqlite3
 import stat
-import time
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
-from jaxllama.language_model import LanguageModel
 from jaxllama.serving import journal as journals
 from jaxllama.serving.http import hub as hubs
 from jaxllama.serving.http import messages, server
@@ -25,26 +21,16 @@ from jaxllama.serving.http.hub import Hub
 from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.journal import Answer, Entry, Journal, JournalUnavailable
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import NAME, byte_tokenizer, client, serving
-from tests.helpers.models import LLAMA
-from tests.helpers.seeded import seeded_params
+from tests.helpers.http_server import NAME, client, serving, wait_until
 
-CFG = LLAMA.replace(vocab_size=260)
 ASK = {"model": NAME, "prompt": "ab", "max_tokens": 6, "seed": 1}
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
 
 
-@pytest.fixture(scope="module")
-def lm():
-    return LanguageModel(CFG, jax.tree.map(jnp.asarray, seeded_params(CFG)), byte_tokenizer())
-
-
 @pytest.fixture
-def engine(lm):
-    engine = FakeEngine(lm.tokenizer, eos=2, max_len=96)
-    engine.start()
-    yield engine
-    engine.stop()
+def engine():
+    with FakeEngine() as engine:
+        yield engine
 
 
 class Disk:
@@ -78,13 +64,6 @@ def disk(monkeypatch) -> list[Disk]:
     return disks
 
 
-def wait_until(condition) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_a_full_disk_refuses_what_it_cannot_keep_and_nothing_else(
     lm, engine, disk, tmp_path, caplog
 ):
@@ -98,13 +77,13 @@ def test_a_full_disk_refuses_what_it_cannot_keep_and_nothing_else(
         def post(body: dict, id: str):
             return http.post("/v1/completions", json=body, headers={"X-Request-Id": id})
 
-        engine.hold(True)
-        whole = pool.submit(post, ASK, "whole")
-        streamed = pool.submit(post, {**ASK, "stream": True}, "streamed")
-        assert engine.wait_for(lambda: len(engine._live) == 2)
-        wait_until(lambda: len(disk[0]._database.execute("SELECT id FROM calls").fetchall()) == 2)
-        disk[0].is_full = True
-        engine.hold(False)
+        with engine.held():
+            whole = pool.submit(post, ASK, "whole")
+            streamed = pool.submit(post, {**ASK, "stream": True}, "streamed")
+            assert engine.wait_for(lambda: len(engine.live) == 2)
+            database = disk[0]._database
+            wait_until(lambda: len(database.execute("SELECT id FROM calls").fetchall()) == 2)
+            disk[0].is_full = True
         # Who is there already is answered.
         answer = whole.result()
         assert answer.status_code == 200 and streamed.result().text.endswith("[DONE]\n\n")
@@ -145,24 +124,21 @@ def test_a_request_that_cannot_be_written_is_refused_and_stops(lm, engine, disk,
     with serving(lm, engine, state=str(tmp_path)) as url, client(url) as http:
         http.post("/v1/completions", json=ASK)
         disk[0].is_full = True
-        engine.hold(True)
-        refused = http.post("/v1/completions", json=ASK)
-        assert refused.status_code == 503
-        assert engine.wait_for(lambda: not engine._live), "its row is cancelled"
-        engine.hold(False)
+        with engine.held():
+            assert http.post("/v1/completions", json=ASK).status_code == 503
+            assert engine.wait_for(lambda: not engine.live), "its row is cancelled"
 
 
 def test_what_was_never_written_is_owed_by_the_next_server(lm, engine, disk, tmp_path, caplog):
     with serving(lm, engine, state=str(tmp_path)) as url, client(url) as http:
         http.post("/v1/completions", json=ASK)
-        engine.hold(True)
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(http.post, "/v1/completions", json=ASK,
-                                 headers={"X-Request-Id": "a"})  # fmt: skip
-            assert engine.wait_for(lambda: engine._live)
-            wait_until(lambda: http.get("/health").status_code == 200)
-            disk[0].is_full = True
-            engine.hold(False)
+            with engine.held():
+                answer = pool.submit(http.post, "/v1/completions", json=ASK,
+                                     headers={"X-Request-Id": "a"})  # fmt: skip
+                assert engine.wait_for(lambda: engine.live)
+                wait_until(lambda: http.get("/health").status_code == 200)
+                disk[0].is_full = True
             assert answer.result().status_code == 200
     told = [record.getMessage() for record in caplog.records]
     assert "answers were not written: the next server owes them" in told

@@ -8,21 +8,15 @@ import resource
 import socket
 import time
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
-from jaxllama.language_model import LanguageModel
 from jaxllama.serving.http import limits, middleware
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import NAME, byte_tokenizer, client, serving
-from tests.helpers.models import LLAMA
-from tests.helpers.seeded import seeded_params
+from tests.helpers.http_server import NAME, client, serving
 
-CFG = LLAMA.replace(vocab_size=260)
 BODY = json.dumps({"model": NAME, "prompt": "ab", "max_tokens": 6, "stream": True}).encode()
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -32,22 +26,9 @@ MUCH = limits.HEAD_BYTES + 5000
 
 
 @pytest.fixture(scope="module")
-def lm():
-    return LanguageModel(CFG, jax.tree.map(jnp.asarray, seeded_params(CFG)), byte_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def engine(lm):
-    engine = FakeEngine(lm.tokenizer, eos=2, max_len=96, max_queue=64)
-    engine.start()
-    yield engine
-    engine.stop()
-
-
-@pytest.fixture(scope="module")
-def url(lm, engine):
-    with serving(lm, engine) as url:
-        yield url
+def engine():
+    with FakeEngine(max_queue=64) as engine:
+        yield engine
 
 
 @contextlib.contextmanager
@@ -153,15 +134,12 @@ def test_half_requests_end_in_time(url, monkeypatch, drips):
 def test_a_long_answer_is_not_cut(url, engine, monkeypatch):
     monkeypatch.setattr(limits, "HEAD_SECONDS", 0.1)
     monkeypatch.setattr(limits, "BODY_SECONDS", 0.1)
-    engine.hold(True)
-    try:
+    with contextlib.ExitStack() as stack:
         # The second request is complete, and the third is not, while the first is answered.
-        with connected(url, ASK + ASK + GET) as connection:
+        with engine.held():
+            connection = stack.enter_context(connected(url, ASK + ASK + GET))
             time.sleep(0.4)
-            engine.hold(False)
-            answers = rest(connection).split(b"HTTP/1.1 ")[1:]
-    finally:
-        engine.hold(False)
+        answers = rest(connection).split(b"HTTP/1.1 ")[1:]
     assert [status(b"HTTP/1.1 " + answer) for answer in answers] == [200, 200, 408]
     assert all(b"[DONE]" in answer for answer in answers[:2])
 
@@ -175,21 +153,17 @@ def test_half_requests_keep_no_whole_ones_out(lm, engine):
         left = [connection for connection in half if is_open(connection)]
         assert len(left) < 8
         # What waits for an answer stays; when nothing else is left, the newcomer is refused.
-        engine.hold(True)
-        try:
+        with engine.held():
             asking = [stack.enter_context(connected(url, ASK)) for _ in range(8)]
-            assert engine.wait_for(lambda: len(engine._live) == 8)
+            assert engine.wait_for(lambda: len(engine.live) == 8)
             with connected(url) as connection:
                 refused = rest(connection)
-            engine.hold(False)
-            assert status(refused) == 429 and b"too many connections" in refused
-            for connection in asking:
-                data = b""
-                while b"[DONE]" not in data:
-                    assert (part := connection.recv(1 << 16))
-                    data += part
-        finally:
-            engine.hold(False)
+        assert status(refused) == 429 and b"too many connections" in refused
+        for connection in asking:
+            data = b""
+            while b"[DONE]" not in data:
+                assert (part := connection.recv(1 << 16))
+                data += part
 
 
 def test_one_address_leaves_descriptors_to_others(lm, engine, monkeypatch):

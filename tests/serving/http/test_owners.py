@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("httpx2")
 
-from jaxllama.language_model import LanguageModel
 from jaxllama.serving.http.middleware import is_local
 from jaxllama.serving.http.process import ServeOptions
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import NAME, byte_tokenizer, client, serving
-from tests.helpers.models import LLAMA
-from tests.helpers.seeded import seeded_params
+from tests.helpers.http_server import NAME, client, serving
 
-CFG = LLAMA.replace(vocab_size=260)
 KEYS = ("one", "two")
 ASK = {"model": NAME, "prompt": "ab" * 20, "max_tokens": 2, "seed": 1}
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "ab" * 20}], "max_tokens": 2}
@@ -27,19 +21,6 @@ PATHS = {"/v1/completions": ASK, "/v1/chat/completions": CHAT, "/v1/responses": 
 
 def as_key(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
-
-
-@pytest.fixture(scope="module")
-def lm():
-    return LanguageModel(CFG, jax.tree.map(jnp.asarray, seeded_params(CFG)), byte_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def engine(lm):
-    engine = FakeEngine(lm.tokenizer, eos=2, max_len=96)
-    engine.start()
-    yield engine
-    engine.stop()
 
 
 @pytest.fixture(scope="module")
@@ -69,22 +50,21 @@ def test_an_answer_belongs_to_the_key_that_asked(http, path):
 
 def test_an_owed_answer_belongs_to_the_key_that_asked(lm, tmp_path):
     """After a restart too, and the row has the cached prompts of its owner."""
-    first = FakeEngine(lm.tokenizer, eos=2, max_len=96)
-    first.start()
-    first.hold(True)
     settings = {"api_keys": KEYS, "state": str(tmp_path)}
-    with serving(lm, first, **settings) as url, client(url) as http:
-        body = {**ASK, "stream": True, "cache_salt": "s"}
-        headers = {**as_key("one"), "X-Request-Id": "a"}
-        with http.stream("POST", "/v1/completions", json=body, headers=headers):
-            assert first.wait_for(lambda: first._live)
-            first.stop()
-    second = FakeEngine(lm.tokenizer, eos=2, max_len=96)
-    second.start()
-    with serving(lm, second, **settings) as url, client(url) as http:
+    body = {**ASK, "stream": True, "cache_salt": "s"}
+    headers = {**as_key("one"), "X-Request-Id": "a"}
+    with (
+        FakeEngine() as first,
+        first.held(),
+        serving(lm, first, **settings) as url,
+        client(url) as http,
+        http.stream("POST", "/v1/completions", json=body, headers=headers),
+    ):
+        assert first.wait_for(lambda: first.live)
+        first.stop()
+    with FakeEngine() as second, serving(lm, second, **settings) as url, client(url) as http:
         assert http.get("/v1/completions/cmpl-a", headers=as_key("one")).status_code == 200
         assert http.get("/v1/completions/cmpl-a", headers=as_key("two")).status_code == 404
-    second.stop()
     assert second.requests == first.requests
 
 

@@ -10,30 +10,18 @@ import pytest
 pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 
-
-from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward, logits
 from jaxllama.serving.http.scoring import Scorer
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import NAME, byte_tokenizer, talking
-from tests.helpers.models import LLAMA
-from tests.helpers.seeded import seeded_params
+from tests.helpers.http_server import CFG, NAME, talking
 
-CFG = LLAMA.replace(vocab_size=260)
 TEXT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
-def lm():
-    return LanguageModel(CFG, jax.tree.map(jnp.asarray, seeded_params(CFG)), byte_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def engine(lm):
-    engine = FakeEngine(lm.tokenizer, eos=2, max_len=400)
-    engine.start()
-    yield engine
-    engine.stop()
+def engine():
+    with FakeEngine(max_len=400) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
-import jax
-import jax.numpy as jnp
-import pydantic
 import pytest
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
-pytest.importorskip("llguidance")
 
 import openai
-from openai.types.responses import response_create_params
 
-from jaxllama.language_model import LanguageModel
-from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.http import hub
-from jaxllama.serving.http.response_bodies import Responses
-from tests.helpers.fake_engine import ScriptedEngine
-from tests.helpers.http_server import NAME, byte_tokenizer, serving, talking
-from tests.helpers.models import LLAMA
-from tests.helpers.seeded import seeded_params
-from tests.serving.http.test_tools import CFG as TOOL_CFG
+from tests.helpers.fake_engine import FakeEngine, says
+from tests.helpers.http_server import NAME, talking, tiny_model
 from tests.serving.http.test_tools import CITY, tokenizer
 
-CFG = LLAMA.replace(vocab_size=TOOL_CFG.vocab_size)
 MAX_LEN = 2048
 WEATHER = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
 THINK = "{% if False %}<think></think>{% endif %}"
@@ -37,16 +24,13 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 1
 
 @pytest.fixture(scope="module")
 def lm():
-    params = jax.tree.map(jnp.asarray, seeded_params(CFG))
-    return LanguageModel(CFG, params, tokenizer("hermes", THINK))
+    return tiny_model(tokenizer("hermes", THINK))
 
 
 @pytest.fixture(scope="module")
-def engine(lm):
-    engine = ScriptedEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
-    engine.start()
-    yield engine
-    engine.stop()
+def engine():
+    with FakeEngine(max_len=MAX_LEN) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +43,8 @@ def prompt(engine) -> str:
     return bytes(engine.requests[-1].prompt).decode()
 
 
-def test_a_response_and_its_stream_are_the_same(client, engine):
-    engine.script = lambda prompt: f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}"
+def test_a_response_and_its_stream_are_the_same(client, engine, lm):
+    engine.answer = says(lm.tokenizer, f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}")
     ask = {"model": NAME, "input": "hi", "tools": [WEATHER], "instructions": "Be brief."}
     whole = client.responses.create(**ask)
     assert prompt(engine).startswith("<system>Be brief.\n<user>hi\n")
@@ -96,25 +80,25 @@ def test_a_response_and_its_stream_are_the_same(client, engine):
         assert "".join(deltas) == text
 
 
-def test_what_is_cut_is_incomplete(client, engine):
-    engine.script = lambda prompt: "a long answer"
+def test_what_is_cut_is_incomplete(client, engine, lm):
+    engine.answer = says(lm.tokenizer, "a long answer")
     cut = client.responses.create(model=NAME, input="hi", max_output_tokens=3)
     assert (cut.status, cut.output_text) == ("incomplete", "a l")
     assert cut.incomplete_details.reason == "max_output_tokens"
     events = list(client.responses.create(model=NAME, input="hi", max_output_tokens=3, stream=True))
     assert events[-1].type == "response.incomplete" and events[-1].response.output_text == "a l"
-    engine.script = lambda prompt: ""
+    engine.answer = says(lm.tokenizer, "")
     assert client.responses.create(model=NAME, input="hi").output_text == ""
 
 
-def test_a_conversation_goes_on_from_its_last_response(client, engine):
-    engine.script = lambda prompt: f"<think>Hm</think>{CALL}"
+def test_a_conversation_goes_on_from_its_last_response(client, engine, lm):
+    engine.answer = says(lm.tokenizer, f"<think>Hm</think>{CALL}")
     first = client.responses.create(
         model=NAME, input="hi", tools=[WEATHER], instructions="Be brief."
     )
     call = first.output[-1]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "cold"}
-    engine.script = lambda prompt: "It is cold."
+    engine.answer = says(lm.tokenizer, "It is cold.")
     second = client.responses.create(model=NAME, input=[result], previous_response_id=first.id)
     shown = f"<user>hi\n<assistant><why>Hm</why>{CALL}\n<tool weather>cold\n<assistant>"
     assert prompt(engine) == shown, "the instructions were the first one's"
@@ -171,55 +155,19 @@ def test_refusals(client, engine):
 
 
 def test_an_engine_that_fails_is_told_midway(lm):
-    engine = ScriptedEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
-    engine.start()
-    engine.break_down = True
-    with serving(lm, engine) as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            *_, last = client.responses.create(model=NAME, input="hi", stream=True)
-            assert (last.type, last.code) == ("error", "engine_failed")
-            assert "as asked" in last.message
-    engine.stop()
+    def broken(request):
+        yield 97
+        raise RuntimeError("as asked")
+
+    with FakeEngine(max_len=MAX_LEN, answer=broken) as engine, talking(lm, engine) as client:
+        *_, last = client.responses.create(model=NAME, input="hi", stream=True)
+        assert (last.type, last.code) == ("error", "engine_failed")
+        assert "as asked" in last.message
 
 
 def test_reasoning_alone_is_no_conversation(client):
     with pytest.raises(openai.BadRequestError, match="messages"):
         client.responses.create(model=NAME, input=[{"type": "reasoning", "summary": []}])
-
-
-def test_every_field_of_the_official_api_is_known():
-    theirs = response_create_params.ResponseCreateParamsStreaming
-    known = {field.alias or name for name, field in Responses.model_fields.items()}
-    assert theirs.__required_keys__ | theirs.__optional_keys__ <= known
-
-
-def test_structured_output_and_forced_calls_of_a_real_engine(lm):
-    class Answer(pydantic.BaseModel):
-        model_config = pydantic.ConfigDict(extra="forbid")
-        ok: bool
-
-    plain = dataclasses.replace(lm, tokenizer=byte_tokenizer())
-    engine = Engine(plain, max_slots=1, max_len=512, prefill_chunk=64)
-    engine.start()
-    with serving(plain, engine) as url:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            parsed = client.responses.parse(model=NAME, input="hi", text_format=Answer)
-            assert isinstance(parsed.output_parsed, Answer)
-            chat = client.chat.completions.parse(
-                model=NAME, messages=[{"role": "user", "content": "hi"}], response_format=Answer
-            )
-            assert isinstance(chat.choices[0].message.parsed, Answer)
-            named = {"type": "function", "name": "weather"}
-            allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
-            for choice in ("required", named, allowed):
-                made = client.responses.create(
-                    model=NAME, input="hi", tools=[WEATHER], tool_choice=choice,
-                    parallel_tool_calls=False,
-                )  # fmt: skip
-                [call] = made.output
-                assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
-    assert engine.stats().compilations == 0
-    engine.stop()
 
 
 def test_a_store_forgets_only_what_is_there():

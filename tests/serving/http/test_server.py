@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import json
 import socket
@@ -32,7 +33,6 @@ from jaxllama import __version__
 from jaxllama.bench import load_generator
 from jaxllama.bench.load_generator import Lengths, Load
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward
 from jaxllama.sampling import Sampling, SamplingParams, sample
 from jaxllama.serving.http import bodies as request_bodies
@@ -50,53 +50,31 @@ from jaxllama.serving.http.schemas import to_json
 from jaxllama.serving.http.server import Settings, _Server
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import NAME, byte_tokenizer, client, serving
-from tests.helpers.models import LLAMA
-from tests.helpers.seeded import seeded_params
+from tests.helpers.http_server import (
+    CFG,
+    NAME,
+    byte_tokenizer,
+    chunks_of,
+    client,
+    error_of,
+    serving,
+    wait_until,
+)
 
-CFG = LLAMA.replace(vocab_size=260)
 MAX_LEN = 96
 COMPLETION = {"model": NAME, "prompt": "ab", "max_tokens": 6, "seed": 1}
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 1}
 
 
-@pytest.fixture(scope="module")
-def lm():
-    return LanguageModel(CFG, jax.tree.map(jnp.asarray, seeded_params(CFG)), byte_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def engine(lm):
-    engine = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
-    engine.start()
-    yield engine
-    engine.stop()
-
-
-@pytest.fixture(scope="module")
-def url(lm, engine):
-    with serving(lm, engine, max_body=20_000) as url:
-        yield url
-
-
-@pytest.fixture
-def http(url):
-    with client(url) as http:
-        yield http
-
-
-def error_of(reply) -> dict:
-    error = reply.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return error
-
-
-def chunks_of(text: str) -> list[dict]:
-    """The chunks of a stream that ended as it should."""
-    lines = [line for line in text.split("\n\n") if line]
-    assert all(line.startswith("data: ") for line in lines)
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line[6:]) for line in lines[:-1]]
+@contextlib.contextmanager
+def posted(url: str, path: str, body: dict):
+    """Within the block a client waits that has sent this body; behind it, it has left."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    head += "Content-Type: application/json\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as connection:
+        connection.sendall(head.encode() + data)
+        yield
 
 
 # Answers
@@ -367,13 +345,6 @@ def patient(monkeypatch):
     go.release(1000)
 
 
-def wait_until(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_bodies_of_texts_to_embed_take_turns_and_end_with_their_client(url, patient):
     begun, go = patient
     with client(url) as http, ThreadPoolExecutor(2) as pool:
@@ -393,11 +364,7 @@ def test_bodies_of_texts_to_embed_take_turns_and_end_with_their_client(url, pati
             pass
         begun.clear()
 
-        port, body = int(url.rsplit(":", 1)[1]), json.dumps(many).encode()
-        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-        head += "Content-Type: application/json\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(head.encode() + body)
+        with posted(url, "/v1/embeddings", many):
             wait_until(lambda: begun)
         small = pool.submit(http.post, "/v1/embeddings", json=one)
         time.sleep(0.2)  # for the server to see that the first one has left
@@ -510,7 +477,7 @@ def test_what_a_stop_string_cuts_off_is_not_counted(http, engine, max_tokens):
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["choices"][0]["text"] == whole["text"][:4]
     assert answer["usage"]["completion_tokens"] == 12
-    assert engine.wait_for(lambda: not engine._live)
+    assert engine.wait_for(lambda: not engine.live)
     assert counts() == (written + 12, stopped + 1, ended + 1)
 
 
@@ -534,7 +501,7 @@ BAD = {
     "no prompts": ({"prompt": []}, "invalid_value"),
     "mixed prompts": ({"prompt": ["a", 1]}, "invalid_value"),
     "an empty one": ({"prompt": ["a", ""]}, "empty_prompt"),
-    "id outside": ({"prompt": [1, 260]}, "invalid_value"),
+    "id outside": ({"prompt": [1, 264]}, "invalid_value"),
     "negative id": ({"prompt": [-1]}, "invalid_value"),
     "empty stop": ({"stop": ""}, "invalid_value"),
     "many stops": ({"stop": ["x"] * 17}, "invalid_value"),
@@ -554,7 +521,6 @@ BAD = {
     "more than the most": ({"min_tokens": 7}, None),
     "logprobs": ({"logprobs": 21}, "invalid_value"),
     "schema without one": ({"response_format": {"type": "json_schema"}}, "missing_parameter"),
-    "refused by the engine": ({"stop": ["refuse me"]}, None),
 }
 
 
@@ -573,6 +539,15 @@ def test_a_bad_body_is_400_with_a_reason(http, engine, name):
         assert error["code"] == code
     assert len(error["message"]) > 10 and len(error["message"]) < 500
     assert len(engine.requests) == asked
+
+
+def test_what_the_engine_refuses_is_400(http, engine, monkeypatch):
+    def refuse(*_, **__):
+        raise JaxLlamaError("too much of it")
+
+    monkeypatch.setattr(engine, "submit", refuse)
+    reply = http.post("/v1/completions", json=COMPLETION)
+    assert (reply.status_code, error_of(reply)["message"]) == (400, "too much of it")
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
@@ -772,7 +747,7 @@ def test_a_slow_reader_gets_larger_pieces(http, lm, engine):
     async def read() -> list[Piece]:
         link = local(Hub(engine, {}, Metrics(), None), lm.tokenizer, (2,))
         stream = await link.submit("slow", [dataclasses.replace(engine.requests[-1], id="slow")])
-        await asyncio.to_thread(engine.wait_for, lambda: not engine._live)
+        await asyncio.to_thread(engine.wait_for, lambda: not engine.live)
         return [piece async for pieces in stream for piece in pieces]
 
     [event] = asyncio.run(read())
@@ -782,14 +757,13 @@ def test_a_slow_reader_gets_larger_pieces(http, lm, engine):
 
 
 def test_a_full_queue_is_429_with_retry_after(url, engine):
-    engine.hold(True)
-    try:
-        with ThreadPoolExecutor(engine.options.max_queue) as pool, client(url) as http:
+    with ThreadPoolExecutor(engine.options.max_queue) as pool, client(url) as http:
+        with engine.held():
             waiting = [
                 pool.submit(http.post, "/v1/completions", json=COMPLETION)
                 for _ in range(engine.options.max_queue)
             ]
-            assert engine.wait_for(lambda: len(engine._live) == engine.options.max_queue)
+            assert engine.wait_for(lambda: len(engine.live) == engine.options.max_queue)
             asked = len(engine.requests)
             never = http.post("/v1/completions", json={**COMPLETION, "n": 9})
             assert never.status_code == 400, "more than the queue takes: no retry would help"
@@ -798,27 +772,20 @@ def test_a_full_queue_is_429_with_retry_after(url, engine):
                 assert (reply.status_code, error_of(reply)["type"]) == (429, "rate_limit_error")
                 assert reply.headers["retry-after"] == "3"  # 2.5 s, in whole ones
             assert len(engine.requests) == asked
-            engine.hold(False)
-            texts = {reply.result().json()["choices"][0]["text"] for reply in waiting}
-            assert len(texts) == 1, "all are answered, and alike"
-    finally:
-        engine.hold(False)
+        texts = {reply.result().json()["choices"][0]["text"] for reply in waiting}
+        assert len(texts) == 1, "all are answered, and alike"
 
 
 def test_a_request_id_may_be_used_again_at_once(http, engine):
     headers = {"X-Request-Id": "twice"}
-    engine.hold(True)
-    try:
-        with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(3) as pool:
+        with engine.held():
             asked = [
                 pool.submit(http.post, "/v1/completions", json=body, headers=headers)
                 for body in (COMPLETION, {**COMPLETION, "stream": True}, COMPLETION)
             ]
-            assert engine.wait_for(lambda: len(engine._live) == 3)
-            engine.hold(False)
-            replies = [reply.result() for reply in asked]
-    finally:
-        engine.hold(False)
+            assert engine.wait_for(lambda: len(engine.live) == 3)
+        replies = [reply.result() for reply in asked]
     assert {reply.status_code for reply in replies} == {200}
     assert {reply.headers["x-request-id"] for reply in replies} == {"twice"}
     first, streamed, second = replies
@@ -828,68 +795,57 @@ def test_a_request_id_may_be_used_again_at_once(http, engine):
 
 
 def test_half_a_body_of_choices_is_taken_back(http, engine):
-    engine.hold(True)
-    try:
-        with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
+        with engine.held():
             first = pool.submit(http.post, "/v1/completions", json={**COMPLETION, "n": 5})
-            assert engine.wait_for(lambda: len(engine._live) == 5)
+            assert engine.wait_for(lambda: len(engine.live) == 5)
             cancelled = len(engine.cancelled)
             reply = http.post("/v1/completions", json={**COMPLETION, "n": 6})
-            assert reply.status_code == 429 and len(engine._live) == 5
+            assert reply.status_code == 429 and len(engine.live) == 5
             assert len(engine.cancelled) >= cancelled + 3
-            engine.hold(False)
-            assert len(first.result().json()["choices"]) == 5
-    finally:
-        engine.hold(False)
+        assert len(first.result().json()["choices"]) == 5
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_a_client_that_leaves_cancels_its_rows(url, engine, stream):
-    engine.hold(True)
-    try:
+    with engine.held():
         asked, cancelled = len(engine.requests), len(engine.cancelled)
-        port = int(url.rsplit(":", 1)[1])
-        body = json.dumps({**COMPLETION, "n": 2, "stream": stream}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-        head += "Content-Type: application/json\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(head.encode() + body)
+        with posted(url, "/v1/completions", {**COMPLETION, "n": 2, "stream": stream}):
             assert engine.wait_for(lambda: len(engine.requests) == asked + 2)
         assert engine.wait_for(lambda: len(engine.cancelled) == cancelled + 2)
         mine = {request.id for request in engine.requests[asked:]}
-        assert set(engine.cancelled[cancelled:]) == mine and not engine._live
-    finally:
-        engine.hold(False)
+        assert set(engine.cancelled[cancelled:]) == mine and not engine.live
 
 
 def test_an_engine_that_fails_is_told_and_the_server_is_no_longer_healthy(lm):
-    engine = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
-    engine.start()
-    with serving(lm, engine) as url, client(url) as http:
-        engine.break_down = True
+    def broken(request):
+        raise RuntimeError("as asked")
+        yield
+
+    with FakeEngine(answer=broken) as engine, serving(lm, engine) as url, client(url) as http:
         streamed = http.post("/v1/completions", json={**COMPLETION, "stream": True}).text
         assert json.loads(streamed.split("\n\n")[-2][6:])["error"]["code"] == "engine_failed"
-        for path, status in (("/v1/completions", 503), ("/v1/chat/completions", 503)):
-            body = COMPLETION if path == "/v1/completions" else CHAT
+        for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
             reply = http.post(path, json=body)
-            assert reply.status_code == status and "as asked" in error_of(reply)["message"]
+            assert reply.status_code == 503 and "as asked" in error_of(reply)["message"]
         assert http.get("/health").status_code == 503
-    engine.stop()
 
 
 def test_rows_that_the_engine_drops_when_it_stops_are_503(lm):
-    engine = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
-    engine.start()
-    engine.hold(True)
-    with serving(lm, engine) as url, client(url) as http, ThreadPoolExecutor(2) as pool:
+    with (
+        FakeEngine() as engine,
+        serving(lm, engine) as url,
+        client(url) as http,
+        ThreadPoolExecutor(2) as pool,
+        engine.held(),
+    ):
         whole = pool.submit(http.post, "/v1/completions", json=COMPLETION)
         streamed = pool.submit(http.post, "/v1/completions", json={**COMPLETION, "stream": True})
-        assert engine.wait_for(lambda: len(engine._live) == 2)
+        assert engine.wait_for(lambda: len(engine.live) == 2)
         engine.stop()
         assert whole.result().status_code == 503
-        assert (
-            json.loads(streamed.result().text.split("\n\n")[-2][6:])["error"]["code"] == "stopping"
-        )
+        error = json.loads(streamed.result().text.split("\n\n")[-2][6:])["error"]
+        assert error["code"] == "stopping"
         late = http.post("/v1/completions", json=COMPLETION)  # not the client's fault: no 400
         assert late.status_code == 503 and error_of(late)["code"] == "stopping"
         assert int(late.headers["retry-after"]) >= 1
@@ -899,25 +855,29 @@ def test_rows_that_the_engine_drops_when_it_stops_are_503(lm):
 
 
 def test_a_new_server_answers_what_the_old_one_owed(lm, tmp_path):
-    first = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
-    first.start()
     bodies = {
         "a": ("/v1/completions", {"model": NAME, "prompt": "ab", "max_tokens": 6}),  # no seed
         "b": ("/v1/chat/completions", {**CHAT, "n": 2, "stream": True, "logprobs": True}),
     }
-    first.hold(True)
-    with serving(lm, first, state=str(tmp_path)) as url, client(url) as http:
-        with ThreadPoolExecutor(3) as pool:
-            for key, (path, body) in bodies.items():
-                pool.submit(http.post, path, json=body, headers={"X-Request-Id": key})
-            assert first.wait_for(lambda: len(first._live) == 3)
-            waiting = pool.submit(http.get, "/v1/completions/cmpl-a")
-            assert error_of(http.get("/v1/completions/cmpl-zzz"))["code"] == "not_found"
-            first.stop()  # as if killed: nothing has been answered
-            assert waiting.result().status_code == 503
-    second = FakeEngine(lm.tokenizer, eos=2, max_len=MAX_LEN)
-    second.start()
-    with serving(lm, second, state=str(tmp_path)) as url, client(url) as http:
+    with (
+        FakeEngine() as first,
+        first.held(),
+        serving(lm, first, state=str(tmp_path)) as url,
+        client(url) as http,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        for key, (path, body) in bodies.items():
+            pool.submit(http.post, path, json=body, headers={"X-Request-Id": key})
+        assert first.wait_for(lambda: len(first.live) == 3)
+        waiting = pool.submit(http.get, "/v1/completions/cmpl-a")
+        assert error_of(http.get("/v1/completions/cmpl-zzz"))["code"] == "not_found"
+        first.stop()  # as if killed: nothing has been answered
+        assert waiting.result().status_code == 503
+    with (
+        FakeEngine() as second,
+        serving(lm, second, state=str(tmp_path)) as url,
+        client(url) as http,
+    ):
         a = http.get("/v1/completions/cmpl-a").json()
         b = http.get("/v1/chat/completions/chatcmpl-b").json()
         assert second.requests == first.requests, "the very same, drawn seed included"
@@ -929,7 +889,6 @@ def test_a_new_server_answers_what_the_old_one_owed(lm, tmp_path):
         assert http.get(f"/v1/completions/{again['id']}").json() == again
         assert http.get("/v1/completions/cmpl-a").json() == a
         assert http.get("/v1/chat/completions/cmpl-a").status_code == 404, "another kind"
-    second.stop()
 
 
 # Load on another server

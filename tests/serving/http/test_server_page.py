@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("uvicorn")
@@ -18,24 +16,15 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from jaxllama.language_model import LanguageModel
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import byte_tokenizer, serving
-from tests.helpers.models import LLAMA
-from tests.helpers.seeded import seeded_params
+from tests.helpers.http_server import byte_tokenizer, serving, tiny_model
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no chromium and chromedriver")
-CFG = LLAMA.replace(vocab_size=260)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
          "--disable-background-networking", "--disable-component-update", "--disable-sync",
          "--disable-dev-shm-usage", "--window-size=900,1000")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def params():
-    return jax.tree.map(jnp.asarray, seeded_params(CFG))
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +40,17 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture
-def page(browser, params, request):
+def page(browser, request):
     """(browser on the page, engine); the parameter is the server's settings and the template."""
     settings = dict(getattr(request, "param", {}))
     tokenizer = byte_tokenizer() if settings.pop("chat", True) else Tokenizer.byte_level()
-    engine = FakeEngine(tokenizer, eos=2, max_len=400)
-    engine.start()
-    with serving(LanguageModel(CFG, params, tokenizer), engine, **settings) as url:
+    with (
+        FakeEngine(max_len=400) as engine,
+        serving(tiny_model(tokenizer), engine, **settings) as url,
+    ):
         browser.get(url)
         yield browser, engine
         browser.get("about:blank")
-    engine.stop()
 
 
 def find(browser, id):
@@ -111,23 +100,22 @@ def test_a_conversation(page, tmp_path):
 def test_stop(page):
     browser, engine = page
     until(browser, lambda: "tiny" in find(browser, "model").text)
-    engine.pause_at = 0
-    find(browser, "input").send_keys("hi", Keys.ENTER)
-    assert engine.wait_for(lambda: len(engine.requests) == 1)
-    until(browser, lambda: find(browser, "stop").is_enabled())
-    assert find(browser, "log").get_attribute("aria-busy") == "true"
-    find(browser, "stop").click()
-    assert engine.wait_for(lambda: engine.cancelled == [engine.requests[0].id])
-    until(browser, lambda: is_idle(browser))
+    with engine.held():
+        find(browser, "input").send_keys("hi", Keys.ENTER)
+        assert engine.wait_for(lambda: len(engine.requests) == 1)
+        until(browser, lambda: find(browser, "stop").is_enabled())
+        assert find(browser, "log").get_attribute("aria-busy") == "true"
+        find(browser, "stop").click()
+        assert engine.wait_for(lambda: engine.cancelled == [engine.requests[0].id])
+        until(browser, lambda: is_idle(browser))
     assert find(browser, "status").text == "stopped"
     assert said(browser) == [] and find(browser, "input").get_attribute("value") == "hi"
-    engine.pause_at = 5
-    find(browser, "input").send_keys(Keys.ENTER)
-    until(browser, lambda: len(said(browser)) == 2 and len(said(browser)[1]) >= 4)
-    find(browser, "input").send_keys(Keys.ESCAPE)
-    until(browser, lambda: is_idle(browser))
+    with engine.held(5):
+        find(browser, "input").send_keys(Keys.ENTER)
+        until(browser, lambda: len(said(browser)) == 2 and len(said(browser)[1]) >= 4)
+        find(browser, "input").send_keys(Keys.ESCAPE)
+        until(browser, lambda: is_idle(browser))
     kept = said(browser)[1]
-    engine.pause_at = None
     find(browser, "input").send_keys("on", Keys.ENTER)
     until(browser, lambda: len(said(browser)) == 4 and is_idle(browser))
     assert bytes(engine.requests[-1].prompt).decode() == (

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("uvicorn")
@@ -18,26 +16,18 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from jaxllama.language_model import LanguageModel
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import NAME, byte_tokenizer, serving
-from tests.helpers.models import LLAMA
-from tests.helpers.seeded import seeded_params
+from tests.helpers.http_server import NAME, serving
 
-CFG = LLAMA.replace(vocab_size=260)
 # Limits that need the tokenizer, and numbers like 2.0, are refused beyond what a schema says.
 EXCLUDED = [positive_data_acceptance]
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    lm = LanguageModel(CFG, jax.tree.map(jnp.asarray, seeded_params(CFG)), byte_tokenizer())
-    engine = FakeEngine(lm.tokenizer, eos=2, max_len=512, max_queue=200)
-    engine.start()
+def page(lm, tmp_path_factory):
     state = str(tmp_path_factory.mktemp("state"))
-    with serving(lm, engine, state=state) as url:
+    with FakeEngine(max_len=512, max_queue=200) as engine, serving(lm, engine, state=state) as url:
         yield schemathesis.openapi.from_url(f"{url}/openapi.json")
-    engine.stop()
 
 
 OPERATIONS = [

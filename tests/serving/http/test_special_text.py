@@ -11,10 +11,8 @@ pytest.importorskip("uvicorn")
 
 from jaxllama.cli import common, generate
 from jaxllama.language_model import LanguageModel
-from jaxllama.text.tokenizer import Tokenizer
-from tests.helpers.fake_engine import ScriptedEngine
-from tests.helpers.http_server import NAME, client, serving
-from tests.helpers.models import LLAMA
+from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.http_server import NAME, byte_tokenizer, client, serving, tiny_model
 
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
@@ -28,10 +26,7 @@ ONE_TURN = [256, 257]
 
 @pytest.fixture(scope="module")
 def lm() -> LanguageModel:
-    backend = Tokenizer.byte_level()._backend
-    backend.add_special_tokens([BEGIN, END])
-    own = Tokenizer(backend, "test tokenizer", chat_template=TEMPLATE)
-    return LanguageModel(LLAMA.replace(vocab_size=264), {}, own)
+    return tiny_model(byte_tokenizer(TEMPLATE, [BEGIN, END]))
 
 
 def special(ids) -> list[int]:
@@ -40,10 +35,8 @@ def special(ids) -> list[int]:
 
 @pytest.mark.parametrize("parse_special", [False, True])
 def test_over_http(lm, parse_special):
-    own = Tokenizer(lm.tokenizer._backend, "test tokenizer", chat_template=TEMPLATE)
+    own = byte_tokenizer(TEMPLATE, [BEGIN, END])
     own.parse_special = parse_special
-    engine = ScriptedEngine(own, eos=2, max_len=512)
-    engine.start()
     asked = {
         "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
         "/v1/responses": {"input": SAID, "max_output_tokens": 1},
@@ -52,13 +45,16 @@ def test_over_http(lm, parse_special):
     }
     turn = [256, 257, 256, 257] if parse_special else ONE_TURN
     want = {**dict.fromkeys(asked, turn), "/v1/completions": [257, 256]}
-    with serving(dataclasses.replace(lm, tokenizer=own), engine) as url, client(url) as http:
+    with (
+        FakeEngine(max_len=512) as engine,
+        serving(dataclasses.replace(lm, tokenizer=own), engine) as url,
+        client(url) as http,
+    ):
         for path, body in asked.items():
             reply = http.post(path, json={"model": NAME, **body})
             assert reply.status_code == 200, reply.text
             ids = reply.json()["tokens"] if path == "/tokenize" else engine.requests[-1].prompt
             assert special(ids) == want[path], path
-    engine.stop()
 
 
 def test_in_python_and_on_the_command_line(lm, monkeypatch):

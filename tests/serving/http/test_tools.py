@@ -1,13 +1,13 @@
-"""Calls of tools and reasoning, by OpenAI's own client: what models write (a scripted engine), and
-what grammar makes a model without sense write (a real one)."""
+"""Calls of tools and reasoning, by OpenAI's own client: what models write (by script), and what a
+grammar allows.  ``test_real_engine`` has what a grammar makes a model without sense write."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("uvicorn")
@@ -17,8 +17,6 @@ pytest.importorskip("llguidance")
 import openai
 
 from jaxllama.errors import JaxLlamaError
-from jaxllama.language_model import LanguageModel
-from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.grammar import GrammarCompiler
 from jaxllama.serving.engine.request import Grammar
 from jaxllama.serving.http.bodies import Chat
@@ -26,12 +24,9 @@ from jaxllama.serving.http.calls import Prompts
 from jaxllama.serving.http.schemas import ApiError
 from jaxllama.serving.http.tool_formats import FORMATS, CallReader
 from jaxllama.text.tokenizer import Tokenizer
-from tests.helpers.fake_engine import ScriptedEngine
-from tests.helpers.http_server import NAME, serving, talking
-from tests.helpers.models import LLAMA
-from tests.helpers.seeded import seeded_params
+from tests.helpers.fake_engine import FakeEngine, says
+from tests.helpers.http_server import CFG, NAME, byte_tokenizer, talking
 
-CFG = LLAMA.replace(vocab_size=264)
 MAX_LEN = 2048
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
 # As checkpoints' templates have it, in small.
@@ -70,40 +65,19 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def tokenizer(form: str, tail: str = "") -> Tokenizer:
-    backend = Tokenizer.byte_level()._backend
-    backend.add_special_tokens(SPECIAL)
-    template = TURNS.replace("CALL%", CALLS[form]) + tail
-    return Tokenizer(backend, "test tokenizer", chat_template=template)
+    return byte_tokenizer(TURNS.replace("CALL%", CALLS[form]) + tail, SPECIAL)
 
 
-@pytest.fixture(scope="module")
-def lm():
-    params = jax.tree.map(jnp.asarray, seeded_params(CFG))
-    return LanguageModel(CFG, params, tokenizer("hermes"))
+class Scripted(NamedTuple):
+    """OpenAI's client of a server whose model answers by script."""
 
+    client: Any
+    engine: FakeEngine
+    tokenizer: Tokenizer
 
-class Scripted:
-    """A client of a server whose model answers by script."""
-
-    def __init__(self, lm, form: str, tail: str = "") -> None:
-        self.lm = dataclasses.replace(lm, tokenizer=tokenizer(form, tail))
-        self.engine = ScriptedEngine(self.lm.tokenizer, eos=2, max_len=MAX_LEN)
-
-    def __enter__(self):
-        self.engine.start()
-        self._serving = serving(self.lm, self.engine)
-        url = self._serving.__enter__()
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        return self
-
-    def __exit__(self, *error):
-        self.client.close()
-        self._serving.__exit__(*error)
-        self.engine.stop()
-
-    def ask(self, says: str, **fields):
-        """The whole answer's choice, which the client's own reading of the stream equals."""
-        self.engine.script = lambda prompt: says
+    def ask(self, text: str, **fields):
+        """The choice of the answer ``text``, which the client reads alike from the stream."""
+        self.engine.answer = says(self.tokenizer, text)
         ask = {"model": NAME, "messages": USER, "tools": TOOLS, "seed": 1, **fields}
         [choice] = self.client.chat.completions.create(**ask).choices
         if choice.finish_reason == "length":
@@ -116,6 +90,20 @@ class Scripted:
         assert (streamed.message.content or "") == (choice.message.content or "")
         assert spelt(streamed.message) == spelt(choice.message)
         return choice
+
+    def prompt(self) -> str:
+        """What the model was asked last."""
+        return self.tokenizer.decode(self.engine.requests[-1].prompt, skip_special=False)
+
+
+@contextlib.contextmanager
+def scripted(lm, form: str, tail: str = "") -> Iterator[Scripted]:
+    own = tokenizer(form, tail)
+    with (
+        FakeEngine(max_len=MAX_LEN) as engine,
+        talking(dataclasses.replace(lm, tokenizer=own), engine) as client,
+    ):
+        yield Scripted(client, engine, own)
 
 
 def spelt(message) -> list[tuple[str, str]]:
@@ -144,7 +132,7 @@ TIME = {
 
 @pytest.mark.parametrize("form", WRITTEN)
 def test_calls_in_every_format(lm, form):
-    with Scripted(lm, form) as server:
+    with scripted(lm, form) as server:
         choice = server.ask(WRITTEN[form] % ONE)
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
         assert spelt(choice.message) == [("weather", ONE), ("time", "{}")]
@@ -155,7 +143,7 @@ def test_calls_in_every_format(lm, form):
         # The client sends the call back as it came, with what the tool said.
         turns = [*USER, choice.message, {"role": "tool", "content": "12", "tool_call_id": first.id}]
         server.ask("fine", messages=turns)
-        shown = server.lm.tokenizer.decode(server.engine.requests[-1].prompt, skip_special=False)
+        shown = server.prompt()
         mark = FORMS[form].mark or "<|python_tag|>"
         assert f"<assistant>{mark}" in shown and '"Oslo"' in shown and "<tool weather>12\n" in shown
 
@@ -169,7 +157,7 @@ def test_calls_in_every_format(lm, form):
 
 
 def test_words_before_a_call_and_between_events(lm):
-    with Scripted(lm, "hermes") as server:
+    with scripted(lm, "hermes") as server:
         choice = server.ask("Let me see.\n\n" + WRITTEN["hermes"] % ONE, logprobs=True)
         assert choice.message.content == "Let me see." and len(choice.message.tool_calls) == 2
         assert len(choice.logprobs.content) == len("Let me see.\n\n" + WRITTEN["hermes"] % ONE)
@@ -228,7 +216,7 @@ def test_reasoning_is_split_off(lm, first, last):
         "{% if open %}" + first + "\n{% elif closed %}" + first + "\n\n" + last + "\n\n{% endif %}"
     )
     thought, said = f"\nWell, 1 < 2.\n{last}\n\n", "Yes."
-    with Scripted(lm, "hermes", tail) as server:
+    with scripted(lm, "hermes", tail) as server:
         for text, variables in ((first + thought + said, {}), (thought + said, {"open": True})):
             extra = {"chat_template_kwargs": variables}
             choice = server.ask(text, extra_body=extra)
@@ -244,19 +232,19 @@ def test_reasoning_is_split_off(lm, first, last):
         assert off.message.content == said and off.message.reasoning_content is None
         turns = [*USER, choice.message, *USER]
         server.ask(said, messages=turns)
-        shown = server.lm.tokenizer.decode(server.engine.requests[-1].prompt)
+        shown = server.prompt()
         assert "<why>Well, 1 < 2.</why>Yes." in shown
 
 
 def test_continued_messages_and_template_variables(lm):
-    with Scripted(lm, "hermes", "{{ more }}") as server:
+    with scripted(lm, "hermes", "{{ more }}") as server:
 
         def prompt(**extra) -> str:
             messages = [*USER, {"role": "assistant", "content": "I think "}]
             server.client.chat.completions.create(
                 model=NAME, messages=messages, max_tokens=1, extra_body=extra
             )
-            return bytes(server.engine.requests[-1].prompt).decode()
+            return server.prompt()
 
         whole = "<user>hi\n<assistant>I think "
         assert prompt() == whole + "\n<assistant>"
@@ -275,7 +263,7 @@ def test_continued_messages_and_template_variables(lm):
 
 def test_choices_that_cannot_be(lm):
     named = {"type": "function", "function": {"name": "nobody"}}
-    with Scripted(lm, "hermes") as server:
+    with scripted(lm, "hermes") as server:
         for fields in (
             {"tool_choice": "required", "tools": openai.NOT_GIVEN},
             {"tool_choice": named},
@@ -389,8 +377,7 @@ def test_forms_of_output(lm, name, thinks):
 
 def test_the_format_is_that_of_the_template_for_tools(lm):
     templates = {"default": TURNS, "tool_use": TURNS.replace("CALL%", CALLS["mistral"])}
-    backend = tokenizer("hermes")._backend
-    named = Tokenizer(backend, "test tokenizer", chat_template=templates)
+    named = byte_tokenizer(templates, SPECIAL)
     prompts = Prompts(dataclasses.replace(lm, tokenizer=named), NAME, MAX_LEN, 8)
     body = {"model": NAME, "messages": USER, "tools": TOOLS}
     assert prompts.chat(Chat(**body), "x").reading.tools.format.name == "mistral"
@@ -413,7 +400,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("family", UNKNOWN)
 def test_tools_of_a_template_of_unknown_form_are_refused(lm, family):
     template = TURNS.replace("CALL%", "") + "{# " + UNKNOWN[family] + " #}"
-    own = Tokenizer(tokenizer("hermes")._backend, "test tokenizer", chat_template=template)
+    own = byte_tokenizer(template, SPECIAL)
     prompts = Prompts(dataclasses.replace(lm, tokenizer=own), NAME, MAX_LEN, 8)
     body = {"model": NAME, "messages": USER, "tools": TOOLS}
     with pytest.raises(ApiError, match=r"tools: .* a form that is not known here") as refused:
@@ -461,23 +448,6 @@ def test_a_schema_that_is_not_strict_is_held_to_as_far_as_can_be(lm, name, think
         matches(lm, strict.requests[0].grammar, begin + good)
 
 
-def test_notes_are_in_the_answer(client):
-    schema = {"type": "array", "items": {"enum": [1]}, "maxItems": 2, "uniqueItems": True}
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    ask = {"model": NAME, "max_tokens": 9, "seed": 1}
-    chat = {**ask, "messages": USER, "response_format": form}
-    more = {"extra_body": {"response_format": form}}
-    text = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
-    found = [
-        client.chat.completions.create(**chat).warnings,
-        next(iter(client.chat.completions.create(**chat, stream=True))).warnings,
-        client.completions.create(**ask, prompt="x", **more).warnings,
-        client.responses.create(model=NAME, input="x", max_output_tokens=9, text=text).warnings,
-    ]
-    assert found == [['Unimplemented keys: ["uniqueItems"]']] * 4
-    assert client.completions.create(**ask, prompt="x").warnings is None
-
-
 def test_schemas_may_refer_to_their_parts(lm):
     parts = {"type": "object", "properties": {"at": {"$ref": "#/$defs/Place"}}, "required": ["at"],
              "additionalProperties": False, "$defs": {"Place": {"enum": ["Oslo"]}}}  # fmt: skip
@@ -490,91 +460,3 @@ def test_a_grammar_that_is_none_is_refused(lm):
     for kind, source in (("lark", "start: nobody"), ("lark", 'root ::= "a')):
         with pytest.raises(JaxLlamaError, match="lark: "):
             matches(lm, Grammar(kind, source), "")
-
-
-# A real engine
-
-
-@pytest.fixture(scope="module")
-def client(lm):
-    engine = Engine(lm, max_slots=1, max_len=MAX_LEN, prefill_chunk=256)
-    engine.start()
-    with talking(lm, engine) as client:
-        yield client
-    assert engine.stats().compilations == 0
-    engine.stop()
-
-
-def test_an_agent_of_ten_calls(client):
-    """As agents do it: call, run, tell, until the model has to speak."""
-    messages = list(USER)
-    for turn in range(10):
-        answer = client.chat.completions.create(
-            model=NAME, messages=messages, tools=TOOLS[:1], tool_choice="required",
-            parallel_tool_calls=False, seed=turn,
-        )  # fmt: skip
-        [choice] = answer.choices
-        assert choice.finish_reason == "tool_calls"
-        [call] = choice.message.tool_calls
-        asked = json.loads(call.function.arguments)
-        assert asked["city"] in ("Oslo", "Rome") and asked["days"] in (1, 2)
-        result = {"role": "tool", "tool_call_id": call.id, "content": f"{asked['city']} is cold"}
-        messages += [choice.message.model_dump(exclude_none=True), result]
-    last = client.chat.completions.create(
-        model=NAME, messages=messages, tools=TOOLS, tool_choice="none", max_tokens=5, seed=1
-    )
-    assert last.choices[0].message.tool_calls is None
-    assert last.usage.prompt_tokens > 10 * len(TIME["hermes"])
-
-
-def test_a_named_call_streams(client):
-    named = {"type": "function", "function": {"name": "weather"}}
-    with client.chat.completions.stream(
-        model=NAME, messages=USER, tools=TOOLS, tool_choice=named, seed=3
-    ) as stream:
-        kinds = [event.type for event in stream]
-    [choice] = stream.get_final_completion().choices
-    [call] = choice.message.tool_calls
-    assert choice.finish_reason == "tool_calls" and call.function.name == "weather"
-    assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
-    assert kinds.count("tool_calls.function.arguments.delta") > 5
-    assert kinds.count("tool_calls.function.arguments.done") == 1
-
-
-def test_min_tokens_and_stop_token_ids(client):
-    def ask(**extra):
-        return client.completions.create(
-            model=NAME, prompt="ab", max_tokens=12, seed=4, logit_bias={"2": 100},
-            extra_body=extra,
-        )  # fmt: skip
-
-    assert ask().usage.completion_tokens == 1, "the stop token at once"
-    held = ask(min_tokens=7)
-    assert held.usage.completion_tokens == 8 and held.choices[0].finish_reason == "stop"
-    text = ask(ignore_eos=True, min_tokens=0).choices[0].text
-    assert len(text.encode()) == 12
-    bias = {"logit_bias": {"97": 100}}
-    ended = ask(stop_token_ids=[97], **bias)
-    assert ended.usage.completion_tokens == 1 and ended.choices[0].text == ""
-    both = ask(stop_token_ids=[97], min_tokens=3, **bias)
-    assert both.usage.completion_tokens == 4 and "a" not in both.choices[0].text
-    assert ask(stop=["a"], min_tokens=3, **bias).choices[0].text == "aaa"
-    one = ask(guided_choice=["b"], min_tokens=5)
-    assert one.choices[0].text == "b", "a form that allows no more"
-
-
-def test_only_allowed_tokens_are_written(client):
-    def ask(**extra):
-        [choice] = client.chat.completions.create(
-            model=NAME, messages=USER, max_tokens=9, seed=4, logit_bias={"2": 100}, extra_body=extra
-        ).choices
-        return choice
-
-    assert ask().message.content == "", "the stop token at once"
-    some = ask(allowed_token_ids=[97, 98])
-    assert some.finish_reason == "length" and set(some.message.content) <= {*"ab"}
-    assert len(some.message.content) == 9
-    assert ask(allowed_token_ids=[97, 2]).finish_reason == "stop", "a stop token among them"
-    for wrong in ([CFG.vocab_size], []):
-        with pytest.raises(openai.BadRequestError, match="allowed_token_ids"):
-            ask(allowed_token_ids=wrong)
