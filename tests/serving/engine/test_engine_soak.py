@@ -15,7 +15,7 @@ import pytest
 import jaxllama as jl
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.request import Event, QueueFull, Request
-from tests.serving.engine.test_engine import model
+from tests.helpers.engine_cases import model
 
 REQUESTS, CLIENTS = 10_000, 8
 

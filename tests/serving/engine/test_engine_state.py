@@ -1,4 +1,4 @@
-"""An engine's journal and its replay, and its cache operations for every cache dtype."""
+"""Engines of a model with states: tokens, drafts, the journal and its replay, every cache dtype."""
 
 from __future__ import annotations
 
@@ -15,20 +15,109 @@ import pytest
 import jaxllama as jl
 from jaxllama.serving.engine import slots as device
 from jaxllama.serving.engine.engine import Engine
+from jaxllama.serving.engine.options import ResolvedOptions
 from jaxllama.serving.engine.request import Event, Grammar, Request
-from tests.helpers.models import FAMILIES, params_of
-from tests.serving.engine.test_engine import (
+from tests.helpers.engine_cases import (
+    CONFIGS,
+    MAX_NEW,
     OPTIONS,
     PROMPTS,
     SAMPLINGS,
-    check_answer,
     engine,
     model,
     run_schedule,
+    search,
     written,
 )
+from tests.helpers.models import FAMILIES, params_of
 
 FAMILY = "hybrid"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_size():
+    """Decode programs of one size, which halves what is compiled; ``test_engine`` has them all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResolvedOptions, "sizes", property(lambda options: (options.max_slots,)))
+        yield
+
+
+@pytest.mark.core
+def test_tokens_are_those_of_the_request_alone():
+    search(FAMILY, 8)
+    assert engine(FAMILY).stats().preemptions > 0
+
+
+SOME = [FAMILY, *(pytest.param(family, marks=pytest.mark.slow)
+                  for family in ("llama", "gla", "window"))]  # fmt: skip
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", SOME)
+def test_drafts_change_no_tokens(family):
+    """Texts that repeat and texts that do not, alone and together, drawn, with penalties and bias,
+    cancelled in the middle of a draft, preempted, ended by their length within one."""
+    eng = engine(family, draft="ngram")
+    schedule = [(9, 5, 24, 0, 0, None), (3, 6, 23, 0, 0, None), (2, 7, 22, 1, 0, None),
+                (7, 5, 21, 2, 0, 5), (8, 2, 24, 3, 1, None), (9, 3, 20, 5, 0, None),
+                (0, 6, 24, 14, 0, None)]  # fmt: skip
+    run_schedule(family, eng, schedule)
+    stats = eng.stats()
+    assert stats.preemptions > 0 and 20 < stats.accepted_tokens < stats.drafted_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_tokens", [0, 15])
+@pytest.mark.parametrize("family", [*CONFIGS])
+def test_drafts_change_no_tokens_in_many_schedules(family, draft_tokens):
+    drafts = {"draft": "ngram", "draft_tokens": draft_tokens}
+    search(family, 40, **drafts)
+    stats = engine(family, **drafts).stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens and stats.preemptions > 0
+
+
+@pytest.mark.core
+def test_a_row_whose_drafts_are_right_takes_fewer_steps():
+    """Up to a draft and one token a pass.  Drafts that are wrong stop; and what the host masks, as
+    ``min_tokens`` does, ends a call where its mask ends."""
+    eng, prompt = engine(FAMILY, draft="ngram"), PROMPTS[4]
+    calls = {}
+    for kind, sampling in (("right", SAMPLINGS[5]), ("wrong", jl.Sampling(temperature=5.0))):
+        before = eng.stats()
+        request = Request(kind, prompt * 2, MAX_NEW, sampling, ignore_eos=True)
+        events = eng.generate([request])[kind]
+        calls[kind] = len(events)
+        drafted = eng.stats().drafted_tokens - before.drafted_tokens
+        accepted = eng.stats().accepted_tokens - before.accepted_tokens
+        assert accepted >= 16 if kind == "right" else drafted == 7
+    assert calls == {"right": 3, "wrong": MAX_NEW // OPTIONS["steps_per_call"]}
+    least = Request("least", prompt, 12, SAMPLINGS[5], min_tokens=4, stop_token_ids=(5,))
+    events = eng.generate([least])["least"]
+    assert [len(event.tokens) for event in events] == [3, 1, 1]
+    tokens, _ = written(events)
+    assert tokens.index(5) == 4 and events[-1].finish_reason == "stop"
+
+
+def test_likeliest_tokens_and_stop_strings_do_not_see_the_draft():
+    plain, drafts = engine(FAMILY), engine(FAMILY, draft="ngram")
+    bias = jl.Sampling(temperature=1.0, seed=4, logit_bias={97: 50.0, 98: 48.0})
+    requests = [
+        Request("top", tuple(b"abab"), 20, bias, logprobs=3, ignore_eos=True),
+        Request("stop", tuple(b"abab"), 20, bias, stop=("aab",)),
+    ]
+    want, got = plain.generate(requests), drafts.generate(requests)
+    for key, events in got.items():
+        assert "".join(e.text for e in events) == "".join(e.text for e in want[key])
+        assert written(events)[0] == written(want[key])[0]
+        assert events[-1].finish_reason == want[key][-1].finish_reason
+        tops = [[pair for e in some for top in e.top_logprobs for pair in top]
+                for some in (events, want[key])]  # fmt: skip
+        assert [token for token, _ in tops[0]] == [token for token, _ in tops[1]]
+        np.testing.assert_allclose(*([value for _, value in top] for top in tops), atol=2e-5)
+    assert want["stop"][-1].finish_reason == "stop"
+
+
+# The journal
 
 
 def requests_of(n: int) -> list[Request]:
@@ -85,6 +174,7 @@ def told(events: dict[str, list[Event]]) -> dict[str, tuple]:
     return {key: (*written(value), value[-1].finish_reason) for key, value in events.items()}
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("draft", [None, "ngram"])
 def test_a_journal_replays_bit_for_bit(tmp_path, draft):
     eng = Engine(model(FAMILY), state=tmp_path, draft=draft, **OPTIONS)
@@ -146,17 +236,6 @@ def test_deadlines_strike_again_at_their_steps(tmp_path, monkeypatch):
     assert told(again) == told(events) and other.steps == eng.steps
 
 
-def test_a_restored_engine_finishes_the_same_tokens(tmp_path):
-    eng = Engine(model(FAMILY), state=tmp_path, **OPTIONS)
-    request = Request("one", PROMPTS[8], 20, SAMPLINGS[2])
-    eng.submit(request, lambda event: None)
-    for _ in range(4):
-        eng.step()
-    eng.journal.close()  # a kill
-    _, after = restored(tmp_path)
-    check_answer(FAMILY, request, after["one"])
-
-
 def test_folders_that_are_no_engines_are_refused(tmp_path):
     for folder in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(jl.JaxLlamaError, match="not an engine's journal"):
@@ -165,14 +244,16 @@ def test_folders_that_are_no_engines_are_refused(tmp_path):
     with pytest.raises(jl.JaxLlamaError, match="file is not a database"):
         Engine.restore(tmp_path, model("llama"))
     Engine(model(FAMILY), state=tmp_path / "other", **OPTIONS).stop()
-    with pytest.raises(jl.JaxLlamaError, match="journal of another model than tiny-bytes"):
+    with pytest.raises(jl.JaxLlamaError, match="journal of another model than tiny-llama"):
         Engine.restore(tmp_path / "other", model("llama"))
 
+
+# Caches
 
 DTYPES = ("float32", "bfloat16", "int8", "int4", "float8_e4m3fn")
 
 
-@pytest.mark.parametrize("dtype", DTYPES[2:])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_rows_pages_and_snapshots_move_unchanged(dtype):
     """Row 2 of three begins with a snapshot and two pages, and all that is another's keeps its
     bits, in a decode call of its own that takes a third page."""

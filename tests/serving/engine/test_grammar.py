@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama.language_model import LanguageModel
+from jaxllama.config import ModelConfig
 from jaxllama.model.decoder import forward, logits
 from jaxllama.sampling import History, SamplingParams, sample
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.grammar import GrammarCompiler
 from jaxllama.serving.engine.request import Event, Grammar, Request
-from jaxllama.text.tokenizer import Tokenizer
-from tests.helpers.models import FAMILIES, params_of
+from tests.helpers.engine_cases import MAX_LEN, OPTIONS, model
 
 llguidance = pytest.importorskip("llguidance")
-MAX_LEN = 80
-OPTIONS = {"max_slots": 4, "max_len": MAX_LEN, "prefill_chunk": 16, "steps_per_call": 3}
 SCHEMA = {
     "type": "object",
     "properties": {"first_name": {"enum": ["x", "yz"]}, "employed": {"type": "boolean"}},
@@ -41,10 +38,10 @@ REQUESTS = (
 )  # fmt: skip
 
 
-@functools.cache
-def model(family: str) -> LanguageModel:
-    cfg = FAMILIES[family].replace(vocab_size=256, name="tiny-bytes")
-    return LanguageModel(cfg, params_of(cfg), Tokenizer.byte_level())
+@functools.partial(jax.jit, static_argnums=0)
+def scores_of(cfg: ModelConfig, params, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    hidden, _ = forward(cfg, params, tokens, length[None])
+    return logits(cfg, params, hidden[:, length - 1])
 
 
 @functools.cache
@@ -52,17 +49,11 @@ def alone(family: str, request: Request) -> tuple[list[int], list[float]]:
     """One token after the other: all of the text through the model, a mask of the library's own."""
     lm = model(family)
     cfg, params = lm.config, SamplingParams.stack([request.sampling], lm.config.vocab_size, 0)
+    draw = jax.jit(lambda *arrays: sample(arrays[0], params, *arrays[1:]))
     matcher = None
     if request.grammar is not None:
         compiler = GrammarCompiler(lm.tokenizer, cfg.vocab_size, cfg.eos_token_ids)
         matcher = compiler.matcher(request.grammar)._matcher
-
-    @jax.jit
-    def draw(tokens, length, history, allowed):
-        hidden, _ = forward(cfg, lm.params, tokens, length[None])
-        scores = logits(cfg, lm.params, hidden[:, length - 1])
-        return sample(scores, params, length[None], history, allowed)
-
     text, logprobs, history = list(request.prompt), [], None
     if request.sampling.has_penalties:
         prompt = jnp.asarray([request.prompt])
@@ -74,8 +65,9 @@ def alone(family: str, request: Request) -> tuple[list[int], list[float]]:
             allowed = np.unpackbits(bits, bitorder="little")[:256].astype(bool)
         if len(logprobs) < request.min_tokens and allowed.sum() > 1:
             allowed[list(cfg.eos_token_ids)] = False
-        padded = jnp.asarray([text + [0] * (MAX_LEN - len(text))])
-        token, logprob = draw(padded, np.int32(len(text)), history, jnp.asarray(allowed[None]))
+        padded = np.asarray([text + [0] * (MAX_LEN - len(text))])
+        scores = scores_of(cfg, lm.params, padded, np.int32(len(text)))
+        token, logprob = draw(scores, np.asarray([len(text)], np.int32), history, allowed[None])
         text.append(int(token[0]))
         logprobs.append(float(logprob[0]))
         history = None if history is None else history.add(token)
@@ -93,34 +85,30 @@ def check(family: str, request: Request, events: list[Event]) -> None:
     np.testing.assert_allclose(got, logprobs, atol=1e-4)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "draft"),
     [
-        ("gqa", {"draft": "ngram"}),
-        ("hybrid", {"cache_tokens": 80}),
-        pytest.param("gqa", {"draft": "first"}, marks=pytest.mark.slow),
+        ("llama", None),
+        pytest.param("hybrid", "ngram", marks=pytest.mark.slow),
+        pytest.param("llama", "first", marks=pytest.mark.slow),
     ],
 )
-def test_tokens_are_those_of_one_mask_a_token(family, options):
-    if options.get("draft") == "first":
-        options = {**options, "draft": model(family).first_layers(1)}
-    eng = Engine(model(family), **{**OPTIONS, **options})
+def test_tokens_are_those_of_one_mask_a_token(family, draft):
+    eng = Engine(
+        model(family),
+        **{**OPTIONS, "cache_tokens": 96},
+        draft=model(family).first_layers(1) if draft == "first" else draft,
+    )
     events = eng.generate(REQUESTS)
     for request in REQUESTS:
         check(family, request, events[request.id])
-    assert eng.stats().preemptions > 0 or "cache_tokens" not in options
+    assert eng.stats().preemptions > 0
     assert [event.finish_reason for event in events["cut"]][-1] == "length"
     answer = "".join(event.text for event in events["json"])
     assert json.loads(answer).keys() == SCHEMA["properties"].keys()
     assert all(len(event.top_logprobs) == len(event.tokens) for event in events["word"])
-
-
-def test_forced_tokens_are_written_without_a_look_of_the_host():
-    """As many a call as unrestricted ones, call after call; with drafts, as many as drafts."""
-    calls = {}
-    for name, options in (("plain", {}), ("drafts", {"draft": "ngram"})):
-        eng = Engine(model("gqa"), **{**OPTIONS, **options})
-        events = eng.generate([REQUESTS[2]])["word"]
-        assert "".join(event.text for event in events) == "the only answer"
-        calls[name] = [len(event.tokens) for event in events]
-    assert calls == {"plain": [3] * 5, "drafts": [15]}
+    # Forced tokens take no look of the host: as many a call as drafts, call after call.
+    again = eng.generate([REQUESTS[2]])["word"]
+    assert "".join(event.text for event in again) == "the only answer"
+    assert [len(event.tokens) for event in again] == ([15] if draft else [3] * 5)

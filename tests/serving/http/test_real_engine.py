@@ -32,7 +32,7 @@ def lm():
 
 @pytest.fixture(scope="module")
 def engine(lm):
-    engine = Engine(lm, max_slots=2, max_len=1024, prefill_chunk=16, max_queue=8)
+    engine = Engine(lm, max_slots=1, max_len=1024, prefill_chunk=16, max_queue=8)
     engine.start()
     yield engine
     engine.stop()

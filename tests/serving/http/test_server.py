@@ -438,24 +438,25 @@ def test_an_adapter_is_a_model_of_its_own(lm, engine):
         assert refused.status_code == 400 and error_of(refused)["param"] == "model"
 
 
-def test_metrics_count_what_happened(http, engine):
-    def value(name, **labels):
-        page = http.get("/metrics").text
-        samples = [s for f in text_string_to_metric_families(page) for s in f.samples]
-        return sum(
-            sample.value for sample in samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )  # fmt: skip
+def metric(http, name: str, **labels) -> float:
+    """The sum of a metric's samples that have these labels."""
+    page = http.get("/metrics").text
+    samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
+    found = [s for s in samples if s.name == name and labels.items() <= s.labels.items()]
+    return sum(sample.value for sample in found)
 
+
+def test_metrics_count_what_happened(http):
     name, labels = "jaxllama_http_requests_total", {"path": "/v1/completions", "status": "200"}
-    before, ended = value(name, **labels), value("jaxllama_requests_finished_total")
+    before, ended = metric(http, name, **labels), metric(http, "jaxllama_requests_finished_total")
     http.post("/v1/completions", json=COMPLETION)
-    assert value(name, **labels) == before + 1
-    assert value("jaxllama_requests_finished_total", reason="length") >= 1
-    assert value("jaxllama_requests_finished_total") == ended + 1
-    assert value("jaxllama_slots") == 16 and value("jaxllama_cache_capacity_tokens") == 100
+    assert metric(http, name, **labels) == before + 1
+    assert metric(http, "jaxllama_requests_finished_total", reason="length") >= 1
+    assert metric(http, "jaxllama_requests_finished_total") == ended + 1
+    assert metric(http, "jaxllama_slots") == 16
+    assert metric(http, "jaxllama_cache_capacity_tokens") == 100
     http.get("/wp-admin.php")
-    assert value(name, path="other", status="404") >= 1
+    assert metric(http, name, path="other", status="404") >= 1
 
 
 @pytest.mark.parametrize("max_tokens", [60, 12], ids=["in the middle", "with the last token"])
@@ -463,12 +464,9 @@ def test_what_a_stop_string_cuts_off_is_not_counted(http, engine, max_tokens):
     """The engine writes on until it hears of the stop string; nobody counts that."""
 
     def counts() -> tuple[float, float, float]:
-        page = http.get("/metrics").text
-        samples = [s for f in text_string_to_metric_families(page) for s in f.samples]
-        ended = {s.labels["reason"]: s.value for s in samples
-                 if s.name == "jaxllama_requests_finished_total"}  # fmt: skip
-        [written] = [s.value for s in samples if s.name == "jaxllama_completion_tokens_total"]
-        return written, ended.get("stop", 0), sum(ended.values())
+        ended = "jaxllama_requests_finished_total"
+        written = metric(http, "jaxllama_completion_tokens_total")
+        return written, metric(http, ended, reason="stop"), metric(http, ended)
 
     [whole] = http.post("/v1/completions", json={**COMPLETION, "max_tokens": 40}).json()["choices"]
     written, stopped, ended = counts()
