@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxllama import __version__
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 # A shell that starts a job in the background has it ignore SIGINT.
 BEGIN = """
@@ -63,6 +65,7 @@ def test_ctrl_c_is_one_line_and_130(moment):
 def test_a_command_that_ends_keeps_its_status():
     for words, status in ((["--version"], 0), (["plan", "--zzz"], 2)):
         ended = subprocess.run(
-            [sys.executable, "-m", "jaxllama", *words], capture_output=True, cwd=CHECKOUT
+            [sys.executable, "-m", "jaxllama", *words], capture_output=True, text=True, cwd=CHECKOUT
         )
         assert ended.returncode == status
+        assert ended.stdout == (f"jaxllama {__version__}\n" if status == 0 else "")

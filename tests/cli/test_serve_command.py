@@ -9,12 +9,14 @@ import dataclasses
 import json
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("uvicorn")
@@ -23,21 +25,22 @@ pytest.importorskip("httpx2")
 import httpx2 as httpx
 
 from jaxllama.bench.load_generator import Lengths
+from jaxllama.cli import serve as server
 from jaxllama.cli.main import main, parser
+from jaxllama.errors import JaxLlamaError
 from jaxllama.serving.engine.options import EngineOptions
 from jaxllama.serving.engine.stats import Stats
 from jaxllama.serving.http import process as server_process
+from jaxllama.serving.journal import Journal
 from tests.helpers.http_server import client, serve, tiny_checkpoint
-from tests.helpers.models import LLAMA
 
-CFG = LLAMA.replace(vocab_size=260)
 # Long enough that a signal arrives in the middle.
 LONG = {"model": "tiny", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "logprobs": 0}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("serve"), CFG)
+    return tiny_checkpoint(tmp_path_factory.mktemp("serve"))
 
 
 def first_chunks(lines: Iterator[str], count: int) -> list[dict]:
@@ -49,12 +52,11 @@ def tokens_of(chunks: list[dict]) -> list[str]:
     return [token for chunk in chunks for token in chunk["choices"][0]["logprobs"]["tokens"]]
 
 
+@pytest.mark.core
 def test_killed_restarted_drained(folder, capsys):
     state = ("--state", str(folder / "state"))
-    with (
-        serve(folder, "--max-slots", "1", "--max-len", "2048", *state) as (process, url, _),
-        client(url) as http,
-    ):
+    sizes = ("--max-slots", "1", "--max-len", "2048", "--deterministic")
+    with serve(folder, *sizes, *state) as (process, url, _), client(url) as http:
         ask = http.stream("POST", "/v1/completions", json={**LONG, "stream": True})
         with contextlib.suppress(httpx.HTTPError), ask as reply:
             lines = reply.iter_lines()
@@ -64,10 +66,12 @@ def test_killed_restarted_drained(folder, capsys):
         assert process.wait(60) == -signal.SIGKILL
     call_id = began[0]["id"]
 
-    with (
-        serve(folder, "--max-slots", "1", "--max-len", "2048", *state) as (process, url, log),
-        client(url) as http,
-    ):
+    names = ("--served-model-name", "tiny", "--served-model-name", "other")
+    names += ("--allowed-origin", "https://page")
+    with serve(folder, *sizes, *state, *names) as (process, url, log), client(url) as http:
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny", "other"]
+        asked = http.get("/health", headers={"Origin": "https://page"})
+        assert asked.headers["access-control-allow-origin"] == "https://page"
         answer = http.get(f"/v1/completions/{call_id}").json()
         [choice] = answer["choices"]
         tokens = choice["logprobs"]["tokens"]
@@ -107,59 +111,27 @@ def test_killed_restarted_drained(folder, capsys):
     assert "Once" not in log.read_text(), "prompts are not logged"
 
 
-@pytest.mark.parametrize(
-    "draft", ["ngram", pytest.param("{}/tiny:layers=1", marks=pytest.mark.slow)]
-)
-def test_names_origins_and_engine_options(folder, draft):
-    flags = ["--max-slots", "2", "--max-len", "128", "--served-model-name", "tiny",
+def test_flags_are_the_options_of_the_server_and_its_engine(monkeypatch):
+    told = []
+    monkeypatch.setattr(server_process, "serve", lambda options, load: told.append(options))
+    monkeypatch.setattr(server, "take_memory", lambda: None)
+    flags = ["--max-slots", "2", "--max-len", "128", "--served-model-name", "one",
              "--served-model-name", "other", "--allowed-origin", "https://page",
              "--prefill-rows", "1", "--token-budget", "32", "--cache-tokens", "200",
              "--memory-share", "0.5", "--page-size", "8", "--no-prefix-cache",
-             "--steps-per-call", "2", "--draft", draft.format(folder),
-             "--draft-tokens", "3"]  # fmt: skip
-    with serve(folder, *flags) as (_, url, _), client(url) as http:
-        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny", "other"]
-        ask = {"model": "other", "prompt": "ab", "max_tokens": 2}
-        reply = http.post("/v1/completions", json=ask, headers={"Origin": "https://page"})
-        assert reply.json()["model"] == "other"
-        assert reply.headers["access-control-allow-origin"] == "https://page"
-        page = http.get("/metrics").text
-        assert "jaxllama_cache_pages 25.0" in page
-        assert "jaxllama_cache_capacity_tokens 200.0" in page
-        ask = {"prompt": "abcabcabc", "max_tokens": 2}
-        http.post("/v1/completions", json={"model": "tiny", **ask}).raise_for_status()
-        page = http.get("/metrics").text
-        told = re.findall(r"^jaxllama_(?:drafted|accepted)_tokens_total (.*)$", page, re.M)
-        # One of two tokens may be a draft's; n-grams find none in the first text.
-        assert float(told[0]) == (1 if draft == "ngram" else 2) >= float(told[1])
-
-
-def test_an_offloaded_model_is_served(folder):
-    """Rows that come together run together; what it cannot do is said."""
-    policy = "0 100 0 100 0 100 gpu_batch_size=2 num_gpu_batches=2"
-    flags = ["--max-len", "128", "--policy", policy]
-    with serve(folder, *flags) as (_, url, _), client(url) as http:
-
-        def ask(path="completions", **body) -> httpx.Response:
-            body = {"prompt": "ab", "max_tokens": 6, "ignore_eos": True, "temperature": 0} | body
-            return http.post(f"/v1/{path}", json={"model": "tiny", **body})
-
-        bodies = [{"prompt": "ab"}, {"prompt": "xyz"}, {"n": 2, "logprobs": 0, "seed": 1}]
-        with ThreadPoolExecutor(3) as pool:
-            first, *others = pool.map(lambda body: ask(**body).json(), bodies)
-        assert [c["finish_reason"] for c in others[1]["choices"]] == ["length"] * 2, others
-        again = ask(stream=True).text
-        chunks = [json.loads(line[6:]) for line in again.split("\n\n")[:-2]]
-        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-        assert text == first["choices"][0]["text"] and len(chunks) > 1
-        for refused, words in (
-            ({"guided_regex": "a+"}, "grammar = "),
-            ({"logprobs": 2}, "logprobs = 2"),
-            ({"echo": True, "logprobs": 0, "max_tokens": 0}, "the model is offloaded"),
-        ):
-            reply = ask(**refused)
-            assert reply.status_code == 400 and words in reply.json()["error"]["message"], refused
-        assert "jaxllama_completion_tokens_total 30.0" in http.get("/metrics").text
+             "--steps-per-call", "2", "--draft", "ngram", "--draft-tokens", "3",
+             "--kv-dtype", "fp8", "--api-servers", "3", "--drain-timeout", "4"]  # fmt: skip
+    assert main(["serve", *flags]) == 0
+    [options] = told
+    draft = options.engine.pop("draft")
+    assert draft(None) == "ngram"
+    assert options.engine == {
+        "max_slots": 2, "max_len": 128, "max_queue": 256, "prefill_rows": 1, "token_budget": 32,
+        "cache_tokens": 200, "memory_share": 0.5, "page_size": 8, "prefix_cache": False,
+        "steps_per_call": 2, "draft_tokens": 3, "kv_dtype": "float8_e4m3fn",
+    }  # fmt: skip
+    assert (options.names, options.origins) == (("one", "other"), ("https://page",))
+    assert (options.api_servers, options.drain_timeout) == (3, 4)
 
 
 def test_every_engine_option_is_a_flag():
@@ -203,6 +175,7 @@ def test_a_line_says_what_the_engine_does(monkeypatch, caplog):
 CHILD = str(Path(__file__).parents[1] / "helpers" / "serve_child.py")
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_ends_the_process_after_telling_everybody(folder):
     """With status 1, so that a supervisor starts it again."""
     with (
@@ -225,6 +198,7 @@ def test_an_engine_that_dies_ends_the_process_after_telling_everybody(folder):
     assert any("Traceback" in json.loads(line).get("exception", "") for line in logged)
 
 
+@pytest.mark.slow
 def test_embeddings_end_with_the_drain_timeout(folder):
     flags = ("--max-slots", "1", "--max-len", "2048", "--drain-timeout", "1")
     with (
@@ -244,75 +218,39 @@ def test_embeddings_end_with_the_drain_timeout(folder):
 
 def _drawn(count: int):
     """What the load generator has drawn before the answers' lengths."""
-    import numpy as np
-
     rng = np.random.default_rng(0)
     Lengths("2:9").draw(rng, count)
     return rng, count
 
 
+OFFLOADED = ["--policy", "0 100 100 0 100 0"]
+TINY = ["--model", "{tiny}", "--port", "0"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["serve", "--policy", "0 100 100 0 100 0", "--replicas", "2"], "--replicas: an offloaded"),
-        (
-            [
-                "serve",
-                "--policy",
-                "0 100 100 0 100 0",
-                "--mesh",
-                "model=1",
-                "--model",
-                "{tiny}",
-                "--port",
-                "0",
-            ],
-            "--policy and --mesh exclude each other",
-        ),
-        (
-            [
-                "serve",
-                "--policy",
-                "0 100 100 0 100 0",
-                "--max-slots",
-                "3",
-                "--model",
-                "{tiny}",
-                "--port",
-                "0",
-            ],
-            "max_slots = 3: the policy has 8 rows of a block",
-        ),
-        (
-            ["serve", "--chunk", "64", "--max-len", "32", "--model", "{tiny}", "--port", "0"],
-            "prefill_chunk = 64: exceeds max_len = 32",
-        ),
-        (["serve", "--port", "70000"], "--port = 70000: must be at least 0 and at most 65535"),
-        (["serve", "--max-slots", "0", "--model", "{tiny}", "--port", "0"], "--max-slots = 0"),
-        (["serve", "--slots", "0", "--model", "{tiny}", "--port", "0"], "--slots = 0"),
-        (
-            ["serve", "--mesh", "model=2", "--model", "{tiny}", "--port", "0"],
-            "model=2: needs 2 devices",
-        ),
-        (["serve", "--api-key", "a b "], "--api-key: must be printable ASCII"),
-        (["serve", "--host", "256.0.0.1"], "cannot listen on http://256.0.0.1:8000"),
-        (["serve", "--state", "{tiny}/config.json", "--model", "{tiny}", "--port", "0"], "--state"),
-        (["bench", "serve", "--url", "ftp://x"], "'ftp://x' is no http:// or https:// address"),
-        (["bench", "serve", "--prompt-tokens", "9:2"], "'9:2' is no length"),
-        (["bench", "serve", "--goodput", "ttft"], "expected KEY=SECONDS"),
-        (["bench", "serve", "--goodput", "x=1"], "allowed are ttft, tpot, e2e"),
-        (["bench", "serve", "--requests", "0"], "--requests = 0"),
+        ([*OFFLOADED, "--replicas", "2"], "--replicas: an offloaded"),
+        ([*OFFLOADED, "--mesh", "model=1", *TINY], "--policy and --mesh exclude each other"),
+        ([*OFFLOADED, "--max-slots", "3", *TINY], "max_slots = 3: the policy has 8 rows"),
+        (["--chunk", "64", "--max-len", "32", *TINY], "prefill_chunk = 64: exceeds max_len = 32"),
+        (["--slots", "0", *TINY], "--slots = 0"),
+        (["--mesh", "model=2", *TINY], "model=2: needs 2 devices"),
+        (["--host", "256.0.0.1"], "cannot listen on http://256.0.0.1:8000"),
+        (["--state", "{tiny}/config.json", *TINY], "--state"),
     ],
 )
-def test_what_cannot_be_is_one_line(words, message, folder, capsys):
-    assert main([word.replace("{tiny}", str(folder / "tiny")) for word in words]) == 2
+def test_what_cannot_be_served_is_one_line(words, message, folder, capsys, monkeypatch):
+    """``test_options`` has what is wrong whatever the model is."""
+    idle = SimpleNamespace(kill=lambda: None)
+    monkeypatch.setattr(server_process, "_FrontEnd", lambda listener: idle)
+    words = [word.replace("{tiny}", str(folder / "tiny")) for word in words]
+    assert main(["serve", *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
 
 
 def test_nobody_listens(capsys):
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -321,9 +259,6 @@ def test_nobody_listens(capsys):
 
 
 def test_a_second_server_does_not_take_the_state(tmp_path):
-    from jaxllama.errors import JaxLlamaError
-    from jaxllama.serving.journal import Journal
-
     first = Journal(tmp_path)
     first.accept("a", "chat", 1, "{}")
     with pytest.raises(JaxLlamaError, match="locked"):
@@ -338,8 +273,6 @@ def test_a_second_server_does_not_take_the_state(tmp_path):
 
 
 def test_lengths_follow_their_words():
-    import numpy as np
-
     rng = np.random.default_rng(1)
     assert set(Lengths("7").draw(rng, 50)) == {7}
     assert set(Lengths("2:4").draw(rng, 200)) == {2, 3, 4}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -15,11 +16,13 @@ import numpy as np
 from hypothesis import given, settings
 
 import jaxllama as jl
-from jaxllama import generation
+from jaxllama.config import ModelConfig
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import KVCache
-from jaxllama.sampling import SamplingParams
+from jaxllama.model.decoder import forward, logits
+from jaxllama.sampling import History, SamplingParams, sample
 from jaxllama.serving.engine.engine import Engine
+from jaxllama.serving.engine.grammar import GrammarCompiler
 from jaxllama.serving.engine.request import Event, Request
 from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import FAMILIES, params_of
@@ -65,52 +68,92 @@ def engine(family: str, **options) -> Engine:
     return Engine(model(family), **{**OPTIONS, **options})
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def next_token(
+    cfg: ModelConfig,
+    params: Any,
+    sampling: SamplingParams,
+    tokens: jax.Array,
+    prompted: jax.Array,
+    length: jax.Array,
+    allowed: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The token behind ``tokens[1, :length]``, and its logprob: all of the text through the model,
+    without a cache.  prompted: tokens of the prompt; allowed: bool ``[1, V]``."""
+    hidden, _ = forward(cfg, params, tokens, length[None])
+    scores = logits(cfg, params, hidden[:, length - 1])
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    history = History.of_prompt(tokens, prompted[None], cfg.vocab_size)
+    history = history.add(tokens, (place >= prompted) & (place < length))
+    return sample(scores, sampling, length[None], history, allowed)
+
+
+def alone(family: str, request: Request) -> tuple[list[int], list[float], bool]:
+    """The request by itself, token by token, and whether it ended by itself: MAX_NEW tokens or
+    more, of which a shorter answer is the beginning."""
+    most = max(MAX_NEW, request.max_new_tokens)
+    same = {"id": "", "logprobs": None, "priority": 0, "deadline": None}
+    return _alone(family, dataclasses.replace(request, max_new_tokens=most, **same))
+
+
 @functools.cache
-def alone(
-    family: str, prompt: tuple[int, ...], sampling: jl.Sampling, kv_dtype: str = "float32"
-) -> tuple[list[int], list[float], bool]:
-    """The request by itself through ``generation``: MAX_NEW tokens in one shape, so that one
-    program serves every request; a shorter answer is its beginning."""
+def _alone(family: str, request: Request) -> tuple[list[int], list[float], bool]:
     lm = model(family)
-    params = SamplingParams.stack([sampling], lm.config.vocab_size, 0)
-    if params.bias_ids is None:
-        blank = jnp.full((1, 1), lm.config.vocab_size, jnp.int32), jnp.zeros((1, 1), jnp.float32)
-        params = dataclasses.replace(params, bias_ids=blank[0], bias_values=blank[1])
-    params = dataclasses.replace(params, features=ALL)
-    tokens = jnp.asarray([[*prompt, *[0] * (MAX_LEN - len(prompt))]], jnp.int32)
-    cache = jl.init_cache(lm.config, 1, MAX_LEN + MAX_NEW, dtype=kv_dtype)
-    stop_ids = jnp.asarray(lm.config.eos_token_ids, jnp.int32)
-    state = generation.start(
-        lm.config, lm.params, tokens, jnp.asarray([len(prompt)], jnp.int32), cache, params,
-        stop_ids, max_new_tokens=MAX_NEW,
-    )  # fmt: skip
-    state = generation.advance(lm.config, lm.params, state, params, stop_ids, np.int32(MAX_NEW))
-    n = int(state.counts[0])
-    stopped = bool(state.done[0])
-    return np.asarray(state.tokens)[0, :n].tolist(), np.asarray(state.logprobs)[0, :n], stopped
+    cfg, stops = lm.config, () if request.ignore_eos else lm.config.eos_token_ids
+    sampling = SamplingParams.stack([request.sampling], cfg.vocab_size, 0)
+    if sampling.bias_ids is None:
+        blank = jnp.full((1, 1), cfg.vocab_size, jnp.int32), jnp.zeros((1, 1), jnp.float32)
+        sampling = dataclasses.replace(sampling, bias_ids=blank[0], bias_values=blank[1])
+    sampling = dataclasses.replace(sampling, features=ALL)
+    matcher = None
+    if request.grammar is not None:
+        compiler = GrammarCompiler(lm.tokenizer, cfg.vocab_size, cfg.eos_token_ids)
+        matcher = compiler.matcher(request.grammar)._matcher
+    n_prompt = len(request.prompt)
+    text = np.zeros((1, MAX_LEN + MAX_NEW), np.int32)
+    text[0, :n_prompt] = request.prompt
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    while len(tokens) < request.max_new_tokens:
+        if matcher is not None and matcher.is_stopped():
+            return tokens, logprobs, True
+        allowed = np.ones((1, cfg.vocab_size), bool)
+        if matcher is not None:
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed[0] = np.unpackbits(bits, bitorder="little")[: cfg.vocab_size]
+        if len(tokens) < request.min_tokens and allowed.sum() > 1:
+            allowed[0, list(cfg.eos_token_ids)] = False
+        length = np.int32(n_prompt + len(tokens))
+        token, logprob = next_token(
+            cfg, lm.params, sampling, text, np.int32(n_prompt), length, allowed
+        )
+        tokens.append(int(token[0]))
+        logprobs.append(float(logprob[0]))
+        text[0, length] = tokens[-1]
+        if tokens[-1] in stops:
+            return tokens, logprobs, True
+        if matcher is not None:
+            matcher.consume_token(tokens[-1])
+    return tokens, logprobs, False
 
 
-def check_answer(
-    family: str, request: Request, events: list[Event], kv_dtype="float32", drafts: bool = False
-) -> None:
-    """Token for token what the request gives alone, ended once and for the right reason."""
-    tokens, logprobs, stopped = alone(family, request.prompt, request.sampling, kv_dtype)
-    tokens = tokens[: request.max_new_tokens]
+def check_answer(family: str, request: Request, events: list[Event], atol: float = 5e-5) -> None:
+    """Token for token what the request gives alone, ended once and for the right reason.
+
+    atol: of logprobs; float32 sums in other orders, 1e-7 of logits of up to ten, through two
+    layers.
+    """
+    whole, logprobs, stopped = alone(family, request)
+    tokens = whole[: request.max_new_tokens]
     got = [token for event in events for token in event.tokens]
     reasons = [event.finish_reason for event in events]
     assert [reason is None for reason in reasons] == [True] * (len(events) - 1) + [False]
     if reasons[-1] == "cancelled":
         tokens = tokens[: len(got)]
     else:
-        ended = stopped and len(tokens) == len(alone(family, request.prompt, request.sampling)[0])
-        assert reasons[-1] == ("stop" if ended else "length")
+        assert reasons[-1] == ("stop" if stopped and len(tokens) == len(whole) else "length")
     assert got == tokens
     got_logprobs = [value for event in events for value in event.logprobs]
-    # float32 sums in other orders: 1e-7 of logits of up to ten, through two layers.  A narrow cache
-    # turns such a difference, at a rounding border, into another last bit of a stored number (2**-8
-    # of it in bfloat16), one of hundreds that a logit is made of.  A pass over a draft adds a GLA
-    # layer's tokens in chunks (test_speculative has the same bound).
-    atol = (1e-4 if drafts else 2e-5) if kv_dtype == "float32" else 2e-3
     np.testing.assert_allclose(got_logprobs, logprobs[: len(got)], atol=atol)
     assert events[-1].completion_tokens == len(got)
     assert events[-1].prompt_tokens == len(request.prompt)
@@ -158,7 +201,7 @@ one_request = st.tuples(
 schedules = st.lists(one_request, min_size=1, max_size=8)
 
 
-def run_schedule(family: str, eng: Engine, schedule, kv_dtype: str = "float32") -> None:
+def run_schedule(family: str, eng: Engine, schedule) -> None:
     requests = [
         Request(f"r{index}", PROMPTS[prompt], new, SAMPLINGS[sampling], priority=priority)
         for index, (prompt, sampling, new, _, priority, _) in enumerate(schedule)
@@ -178,8 +221,9 @@ def run_schedule(family: str, eng: Engine, schedule, kv_dtype: str = "float32") 
     for request, (*_, arrival, _, cancel) in zip(requests, schedule, strict=True):
         if cancel is not None and cancel < arrival:
             assert events[request.id][-1].finish_reason != "cancelled"
-        drafts = eng.options.draft is not None
-        check_answer(family, request, events[request.id], kv_dtype, drafts)
+        # A pass over a draft adds a GLA layer's tokens in chunks.
+        atol = 5e-5 if eng.options.draft is None else 1e-4
+        check_answer(family, request, events[request.id], atol)
 
 
 def search(family: str, examples: int, **options) -> None:

@@ -144,6 +144,11 @@ class FakeEngine:
         finally:
             self._go(math.inf)
 
+    def fail(self, request_id: str, error: Exception) -> None:
+        """End one request with an error of its own."""
+        with self._clock:
+            self._end([request_id], "error", error)
+
     def wait_for(self, condition: Callable[[], bool]) -> bool:
         """Whether the condition comes to hold; asked behind every change."""
         with self._clock:

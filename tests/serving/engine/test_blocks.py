@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxllama as jl
-from jaxllama.language_model import LanguageModel
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.model import OffloadedModel
 from jaxllama.offload.policy import Policy
 from jaxllama.serving.engine import blocks
 from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.engine.request import Grammar, Request
-from jaxllama.text.tokenizer import Tokenizer
-from tests.helpers.models import FAMILIES, params_of
+from tests.helpers.engine_cases import check_answer, model
 
-CFG = FAMILIES["gqa"].replace(vocab_size=256, name="tiny-bytes")
 POLICY = "0 100 50 50 0 100 gpu_batch_size=2 num_gpu_batches=2"
 REQUESTS = [
     Request("a", tuple(range(5, 12)), 9),
     Request("b", (9, 8, 7), 4, jl.Sampling(temperature=1.0, seed=3)),
     Request("c", tuple(range(40, 50)), 12, jl.Sampling(repetition_penalty=1.3), logprobs=0),
     Request("d", (3,), 1),
-    Request("e", tuple(range(60, 72)), 10, ignore_eos=True),
     Request("f", tuple(range(30, 60)), 6),  # another shape
     Request("g", (77, 78), 7, priority=1),
 ]
 
 
 @pytest.fixture(scope="module")
-def resident() -> LanguageModel:
-    return LanguageModel(CFG, params_of(CFG), Tokenizer.byte_level())
-
-
-@pytest.fixture(scope="module")
-def lm(resident) -> OffloadedModel:
+def lm() -> OffloadedModel:
+    resident = model("llama")
     place = Placement(Policy.parse(POLICY), jnp.float32)
     params = place.tree(jax.tree.map(lambda leaf: leaf, resident.params))
-    return place.model(CFG, params, resident.tokenizer)
+    return place.model(resident.config, params, resident.tokenizer)
 
 
-def test_requests_get_the_tokens_of_generate_in_blocks_of_one_shape(lm, resident, monkeypatch):
+@pytest.mark.core
+def test_requests_get_the_tokens_of_generate_in_blocks_of_one_shape(lm, monkeypatch):
     began = []
     begin = blocks.BlockRunner._begin
 
@@ -53,18 +48,13 @@ def test_requests_get_the_tokens_of_generate_in_blocks_of_one_shape(lm, resident
     monkeypatch.setattr(blocks.BlockRunner, "_begin", spied)
     engine = Engine(lm, max_len=96)
     events = engine.generate(REQUESTS)
-    assert began == [["g", "a", "b", "c"], ["d"], ["e"], ["f"]]  # g is the most urgent
+    assert began == [["g", "a", "b", "c"], ["d"], ["f"]]  # g is the most urgent
     for request in REQUESTS:
         mine = events[request.id]
-        tokens = [token for event in mine for token in event.tokens]
-        cfg = CFG.replace(eos_token_ids=()) if request.ignore_eos else CFG
-        alone = LanguageModel(cfg, resident.params, resident.tokenizer)
-        [want] = alone.generate([list(request.prompt)], request.max_new_tokens, request.sampling)
-        assert tokens == list(want.tokens), request.id
-        assert "".join(event.text for event in mine) == want.text
-        assert mine[-1].finish_reason == want.finish_reason
-        values = [value for event in mine for value in event.logprobs]
-        assert values == pytest.approx(want.logprobs, abs=1e-5)
+        check_answer("llama", request, mine)
+        tokens = [token for event in mine for token in event.tokens if token != 2]
+        text = lm.tokenizer.decode(tokens)
+        assert "".join(event.text for event in mine) == text
         assert len(mine) >= len(tokens)  # streamed, a token a step
     stats = engine.stats()
     assert stats.pages_used == stats.running == stats.waiting == 0
@@ -95,14 +85,32 @@ def test_rows_that_end_early_and_rows_that_come_late(lm):
     assert engine.scheduler.pages.used == 0
 
 
-def test_a_thread_serves_and_stops(lm):
-    engine = Engine(lm, max_len=96, max_queue=8)
+def test_over_http(lm):
+    """Rows that come together run together; what it cannot do is said."""
+    http_server = pytest.importorskip("tests.helpers.http_server")
+    engine = Engine(lm, max_len=96)
     engine.start()
-    told = []
-    engine.submit(Request("one", (5, 6, 7), 5), told.append)
-    assert engine.drain(60)
+    with http_server.serving(lm, engine) as url, http_server.client(url) as http:
+
+        def ask(**body):
+            body = {"prompt": "abcdefg", "max_tokens": 9, "temperature": 0} | body
+            return http.post("/v1/completions", json={"model": http_server.NAME, **body})
+
+        with ThreadPoolExecutor(2) as pool:
+            two = pool.submit(ask, n=2, logprobs=0, seed=1)
+            [choice] = ask().json()["choices"]
+        assert len(two.result().json()["choices"]) == 2
+        chunks = http_server.chunks_of(ask(stream=True).text)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
+        assert len(chunks) > 1
+        for refused, words in (
+            ({"guided_regex": "a+"}, "grammar = "),
+            ({"logprobs": 2}, "logprobs = 2"),
+            ({"echo": True, "logprobs": 0, "max_tokens": 0}, "the model is offloaded"),
+        ):
+            reply = ask(**refused)
+            assert reply.status_code == 400 and words in reply.json()["error"]["message"], refused
     engine.stop()
-    assert told[-1].finish_reason in ("stop", "length") and engine.failure is None
 
 
 @pytest.mark.parametrize(
@@ -112,7 +120,7 @@ def test_a_thread_serves_and_stops(lm):
         ({"page_size": 16}, "page_size = 16: the policy has blocks"),
         ({"prefix_cache": False}, "prefix_cache = False: the policy has blocks"),
         ({"deterministic": True}, "deterministic = True: the policy has blocks"),
-        ({"max_len": 10**6}, "max_len = 1000000: tiny-bytes has a context of"),
+        ({"max_len": 10**6}, "max_len = 1000000: tiny-llama has a context of"),
         ({"max_queue": 0}, "max_queue = 0: must be a whole number"),
         ({"state": "somewhere"}, "state = 'somewhere': the steps of blocks"),
     ],
@@ -128,7 +136,7 @@ def test_options_that_blocks_do_not_have_are_refused_by_name(lm, options, words)
         ({"grammar": Grammar("regex", "a+")}, "grammar = .*no logits are masked"),
         ({"min_tokens": 2}, "min_tokens = 2: .*no logits are masked"),
         ({"logprobs": 2}, "logprobs = 2: .*no alternatives"),
-        ({"adapter": "x"}, "adapter = 'x': tiny-bytes has none"),
+        ({"adapter": "x"}, "adapter = 'x': tiny-llama has none"),
         ({"max_new_tokens": 96}, "exceed the engine's limit of 96"),
     ],
 )

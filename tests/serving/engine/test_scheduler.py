@@ -121,6 +121,7 @@ def test_constrained_rows_go_token_by_token_and_only_they_wait():
     assert sch.plan().budgets == {}
 
 
+@pytest.mark.core
 def test_pages_are_there_for_what_may_have_been_written():
     sch = scheduler(steps_per_call=4, page=2)
     sequence = make(3, 10)
@@ -150,6 +151,7 @@ def test_order_of_arrival_and_priority():
     assert ended == ["r2", "r3", "r0", "r1"]
 
 
+@pytest.mark.core
 def test_urgent_request_preempts_the_last_of_the_least_urgent():
     sch = scheduler()
     first, second = make(3, 9, order=0), make(3, 9, order=1)
@@ -215,6 +217,7 @@ def test_what_was_preempted_is_known_when_it_comes_again():
     assert slow.filled == 6 and slow.cached == 0
 
 
+@pytest.mark.core
 def test_short_cache_preempts_the_latest_and_resumes_it():
     sch = scheduler(cache_tokens=12)
     first, second = make(3, 8, order=0), make(3, 8, order=1)
@@ -267,6 +270,7 @@ def test_deadlines_and_cancellation_free_what_they_held():
     assert not sch.in_flight and sch.pages.used == 0
 
 
+@pytest.mark.core
 def test_prefix_hits_shorten_the_prefill():
     sch = scheduler(page=4, share=True)
     sch.add(make(6))
@@ -277,6 +281,7 @@ def test_prefix_hits_shorten_the_prefill():
     assert sch.pages.used == 2 + 3 - 1  # 6 and 11 tokens, with one more each, share a page
 
 
+@pytest.mark.core
 def test_only_requests_of_one_salt_and_adapter_share_prefixes():
     """``cached`` is what an answer tells of other requests' prompts."""
     sch = scheduler(share=True)
@@ -311,6 +316,7 @@ def test_pages_are_those_that_tokens_take():
     assert len(sch.plan().started) == 1000 and sch.pages.used == 2000
 
 
+@pytest.mark.slow
 def test_six_times_the_requests_run_where_rows_were_as_long_as_the_longest():
     """Log-normal lengths, of mean 1,000 and such a spread that the longest of 1,500 is 8,192, half
     prompt, half answer, in the memory of 64 rows of 8,192 tokens."""
@@ -415,6 +421,7 @@ arrivals = st.lists(
 )
 
 
+@pytest.mark.core
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(arrivals, st.integers(1, 4), st.integers(42, 90), st.integers(1, 3), st.integers(1, 4))
 def test_every_load_is_served_within_the_limits(load, slots, cache, page, steps_per_call):
@@ -467,6 +474,7 @@ def test_every_load_is_served_within_the_limits(load, slots, cache, page, steps_
         assert sequence in cancelled or not sequence.remaining
 
 
+@pytest.mark.core
 def test_known_prefixes_are_found_shared_and_evicted():
     pages = Pages(4, 2)
 
@@ -526,6 +534,7 @@ def test_states_are_kept_at_the_ends_of_units():
     assert pages.begin(range(9)).pages == []
 
 
+@pytest.mark.core
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.integers(0, 1), max_size=8), max_size=30), st.integers(1, 9))
 def test_no_page_is_lost_or_anybody_elses(prompts, count):

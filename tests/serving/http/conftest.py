@@ -27,7 +27,7 @@ def engine() -> Iterator[Any]:
 def url(lm: Any, engine: Any) -> Iterator[str]:
     from tests.helpers.http_server import serving
 
-    with serving(lm, engine, max_body=20_000) as url:
+    with serving(lm, engine, max_body=100_000) as url:
         yield url
 
 

@@ -11,6 +11,7 @@ pytest.importorskip("httpx2")
 
 from jaxllama.cli.main import main
 from jaxllama.errors import JaxLlamaError
+from jaxllama.serving.engine.engine import Engine
 from jaxllama.serving.http import batch
 from jaxllama.serving.http.metrics import Metrics
 from jaxllama.serving.http.server import Settings, create_app
@@ -75,6 +76,7 @@ def test_a_file_is_answered_as_the_server_answers(lm, engine, app, tmp_path):
             assert got[name]["error"] is None and got[name]["id"].startswith("batch_req_")
 
 
+@pytest.mark.core
 def test_a_run_goes_on_where_it_was_killed(engine, app, tmp_path):
     source, target, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "all.jsonl"))
     write(source, MIXED)
@@ -133,11 +135,13 @@ def test_a_line_that_is_none_is_named_before_anything_is_asked(app, engine, tmp_
     assert target.read_text() == "my notes\n"
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Engine, "warm_up", lambda engine: None)  # only what is used is compiled
     folder = tiny_checkpoint(tmp_path)
     write(tmp_path / "in.jsonl", MIXED[:3])
     words = ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--json",
-             "--model", str(folder / NAME), "--max-slots", "1", "--max-len", "64"]  # fmt: skip
+             "--model", str(folder / NAME), "--max-slots", "1", "--max-len", "64",
+             "--deterministic"]  # fmt: skip
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out) == {"answered": 3, "failed": 0, "kept": 0}
     assert main(words) == 0

@@ -19,17 +19,15 @@ pytest.importorskip("httpx2")
 
 import httpx2 as httpx
 
-from tests.helpers.http_server import client, serve, tiny_checkpoint
-from tests.helpers.models import LLAMA
+from tests.helpers.http_server import client, serve, tiny_checkpoint, wait_until
 
-CFG = LLAMA.replace(vocab_size=260)
 SHORT = {"model": "tiny", "prompt": "ab", "max_tokens": 8, "seed": 1, "ignore_eos": True}
 LONG = {**SHORT, "max_tokens": 900}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("front-ends"), CFG)
+    return tiny_checkpoint(tmp_path_factory.mktemp("front-ends"))
 
 
 def children(pid: int) -> list[int]:
@@ -69,8 +67,9 @@ def is_whole(chunks: list[dict]) -> bool:
     return chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.core
 def test_front_ends_share_all_and_die_alone(folder):
-    flags = ("--max-slots", "4", "--max-len", "2048", "--api-servers", "2",
+    flags = ("--max-slots", "4", "--max-len", "1024", "--deterministic", "--api-servers", "2",
              "--state", str(folder / "state"))  # fmt: skip
     with serve(folder, *flags) as (process, url, log), client(url) as http:
         assert len(pids := children(process.pid)) == 2
@@ -109,7 +108,7 @@ def test_front_ends_share_all_and_die_alone(folder):
             ended = [stream.result() for stream in streams]
         broken = [n for n, chunks in enumerate(ended) if not is_whole(chunks)]
         others = {text_of(chunks) for chunks in ended if is_whole(chunks)}
-        wait_for(lambda: len(children(process.pid)) == 2 and pids[0] not in children(process.pid))
+        wait_until(lambda: len(children(process.pid)) == 2 and pids[0] not in children(process.pid))
         for n in broken:  # what it owed, the next one answers
             reply = http_retry(url, f"/v1/completions/cmpl-long{n}")
             [choice] = reply["choices"]
@@ -130,7 +129,7 @@ def test_front_ends_share_all_and_die_alone(folder):
             process.send_signal(signal.SIGKILL)
             error = stream.result()[-1]["error"]
         assert error["code"] == "engine_failed" and "engine's process has ended" in error["message"]
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
         told = collections.Counter(entry["event"] for entry in logged(log))
         assert told["the engine's process has ended"] == 2
 
@@ -154,10 +153,3 @@ def http_retry(url: str, path: str) -> dict:
 
 def logged(log: Path) -> list[dict]:
     return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-def wait_for(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)

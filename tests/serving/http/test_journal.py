@@ -64,6 +64,7 @@ def disk(monkeypatch) -> list[Disk]:
     return disks
 
 
+@pytest.mark.core
 def test_a_full_disk_refuses_what_it_cannot_keep_and_nothing_else(
     lm, engine, disk, tmp_path, caplog
 ):
@@ -205,6 +206,7 @@ def test_a_journal_of_an_earlier_version_goes_on(tmp_path):
         journal.close()
 
 
+@pytest.mark.core
 def test_a_write_that_fails_can_be_tried_again(tmp_path):
     journal = Journal(tmp_path)
     journal._db = Disk(journal._db)

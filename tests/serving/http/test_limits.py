@@ -86,6 +86,7 @@ def test_headers_have_a_largest_size(url, name):
     assert "larger than 65536 bytes" in json.loads(last.split(b"\r\n\r\n")[1])["error"]["message"]
 
 
+@pytest.mark.core
 def test_headers_below_the_largest_size_are_served(url):
     fits = GET + b"Connection: close\r\nX: "
     fits += b"a" * (limits.HEAD_BYTES - len(fits) - 4) + b"\r\n\r\n"
@@ -144,6 +145,7 @@ def test_a_long_answer_is_not_cut(url, engine, monkeypatch):
     assert all(b"[DONE]" in answer for answer in answers[:2])
 
 
+@pytest.mark.core
 def test_half_requests_keep_no_whole_ones_out(lm, engine):
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(serving(lm, engine, limits.Peers(limit=8)))
@@ -166,6 +168,7 @@ def test_half_requests_keep_no_whole_ones_out(lm, engine):
                 data += part
 
 
+@pytest.mark.core
 def test_one_address_leaves_descriptors_to_others(lm, engine, monkeypatch):
     monkeypatch.setattr(limits.Peers, "total", 12)
     with contextlib.ExitStack() as stack:

@@ -48,6 +48,7 @@ def test_an_answer_belongs_to_the_key_that_asked(http, path):
     assert http.get(where, headers=as_key("one")).json() == answer
 
 
+@pytest.mark.core
 def test_an_owed_answer_belongs_to_the_key_that_asked(lm, tmp_path):
     """After a restart too, and the row has the cached prompts of its owner."""
     settings = {"api_keys": KEYS, "state": str(tmp_path)}
@@ -99,6 +100,7 @@ HOSTS = {
 }  # fmt: skip
 
 
+@pytest.mark.core
 def test_only_known_hosts_are_answered(lm, engine):
     with serving(lm, engine, hosts=("my.name:80",)) as url, client(url) as http:
         got = {host: http.get("/health", headers={"Host": host}).status_code for host in HOSTS}

@@ -28,6 +28,7 @@ class Child:
         self.socket, self.theirs = socket.socketpair()
         self.process, self._hangs, self._ended = self, hangs, threading.Event()
         self.pings = 0
+        self.failures: list[str] = []
         threading.Thread(target=self._talk, daemon=True).start()
 
     def _talk(self) -> None:
@@ -39,6 +40,10 @@ class Child:
                     self.pings += 1
                     if not self._hangs:
                         self.theirs.sendall(messages.encode(messages.Pong()))
+                elif isinstance(message, messages.Failed):
+                    self.failures.append(message.reason)
+                elif isinstance(message, messages.Drain):
+                    self.kill()
 
     def kill(self) -> None:
         self._ended.set()
@@ -55,6 +60,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(front_end, "MISSED", 4)
 
 
+@pytest.mark.core
 def test_a_front_end_that_hangs_is_replaced(fast, monkeypatch, caplog):
     children = [Child(hangs=True), Child(hangs=False)]
     waiting = children[1:]
@@ -79,6 +85,29 @@ def test_a_front_end_that_hangs_is_replaced(fast, monkeypatch, caplog):
     assert told == ["a front end hangs", "a front end has ended"], "once, and not of the other"
 
 
+@pytest.mark.core
+def test_an_engine_that_fails_ends_the_server_with_its_reason(monkeypatch, capsys):
+    """A process that ends so has status 1, and a supervisor starts it again."""
+    monkeypatch.setattr(process, "LOOK", 0.01)
+    child, stopped = Child(hangs=False), []
+    engine = SimpleNamespace(
+        failure=None, closed=None, listen=lambda told: None, stats=lambda: None,
+        stop=lambda: stopped.append(True),
+    )  # fmt: skip
+
+    async def run() -> str | None:
+        listener = SimpleNamespace(close=lambda: None)
+        server = process._Server(Hub(engine, {}, Metrics(), None), engine, b"", listener, 10)
+        running = asyncio.create_task(server.run([child], "tiny", None))
+        await server._ready.wait()
+        engine.failure = "the engine failed: gone"
+        return await running
+
+    assert asyncio.run(asyncio.wait_for(run(), 30)) == "the engine failed: gone"
+    assert child.failures == ["the engine failed: gone"] and stopped
+    assert capsys.readouterr().out == "jaxllama serves tiny\n"
+
+
 def test_a_replica_that_hangs_ends_the_server(fast):
     ended = []
     one = SimpleNamespace(
@@ -100,6 +129,7 @@ def test_a_replica_that_hangs_ends_the_server(fast):
     assert server.failure == "the engine failed: replica 3 does not answer" and ended == ["error"]
 
 
+@pytest.mark.core
 def test_a_front_end_tells_that_the_engines_process_hangs(monkeypatch):
     one, sent = Link(), []
     one.open(sent.append)

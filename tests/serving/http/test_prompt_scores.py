@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 
-from jaxllama.model.decoder import forward, logits
 from jaxllama.serving.http.scoring import Scorer
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.http_server import CFG, NAME, talking
+from tests.helpers.http_server import NAME, talking
 
 TEXT = "Once upon a time"
 
@@ -32,8 +29,11 @@ def client(lm, engine):
 
 def values_of(lm, row: list[int]) -> np.ndarray:
     """Log probabilities ``[T, V]`` of what follows each token."""
-    hidden, _ = forward(CFG, lm.params, jnp.asarray([row]), jnp.asarray([len(row)]))
-    return np.asarray(jax.nn.log_softmax(logits(CFG, lm.params, hidden[0])))
+    padded = np.zeros((1, 320), np.int32)  # one shape for all
+    padded[0, : len(row)] = row
+    scores = np.asarray(lm.logits(padded, [len(row)])[0, : len(row)], np.float64)
+    scores -= scores.max(1, keepdims=True)
+    return scores - np.log(np.exp(scores).sum(1, keepdims=True))
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 300])
@@ -52,6 +52,7 @@ def test_scores_are_the_models_own(lm, length):
     assert len(got.logprobs) == len(got.tops) == length
 
 
+@pytest.mark.core
 def test_a_prompt_alone_is_scored(client, engine, lm):
     asked = len(engine.requests)
     ask = {"model": NAME, "prompt": [TEXT, "ab"], "max_tokens": 0, "echo": True, "logprobs": 2}

@@ -16,10 +16,8 @@ pytest.importorskip("httpx2")
 from jaxllama.serving.engine.request import Request
 from jaxllama.serving.http.replicas import Choice, Flight, Replica
 from tests.helpers.http_server import client, serve, tiny_checkpoint
-from tests.helpers.models import LLAMA
 from tests.serving.http.test_front_ends import children, counted, streamed, text_of
 
-CFG = LLAMA.replace(vocab_size=260)
 BODY = {"model": "tiny", "prompt": "ab", "max_tokens": 8, "seed": 1, "ignore_eos": True}
 
 
@@ -36,6 +34,7 @@ def three() -> tuple[Choice, list[Busy]]:
     return Choice(some), some
 
 
+@pytest.mark.core
 def test_a_request_goes_where_the_least_is_to_do():
     choice, (a, b, c) = three()
     a.work, b.work, c.work = 300, 100, 200
@@ -44,6 +43,7 @@ def test_a_request_goes_where_the_least_is_to_do():
     assert {choice.order(request(n))[0] for n in range(3)} == {a, b, c}, "in turns"
 
 
+@pytest.mark.core
 def test_a_request_goes_where_its_beginning_was_read_unless_that_has_too_much_to_do():
     choice, (a, b, c) = three()
     choice.remember(request(7), c)
@@ -61,8 +61,9 @@ def test_work_is_what_is_in_flight():
     assert one.work == 70 + 30 + 10 + 30
 
 
+@pytest.mark.slow
 def test_two_replicas_are_one_server(tmp_path):
-    folder: Path = tiny_checkpoint(tmp_path, CFG)
+    folder: Path = tiny_checkpoint(tmp_path)
     flags = ("--max-slots", "2", "--max-len", "1024", "--replicas", "2")
     long = {**BODY, "prompt": "b" * 200, "max_tokens": 1}
     with (

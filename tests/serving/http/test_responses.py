@@ -43,6 +43,7 @@ def prompt(engine) -> str:
     return bytes(engine.requests[-1].prompt).decode()
 
 
+@pytest.mark.core
 def test_a_response_and_its_stream_are_the_same(client, engine, lm):
     engine.answer = says(lm.tokenizer, f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}")
     ask = {"model": NAME, "input": "hi", "tools": [WEATHER], "instructions": "Be brief."}
@@ -91,6 +92,7 @@ def test_what_is_cut_is_incomplete(client, engine, lm):
     assert client.responses.create(model=NAME, input="hi").output_text == ""
 
 
+@pytest.mark.core
 def test_a_conversation_goes_on_from_its_last_response(client, engine, lm):
     engine.answer = says(lm.tokenizer, f"<think>Hm</think>{CALL}")
     first = client.responses.create(
@@ -137,6 +139,7 @@ def test_what_is_kept_is_bounded(monkeypatch, client):
     assert there[0] is None and there[-1] == made[-1].id
 
 
+@pytest.mark.core
 def test_refusals(client, engine):
     for fields in (
         {"background": True},

@@ -80,6 +80,7 @@ def posted(url: str, path: str, body: dict):
 # Answers
 
 
+@pytest.mark.core
 def test_a_completion_and_the_stream_of_it_are_the_same(http):
     body = {**COMPLETION, "logprobs": 2, "n": 2}
     whole = http.post("/v1/completions", json=body).json()
@@ -112,6 +113,7 @@ def test_a_completion_and_the_stream_of_it_are_the_same(http):
     assert first["text"] != second["text"], "choices have seeds of their own"
 
 
+@pytest.mark.core
 def test_a_chat_answer_and_the_stream_of_it_are_the_same(http, engine):
     body = {**CHAT, "logprobs": True, "top_logprobs": 1}
     whole = http.post("/v1/chat/completions", json=body).json()
@@ -143,6 +145,7 @@ def test_the_logprobs_of_a_chunk_are_those_of_the_schema(spells):
     assert to_json(said) == b'{"content":[%b],"refusal":null}' % chat_entries(call, 0, piece)
 
 
+@pytest.mark.core
 def test_stop_ends_before_the_text_and_counts_the_stop_token(http):
     long = http.post("/v1/completions", json={**COMPLETION, "max_tokens": 60}).json()
     [choice] = long["choices"]
@@ -171,6 +174,7 @@ def test_every_prompt_has_its_choices_and_ids_are_prompts_too(http):
     assert joined == texts["choices"][0]["text"]
 
 
+@pytest.mark.core
 def test_what_is_asked_reaches_the_engine(http, engine):
     body = {
         **COMPLETION, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1,
@@ -272,6 +276,7 @@ def test_tools_that_are_no_functions_are_dropped_with_a_line_in_the_log(http, en
     assert error_of(http.post(f"/v1/{path}", json=required))["param"] == "tool_choice"
 
 
+@pytest.mark.core
 def test_sampling_that_a_body_does_not_name_is_the_models_own(lm):
     own = Sampling(0.6, top_k=20, top_p=0.9, repetition_penalty=1.1)
     prompts = Prompts(dataclasses.replace(lm, sampling=own), NAME, MAX_LEN, 8)
@@ -380,6 +385,7 @@ def test_tokens_to_embed_are_bounded(http, monkeypatch):
     assert error_of(reply)["message"] == "input: more than 9 tokens in all: send several bodies"
 
 
+@pytest.mark.core
 def test_tokenize_and_back(http):
     tokens = http.post("/tokenize", json={"prompt": "é"}).json()
     assert tokens == {"tokens": [0xC3, 0xA9], "count": 2, "max_model_len": MAX_LEN}
@@ -387,6 +393,7 @@ def test_tokenize_and_back(http):
     assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
 
 
+@pytest.mark.core
 def test_models_health_page_and_their_headers(http):
     [model] = http.get("/v1/models").json()["data"]
     assert model["id"] == NAME and model["max_model_len"] == MAX_LEN and model["chat"]
@@ -446,6 +453,7 @@ def metric(http, name: str, **labels) -> float:
     return sum(sample.value for sample in found)
 
 
+@pytest.mark.core
 def test_metrics_count_what_happened(http):
     name, labels = "jaxllama_http_requests_total", {"path": "/v1/completions", "status": "200"}
     before, ended = metric(http, name, **labels), metric(http, "jaxllama_requests_finished_total")
@@ -522,6 +530,7 @@ BAD = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_body_is_400_with_a_reason(http, engine, name):
     body, code = BAD[name]
@@ -678,6 +687,7 @@ def test_a_refusal_is_cheap(lm, name, path):
     assert min(seconds) < 0.1 and peak < 10e6
 
 
+@pytest.mark.core
 def test_long_lists_that_fit_are_answered(lm):
     """The bounds are exact: the longest rows, and as many as there may be."""
     rows = [[5] * (MAX_LEN - 6)] * 8
@@ -691,6 +701,7 @@ def test_long_lists_that_fit_are_answered(lm):
     assert parse(Completion, text, MAX_LEN, MAX_LEN).prompt == digits
 
 
+@pytest.mark.core
 def test_other_refusals_have_their_status(http):
     wrong = http.post("/v1/completions", json={**COMPLETION, "model": "gpt-4"})
     assert (wrong.status_code, error_of(wrong)["code"]) == (404, "model_not_found")
@@ -700,11 +711,11 @@ def test_other_refusals_have_their_status(http):
     assert method.status_code == 405 and method.headers["allow"] == "POST" and error_of(method)
     form = http.post("/v1/completions", data={"prompt": "a"})
     assert form.status_code == 415 and error_of(form)
-    big = http.post("/v1/completions", json={**COMPLETION, "user": "x" * 20_000})
+    big = http.post("/v1/completions", json={**COMPLETION, "user": "x" * 100_000})
     assert (big.status_code, error_of(big)["code"]) == (413, "body_too_large")
 
     def pieces():  # no Content-Length
-        for _ in range(30):
+        for _ in range(110):
             yield b" " * 1000
 
     headers = {"Content-Type": "application/json"}
@@ -719,6 +730,7 @@ def test_other_refusals_have_their_status(http):
         assert reply.status_code == 400 and error_of(reply)
 
 
+@pytest.mark.core
 def test_only_the_key_opens(lm, engine):
     with serving(lm, engine, api_keys=("secret", "other")) as url, client(url) as http:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
@@ -754,6 +766,7 @@ def test_a_slow_reader_gets_larger_pieces(http, lm, engine):
     assert len(event.tokens) == len(event.top_logprobs) == event.completion_tokens == 30
 
 
+@pytest.mark.core
 def test_a_full_queue_is_429_with_retry_after(url, engine):
     with ThreadPoolExecutor(engine.options.max_queue) as pool, client(url) as http:
         with engine.held():
@@ -792,6 +805,7 @@ def test_a_request_id_may_be_used_again_at_once(http, engine):
     assert all(id.startswith("cmpl-twice") for id in ids)
 
 
+@pytest.mark.core
 def test_half_a_body_of_choices_is_taken_back(http, engine):
     with ThreadPoolExecutor(1) as pool:
         with engine.held():
@@ -804,6 +818,7 @@ def test_half_a_body_of_choices_is_taken_back(http, engine):
         assert len(first.result().json()["choices"]) == 5
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_a_client_that_leaves_cancels_its_rows(url, engine, stream):
     with engine.held():
@@ -815,6 +830,7 @@ def test_a_client_that_leaves_cancels_its_rows(url, engine, stream):
         assert set(engine.cancelled[cancelled:]) == mine and not engine.live
 
 
+@pytest.mark.core
 def test_an_engine_that_fails_is_told_and_the_server_is_no_longer_healthy(lm):
     def broken(request):
         raise RuntimeError("as asked")
@@ -827,6 +843,28 @@ def test_an_engine_that_fails_is_told_and_the_server_is_no_longer_healthy(lm):
             reply = http.post(path, json=body)
             assert reply.status_code == 503 and "as asked" in error_of(reply)["message"]
         assert http.get("/health").status_code == 503
+
+
+@pytest.mark.core
+def test_a_request_that_fails_fails_alone(http, engine):
+    """As one whose grammar turns out too complex (``test_server_faults``)."""
+    with ThreadPoolExecutor(3) as pool:
+        with engine.held(2):
+            bodies = ({}, {"seed": 2}, {"seed": 3, "stream": True})
+            well, *bad = [
+                pool.submit(http.post, "/v1/completions", json={**COMPLETION, **body})
+                for body in bodies
+            ]
+            assert engine.wait_for(lambda: len(engine.live) == 3)
+            for row in list(engine.live.values()):
+                if row.request.sampling.seed != 1:
+                    engine.fail(row.request.id, JaxLlamaError("too complex"))
+        whole, streamed = (reply.result() for reply in bad)
+        assert well.result().status_code == 200
+    assert (whole.status_code, error_of(whole)["message"]) == (400, "too complex")
+    last = [line for line in streamed.text.split("\n\n") if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "too complex"
+    assert http.get("/health").status_code == 200
 
 
 def test_rows_that_the_engine_drops_when_it_stops_are_503(lm):
@@ -852,6 +890,7 @@ def test_rows_that_the_engine_drops_when_it_stops_are_503(lm):
 # What is owed
 
 
+@pytest.mark.core
 def test_a_new_server_answers_what_the_old_one_owed(lm, tmp_path):
     bodies = {
         "a": ("/v1/completions", {"model": NAME, "prompt": "ab", "max_tokens": 6}),  # no seed

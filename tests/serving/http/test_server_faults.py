@@ -37,6 +37,7 @@ FORMATS = {
 BIAS = {str(byte): -100 for byte in range(256)}
 
 
+@pytest.mark.slow
 def test_a_grammar_that_fails_late_fails_alone():
     vocab = {char: byte for byte, char in enumerate([*byte_characters(), *WORDS])}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))

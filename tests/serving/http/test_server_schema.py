@@ -65,7 +65,7 @@ def hold_against(page, path: str, method: str, examples: int) -> None:
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
 def test_the_page_holds(page, path, method):
-    hold_against(page, path, method, 8)
+    hold_against(page, path, method, 3)
 
 
 def test_every_operation_is_asked(page):

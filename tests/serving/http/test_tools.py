@@ -130,6 +130,7 @@ TIME = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("form", WRITTEN)
 def test_calls_in_every_format(lm, form):
     with scripted(lm, form) as server:
@@ -156,6 +157,7 @@ def test_calls_in_every_format(lm, form):
         assert cut.finish_reason == "length"
 
 
+@pytest.mark.core
 def test_words_before_a_call_and_between_events(lm):
     with scripted(lm, "hermes") as server:
         choice = server.ask("Let me see.\n\n" + WRITTEN["hermes"] % ONE, logprobs=True)
@@ -170,6 +172,7 @@ def test_words_before_a_call_and_between_events(lm):
         assert spelt(choice.message) == [("time", "{}")] and "weather" in choice.message.content
 
 
+@pytest.mark.core
 def test_a_reader_gives_the_same_however_the_text_is_cut():
     for form, text in WRITTEN.items():
         text = f"{'' if form == 'llama3' else 'so: '}{text % ONE}"
@@ -210,6 +213,7 @@ def test_what_weak_models_write(written, want):
         assert [parts[0].text, "".join(part.text for part in parts[1:])] == ["time", want]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("first", "last"), [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
 def test_reasoning_is_split_off(lm, first, last):
     tail = (
@@ -317,6 +321,7 @@ def test_forced_calls_are_nothing_but_calls(lm, form):
     assert not matches(lm, constraint(lm, form, tool_choice=named), two)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("form", WRITTEN)
 def test_strict_arguments_follow_their_schema_among_free_text(lm, form):
     assert constraint(lm, form) is None, "nothing is strict"
