@@ -89,14 +89,14 @@ def test_text_is_what_the_library_generates(run, model):
 
 @pytest.mark.core
 def test_stream_adds_up_to_the_text(run):
-    words = ["hello", "--temperature", "1", "--seed", "3", "--max-new-tokens", "40"]
+    words = ["hello", "--temperature", "1", "--seed", "3", "--max-new-tokens", "12"]
     _, plain, _ = run("generate", *words)
     status, streamed, _ = run("generate", *words, "--stream")
-    assert status == 0 and streamed == plain and len(plain) > 20
+    assert status == 0 and streamed == plain and len(plain) > 6
 
 
 @pytest.mark.core
-def test_sampling_options_reach_the_sampler(run, model):
+def test_sampling_options_reach_the_sampler(run, monkeypatch):
     words = ["--temperature", "0.9", "--top-k", "30", "--top-p", "0.95", "--min-p", "0.01",
              "--repetition-penalty", "1.2", "--frequency-penalty", "0.1", "--presence-penalty",
              "-0.2", "--logit-bias", "65=1.5", "--logit-bias", "66=-inf", "--seed",
@@ -105,20 +105,26 @@ def test_sampling_options_reach_the_sampler(run, model):
         temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.2,
         frequency_penalty=0.1, presence_penalty=-0.2, logit_bias={65: 1.5, 66: -math.inf}, seed=9,
     )  # fmt: skip
-    [want] = jl.load(model).generate("hello", 16, sampling)
-    [got] = generate(run, "hello", *words, "--max-new-tokens", "16")["generations"]
-    assert got["tokens"] == want.tokens and 66 not in got["tokens"]
+    seen = []
+
+    def generate(lm, rows, new, sampling, **_):
+        seen.append(sampling)
+        return [jl.Generation("", [], [], "stop")]
+
+    monkeypatch.setattr(jl.LanguageModel, "generate", generate)
+    run("generate", "hello", *words)
+    assert seen == [sampling]
 
 
 def test_stop_strings_cut_the_text(run):
-    words = ["hello", "--temperature", "1", "--seed", "3", "--max-new-tokens", "40"]
+    words = ["hello", "--temperature", "1", "--seed", "3", "--max-new-tokens", "12"]
     text = generate(run, *words)["generations"][0]["text"]
-    [cut] = generate(run, *words, "--stop", text[9:12], "--stop", "nowhere")["generations"]
-    assert cut["text"] == text[: text.index(text[9:12])] and cut["finish_reason"] == "stop"
+    [cut] = generate(run, *words, "--stop", text[4:7], "--stop", "nowhere")["generations"]
+    assert cut["text"] == text[: text.index(text[4:7])] and cut["finish_reason"] == "stop"
 
 
 def test_many_prompts_from_words_file_and_stdin(run, tmp_path, monkeypatch):
-    few = ["--max-new-tokens", "5"]
+    few = ["--max-new-tokens", "12"]
     want = generate(run, "one", "two and more", *few)["generations"]
     assert [row["prompt"] for row in want] == ["one", "two and more"]
     path = tmp_path / "prompts.txt"
@@ -135,7 +141,7 @@ def test_many_prompts_from_words_file_and_stdin(run, tmp_path, monkeypatch):
 
 
 def test_a_file_s_lines_may_be_requests_and_the_answers_lines(run, tmp_path):
-    few = ["--max-new-tokens", "5"]
+    few = ["--max-new-tokens", "12"]
     messages = [{"role": "user", "content": "hi"}]
     path = tmp_path / "requests.jsonl"
     path.write_text(f'{{"prompt": "one"}}\n\n{{"messages": {json.dumps(messages)}}}\n')
@@ -153,7 +159,7 @@ def test_a_file_s_lines_may_be_requests_and_the_answers_lines(run, tmp_path):
 def test_a_file_may_be_one_prompt(run, tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text("two\n lines \n")
-    got = generate(run, "--file", str(path), "--split", "none", "--max-new-tokens", "5")
+    got = generate(run, "--file", str(path), "--split", "none", "--max-new-tokens", "12")
     assert [row["prompt"] for row in got["generations"]] == ["two\n lines "]
 
 
@@ -220,31 +226,35 @@ def test_completion_completes(words, finds, capsys):
 
 
 def test_chat_prompts_go_through_the_template(run, model):
-    few = ["--max-new-tokens", "5"]
+    few = ["--max-new-tokens", "12"]
     [got] = generate(run, "hi", "--chat", *few)["generations"]
     [want] = generate(run, "<u>hi\n<a>", *few)["generations"]
     assert got["tokens"] == want["tokens"] and got["prompt"] == "hi"
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
-    ("words", "changes"),
+    ("words", "is_told"),
     [
-        (["--chunk", "7"], False),
-        (["--attn-sparsity", "1.0"], False),
-        (["--attn-sparsity", "0.1"], True),
-        (["--kv-dtype", "fp8"], True),
-        (["--quantize", "w8a16"], True),
-        (["--dtype", "bfloat16"], True),
+        (["--chunk", "7"], lambda lm, told: told.get("chunk") == 7),
+        (["--attn-sparsity", "0.1"], lambda lm, told: lm.config.attn_sparsity == 0.1),
+        (["--kv-dtype", "fp8"], lambda lm, told: told["kv_dtype"] == "float8_e4m3fn"),
+        (["--quantize", "w8a16"], lambda lm, told: "int8" in str(lm)),
+        (["--dtype", "bfloat16"], lambda lm, told: lm.dtype == "bfloat16"),
     ],
 )
-def test_model_options_take_effect(run, words, changes):
-    prompt = "a prompt of more than a few tokens"
-    [plain] = generate(run, prompt)["generations"]
-    [got] = generate(run, prompt, *words)["generations"]
-    same = len(plain["logprobs"]) == len(got["logprobs"]) and np.allclose(
-        plain["logprobs"], got["logprobs"], atol=1e-4
-    )
-    assert same is not changes
+def test_model_options_reach_the_model(run, monkeypatch, words, is_told):
+    """Without the option it is otherwise."""
+    seen = []
+
+    def generate(lm, *arguments, **told):
+        seen.append((lm, told))
+        return [jl.Generation("", [], [], "stop")]
+
+    monkeypatch.setattr(jl.LanguageModel, "generate", generate)
+    run("generate", "hi")
+    run("generate", "hi", *words)
+    assert [is_told(*one) for one in seen] == [False, True]
 
 
 def test_json_has_no_word_for_nan_and_uses_null(capsys):
@@ -257,16 +267,16 @@ def test_json_has_no_word_for_nan_and_uses_null(capsys):
 
 def talk(run, monkeypatch, lines: str, *words: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    return run("chat", "--max-new-tokens", "8", *words)
+    return run("chat", "--max-new-tokens", "12", *words)
 
 
 @pytest.mark.core
 def test_conversation_is_the_template_over_all_turns(run, model, monkeypatch):
     lm = jl.load(model)
     asked = [{"role": "system", "content": "be"}, chat.user("one")]
-    [first] = lm.generate([lm.encode_chat(asked)], 8)
+    [first] = lm.generate([lm.encode_chat(asked)], 12)
     asked += [{"role": "assistant", "content": first.text}, chat.user("two")]
-    [second] = lm.generate([lm.encode_chat(asked)], 8)
+    [second] = lm.generate([lm.encode_chat(asked)], 12)
     status, out, err = talk(run, monkeypatch, "one\n\ntwo\n", "--system", "be")
     assert (status, out, err) == (0, f"{first.text}\n{second.text}\n", "")
 
@@ -307,7 +317,7 @@ def test_bytes_that_are_no_text_are_noted_and_the_conversation_goes_on(run, monk
     _, once, _ = talk(run, monkeypatch, "one\n")
     stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9\none\n"), "utf-8", "strict")
     monkeypatch.setattr(sys, "stdin", stdin)
-    status, out, err = run("chat", "--max-new-tokens", "8")
+    status, out, err = run("chat", "--max-new-tokens", "12")
     assert (status, out) == (0, once) and "not Unicode" in err
 
 
@@ -356,11 +366,10 @@ def test_bench_reports_what_it_measured(run, model):
 def test_a_draft_changes_no_text(run, model):
     words = ("generate", "abcabcab", "--max-new-tokens", "12", "--json")
     [plain] = json.loads(run(*words)[1])["generations"]
-    for draft in ("ngram", f"{model}:layers=1"):
-        status, out, _ = run(*words, "--draft", draft, "--draft-tokens", "3")
-        [got] = json.loads(out)["generations"]
-        assert status == 0 and got["tokens"] == plain["tokens"]
-        assert got["drafted"] >= got["accepted"] >= 0 and "drafted" not in plain
+    status, out, _ = run(*words, "--draft", f"{model}:layers=1", "--draft-tokens", "3")
+    [got] = json.loads(out)["generations"]
+    assert status == 0 and got["tokens"] == plain["tokens"]
+    assert got["drafted"] >= got["accepted"] >= 0 and "drafted" not in plain
     assert jl.load(f"{model}:layers=1").config.n_layers == 1
     assert_error(run("generate", "a", "--draft-tokens", "3"), "--draft-tokens needs --draft")
     assert_error(run("generate", "a", "--draft", f"{model}:layers=9"), "layers = 9: ")
@@ -446,76 +455,47 @@ def assert_error(result: tuple[int, str, str], *words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["hi", "--temperature", "-1"], "temperature = -1.0"),
-        (["hi", "--temperature", "nan"], "temperature = nan"),
-        (["hi", "--temperature", "1e9"], "temperature"),
-        (["hi", "--temperature", "warm"], "--temperature"),
-        (["hi", "--temperature", "1", "--top-k", "-3"], "--top-k = -3"),
-        (["hi", "--temperature", "1", "--top-p", "0"], "--top-p = 0.0"),
-        (["hi", "--temperature", "1", "--min-p", "2"], "--min-p = 2.0"),
-        (["hi", "--repetition-penalty", "0"], "--repetition-penalty = 0.0"),
-        (["hi", "--presence-penalty", "3"], "--presence-penalty = 3.0"),
-        (["hi", "--logit-bias", "65"], "--logit-bias '65'"),
         (["hi", "--logit-bias", "9999=1"], "token id 9999"),
-        (["hi", "--seed", "1.5"], "--seed"),
         (["hi", "--top-k", "5"], "--top-k needs --temperature"),
-        (["hi", "--seed", "5"], "--seed needs --temperature"),
-        (["hi", "--max-new-tokens", "0"], "--max-new-tokens = 0"),
         (["hi", "--max-new-tokens", "1000"], "prompt 0: 2 tokens and 1000 new ones"),
         (["x" * 300], "prompt 0: 300 tokens"),
         ([""], "prompt 0 is empty"),
         ([], "no prompt"),
-        (["hi", "--stop", ""], "--stop ''"),
         (["hi", "--file", "-"], "exclude each other"),
         (["hi", "--stream", "--json"], "exclude each other"),
         (["hi", "ho", "--stream"], "--stream"),
         (["--file", "/nowhere/x.txt"], "/nowhere/x.txt: No such file"),
         (["--file", "/"], "/: Is a directory"),
-        (["hi", "--quantize", "w1a1"], "--quantize 'w1a1' is not one of"),
-        (["hi", "--kv-dtype", "int3"], "--kv-dtype"),
-        (["hi", "--dtype", "int8"], "--dtype"),
-        (["hi", "--attn-sparsity", "0"], "--attn-sparsity = 0.0"),
-        (["hi", "--chunk", "0"], "--chunk = 0"),
         (
             ["hi", "--attn-sparsity", "0.1", "--policy", "0 0 0 0 0 0 attn_sparsity=0.2"],
             "attn_sparsity = 0.2, and beside it 0.1 is asked for",
         ),
-        (["hi", "--wat"], "--wat"),
         (["caf\udce9"], "not Unicode"),
     ],
 )
 def test_generate_refuses(run, words, says):
+    """``test_options`` has every option outside of its domain."""
     assert_error(run("generate", *words), says)
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["bench", "--runs", "0"], "--runs = 0"),
         (["bench", "--prompt-tokens", "500"], "context is 200"),
         (["bench", "--random"], "no preset"),
         (["eval"], "--text"),
         (["eval", "--text", "/nowhere"], "/nowhere: No such file"),
         (["eval", "--text", "EMPTY"], "0 tokens"),
         (["eval", "--text", "BINARY"], "not UTF-8"),
-        (["eval", "--texts", "/nowhere"], "--texts = /nowhere: not a folder"),
         (["eval", "--text", "EMPTY", "--report", "r.json"], "--report needs --texts"),
-        (["eval", "--text", "EMPTY", "--window", "1"], "--window = 1"),
         (["eval", "--text", "EMPTY", "--window", "500"], "from 2 to 200"),
-        (["chat", "--max-new-tokens", "-1"], "--max-new-tokens = -1"),
-        (["plan", "--attn-sparsity", "7"], "--attn-sparsity = 7.0"),
-        (["plan", "--chunk", "-3"], "--chunk = -3"),
         (["plan", "--mesh", "model=99"], "--mesh"),
-        (["plan", "--quantize", "w1"], "--quantize 'w1'"),
-        (["plan", "--device-gb", "nan"], "--device-gb = nan"),
         (["plan", "--host-gb", "1", "--policy", RESIDENT], "--host-gb bounds what is solved for"),
-        (["plan", "--timeline", "/nowhere/x.png"], "--timeline"),
         (["plan", "--chunk", "8", "--policy", f"{RESIDENT} prefill_batch_size=9"], "size = 9"),
         (
             ["eval", "--text", "EMPTY", "--kv-dtype", "int8", "--policy", f"{RESIDENT} {NARROW}"],
             "compress_cache is int4, and kv_dtype is 'int8'",
         ),
-        (["wat"], "wat"),
     ],
 )
 def test_other_commands_refuse(run, tmp_path, words, says):
