@@ -133,7 +133,8 @@ def test_held_cache_is_a_cache_with_noise(dtype):
 # Random weights
 
 
-@pytest.mark.parametrize("name", ["gqa", "mha-tied-bias", "gla-conv-groups", "hybrid"])
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["mha-tied-bias", "gla-conv-groups"])
 def test_random_params_are_init_params_in_kind(name):
     cfg = FAMILIES[name]
     got = random_params.random_params(cfg, jax.random.key(0), jnp.bfloat16)
@@ -154,7 +155,9 @@ def test_random_params_are_init_params_in_kind(name):
             assert abs(values.mean()) < error and abs(values.std() - std) < error
 
 
-@pytest.mark.parametrize("scheme", ["w4a16-g32-zero,embed=w8a16", "fp8"])
+@pytest.mark.parametrize(
+    "scheme", ["w4a16-g32-zero,embed=w8a16", pytest.param("fp8", marks=pytest.mark.slow)]
+)
 def test_random_words_are_those_of_quantized_floats_in_kind(scheme):
     """The tree is ``quantize_params``'s, the deviations are the floats', and nothing larger than a
     weight's words is drawn for them: the shapes alone are quantized."""
@@ -216,6 +219,8 @@ def test_bench_of_random_quantized_weights_with_a_trace(preset, tmp_path, capsys
     )
     text = bench.table(got)
     assert f"{got['kernels_per_step']} kernels a step" in text and "rows of 300 tokens" in text
+    assert "tokens/s" in text and 5e7 < got["peak_rss_bytes"] < 1e12
+    assert got["prefill_tokens_per_second"] == pytest.approx(8 / got["prefill_seconds"])
     assert [file for file in (tmp_path / "trace").rglob("*") if file.suffix in (".gz", ".pb")]
 
 

@@ -1,5 +1,5 @@
-"""Perplexity by sliding windows, distance to a reference, caches as they are stored, and the audit
-of what the decode program holds.
+"""Perplexity by sliding windows, distance to a reference, kinds of text side by side, caches as
+they are stored, and the audit of what the decode program holds.
 
 Oracles: one window at a time through ``generation.logits`` in float64, and ``decode_step`` token by
 token for quantized caches.
@@ -8,6 +8,7 @@ token for quantized caches.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -17,7 +18,8 @@ import pytest
 
 import jaxllama as jl
 from jaxllama import generation
-from jaxllama.bench.evaluate import perplexity
+from jaxllama.bench import damage as reports
+from jaxllama.bench.evaluate import BATCH, perplexity, summary
 from jaxllama.bench.hlo import stored_results
 from jaxllama.bench.weight_audit import buffers, decode_program
 from jaxllama.language_model import LanguageModel
@@ -27,12 +29,18 @@ from jaxllama.text.tokenizer import Tokenizer
 from tests.helpers.models import LLAMA, params_of
 
 CFG = LLAMA.replace(vocab_size=256, d_model=64, head_dim=16, d_ff=96, max_position=256)
+TEXTS = {"prose": "It was the best of times, it was the worst. " * 5, "lists": "1, 2, 3; " * 30}
 TEXT = "It was the best of times, it was the worst of times, and it was long ago."
 
 
 @pytest.fixture(scope="module")
 def lm() -> LanguageModel:
     return LanguageModel(CFG, params_of(CFG), Tokenizer.byte_level())
+
+
+@pytest.fixture(scope="module")
+def quantized(lm: LanguageModel) -> LanguageModel:
+    return dataclasses.replace(lm, params=quantize_params(lm.params, "w4a16-g32"))
 
 
 def log_probabilities(lm: LanguageModel, ids: list[int]) -> np.ndarray:
@@ -61,8 +69,8 @@ def test_every_token_is_predicted_once_with_the_context_that_stride_gives(lm, st
     assert got["perplexity"] == pytest.approx(math.exp(np.mean(want)), rel=1e-5)
 
 
-def test_kl_and_top1_are_those_of_the_two_distributions(lm):
-    quantized = dataclasses.replace(lm, params=quantize_params(lm.params, "w4a16-g32"))
+@pytest.mark.core
+def test_kl_and_top1_are_those_of_the_two_distributions(lm, quantized):
     ids = lm.tokenizer.encode(TEXT)[:32]
     text = lm.tokenizer.decode(ids)
     own, other = log_probabilities(quantized, ids)[:-1], log_probabilities(lm, ids)[:-1]
@@ -74,7 +82,7 @@ def test_kl_and_top1_are_those_of_the_two_distributions(lm):
     assert itself["kl"] == pytest.approx(0, abs=1e-6) and itself["top1"] == 1
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_a_quantized_cache_is_scored_as_decoding_reads_it(lm, kv_dtype):
     ids = lm.tokenizer.encode(TEXT)[:24]
     cache = jl.init_cache(CFG, 1, 24, kv_dtype)
@@ -119,6 +127,67 @@ def test_offloaded_weights_give_the_resident_model_s_perplexity(lm, tmp_path):
     assert got["kl"] == pytest.approx(0, abs=1e-6)
     narrow = perplexity(lm, TEXT, 32, kv_dtype="int8")["nll"]
     assert perplexity(off, TEXT, 32, kv_dtype="int8")["nll"] == pytest.approx(narrow, rel=1e-6)
+
+
+# Kinds of text side by side
+
+
+def test_standard_errors_are_of_batch_means():
+    rng = np.random.default_rng(0)
+    rows = np.zeros((40 * BATCH + 7, 5), np.float32)
+    # Neighbours share what their batch has: naive errors would be too small by about sqrt(BATCH).
+    rows[: 40 * BATCH, 0] = np.repeat(rng.standard_normal(40), BATCH) + 3
+    rows[40 * BATCH :, 0] = 3
+    report = summary(rows, has_reference=True)
+    means = rows[: 40 * BATCH, 0].reshape(40, BATCH).mean(1)
+    assert report["nll_se"] == pytest.approx(means.std(ddof=1) / math.sqrt(40), rel=1e-4)
+    assert report["rise"] == pytest.approx(math.expm1(rows[:, 0].astype(float).mean()), rel=1e-5)
+    assert report["top1"] == 1 and report["top1_se"] == 0
+    assert math.isnan(summary(rows[:BATCH], has_reference=False)["nll_se"])
+
+
+def test_the_report_has_every_kind_as_perplexity_has_it(lm, quantized):
+    report = reports.damage(quantized, TEXTS, 64, reference=lm)
+    for kind, text in TEXTS.items():
+        alone = perplexity(quantized, text, 64, reference=lm)
+        assert report["kinds"][kind] == {
+            key: value for key, value in alone.items() if key not in ("window", "stride")
+        }
+        own = perplexity(lm, text, 64)["perplexity"]
+        assert alone["rise"] == pytest.approx(alone["perplexity"] / own - 1, abs=1e-5)
+    assert set(reports.damage(quantized, TEXTS, 64)) == {"window", "stride", "kinds"}
+
+
+def test_the_worst_predictions_stand_in_their_text(lm, quantized):
+    worst = reports.damage(quantized, TEXTS, 64, reference=lm)["worst"]["prose"]
+    kls = [entry["kl"] for entry in worst]
+    assert len(worst) == reports.WORST and kls == sorted(kls, reverse=True) and kls[-1] > 0
+    for entry in worst:
+        assert entry["before"] + entry["token"] in TEXTS["prose"]
+        assert TEXTS["prose"][entry["position"]] == entry["token"]
+
+
+def test_behind_the_last_layer_the_lens_is_the_model(lm, quantized):
+    text = TEXTS["prose"][:64]
+    report = reports.damage(quantized, {"prose": text + "?"}, 65, reference=lm)
+    layers = report["layers"]["prose"]
+    assert len(layers["kl"]) == CFG.n_layers
+    whole = report["kinds"]["prose"]
+    # The lens reads the last token too, whose successor nobody scores.
+    assert layers["kl"][-1] == pytest.approx(whole["kl"], rel=0.1)
+    itself = reports.damage(lm, {"prose": text}, 64, reference=lm)["layers"]["prose"]
+    np.testing.assert_allclose(itself["kl"], 0, atol=1e-6)
+    assert itself["top1"] == [1.0] * CFG.n_layers
+
+
+def test_table_json_and_picture(lm, quantized, tmp_path):
+    report = reports.damage(quantized, TEXTS, 64, reference=lm)
+    text = reports.table(report)
+    assert "prose" in text and "±" in text and "worst predictions" in text
+    reports.write(report, tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["kinds"] == report["kinds"]
+    reports.write(report, tmp_path / "r.png")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
 # The audit

@@ -11,11 +11,11 @@ from jaxllama.bench import front_end
 CASES = {case.name: case for case in front_end.CASES}
 
 
-@pytest.mark.parametrize("name", ["chat, 3 stop strings", "chat, 4 tokens a step"])
-def test_tokens_are_counted_as_they_were_written(name):
-    result = front_end.measure(CASES[name], streams=4, seconds=0.3)
-    assert result.tokens > 0 and result.tokens % (4 * CASES[name].per_step) == 0
-    assert result.chunks * CASES[name].per_step == result.tokens
+def test_tokens_are_counted_as_they_were_written():
+    case = CASES["chat, 4 tokens a step"]
+    result = front_end.measure(case, streams=4, seconds=0.1)
+    assert result.tokens > 0 and result.tokens % (4 * case.per_step) == 0
+    assert result.chunks * case.per_step == result.tokens
     assert 0 <= result.system_us <= result.us + 10_000 / result.tokens  # the kernel's tick
 
 

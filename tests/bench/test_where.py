@@ -78,7 +78,7 @@ def test_bytes_of_parts_and_operations():
     assert put == ("loop_put", "loop_put", 256 + 4 + 256, 0, 0)
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("phase", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_of_a_step_here(phase, preset, capsys):  # noqa: F811
     words = ["bench", "--random", "--preset", preset, "--where", phase, "--context", "40",
              "--prompt-tokens", "16", "--runs", "1", "--json"]  # fmt: skip
