@@ -17,7 +17,8 @@ import itertools
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 from jaxllama.serving.engine.request import (
     EngineClosed,
@@ -129,14 +130,14 @@ class FakeEngine:
         self._listeners.append(told)
 
     def stats(self) -> Stats:
-        figures = dict.fromkeys((field.name for field in dataclasses.fields(Stats)), 0)
+        figures: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(Stats)}
         own = {"running": len(self.live), "max_slots": 16, "cache_capacity": 100, "finished": {}}
-        return Stats(**{**figures, **own})
+        return Stats(**figures | own)
 
     # What tests do
 
     @contextlib.contextmanager
-    def held(self, steps: int = 0) -> Iterator[None]:
+    def held(self, steps: int = 0) -> Generator[None]:
         """Within the block rows stand still behind so many steps."""
         self._go(steps)
         try:

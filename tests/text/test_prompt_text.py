@@ -15,6 +15,7 @@ from tokenizers import pre_tokenizers as pre
 from jaxllama.text.prompt_text import ChatPrompt, PlainSpelling, Spellings
 from jaxllama.text.token_bytes import byte_characters
 from jaxllama.text.tokenizer import Tokenizer
+from tests.helpers.cases import each_once
 
 BEGIN, END, CALL = "<|im_start|>", "<|im_end|>", "<tool_call>"
 PIECES = ["▁", "<", "|", ">", "_", "\n", *"abcdefghijklmnopqrstuvwxyz", "he", "▁he", "im", "im_"]
@@ -89,9 +90,11 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("shown", SHOWN)
-@pytest.mark.parametrize("role", ["user", "tool", "system", "assistant"])
+@pytest.mark.parametrize(
+    ("shown", "role"), each_once([*SHOWN], ["user", "tool", "system", "assistant"])
+)
 def test_only_the_templates_own_markers_are_special(kind: str, shown: str, role: str) -> None:
     own = tokenizer(kind, shown)
     for text in HOSTILE:
