@@ -89,11 +89,9 @@ def next_token(
 
 
 def alone(family: str, request: Request) -> tuple[list[int], list[float], bool]:
-    """The request by itself, token by token, and whether it ended by itself: MAX_NEW tokens or
-    more, of which a shorter answer is the beginning."""
-    most = max(MAX_NEW, request.max_new_tokens)
+    """The request by itself, token by token, and whether it ended before its limit."""
     same = {"id": "", "logprobs": None, "priority": 0, "deadline": None}
-    return _alone(family, dataclasses.replace(request, max_new_tokens=most, **same))
+    return _alone(family, dataclasses.replace(request, **same))
 
 
 @functools.cache
@@ -143,15 +141,14 @@ def check_answer(family: str, request: Request, events: list[Event], atol: float
     atol: of logprobs; float32 sums in other orders, 1e-7 of logits of up to ten, through two
     layers.
     """
-    whole, logprobs, stopped = alone(family, request)
-    tokens = whole[: request.max_new_tokens]
+    tokens, logprobs, stopped = alone(family, request)
     got = [token for event in events for token in event.tokens]
     reasons = [event.finish_reason for event in events]
     assert [reason is None for reason in reasons] == [True] * (len(events) - 1) + [False]
     if reasons[-1] == "cancelled":
         tokens = tokens[: len(got)]
     else:
-        assert reasons[-1] == ("stop" if stopped and len(tokens) == len(whole) else "length")
+        assert reasons[-1] == ("stop" if stopped else "length")
     assert got == tokens
     got_logprobs = [value for event in events for value in event.logprobs]
     np.testing.assert_allclose(got_logprobs, logprobs[: len(got)], atol=atol)

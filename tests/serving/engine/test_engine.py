@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 import types
 
@@ -63,7 +64,7 @@ def test_tokens_are_those_of_the_request_alone(monkeypatch):
     programs, before = eng.runner._programs, eng.stats().preemptions
     call = programs.call
     monkeypatch.setattr(programs, "call", lambda key, *more: called.add(key) or call(key, *more))
-    search("llama", 10)
+    search("llama", 8)
     assert eng.stats().preemptions > before
     assert called <= eng.runner._wanted().keys(), "the warm-up would have compiled them all"
     assert {key[0] for key in called} == {"admit", "fill", "decode"}
@@ -205,11 +206,58 @@ def test_text_and_stop_strings_are_those_of_generate():
     assert want.finish_reason == "stop"
 
 
+# Grammars
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"first_name": {"enum": ["x", "yz"]}, "employed": {"type": "boolean"}},
+    "required": ["first_name", "employed"],
+    "additionalProperties": False,
+}
+BOUND = (
+    Request("json", tuple(b"one"), 60, grammar=Grammar("json_schema", json.dumps(SCHEMA))),
+    Request("drawn", tuple(b"two"), 60, jl.Sampling(temperature=1.0, seed=3, presence_penalty=0.5),
+            grammar=Grammar("json_schema", json.dumps(SCHEMA))),
+    Request("word", tuple(b"three"), 30, grammar=Grammar("regex", "the only answer"), logprobs=2),
+    Request("cut", tuple(b"four"), 9, grammar=Grammar("regex", "(a|b)cdefghijklmnop")),
+    Request("least", tuple(b"five"), 24, jl.Sampling(temperature=1.0, seed=5), min_tokens=9,
+            grammar=Grammar("regex", "ab[cd]{0,3}e?")),
+    Request("free", tuple(b"abababab"), 24, ignore_eos=True),
+)  # fmt: skip
+
+
 @pytest.mark.core
-def test_a_grammar_that_is_none_is_refused():
+@pytest.mark.parametrize(
+    ("family", "draft"),
+    [
+        ("llama", None),
+        pytest.param("hybrid", "ngram", marks=pytest.mark.slow),
+        pytest.param("llama", "first", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_under_a_grammar_are_those_of_one_mask_a_token(family, draft):
     pytest.importorskip("llguidance")
+    if draft is None:
+        eng = engine(family)
+    else:
+        by = model(family).first_layers(1) if draft == "first" else draft
+        eng = Engine(model(family), **OPTIONS, draft=by)
+    events = eng.generate(BOUND)
+    for request in BOUND:
+        check_answer(family, request, events[request.id], 1e-4)
+    assert [event.finish_reason for event in events["cut"]][-1] == "length"
+    answer = "".join(event.text for event in events["json"])
+    assert json.loads(answer).keys() == SCHEMA["properties"].keys()
+    assert all(len(event.top_logprobs) == len(event.tokens) for event in events["word"])
+    # Forced tokens take no look of the host: as many a call as drafts, call after call.
+    again = eng.generate([BOUND[2]])["word"]
+    assert "".join(event.text for event in again) == "the only answer"
+    assert [len(event.tokens) for event in again] == ([15] if draft else [3] * 5)
     with pytest.raises(jl.JaxLlamaError, match="regex: .*unclosed group"):
-        engine("llama").submit(Request("bad", (1,), grammar=Grammar("regex", "a(")), print)
+        eng.submit(Request("bad", (1,), grammar=Grammar("regex", "a(")), print)
+
+
+# Steps
 
 
 def test_a_step_is_told_while_the_device_does_the_next_one(monkeypatch):

@@ -89,7 +89,7 @@ def test_a_model_that_drafts_changes_no_tokens(family, draft):
     assert stats.accepted_tokens > (60 if draft == "blurred" else 0)
 
 
-@pytest.mark.core
+@pytest.mark.slow
 def test_a_draft_that_is_the_model_is_right():
     """Preempted rows read all again, and known prefixes are the draft's too."""
     cfg = CONFIGS["llama"].replace(n_layers=1, layer_types=())
