@@ -125,7 +125,7 @@ def test_every_token_of_a_draft_that_is_the_model_is_right(family):
 def test_drafts_that_are_wrong_stop():
     """Of 7, 3 and 1 tokens; then one for each pause, which is twice as long as the one before."""
     wrong = with_head(model("llama"), jnp.negative)
-    eng = Engine(model("llama"), draft=wrong, **OPTIONS)
+    eng = Engine(model("llama"), draft=wrong, **{**OPTIONS, "max_slots": 1})
     eng.generate([Request("wrong", PROMPTS[5], 48, ignore_eos=True)])
     # Behind 3 tokens without a pause, pauses of 2, 4, 8 and 16.
     assert (eng.stats().drafted_tokens, eng.stats().accepted_tokens) == (7 + 3 + 1 + 4, 0)

@@ -1,7 +1,7 @@
 """The HTTP server over an engine without a model: bodies, limits, errors, streams, disconnects.
 
 Requests go over real sockets to uvicorn; the official client and a real engine are in
-``test_server_openai``.
+``test_real_engine``.
 """
 
 from __future__ import annotations
