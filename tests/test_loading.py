@@ -37,8 +37,7 @@ from pallas_kernels.dispatch import choices
 from pallas_kernels.qtensor import QTensor
 from tests.checkpoints.test_gguf import Tiny
 from tests.helpers.models import LLAMA, params_of, tokens_of
-from tests.helpers.packed_cases import IMPORTS
-from tests.helpers.packed_cases import write as write_packed
+from tests.helpers.packed_cases import write_case
 
 ROOT = Path(__file__).parents[1]
 handlers = pytest.mark.skipif(
@@ -93,7 +92,7 @@ def test_a_gguf_file_runs_in_its_own_codes(file: Path, tmp_path: Path) -> None:
 @handlers
 @pytest.mark.parametrize("name", ["awq", "gptq"])
 def test_a_packed_directory_runs_in_its_own_codes(name: str, tmp_path: Path) -> None:
-    folder, _ = write_packed(tmp_path / "m", *IMPORTS[name][:3])
+    folder, _ = write_case(tmp_path / "m", name)
     lm, exact = jl.load(folder), jl.load(folder, exact=True)
     assert CpuWeight in kinds(lm.params) and QTensor not in kinds(lm.params)
     assert QTensor in kinds(exact.params) and CpuWeight not in kinds(exact.params)

@@ -33,6 +33,7 @@ from tests.helpers.packed_cases import (
     quantized,
     words_of,
     write,
+    write_case,
 )
 from tests.helpers.packed_oracle import floats_of, fused
 from tests.helpers.seeded import seeded_params
@@ -40,8 +41,8 @@ from tests.helpers.seeded import seeded_params
 
 @pytest.mark.parametrize("case", IMPORTS)
 def test_import_is_bit_exact(tmp_path: Path, case: str) -> None:
-    cfg, options, make, facts = IMPORTS[case]
-    folder, weights = write(tmp_path / "m", cfg, options, make)
+    cfg, _, _, facts = IMPORTS[case]
+    folder, weights = write_case(tmp_path / "m", case)
     got_cfg, params = hf.load(folder, dtype=np.float32)
     assert got_cfg.replace(name=cfg.name) == cfg
     got, want = flatten(params), fused(cfg, weights)
@@ -64,7 +65,7 @@ def test_import_is_bit_exact(tmp_path: Path, case: str) -> None:
 
 
 def test_dequantize_gives_the_original_order(tmp_path: Path) -> None:
-    folder, weights = write(tmp_path / "m", *IMPORTS["gptq-act-order"][:3])
+    folder, weights = write_case(tmp_path / "m", "gptq-act-order")
     w = jax.device_put(hf.load(folder)[1]["layer_0"]["mlp"]["down"]["weight"])
     want = weights["model.layers.0.mlp.down_proj.weight"]
     assert w.columns is not None and w.columns.tolist() != list(range(48))
@@ -139,21 +140,17 @@ def _dequantized(params: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("case", ["members-differ", "fp8-blocks"])
-def test_logits_are_those_of_the_dequantized_model(tmp_path: Path, case: str) -> None:
-    """Both sum in float32; they differ in the order of the sums."""
-    if case == "fp8-blocks":
-        folder, _ = write(tmp_path / "m", *IMPORTS["fp8-blocks"][:3])
-    else:
-        options = {**GPTQ, "desc_act": True}
-        make = _only({"v_proj": None}, cases.gptq(order="own"))
-        folder, _ = write(tmp_path / "m", CFG.replace(qkv_bias=True, o_bias=True), options, make)
+def test_logits_are_those_of_the_dequantized_model(tmp_path: Path) -> None:
+    """Members that differ; both sum in float32 and differ in the order of the sums.  Of other
+    kinds transformers' logits are in ``test_packed_peers``."""
+    options = {**GPTQ, "desc_act": True}
+    make = _only({"v_proj": None}, cases.gptq(order="own"))
+    folder, _ = write(tmp_path / "m", CFG.replace(qkv_bias=True, o_bias=True), options, make)
     lm = jl.load(folder, exact=True)
     assert lm.tokenizer is None and lm.params["layer_0"]["mlp"]["down"]["weight"].ndim == 2
     tokens, lengths = tokens_of(lm.config, 2, 9), np.array([9, 5])
     want = jl.logits(lm.config, _dequantized(lm.params), tokens, jnp.asarray(lengths))
     assert relative_error(lm.logits(tokens, lengths)[0], want[0]) < 1e-5
-    assert len(lm.generate([[5, 6, 7]], max_new_tokens=3)[0].tokens) == 3
     with pytest.raises(JaxLlamaError, match="its weights are already quantized, so .*'w8a16'"):
         jl.load(folder, quantize="w8a16")
 
@@ -164,11 +161,11 @@ def test_activations_are_quantized_as_the_checkpoint_says(tmp_path: Path, case: 
     float64, so only the last scaling rounds."""
     from jaxllama.model.linear import linear
 
-    cfg, options, make, facts = IMPORTS[case]
-    folder, weights = write(tmp_path / "m", cfg, options, make)
+    facts = IMPORTS[case][3]
+    folder, weights = write_case(tmp_path / "m", case)
     w = hf.load(folder)[1]["layer_0"]["mlp"]["down"]["weight"]
     x = np.random.default_rng(1).normal(0, 1, (5, 48)).astype(np.float32)
-    got = linear(jnp.asarray(x), {"weight": w})
+    got = jax.jit(linear)(x, {"weight": w})
     integer = facts[0] == "int8"
     scale = np.float32(0.02)
     if not facts[6]:
@@ -227,7 +224,7 @@ EXPORTS = [
 
 @pytest.mark.parametrize(("format", "case"), EXPORTS, ids=["-".join(pair) for pair in EXPORTS])
 def test_export_and_back_is_identical(tmp_path: Path, format: str, case: str) -> None:
-    folder, _ = write(tmp_path / "m", *IMPORTS[case][:3])
+    folder, _ = write_case(tmp_path / "m", case)
     cfg, params = hf.load(folder)
     out = packed.save(tmp_path / "out", cfg, params, format=format)
     config = json.loads((out / "config.json").read_text())
