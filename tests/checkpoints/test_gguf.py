@@ -502,7 +502,7 @@ def test_cut_anywhere_is_an_error(tmp_path: Path) -> None:
         start = min(info.offset for info in file.tensors.values())
     data = whole.read_bytes()
     fields = set()
-    for size in [*range(start), *range(start, len(data), 997)]:
+    for size in [*range(0, start, 3), *range(start, len(data), 997)]:
         path.write_bytes(data[:size])
         with pytest.raises(JaxLlamaError) as caught:
             read_config(path)
@@ -604,11 +604,31 @@ edits = st.tuples(
 )
 
 
-@settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(kind=st.sampled_from(TYPES), edits=st.lists(edits, min_size=1, max_size=4))
-def test_damaged_files_raise_only_our_error(
+def fuzz(examples: int) -> Any:
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+
+
+damage = given(kind=st.sampled_from(TYPES), edits=st.lists(edits, min_size=1, max_size=4))
+
+
+@fuzz(80)
+@damage
+def test_damaged_files_raise_only_our_error(originals, tmp_path, kind, edits) -> None:
+    check_damaged(originals, tmp_path, kind, edits)
+
+
+@pytest.mark.slow
+@fuzz(2000)
+@damage
+def test_many_damaged_files_raise_only_our_error(originals, tmp_path, kind, edits) -> None:
+    check_damaged(originals, tmp_path, kind, edits)
+
+
+def check_damaged(
     originals: Any, tmp_path: Path, kind: Type, edits: list[tuple[int, tuple[str, Any]]]
 ) -> None:
     content = bytearray(originals[kind][0].read_bytes())

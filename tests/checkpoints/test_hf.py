@@ -652,11 +652,22 @@ def outcome(folder: Path) -> str:
         assert peak < 4 * size + 500_000  # the tree, the header's objects, and Python's own
 
 
-fuzz = hypothesis.settings(
-    deadline=None,
-    max_examples=300,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
+def fuzz(check: Any) -> tuple[Any, Any]:
+    """``check(folder, data)`` of a few examples, and of many under ``slow``."""
+
+    def of(examples: int) -> Any:
+        def test(folder, data) -> None:
+            check(folder, data)
+
+        return hypothesis.settings(
+            deadline=None,
+            max_examples=examples,
+            suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+        )(hypothesis.given(data=st.data())(test))
+
+    return of(60), pytest.mark.slow(of(1000))
+
+
 numbers = st.one_of(
     st.integers(-2, 40), st.integers(), st.sampled_from([2**31, 2**63, 2**64, 10**400])
 )
@@ -666,9 +677,7 @@ junk = st.one_of(
 )  # fmt: skip
 
 
-@fuzz
-@hypothesis.given(data=st.data())
-def test_fuzz_bytes(folder, params, data) -> None:
+def fuzzed_bytes(folder, data) -> None:
     hf_bytes = (folder / "model.safetensors").read_bytes()
     damaged = bytearray(hf_bytes)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -689,9 +698,7 @@ def test_fuzz_bytes(folder, params, data) -> None:
         (folder / "model.safetensors").write_bytes(hf_bytes)
 
 
-@fuzz
-@hypothesis.given(data=st.data())
-def test_fuzz_header(folder, data) -> None:
+def fuzzed_header(folder, data) -> None:
     hf_bytes = (folder / "model.safetensors").read_bytes()
     header, values = parts(folder)
     name = data.draw(st.sampled_from(sorted(header)))
@@ -710,9 +717,7 @@ def test_fuzz_header(folder, data) -> None:
         (folder / "model.safetensors").write_bytes(hf_bytes)
 
 
-@fuzz
-@hypothesis.given(data=st.data())
-def test_fuzz_config(folder, data) -> None:
+def fuzzed_config(folder, data) -> None:
     path = folder / "config.json"
     text = path.read_text()
     config = json.loads(text)
@@ -733,6 +738,11 @@ def test_fuzz_config(folder, data) -> None:
         assert outcome(folder) in ("loaded", "refused")
     finally:
         path.write_text(text)
+
+
+test_fuzz_bytes, test_fuzz_many_bytes = fuzz(fuzzed_bytes)
+test_fuzz_header, test_fuzz_many_headers = fuzz(fuzzed_header)
+test_fuzz_config, test_fuzz_many_configs = fuzz(fuzzed_config)
 
 
 # Memory

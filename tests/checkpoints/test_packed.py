@@ -69,9 +69,9 @@ def test_dequantize_gives_the_original_order(tmp_path: Path) -> None:
     w = jax.device_put(hf.load(folder)[1]["layer_0"]["mlp"]["down"]["weight"])
     want = weights["model.layers.0.mlp.down_proj.weight"]
     assert w.columns is not None and w.columns.tolist() != list(range(48))
-    np.testing.assert_array_equal(np.asarray(dequantize(w)), want)
+    np.testing.assert_array_equal(jax.jit(dequantize)(w), want)
     some = np.asarray([5, 0, 5])
-    np.testing.assert_array_equal(np.asarray(dequantize(w.rows(some))), want[some])
+    np.testing.assert_array_equal(jax.jit(lambda w: dequantize(w.rows(some)))(w), want[some])
     assert w.nbytes == 32 * 48 // 2 + 32 * 3 * 2 + 32 * 3 + 48 * 4
 
 
@@ -184,11 +184,12 @@ def test_activations_are_quantized_as_the_checkpoint_says(tmp_path: Path, case: 
 def test_input_codes_are_the_norms_only_where_each_token_has_its_scale() -> None:
     from jaxllama.model.linear import input_codes
 
-    w = dataclasses.replace(quantize(jnp.ones((4, 8)), "int8"), activations="int8")
-    static = dataclasses.replace(w, input_scale=jnp.float32(0.5))
+    w = dataclasses.replace(words_of((4, 8), "int8"), activations="int8")
+    static = dataclasses.replace(w, input_scale=np.float32(0.5))
+    floats = np.ones((4, 8), np.float32)
     for weight, words in (
-        (w, "int8"), (static, None), (jnp.ones((4, 8)), None), (RowBlocks((w, w)), "int8"),
-        (RowBlocks((w, static)), None), (RowBlocks((w, jnp.ones((2, 8)))), None),
+        (w, "int8"), (static, None), (floats, None), (RowBlocks((w, w)), "int8"),
+        (RowBlocks((w, static)), None), (RowBlocks((w, floats)), None),
     ):  # fmt: skip
         assert input_codes({"weight": weight}) == words
 
@@ -237,10 +238,13 @@ def test_export_and_back_is_identical(tmp_path: Path, format: str, case: str) ->
 @pytest.mark.parametrize("format", ["native", "compressed-tensors"])
 def test_scales_in_two_levels_come_back(tmp_path: Path, format: str) -> None:
     """compressed-tensors holds their products, which are told from other scales."""
+    round_to = jax.jit(
+        quantize, static_argnames=("dtype", "group_size", "symmetric", "scale_dtype")
+    )
 
     def pick(path, w):
         zeros = format == "native" and path[-2] == "down"
-        t = quantize(w, "int4", group_size=16, symmetric=not zeros, scale_dtype="int8")
+        t = round_to(w, "int4", group_size=16, symmetric=not zeros, scale_dtype="int8")
         return dataclasses.replace(jax.tree.map(np.asarray, t), activations="int8")
 
     params = quantized(CFG, pick)

@@ -97,12 +97,12 @@ def kl_of(lm: LanguageModel, params) -> float:
     return perplexity(quantized, TEXT, 128, reference=lm)["kl"]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("scheme", "method"),
     [
         ("w4a16", "awq"),
-        ("w8a8", "smoothquant"),
-        pytest.param("w8a8", "gptq", marks=pytest.mark.slow),
+        *(pytest.param("w8a8", x, marks=pytest.mark.slow) for x in ("smoothquant", "gptq")),
     ],
 )
 def test_planted_outliers_are_recovered(lm, made, scheme, method):
@@ -110,6 +110,15 @@ def test_planted_outliers_are_recovered(lm, made, scheme, method):
     nearest, _ = made(scheme, "rtn")
     got, _ = made(scheme, method)
     assert kl_of(lm, got) < 0.2 * kl_of(lm, nearest)
+
+
+def test_smoothquant_halves_the_errors_behind_norms(made):
+    """There the outliers are; KL is as the square of these errors."""
+    nearest, got = made("w8a8", "rtn")[1], made("w8a8", "smoothquant")[1]
+    for one, other in zip(got, nearest, strict=True):
+        assert one["weight"] == other["weight"]
+        if one["weight"].endswith(("qkv", "gate_up")):
+            assert one["output_error"] < 0.45 * other["output_error"], one["weight"]
 
 
 def test_gptq_of_rows_in_parts_is_that_of_the_whole(monkeypatch):

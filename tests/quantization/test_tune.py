@@ -83,11 +83,11 @@ def test_predictions_come_closer_on_unseen_text(lm, tokens, rounded):
 
 def test_scales_in_two_levels_stay_int8(lm, tokens):
     rounded = quantize_params(lm.params, "w4a8", cfg=CFG)
-    tuned, _ = tune(CFG, lm.params, rounded, tokens)
+    tuned, losses = tune(CFG, lm.params, rounded, tokens)
     before, after = (tree["layer_1"]["mixer"]["qkv"]["weight"] for tree in (rounded, tuned))
     assert same((before.q, before.scale), (after.q, after.scale)) and after.activations == "int8"
     assert not same(before.unit, after.unit)
-    assert kl(lm, tuned) < kl(lm, rounded)
+    assert np.mean(losses[-6:]) < 0.75 * np.mean(losses[:6])
 
 
 def test_a_step_is_whole_model_autodiff(lm, rounded, tokens, monkeypatch):
@@ -99,10 +99,10 @@ def test_a_step_is_whole_model_autodiff(lm, rounded, tokens, monkeypatch):
     tuned, (loss,) = tune(CFG, lm.params, rounded, tokens[:1])
     monkeypatch.undo()
     jax.clear_caches()
-    row, lengths = jnp.asarray(tokens[:1]), jnp.asarray([64])
-    p = jax.nn.log_softmax(_all_logits(lm.params, row, lengths))
+    row, lengths = tokens[:1], np.asarray([64])
 
     def direct(scale, norm):
+        p = jax.nn.log_softmax(_all_logits(lm.params, row, lengths))
         params = plain(rounded)
         w = dataclasses.replace(rounded["layer_0"]["mlp"]["down"]["weight"], scale=scale)
         params["layer_0"]["mlp"]["down"] = {"weight": dequantize(w)}
@@ -112,11 +112,12 @@ def test_a_step_is_whole_model_autodiff(lm, rounded, tokens, monkeypatch):
 
     scale = rounded["layer_0"]["mlp"]["down"]["weight"].scale
     norm = rounded["layer_1"]["mixer_norm"]["weight"]
-    want, grads = jax.value_and_grad(direct, argnums=(0, 1))(scale, norm)
+    want, grads = jax.jit(jax.value_and_grad(direct, argnums=(0, 1)))(scale, norm)
     assert loss == pytest.approx(float(want), rel=1e-5)
     got = tuned["layer_0"]["mlp"]["down"]["weight"].scale, tuned["layer_1"]["mixer_norm"]["weight"]
     for new, old, grad in zip(got, (scale, norm), grads, strict=True):
         # of 1 + a, a from 0: d/da = old * d/d(scale); the share learned is minus the rate times it
+        new, old, grad = (np.asarray(one, np.float64) for one in (new, old, grad))
         assert relative_error((new / old - 1) / -tuning.RATE, old * grad) < 2e-2
 
 
@@ -169,7 +170,9 @@ def test_what_is_exported_is_what_was_tuned(exported, format):
     # float16's scales, and codes that are computed against them, where the format has those
     bound = 1e-6 if format == "compressed-tensors" else 2e-2
     for path, leaf in native.items():
-        assert relative_error(floats_of(other[path]), floats_of(leaf)) < bound, path
+        want = floats_of(leaf)
+        off = np.linalg.norm(floats_of(other[path]) - want)
+        assert off < bound * np.linalg.norm(want), path
 
 
 def test_the_command_says_what_it_tuned(lm, tmp_path, capsys):
