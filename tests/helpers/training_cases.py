@@ -53,10 +53,10 @@ def run_config(folder: Path, cfg: ModelConfig | None = None, **changes: Any) -> 
     return train_config_from_dict(table, "test.toml")
 
 
-def first_params(cfg: ModelConfig) -> dict[str, Any]:
+def first_params(cfg: ModelConfig, seed: int = 0) -> dict[str, Any]:
     """Seeded weights as small as a run begins with: larger ones magnify rounding step by step."""
     small = lambda leaf: leaf * np.float32(0.2) if leaf.ndim > 1 else leaf  # noqa: E731
-    return jax.tree.map(small, seeded_params(cfg))
+    return jax.tree.map(small, seeded_params(cfg, seed))
 
 
 def rows_of(cfg: ModelConfig, batch: int, length: int, seed: int = 0) -> np.ndarray:

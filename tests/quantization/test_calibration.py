@@ -97,7 +97,6 @@ def kl_of(lm: LanguageModel, params) -> float:
     return perplexity(quantized, TEXT, 128, reference=lm)["kl"]
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("scheme", "method"),
     [
@@ -183,6 +182,7 @@ def test_second_moments_are_those_of_the_tokens_whatever_the_batches(lm, tokens)
     assert parts.sample.shape == whole.sample.shape == (512, CFG.d_ff)
 
 
+@pytest.mark.slow
 def test_gla_layers_are_scaled_and_folded_too():
     cfg = FAMILIES["gla"].replace(n_layers=1, layer_types=("gla",), tie_embeddings=True)
     params = jax.device_put(seeded_params(cfg))

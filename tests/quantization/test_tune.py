@@ -163,7 +163,8 @@ def exported(lm, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "format", ["awq", "compressed-tensors", pytest.param("gptq", marks=pytest.mark.slow)]
+    "format",
+    ["awq", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gptq", "compressed-tensors"))],
 )
 def test_what_is_exported_is_what_was_tuned(exported, format):
     native, other = (flatten(exported(one)) for one in ("native", format))

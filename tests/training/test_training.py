@@ -203,7 +203,7 @@ def torch_says(request):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("family", ["gla", "gqa"])
+@pytest.mark.parametrize("family", ["gla", pytest.param("gqa", marks=pytest.mark.slow)])
 def test_gradients_of_the_whole_model_are_torch_s_in_float64(family, torch_says, folder):
     """Every leaf within 1e-4 (of its largest entry); float32 against float64 measures 3e-6."""
     cfg = byte_model(family)

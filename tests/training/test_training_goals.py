@@ -137,7 +137,6 @@ def test_a_grid_with_zeros_stands_for_the_words_that_are_saved():
     assert relative_error(floats, w) < 0.08  # half a step of 16
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("zeros", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_quantization_aware_training_beats_rounding(zeros, folder, teacher, tmp_path):
     """Where rounding costs something: columns of ``down`` are 16 times larger than their neighbours
@@ -254,7 +253,6 @@ def test_a_student_s_first_answers_have_the_teacher_s_size(teacher, folder):
     np.testing.assert_allclose(again, 1.0, rtol=1e-4)  # nothing is left to scale
 
 
-@pytest.mark.core
 def test_learning_to_imitate_mixers(teacher, folder, tmp_path):
     """The loss falls, nothing but the replaced mixer is touched, and a model that loads comes
     out."""
