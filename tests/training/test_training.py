@@ -334,6 +334,7 @@ def test_killed_anywhere_and_resumed_the_curve_is_the_same_to_the_bit(finished, 
     assert (run / name).read_bytes() == (whole.directory / name).read_bytes()
 
 
+@pytest.mark.core
 def test_what_a_run_leaves_behind(finished):
     config, result = finished
     rows = result.metrics
@@ -454,6 +455,7 @@ def test_a_loss_that_is_no_number_ends_the_run(finished, tmp_path, monkeypatch):
 # Arithmetic
 
 
+@pytest.mark.core
 def test_flops_by_hand():
     llama = jl.load_config("llama-3.2-1b")
     d, f, v, layers = 2048, 8192, 128256, 16

@@ -54,6 +54,7 @@ def teacher(folder):
 # Fake quantization
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("words", ["int8", "int4"])
 def test_fake_quantize_and_its_gradients_are_the_equations(words, zeros):
