@@ -333,7 +333,9 @@ def test_a_process_that_was_killed_is_taken_up_by_another(
     assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
 
 
-@pytest.mark.parametrize("format", ["awq", "gptq", "compressed-tensors"])
+@pytest.mark.parametrize(
+    "format", ["awq", "compressed-tensors", pytest.param("gptq", marks=pytest.mark.slow)]
+)
 def test_what_is_exported_is_what_was_calibrated(lm, tokens, format, tmp_path):
     """Rounding to nearest is enough to see that scales go to the file as words were made for."""
     plan = "w4a16,head=none"
@@ -476,6 +478,7 @@ def test_four_bits_by_default_cost_half_of_what_a_symmetric_grid_does():
     assert kl["w4a16"] < 0.5 * kl["w4a16-sym"]
 
 
+@pytest.mark.slow
 def test_a_picture_of_the_errors(made, tmp_path):
     pytest.importorskip("matplotlib")
     from jaxllama.quantization.report import picture

@@ -81,6 +81,7 @@ def test_predictions_come_closer_on_unseen_text(lm, tokens, rounded):
     assert same(rounded["head"], tuned["head"]) and not same(rounded["norm"], tuned["norm"])
 
 
+@pytest.mark.slow
 def test_scales_in_two_levels_stay_int8(lm, tokens):
     rounded = quantize_params(lm.params, "w4a8", cfg=CFG)
     tuned, losses = tune(CFG, lm.params, rounded, tokens)
