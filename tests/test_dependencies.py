@@ -33,6 +33,7 @@ def imported() -> set[str]:
     return found - sys.stdlib_module_names - {"jaxllama", "pallas_kernels"}
 
 
+@pytest.mark.core
 def test_every_import_is_declared_and_every_dependency_imported():
     distributions = importlib.metadata.packages_distributions()
     used = {

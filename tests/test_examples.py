@@ -1,7 +1,13 @@
-"""Every program of ``jaxllama/examples`` runs, and prints what it promises."""
+"""Every program of ``jaxllama/examples`` runs, and prints what it promises.
+
+By default those run that call what no other test calls so; the others' calls have tests of their
+own, and here the names that they use are looked up.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -28,7 +34,12 @@ TINY = LLAMA.replace(vocab_size=260, d_ff=64)
 ON_A_TINY_MODEL = ("generate", "quantize", "serve_and_call")
 
 
-@pytest.mark.parametrize("name", PRINTS)
+QUICK = ("new_layer", "quantize", "one_kernel")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in PRINTS]
+)
 def test_it_runs_and_prints(name, capfd, monkeypatch, tmp_path):
     words = [name]
     if name in ON_A_TINY_MODEL:
@@ -53,3 +64,14 @@ def test_it_runs_on_its_own_model(name, capfd, monkeypatch):
 def test_none_is_forgotten():
     files = Path(jaxllama.examples.__file__).parent.glob("*.py")
     assert {file.stem for file in files} - {"__init__"} == set(PRINTS)
+
+
+@pytest.mark.parametrize("name", PRINTS)
+def test_the_names_that_it_uses_are_there(name):
+    source = Path(jaxllama.examples.__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert node.value.id != "jl" or hasattr(jl, node.attr), node.attr

@@ -82,6 +82,7 @@ def test_every_architecture_has_a_case() -> None:
     assert families <= set(WRITTEN) and set(WRITTEN.values()) | {"internlm2"} == set(ARCHITECTURES)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_is_the_model_of_its_directory(name: str, tmp_path: Path) -> None:
     """Equal configs and weights to the bit, and therefore the same logits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gzip
 import importlib
 import inspect
 import json
@@ -50,6 +51,7 @@ LLAMA = {
 }  # fmt: skip
 QWEN = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf_configs.json.gz"
 
 
 def facts(config: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
@@ -59,6 +61,7 @@ def facts(config: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
 # config.json
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -144,6 +147,7 @@ def test_yarn_factor_defaults_to_the_ratio_of_contexts() -> None:
     assert config_from_hf({**LLAMA, "rope_scaling": scaling}, "m").rope.factor == 4.0
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -283,14 +287,16 @@ def test_keys_of_another_architecture_are_one_warning(config, keys) -> None:
     assert cfg == config_from_hf({k: v for k, v in config.items() if k not in keys} | OFF, "m")
 
 
-@pytest.mark.parametrize("kind", sorted(set(FAMILIES) - {"internlm3"}))  # which it has no model of
-def test_what_transformers_reads_of_a_config_is_known(kind) -> None:
-    """Its own files warn of nothing, and no attribute that its model reads is passed over."""
+KINDS = sorted(set(FAMILIES) - {"internlm3"})  # which transformers has no model of
+
+
+def transformers_reads(kind: str) -> dict[str, Any]:
+    """{"config": transformers' default config.json of a model type, "keys": the names that its
+    model reads of a config}."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
     dense = {"qwen3_next": {"num_experts": 0}, "kimi_linear": {"first_k_dense_replace": 99}}
     config = transformers.AutoConfig.for_model(kind, **dense.get(kind, {})).to_dict()
-    assert config_from_hf(config, "m").n_layers == config["num_hidden_layers"]
     folder = kind.removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     found = set(re.findall(r"config\.([a-z]\w+)|config, \"(\w+)\"", inspect.getsource(module)))
@@ -304,9 +310,27 @@ def test_what_transformers_reads_of_a_config_is_known(kind) -> None:
         vision = transformers.AutoConfig.for_model("qwen3_5_vision").to_dict()
         others |= {"text_config", "get_text_config", "vision_config", "image_token_id",
                    "video_token_id", "vision_start_token_id", *vision} - {*config}  # fmt: skip
-    for key in {name for pair in found for name in pair if name} - others | {"is_causal"}:
+    keys = {name for pair in found for name in pair if name} - others | {"is_causal"}
+    return {"config": config, "keys": sorted(keys)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_transformers_reads_of_a_config_is_known(kind) -> None:
+    """Its own files warn of nothing, and no attribute that its model reads is passed over."""
+    with gzip.open(GOLDEN, "rt", encoding="utf-8") as file:
+        said = json.load(file)[kind]
+    config = said["config"]
+    assert config_from_hf(config, "m").n_layers == config["num_hidden_layers"]
+    for key in said["keys"]:
         with contextlib.suppress(JaxLlamaError):  # a warning is an error here
             config_from_hf({**config, "architectures": None, key: "x"}, "m")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_golden_configs_are_transformers_own(kind) -> None:
+    with gzip.open(GOLDEN, "rt", encoding="utf-8") as file:
+        assert json.load(file)[kind] == json.loads(json.dumps(transformers_reads(kind)))
 
 
 @pytest.mark.parametrize(
@@ -370,6 +394,7 @@ def assert_trees_equal(got, want) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.core
 def test_load_fuses_rows_and_aligns(folder, params) -> None:
     cfg, got = hf.load(folder)
     assert cfg == TINY
@@ -395,6 +420,7 @@ def test_load_converts(tmp_path, params, stored, wanted) -> None:
     np.testing.assert_array_equal(head, tensors["lm_head.weight"].astype(wanted))
 
 
+@pytest.mark.core
 def test_sharded_equals_single(tmp_path, folder, params) -> None:
     sharded = hf.save(tmp_path / "sharded", TINY, params, max_shard_bytes=4000)
     assert len(list(sharded.glob("model-*-of-*.safetensors"))) > 2
@@ -420,11 +446,8 @@ def test_derived_tables_and_a_tied_head_are_ignored(tmp_path, params) -> None:
     np.testing.assert_array_equal(got["embed"]["weight"], params["embed"]["weight"])
 
 
-@pytest.mark.parametrize("head", ["equal", "rounded", "different", "absent"])
-def test_a_tied_flag_beside_a_head_means_what_transformers_takes_it_to_mean(
-    tmp_path, params, head
-) -> None:
-    """It ties equal tensors only."""
+def with_head(folder: Path, params: dict[str, Any], head: str) -> Path:
+    """A directory that says that its head is tied, and has this head."""
     cfg = TINY.replace(tie_embeddings=True, qkv_bias=False, o_bias=False)
     tensors = hf_tensors(cfg, {k: v for k, v in params.items() if k != "head"})
     embed = tensors["model.embed_tokens.weight"]
@@ -435,8 +458,19 @@ def test_a_tied_flag_beside_a_head_means_what_transformers_takes_it_to_mean(
     }
     if head in heads:
         tensors["lm_head.weight"] = heads[head]
-    path = write(tmp_path / "m", tensors, config_to_hf(cfg))
-    is_tied = head in ("equal", "absent")
+    return write(folder, tensors, config_to_hf(cfg))
+
+
+# Whether transformers ties it.
+TIES = {"equal": True, "rounded": False, "different": False, "absent": True}
+
+
+@pytest.mark.parametrize("head", TIES)
+def test_a_tied_flag_beside_a_head_means_what_transformers_takes_it_to_mean(
+    tmp_path, params, head
+) -> None:
+    """It ties equal tensors only."""
+    path, is_tied = with_head(tmp_path / "m", params, head), TIES[head]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got_cfg, got = hf.load(path)
@@ -444,12 +478,22 @@ def test_a_tied_flag_beside_a_head_means_what_transformers_takes_it_to_mean(
     assert ("head" not in got) == got_cfg.tie_embeddings == is_tied
     messages = {str(warning.message) for warning in caught}
     assert len(messages) == (not is_tied) and all("'lm_head.weight' differs" in m for m in messages)
+    stored = safetensors.numpy.load_file(path / "model.safetensors")
+    want = stored["model.embed_tokens.weight" if is_tied else "lm_head.weight"]
+    np.testing.assert_array_equal(got["embed" if is_tied else "head"]["weight"], want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", TIES)
+def test_what_transformers_ties(tmp_path, params, head) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
+    path = with_head(tmp_path / "m", params, head)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
-    theirs = model.lm_head.weight.detach().numpy()
-    np.testing.assert_array_equal(got["embed" if is_tied else "head"]["weight"], theirs)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == TIES[head]
+    stored = safetensors.numpy.load_file(path / "model.safetensors")
+    name = "model.embed_tokens.weight" if TIES[head] else "lm_head.weight"
+    np.testing.assert_array_equal(model.lm_head.weight.detach(), stored[name].astype(np.float32))
 
 
 def test_preset_must_agree(folder) -> None:
@@ -583,6 +627,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_one_line_naming_the_place(folder, damage) -> None:
     change, words = DAMAGE[damage]
@@ -612,11 +657,22 @@ def outcome(folder: Path) -> str:
         assert peak < 4 * size + 500_000  # the tree, the header's objects, and Python's own
 
 
-fuzz = hypothesis.settings(
-    deadline=None,
-    max_examples=300,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
+def fuzz(check: Any) -> tuple[Any, Any]:
+    """``check(folder, data)`` of a few examples, and of many under ``slow``."""
+
+    def of(examples: int) -> Any:
+        def test(folder, data) -> None:
+            check(folder, data)
+
+        return hypothesis.settings(
+            deadline=None,
+            max_examples=examples,
+            suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+        )(hypothesis.given(data=st.data())(test))
+
+    return of(60), pytest.mark.slow(of(1000))
+
+
 numbers = st.one_of(
     st.integers(-2, 40), st.integers(), st.sampled_from([2**31, 2**63, 2**64, 10**400])
 )
@@ -626,9 +682,7 @@ junk = st.one_of(
 )  # fmt: skip
 
 
-@fuzz
-@hypothesis.given(data=st.data())
-def test_fuzz_bytes(folder, params, data) -> None:
+def fuzzed_bytes(folder, data) -> None:
     hf_bytes = (folder / "model.safetensors").read_bytes()
     damaged = bytearray(hf_bytes)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -649,9 +703,7 @@ def test_fuzz_bytes(folder, params, data) -> None:
         (folder / "model.safetensors").write_bytes(hf_bytes)
 
 
-@fuzz
-@hypothesis.given(data=st.data())
-def test_fuzz_header(folder, data) -> None:
+def fuzzed_header(folder, data) -> None:
     hf_bytes = (folder / "model.safetensors").read_bytes()
     header, values = parts(folder)
     name = data.draw(st.sampled_from(sorted(header)))
@@ -670,9 +722,7 @@ def test_fuzz_header(folder, data) -> None:
         (folder / "model.safetensors").write_bytes(hf_bytes)
 
 
-@fuzz
-@hypothesis.given(data=st.data())
-def test_fuzz_config(folder, data) -> None:
+def fuzzed_config(folder, data) -> None:
     path = folder / "config.json"
     text = path.read_text()
     config = json.loads(text)
@@ -695,9 +745,26 @@ def test_fuzz_config(folder, data) -> None:
         path.write_text(text)
 
 
+test_fuzz_bytes, test_fuzz_many_bytes = fuzz(fuzzed_bytes)
+test_fuzz_header, test_fuzz_many_headers = fuzz(fuzzed_header)
+test_fuzz_config, test_fuzz_many_configs = fuzz(fuzzed_config)
+
+
 # Memory
 
 
+def test_loading_holds_little_beside_the_tree(tmp_path) -> None:
+    """What numpy holds at most, of a directory of 6 MB."""
+    cfg = TINY.replace(vocab_size=1000, d_model=256, d_ff=768)
+    folder = hf.save(tmp_path / "m", cfg, seeded_params(cfg))
+    tracemalloc.start()
+    _, got = hf.load(folder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.1 * sum(leaf.nbytes for leaf in jax.tree.leaves(got))
+
+
+@pytest.mark.slow
 def test_peak_memory_of_a_float32_directory(tmp_path) -> None:
     """Loading and handing to JAX takes at most 1.3 times the directory's size."""
     cfg = TINY.replace(
@@ -744,6 +811,7 @@ def test_peak_memory_of_a_float32_directory(tmp_path) -> None:
 # Saving
 
 
+@pytest.mark.core
 def test_save_round_trips(tmp_path, params) -> None:
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
@@ -769,26 +837,26 @@ def test_save_in_bfloat16_keeps_the_bits(tmp_path, params) -> None:
     assert json.loads((tmp_path / "m" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("said", "want"),
-    [
-        ({}, None),
-        ({"eos_token_id": 2, "top_k": None}, None),
-        ({"do_sample": False, "temperature": 9.0}, Sampling()),
-        ({"temperature": 0.6, "repetition_penalty": 1.1}, Sampling(repetition_penalty=1.1)),
-        ({"do_sample": True}, Sampling(1.0)),
-        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, Sampling(0.6, top_p=0.9)),
-        (
-            {"do_sample": True, "temperature": 0.7, "top_k": 20, "min_p": 0.05,
-             "repetition_penalty": 1.05},
-            Sampling(0.7, 20, 1.0, 0.05, 1.05),
-        ),
-        ({"do_sample": True, "temperature": "hot"}, "temperature = 'hot': expected a finite"),
-        ({"do_sample": True, "top_k": -1}, "top_k = -1: expected an integer"),
-        ({"do_sample": True, "top_p": 2}, "top_p = 2.0: must be a number above 0 to 1"),
-        ({"do_sample": "yes"}, "do_sample = 'yes': expected true or false"),
-    ],
-)  # fmt: skip
+SAMPLINGS = [
+    ({}, None),
+    ({"eos_token_id": 2, "top_k": None}, None),
+    ({"do_sample": False, "temperature": 9.0}, Sampling()),
+    ({"temperature": 0.6, "repetition_penalty": 1.1}, Sampling(repetition_penalty=1.1)),
+    ({"do_sample": True}, Sampling(1.0)),
+    ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, Sampling(0.6, top_p=0.9)),
+    (
+        {"do_sample": True, "temperature": 0.7, "top_k": 20, "min_p": 0.05,
+         "repetition_penalty": 1.05},
+        Sampling(0.7, 20, 1.0, 0.05, 1.05),
+    ),
+    ({"do_sample": True, "temperature": "hot"}, "temperature = 'hot': expected a finite"),
+    ({"do_sample": True, "top_k": -1}, "top_k = -1: expected an integer"),
+    ({"do_sample": True, "top_p": 2}, "top_p = 2.0: must be a number above 0 to 1"),
+    ({"do_sample": "yes"}, "do_sample = 'yes': expected true or false"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "want"), SAMPLINGS)
 def test_generation_config_s_sampling(tmp_path, params, said, want) -> None:
     path = tmp_path / "generation_config.json"
     assert hf.read_sampling(tmp_path) is None
@@ -798,16 +866,23 @@ def test_generation_config_s_sampling(tmp_path, params, said, want) -> None:
             hf.read_sampling(tmp_path)
         return
     assert hf.read_sampling(tmp_path) == want
-    saved = hf.save(tmp_path / "saved", TINY, params, sampling=want)
-    assert hf.read_sampling(saved) == want
+    assert hf.read_sampling(hf.save(tmp_path / "saved", TINY, params, sampling=want)) == want
+
+
+@pytest.mark.slow
+def test_transformers_reads_a_saved_sampling(tmp_path, params) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.GenerationConfig.from_pretrained(saved)
-    theirs.validate(strict=True)
-    if want is not None:
-        assert theirs.do_sample == (want.temperature > 0)
-        for key in ("temperature", "top_k", "top_p", "min_p") if want.temperature else ():
-            assert getattr(theirs, key) == getattr(want, key)
-        assert theirs.repetition_penalty == want.repetition_penalty
+    for number, (_, want) in enumerate(SAMPLINGS):
+        if isinstance(want, str):
+            continue
+        saved = hf.save(tmp_path / str(number), TINY, params, sampling=want)
+        theirs = transformers.GenerationConfig.from_pretrained(saved)
+        theirs.validate(strict=True)
+        if want is not None:
+            assert theirs.do_sample == (want.temperature > 0)
+            for key in ("temperature", "top_k", "top_p", "min_p") if want.temperature else ():
+                assert getattr(theirs, key) == getattr(want, key)
+            assert theirs.repetition_penalty == want.repetition_penalty
 
 
 def test_save_overwrites_nothing(tmp_path, folder, params) -> None:
@@ -819,6 +894,7 @@ def test_save_overwrites_nothing(tmp_path, folder, params) -> None:
     assert hf.load(hf.save(tmp_path / "empty", TINY, params))[0].n_layers == 2
 
 
+@pytest.mark.core
 def test_disk_full_leaves_nothing(tmp_path, params) -> None:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limit[1]))

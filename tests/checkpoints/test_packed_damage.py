@@ -14,8 +14,16 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.packed import load as packed
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from tests.helpers import packed_oracle as oracle
-from tests.helpers.packed_cases import CFG, IMPORTS, TOKEN, quantized, words_of, write
+from tests.helpers.packed_cases import (
+    CFG,
+    TOKEN,
+    quantized,
+    tensors_of,
+    words_of,
+    write_case,
+)
 from tests.helpers.packed_oracle import floats_of
+from tests.helpers.seeded import hf_tensors, seeded_params
 
 DOWN = "model.layers.0.mlp.down_proj"
 
@@ -51,6 +59,11 @@ def _put(index: Any, value: Any) -> Any:
     return lambda array: array.__setitem__(index, value)
 
 
+def _floats(tensors: dict[str, np.ndarray]) -> None:
+    tensors.clear()
+    tensors.update(hf_tensors(CFG, seeded_params(CFG)))
+
+
 DAMAGE = {
     "method": ("awq", _option(quant_method="exl2"), "quant_method = 'exl2': not supported"),
     "no-method": ("awq", _option(quant_method=None), "quant_method = None: not supported"),
@@ -63,7 +76,7 @@ DAMAGE = {
                          r"qzeros': shape \[2, 4\], but the config wants \[4, 4\]"),
     "awq-missing": ("awq", _edit("qzeros", lambda a: False), f"missing tensor '{DOWN}.qzeros'"),
     "awq-dtype": ("awq", _edit("qweight", lambda a: a.astype(np.int64)), "dtype I64 is not I32"),
-    "nothing-packed": ("awq", "floats", "says 'awq', but no weight is quantized"),
+    "nothing-packed": ("awq", lambda t, o: _floats(t), "says 'awq', but no weight is quantized"),
     "zero-scale": ("awq", _edit("scales", _put((1, 3), 0)), f"{DOWN}: scales that are 0"),
     "negative-scale": ("awq", _edit("scales", _put((1, 3), -1)), f"{DOWN}: negative scales"),
     "nan-scale": ("awq", _edit("scales", _put((1, 3), np.nan)), f"{DOWN}: scales that are NaN"),
@@ -124,25 +137,21 @@ def _stored(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     return oracle.load(folder), config
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named(tmp_path: Path, damage: str) -> None:
     case, change, words = DAMAGE[damage]
-    cfg, options, make, _ = IMPORTS[case]
-    make = make if change != "floats" else lambda *args: None
-    folder, _ = write(tmp_path / "m", cfg, options, make)
-    if change != "floats":
-        tensors, config = _stored(folder)
-        change(tensors, config["quantization_config"])
-        oracle.save(folder, tensors, config)
+    tensors, config = tensors_of(case)
+    change(tensors, config["quantization_config"])
+    oracle.save(tmp_path / "m", tensors, config)
     with pytest.raises(JaxLlamaError, match=words) as caught:
-        hf.load(folder)
-    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+        hf.load(tmp_path / "m")
+    assert str(tmp_path / "m") in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_zero_bias_a_zero_group_and_nan_words_are_no_damage(tmp_path: Path) -> None:
     """AutoGPTQ writes biases of zeros; a group of zeros may have scale 0; NaN words only warn."""
-    folder, weights = write(tmp_path / "m", *IMPORTS["fp8-channel-tokens"][:3])
-    tensors, config = _stored(folder)
+    folder, (tensors, config) = tmp_path / "m", tensors_of("fp8-channel-tokens")
     tensors[f"{DOWN}.bias"] = np.zeros(32, np.float16)
     tensors[f"{DOWN}.weight"].view(np.uint8)[3] = 0
     tensors[f"{DOWN}.weight_scale"][3] = 0
@@ -212,12 +221,12 @@ def _shake(rng: np.random.Generator, node: Any) -> Any:
 def test_fuzz_gives_nothing_but_our_errors(tmp_path: Path, case: str) -> None:
     rng = np.random.default_rng(0)
     source = "gptq-v2-uneven-groups" if case == "native" else case
-    folder, _ = write(tmp_path / "m", *IMPORTS[source][:3])
+    folder, _ = write_case(tmp_path / "m", source)
     if case == "native":
         folder = packed.save(tmp_path / "n", *hf.load(folder))
     tensors, config = _stored(folder)
     outcomes = {"loaded": 0, "refused": 0}
-    for _ in range(60):
+    for _ in range(40):
         damaged, options = dict(tensors), config["quantization_config"]
         kind = rng.integers(3)
         name = list(damaged)[rng.integers(len(damaged))]

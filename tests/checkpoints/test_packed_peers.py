@@ -1,13 +1,15 @@
 """Packed checkpoints in other programs: the compressed-tensors library and transformers.
 
-AutoAWQ's and GPTQ's own readers need a GPU or a build; their formats are held against
-``packed_oracle`` (and were, once, against GPTQModel 7.7's CPU kernels: equal bit for bit).
+They run under ``slow``; by default their logits come from ``golden/packed.npz``.  AutoAWQ's and
+GPTQ's own readers need a GPU or a build; their formats are held against ``packed_oracle`` (and
+were, once, against GPTQModel 7.7's CPU kernels: equal bit for bit).
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,15 +17,64 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.checkpoints.hf import load as hf
+from jaxllama.checkpoints.hf.save import flatten
 from jaxllama.checkpoints.packed import load as packed
-from jaxllama.quantization.quantize import quantize_params
 from tests.helpers import packed_oracle as oracle
-from tests.helpers.models import params_of, relative_error, tokens_of
-from tests.helpers.packed_cases import CFG, IMPORTS, quantized, words_of, write
+from tests.helpers.models import relative_error, tokens_of
+from tests.helpers.packed_cases import CFG, IMPORTS, quantized, words_of, write_case
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
+GOLDEN = Path(__file__).parents[1] / "golden" / "packed.npz"
+LOGITS = ("packed", "int8-static", "fp8-channel-tokens", "fp8-blocks", "mix")
+
+
+def directory(folder: Path, case: str) -> Path:
+    """A case's directory; "mix" is 8-bit rows and FP8 beside 4-bit groups, as we export them."""
+    if case != "mix":
+        return write_case(folder, case)[0]
+    kinds = {"down": ("int8", None), "o": ("float8_e4m3fn", None)}
+    params = quantized(CFG, lambda path, w: words_of(w.shape, *kinds.get(path[-2], ("int4", 16)),
+                                                     scale=np.float32))  # fmt: skip
+    return packed.save(folder, CFG, params, format="compressed-tensors")
+
+
+def transformers_logits(directory: Path) -> np.ndarray:
+    """float32 ``[2, 9, V]`` of what transformers makes of a directory."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    pytest.importorskip("accelerate")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor(np.asarray(tokens_of(CFG, 2, 9)))).logits.numpy()
+
+
+def our_logits(directory: Path) -> np.ndarray:
+    lm = jl.load(directory, exact=True)
+    return np.asarray(lm.logits(tokens_of(CFG, 2, 9), [9, 9]))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", LOGITS)
+def test_transformers_gives_the_same_logits(tmp_path: Path, case: str) -> None:
+    """With activations in words too; sums are float32 in both, in another order.  FP8 blocks are
+    dequantized on the CPU, and there activations stay in floats."""
+    with np.load(GOLDEN) as golden:
+        assert relative_error(our_logits(directory(tmp_path / "m", case)), golden[case]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LOGITS)
+def test_the_golden_logits_are_transformers_own(tmp_path: Path, case: str) -> None:
+    """Of the directory, and of what we export of it."""
+    folders = [directory(tmp_path / "m", case)]
+    if case != "fp8-blocks":
+        loaded = hf.load(folders[0])
+        folders.append(packed.save(tmp_path / "o", *loaded, format="compressed-tensors"))
+    with np.load(GOLDEN) as golden:
+        for folder in folders:
+            assert relative_error(transformers_logits(folder), golden[case]) < 1e-6
+
 
 # The library no longer reads act-order, and never an old file's unpacked zeros.
 READ = [case for case, (_, options, _, _) in IMPORTS.items()
@@ -31,14 +82,16 @@ READ = [case for case, (_, options, _, _) in IMPORTS.items()
         and "old" not in case] + ["awq", "gptq-symmetric", "gptq-8bit"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", READ)
 def test_compressed_tensors_reads_the_same_weights(tmp_path: Path, case: str) -> None:
     """Its own decompressor, on what we read and on what we write."""
+    torch = pytest.importorskip("torch")
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    folder, weights = write(tmp_path / "m", *IMPORTS[case][:3])
+    folder, weights = write_case(tmp_path / "m", case)
     out = packed.save(tmp_path / "out", *hf.load(folder), format="compressed-tensors")
     # It wants groups that divide the inputs, which those of our export do.
     theirs = not case.startswith(("awq", "gptq")) and case != "packed-padded"
@@ -65,7 +118,9 @@ def test_compressed_tensors_reads_the_same_weights(tmp_path: Path, case: str) ->
             np.testing.assert_array_equal(got, weights[f"{prefix}weight"])
 
 
-def _torch(value: np.ndarray) -> torch.Tensor:
+def _torch(value: np.ndarray) -> Any:
+    import torch
+
     for name, dtype in (("bfloat16", torch.bfloat16), ("float8_e4m3fn", torch.float8_e4m3fn)):
         if value.dtype == getattr(ml_dtypes, name):
             raw = value.view(f"u{value.dtype.itemsize}").copy()
@@ -73,56 +128,41 @@ def _torch(value: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(value)
 
 
-@pytest.mark.parametrize("case", ["packed", "int8-static", "fp8-channel-tokens"])
-def test_transformers_gives_the_same_logits(tmp_path: Path, case: str) -> None:
-    """With activations in words too; sums are float32 in both, in another order."""
-    folder, _ = write(tmp_path / "m", *IMPORTS[case][:3])
-    for directory in (folder, packed.save(tmp_path / "o", *hf.load(folder),
-                                          format="compressed-tensors")):  # fmt: skip
-        _compare(directory, 1e-5)
-
-
-def test_transformers_reads_a_mix(tmp_path: Path) -> None:
-    """8-bit rows and FP8 beside 4-bit groups, as an experiment's plan would have them."""
-    kinds = {"down": ("int8", None), "o": ("float8_e4m3fn", None)}
-    params = quantized(CFG, lambda path, w: words_of(w.shape, *kinds.get(path[-2], ("int4", 16)),
-                                                     scale=np.float32))  # fmt: skip
-    _compare(packed.save(tmp_path / "out", CFG, params, format="compressed-tensors"), 1e-5)
-
-
-def test_transformers_reads_fp8_blocks(tmp_path: Path) -> None:
-    """It dequantizes them on the CPU, and there activations stay in floats, as ours do."""
-    pytest.importorskip("accelerate")
-    _compare(write(tmp_path / "m", *IMPORTS["fp8-blocks"][:3])[0], 1e-5)
-
-
 # transformers 5.23 refuses packed zero points, its own libraries' too: w4a16 has them.
-SAVED = [("w4a16-g16", format) for format in (None, "native", "floats")]
-SAVED += [("w8a16", format) for format in (None, "floats", "compressed-tensors")]
+SAVED = [("int4", format) for format in (None, "native", "floats")]
+SAVED += [("int8", format) for format in (None, "floats", "compressed-tensors")]
 
 
-@pytest.mark.parametrize(("scheme", "format"), SAVED)
-def test_a_saved_model_is_the_same_or_refused(tmp_path: Path, scheme: str, format: str) -> None:
-    """No program may make a model of random weights of a directory that ``save`` wrote."""
-    cfg = CFG.replace(d_ff=48)
-    params = quantize_params(params_of(cfg), scheme, cfg=cfg)
-    lm = jl.LanguageModel(cfg, params, None, exact=True)
-    out = lm.save(tmp_path / "out", format=format)
-    if format in ("floats", "compressed-tensors"):
-        _compare(out, 1e-5)
+def saved(folder: Path, words: str, format: str | None) -> tuple[dict[str, Any], Path]:
+    """(the parameters of a model, the directory that ``LanguageModel.save`` wrote of it)."""
+    group, zeros = (16, True) if words == "int4" else (None, False)
+    params = quantized(
+        CFG, lambda path, w: words_of(w.shape, words, group, zeros=zeros, scale=np.float32)
+    )
+    return params, jl.LanguageModel(CFG, params, None, exact=True).save(folder, format=format)
+
+
+@pytest.mark.parametrize(("words", "format"), SAVED)
+def test_a_saved_model_is_the_same(tmp_path: Path, words: str, format: str | None) -> None:
+    """No program may make a model of random weights of a directory that ``save`` wrote: where the
+    file has names of our own, there is no model.safetensors."""
+    params, out = saved(tmp_path / "out", words, format)
+    got, want = flatten(jl.load(out, "float32", exact=True).params), flatten(params)
+    assert got.keys() == want.keys()
+    for path, leaf in want.items():
+        np.testing.assert_array_equal(oracle.floats_of(got[path]), oracle.floats_of(leaf))
+    is_common = format in ("floats", "compressed-tensors")
+    assert (out / "model.safetensors").exists() == is_common
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "format"), SAVED)
+def test_transformers_reads_a_saved_model_or_refuses_it(
+    tmp_path: Path, words: str, format: str | None
+) -> None:
+    _, out = saved(tmp_path / "out", words, format)
+    if (out / "model.safetensors").exists():
+        assert relative_error(our_logits(out), transformers_logits(out)) < 1e-5
     else:
         with pytest.raises(OSError, match="no file named model.safetensors"):
-            transformers.AutoModelForCausalLM.from_pretrained(out)
-    tokens = tokens_of(cfg, 2, 9)
-    got = jl.load(out, "float32", exact=True).logits(tokens, [9, 9])
-    assert relative_error(got, lm.logits(tokens, [9, 9])) < 1e-5
-
-
-def _compare(directory: Path, bound: float) -> None:
-    pytest.importorskip("compressed_tensors")
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    lm = jl.load(directory, exact=True)
-    tokens = tokens_of(lm.config, 2, 9)
-    with torch.no_grad():
-        want = model(torch.tensor(np.asarray(tokens))).logits.numpy()
-    assert relative_error(lm.logits(tokens, [9, 9]), want) < bound
+            transformers_logits(out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -176,10 +178,31 @@ IMPORTS = {
 }  # fmt: skip
 
 
-def write(folder: Path, cfg, options, make, seed: int = 0):
-    """The directory of a case; see ``packed_oracle.write``."""
-    rng = np.random.default_rng(seed)
-    return oracle.write(folder, cfg, options, lambda *linear: make(rng, *linear))
+def write(folder: Path, cfg, options, make) -> tuple[Path, dict[str, np.ndarray]]:
+    """A directory, and its weights as floats; see ``packed_oracle.checkpoint``."""
+    rng = np.random.default_rng(0)
+    made = oracle.checkpoint(cfg, options, lambda *linear: make(rng, *linear))
+    oracle.save(folder, *made[:2])
+    return folder, made[2]
+
+
+@functools.cache
+def _made(case: str):
+    cfg, options, make, _ = IMPORTS[case]
+    rng = np.random.default_rng(0)
+    return oracle.checkpoint(cfg, options, lambda *linear: make(rng, *linear))
+
+
+def tensors_of(case: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """(tensors, config.json) of a case, to be changed."""
+    return copy.deepcopy(_made(case)[:2])
+
+
+def write_case(folder: Path, case: str) -> tuple[Path, dict[str, np.ndarray]]:
+    """The directory of a case, and its weights as floats."""
+    tensors, config, weights = _made(case)
+    oracle.save(folder, tensors, config)
+    return folder, weights
 
 
 def words_of(shape, words="int4", group=None, *, zeros=False, scale=np.float16, seed=0) -> QTensor:

@@ -41,15 +41,14 @@ def awq(rng: Rng, out: int, width: int, group: int) -> Linear:
     groups = 1 if group == -1 else -(-width // group)
     qweight, qzeros = _int32(rng, width, out // 8), _int32(rng, groups, out // 8)
     scales = _scales(rng, groups, out)
-    weight = np.empty((out, width), np.float32)
+    weight, rows = np.empty((out, width), np.float32), np.arange(out)
+    # Fields 0..7 hold outputs 0, 2, 4, 6, 1, 3, 5, 7 of their eight.
+    fields = (rows % 8) // 2 + 4 * (rows % 2)
     for column in range(width):
         g = 0 if group == -1 else column // group
-        for row in range(out):
-            # Fields 0..7 hold outputs 0, 2, 4, 6, 1, 3, 5, 7 of their eight.
-            field = (row % 8) // 2 + 4 * (row % 2)
-            word = _field(qweight[column, row // 8], field, 4)
-            zero = _field(qzeros[g, row // 8], field, 4)
-            weight[row, column] = np.float32(word - zero) * np.float32(scales[g, row])
+        words = _field(qweight[column, rows // 8], fields, 4)
+        zeros = _field(qzeros[g, rows // 8], fields, 4)
+        weight[:, column] = (words - zeros).astype(np.float32) * scales[g].astype(np.float32)
     return {"qweight": qweight, "qzeros": qzeros, "scales": scales}, weight
 
 
@@ -76,13 +75,11 @@ def gptq(
     zeros = np.array([[(int(word) + ones) % 2**32 for word in row] for row in qzeros])
     scales = _scales(rng, groups, out)
     order = np.arange(width) // (width if group == -1 else group) if g_idx is None else g_idx
-    weight = np.empty((out, width), np.float32)
-    for column in range(width):
-        g = order[column]
-        for row in range(out):
-            word = _field(qweight[column // per, row], column % per, bits)
-            zero = _field(zeros[g, row // per], row % per, bits)
-            weight[row, column] = np.float32(word - zero) * np.float32(scales[g, row])
+    weight, rows = np.empty((out, width), np.float32), np.arange(out)
+    for column, g in enumerate(order):
+        words = _field(qweight[column // per], column % per, bits)
+        zero = _field(zeros[g, rows // per], rows % per, bits)
+        weight[:, column] = (words - zero).astype(np.float32) * scales[g].astype(np.float32)
     tensors = {"qweight": qweight, "qzeros": qzeros, "scales": scales}
     return tensors | ({} if g_idx is None else {"g_idx": g_idx}), weight
 
@@ -142,25 +139,21 @@ def plain(
         "group": (out, 1 if group is None else width // group),
     }
     scales = np.asarray(_scales(rng, *shapes[scale], dtype=dtype))
-    expanded = np.empty((out, width), np.float32)
-    for row in range(out):
-        for column in range(width):
-            at = {"scalar": (), "tensor": (0,), "row": (row, 0), "column": (row,),
-                  "block": (row // block[0], column // block[1]),
-                  "group": (row, column // (group or width))}[scale]  # fmt: skip
-            expanded[row, column] = scales[at]
     tensors = {"weight": words, name: scales}
     if static is not None:
         tensors[static] = np.array([0.02], np.float32)
-    return tensors, words.astype(np.float32) * expanded
+    rows, columns = np.indices((out, width))
+    at = {"scalar": (), "tensor": (0,), "row": (rows, 0), "column": (rows,),
+          "block": (rows // block[0], columns // block[1]),
+          "group": (rows, columns // (group or width))}[scale]  # fmt: skip
+    return tensors, words.astype(np.float32) * scales[at].astype(np.float32)
 
 
-def write(
-    folder: Path, cfg: ModelConfig, options: dict[str, Any],
-    make: Callable[[str, int, int], Linear | None],
-) -> tuple[Path, dict[str, np.ndarray]]:  # fmt: skip
-    """A directory whose Linears are ``make(name, out, in)``, or floats where that is None, and all
-    its weights as floats by their tensor's name."""
+def checkpoint(
+    cfg: ModelConfig, options: dict[str, Any], make: Callable[[str, int, int], Linear | None]
+) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, np.ndarray]]:
+    """(tensors, config.json, all weights as floats by their tensor's name) of a model whose Linears
+    are ``make(name, out, in)``, or floats where that is None."""
     weights = hf_tensors(cfg, seeded_params(cfg))
     tensors = dict(weights)
     for path, spec in param_table(cfg).items():
@@ -173,8 +166,7 @@ def write(
                 del tensors[source.name]
                 tensors |= {f"{name}.{tensor}": value for tensor, value in made[0].items()}
                 weights[source.name] = made[1]
-    save(folder, tensors, {**config_to_hf(cfg), "quantization_config": options})
-    return folder, weights
+    return tensors, {**config_to_hf(cfg), "quantization_config": options}, weights
 
 
 def save(folder: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:

@@ -6,13 +6,24 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxllama.config import ModelConfig
 from jaxllama.text.tokenizer import Tokenizer
 from jaxllama.training import TrainConfig, train_config_from_dict
 from jaxllama.training.data import tokenize
 from tests.helpers.models import FAMILIES
+from tests.helpers.parity_cases import CASES as PARITY
+from tests.helpers.seeded import seeded_params
 
 TEXT = (Path(__file__).parents[1] / "golden" / "english.txt").read_text(encoding="utf-8")
+GOLDEN = Path(__file__).parents[1] / "golden" / "training.npz"
+# What torch has answered: of which model which part of training.
+CASES = (
+    "gradients/gla", "gradients/gqa", "curve/gla", "curve/gqa", "steps/gemma2",
+    "steps/gemma3_text", "steps/granite", "steps/cohere",
+)  # fmt: skip
 
 
 def byte_model(family: str, **changes: Any) -> ModelConfig:
@@ -40,3 +51,27 @@ def run_config(folder: Path, cfg: ModelConfig | None = None, **changes: Any) -> 
         **({} if cfg is None else {"model": dataclasses.asdict(cfg)}), **changes,
     }  # fmt: skip
     return train_config_from_dict(table, "test.toml")
+
+
+def first_params(cfg: ModelConfig, seed: int = 0) -> dict[str, Any]:
+    """Seeded weights as small as a run begins with: larger ones magnify rounding step by step."""
+    small = lambda leaf: leaf * np.float32(0.2) if leaf.ndim > 1 else leaf  # noqa: E731
+    return jax.tree.map(small, seeded_params(cfg, seed))
+
+
+def rows_of(cfg: ModelConfig, batch: int, length: int, seed: int = 0) -> np.ndarray:
+    """int32 ``[batch, length]`` tokens that every version of numpy draws alike."""
+    raw = np.random.PCG64(seed).random_raw(batch * length)
+    return (raw % np.uint64(cfg.vocab_size)).astype(np.int32).reshape(batch, length)
+
+
+def family_case(name: str, folder: Path) -> tuple[ModelConfig, TrainConfig, list[np.ndarray]]:
+    """A family's tiny model, the settings of twenty steps, and their batches."""
+    cfg = PARITY[name]
+    config = run_config(folder, byte_model("gqa"), steps=20)
+    return cfg, config, [rows_of(cfg, 2, 13, seed) for seed in range(20)]
+
+
+def sampled(array: np.ndarray) -> np.ndarray:
+    """Every seventh value: no row or column of these models is left out."""
+    return np.asarray(array).reshape(-1)[::7]

@@ -1,12 +1,14 @@
 """The same models and the same training in plain torch, for test_training: the oracle.
 
-``logits`` writes GLA out from its equations (arXiv 2312.06635) in the parallel form, over our own
+``_logits`` writes GLA out from its equations (arXiv 2312.06635) in the parallel form, over our own
 parameter tree; every other model is transformers', of a folder that ``hf.save`` wrote.
+``reference`` is what ``golden/training.npz`` holds of it.
 """
 
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,16 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig
 from jaxllama.model.params import param_table
 from jaxllama.training.config import TrainConfig
+from jaxllama.training.data import TokenFile
+from tests.helpers.seeded import seeded_params
+from tests.helpers.training_cases import (
+    byte_model,
+    family_case,
+    first_params,
+    rows_of,
+    run_config,
+    sampled,
+)
 
 Leaves = dict[tuple[str, ...], torch.Tensor]
 Model = Callable[[torch.Tensor], torch.Tensor]
@@ -120,3 +132,54 @@ def _share(config: TrainConfig, step: int) -> float:
         return (step + 1) / warmup
     progress = (step - warmup) / (config.steps - warmup)
     return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def reference(case: str) -> dict[str, np.ndarray]:
+    """torch's answer to a case of ``training_cases.CASES``; large arrays are ``sampled``."""
+    goal, _, name = case.partition("/")
+    with tempfile.TemporaryDirectory() as folder:
+        answer = {"gradients": _gradients, "curve": _curve, "steps": _steps}[goal]
+        return answer(name, Path(folder))
+
+
+def _gradients(family: str, folder: Path) -> dict[str, np.ndarray]:
+    """The loss and the gradient of every leaf, in float64."""
+    cfg = byte_model(family)
+    params = seeded_params(cfg)
+    if family == "gla":
+        model, leaves = gla_model(cfg, params, torch.float64)
+    else:
+        model, leaves = transformers_model(cfg, params, torch.float64, folder / "model")
+    value = loss(model, rows_of(cfg, 3, 21))
+    value.backward()
+    answer = {"loss": np.float64(value.item())}
+    for path, spec in param_table(cfg).items():
+        parts = [leaves[path]] if family == "gla" else [leaves[s.name] for s in spec.sources]
+        gradient = np.concatenate([part.grad.numpy() for part in parts])
+        answer["/".join(path)] = sampled(gradient).astype(np.float32)
+    return answer
+
+
+def _curve(family: str, folder: Path) -> dict[str, np.ndarray]:
+    """The losses of a whole run on English bytes."""
+    cfg = byte_model(family)
+    config = run_config(folder, cfg)
+    if family == "gla":
+        model, leaves = gla_model(cfg, first_params(cfg), torch.float32)
+    else:
+        model, leaves = transformers_model(cfg, first_params(cfg), torch.float32, folder / "model")
+    data = TokenFile.open(config.data.tokens)
+    batches = [
+        data.batch(step, config.batch_size, config.sequence_length, config.seed)
+        for step in range(config.steps)
+    ]
+    return {"losses": np.asarray(losses(config, model, leaves, batches))}
+
+
+def _steps(name: str, folder: Path) -> dict[str, np.ndarray]:
+    """A family's first loss, its losses over the steps, and its weights behind them."""
+    cfg, config, batches = family_case(name, folder)
+    model, leaves = transformers_model(cfg, seeded_params(cfg), torch.float32, folder / "model")
+    answer = {"held": np.float64(loss(model, batches[0]).item())}
+    answer["losses"] = np.asarray(losses(config, model, leaves, batches))
+    return answer | {name: sampled(leaf.detach().numpy()) for name, leaf in leaves.items()}

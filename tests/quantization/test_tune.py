@@ -5,6 +5,7 @@ is what was tuned."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.bench.evaluate import perplexity
+from jaxllama.checkpoints.hf.save import flatten
 from jaxllama.cli.main import main
 from jaxllama.language_model import LanguageModel
 from jaxllama.quantization import tune as tuning
@@ -25,6 +27,7 @@ from jaxllama.quantization.work import Work
 from jaxllama.text.tokenizer import Tokenizer
 from pallas_kernels.qtensor import QTensor, dequantize
 from tests.helpers.models import LLAMA, relative_error
+from tests.helpers.packed_oracle import floats_of
 from tests.helpers.seeded import seeded_params
 
 TEXT = (Path(__file__).parents[1] / "golden" / "english.txt").read_text(encoding="utf-8")
@@ -78,15 +81,17 @@ def test_predictions_come_closer_on_unseen_text(lm, tokens, rounded):
     assert same(rounded["head"], tuned["head"]) and not same(rounded["norm"], tuned["norm"])
 
 
+@pytest.mark.slow
 def test_scales_in_two_levels_stay_int8(lm, tokens):
     rounded = quantize_params(lm.params, "w4a8", cfg=CFG)
-    tuned, _ = tune(CFG, lm.params, rounded, tokens)
+    tuned, losses = tune(CFG, lm.params, rounded, tokens)
     before, after = (tree["layer_1"]["mixer"]["qkv"]["weight"] for tree in (rounded, tuned))
     assert same((before.q, before.scale), (after.q, after.scale)) and after.activations == "int8"
     assert not same(before.unit, after.unit)
-    assert kl(lm, tuned) < kl(lm, rounded)
+    assert np.mean(losses[-6:]) < 0.75 * np.mean(losses[:6])
 
 
+@pytest.mark.core
 def test_a_step_is_whole_model_autodiff(lm, rounded, tokens, monkeypatch):
     """Plain gradient descent, so that what is learned in one step is the gradient."""
     import optax
@@ -96,10 +101,10 @@ def test_a_step_is_whole_model_autodiff(lm, rounded, tokens, monkeypatch):
     tuned, (loss,) = tune(CFG, lm.params, rounded, tokens[:1])
     monkeypatch.undo()
     jax.clear_caches()
-    row, lengths = jnp.asarray(tokens[:1]), jnp.asarray([64])
-    p = jax.nn.log_softmax(_all_logits(lm.params, row, lengths))
+    row, lengths = tokens[:1], np.asarray([64])
 
     def direct(scale, norm):
+        p = jax.nn.log_softmax(_all_logits(lm.params, row, lengths))
         params = plain(rounded)
         w = dataclasses.replace(rounded["layer_0"]["mlp"]["down"]["weight"], scale=scale)
         params["layer_0"]["mlp"]["down"] = {"weight": dequantize(w)}
@@ -109,11 +114,12 @@ def test_a_step_is_whole_model_autodiff(lm, rounded, tokens, monkeypatch):
 
     scale = rounded["layer_0"]["mlp"]["down"]["weight"].scale
     norm = rounded["layer_1"]["mixer_norm"]["weight"]
-    want, grads = jax.value_and_grad(direct, argnums=(0, 1))(scale, norm)
+    want, grads = jax.jit(jax.value_and_grad(direct, argnums=(0, 1)))(scale, norm)
     assert loss == pytest.approx(float(want), rel=1e-5)
     got = tuned["layer_0"]["mlp"]["down"]["weight"].scale, tuned["layer_1"]["mixer_norm"]["weight"]
     for new, old, grad in zip(got, (scale, norm), grads, strict=True):
         # of 1 + a, a from 0: d/da = old * d/d(scale); the share learned is minus the rate times it
+        new, old, grad = (np.asarray(one, np.float64) for one in (new, old, grad))
         assert relative_error((new / old - 1) / -tuning.RATE, old * grad) < 2e-2
 
 
@@ -144,17 +150,32 @@ def test_a_killed_run_goes_on_to_the_same_bits(lm, rounded, tokens, tmp_path):
     assert told == [16, 1, 1, 1, 1] and losses == want_losses and same(got, want)
 
 
-@pytest.mark.parametrize("format", ["awq", "gptq", "compressed-tensors"])
-def test_what_is_exported_is_what_was_tuned(lm, tokens, format, tmp_path):
-    plan = "w4a16-zero,head=none" if format == "awq" else "w4a16,head=none"
+@pytest.fixture(scope="module")
+def exported(lm, tmp_path_factory):
+    """exported(format) -> the parameters that a tuned export in a format is read as."""
+    folder = tmp_path_factory.mktemp("exported")
     how = {"method": "rtn", "text": TEXT, "samples": 4, "window": 64, "tune": 8}
-    for one in ("native", format):
-        quantize_checkpoint(lm, Request(tmp_path / one, plan, format=one, **how))
-    native, exported = (jl.load(tmp_path / one, exact=True).params for one in ("native", format))
-    row, lengths = jnp.asarray(tokens[:1]), jnp.asarray([64])
-    one, other = (jl.logits(CFG, params, row, lengths) for params in (native, exported))
+
+    @functools.cache
+    def make(format):
+        quantize_checkpoint(lm, Request(folder / format, "w4a16,head=none", format=format, **how))
+        return jl.load(folder / format, exact=True).params
+
+    return make
+
+
+REST = (pytest.param(x, marks=pytest.mark.slow) for x in ("gptq", "compressed-tensors"))
+
+
+@pytest.mark.parametrize("format", ["awq", *REST])
+def test_what_is_exported_is_what_was_tuned(exported, format):
+    native, other = (flatten(exported(one)) for one in ("native", format))
     # float16's scales, and codes that are computed against them, where the format has those
-    assert relative_error(one, other) < (1e-6 if format == "compressed-tensors" else 2e-2)
+    bound = 1e-6 if format == "compressed-tensors" else 2e-2
+    for path, leaf in native.items():
+        want = floats_of(leaf)
+        off = np.linalg.norm(floats_of(other[path]) - want)
+        assert off < bound * np.linalg.norm(want), path
 
 
 def test_the_command_says_what_it_tuned(lm, tmp_path, capsys):

@@ -22,6 +22,7 @@ def book(tmp_path):
     return tokenize([tmp_path / "book.txt"], tmp_path / "book", Tokenizer.byte_level())
 
 
+@pytest.mark.core
 def test_a_token_file_holds_the_text_and_says_what_it_is(book, tmp_path):
     want = TEXT.encode()
     assert bytes(book.ids.astype(np.uint8)) == want and len(book) == len(want)
@@ -68,6 +69,7 @@ def test_documents_end_with_the_end_of_text_token_and_pieces_change_nothing(tmp_
     assert Tokenizer.from_file(made.directory).eos_ids == (0,)
 
 
+@pytest.mark.core
 def test_an_epoch_is_every_window_once_in_an_order_of_its_own(book):
     length, size = 16, 4
     count = book.windows(length)

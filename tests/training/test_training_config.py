@@ -49,6 +49,7 @@ def test_defaults_presets_paths_and_tables(tmp_path):
     assert train_config_from_dict(table, "x").model is None
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("change", "message"),
     [
