@@ -44,6 +44,7 @@ def check(got, want):
     np.testing.assert_allclose(logprobs, wanted, rtol=3e-6, atol=1e-6)
 
 
+@pytest.mark.core
 def test_the_xla_form_against_float64():
     logits, rows, written, _ = operands(1000, batch=3)
     x = np.asarray(logits, np.float64)
