@@ -80,7 +80,8 @@ def test_blocks_are_shared_out():
                 assert group.begin == begin
                 assert group.tiles.clusters * group.tiles.per * 16 >= sum(group.rows)
                 begin += group.tiles.clusters
-            assert begin <= N_SM
+            large = groups[0].tiles  # leaves SMs to the others where that costs it no time
+            assert begin <= N_SM or large.clusters == -(-sum(groups[0].rows) // 16 // large.per)
             assert sum(sum(group.rows) for group in groups) == n + 16
             assert len(groups) == (2 if weights[0] is words else 1)
     assert groups[0].firsts == [sum(groups[0].rows[:1]) // 16]

@@ -32,7 +32,9 @@ def operands(form, rows, width, n, sources, rank, dtype="bfloat16"):
     )
     weight = jnp.asarray(rng.normal(size=width) + 1, dtype)
     first = jnp.asarray(rng.normal(size=(n, sources, rank, width)) / width**0.5, dtype)
-    adapter = jnp.asarray(rng.integers(0, n + 1, rows), jnp.int32).at[0].set(0).at[-1].set(n)
+    adapter = rng.integers(0, n + 1, rows)
+    adapter[0], adapter[-1] = 0, n
+    adapter = jnp.asarray(adapter, jnp.int32)
     how = {
         "norm": {"norm": (weight, EPS)},
         "residual": {"norm": (weight, EPS), "residual": residual},
@@ -74,7 +76,7 @@ def worst(got, want):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_inner_products_are_each_row_s_own(dtype):
     (x, first, adapter), _ = operands("copy", 6, 64, 3, 2, 5, dtype)
-    got = inner_products(x.reshape(2, 3, 64), first, adapter.reshape(2, 3))
+    got = jax.jit(inner_products)(x.reshape(2, 3, 64), first, adapter.reshape(2, 3))
     want = expected(np.asarray(x, np.float64), first, adapter)
     assert got.shape == (2, 3, 30) and got.dtype == dtype
     got = np.asarray(got, np.float64).reshape(6, -1)
@@ -85,14 +87,16 @@ def test_inner_products_are_each_row_s_own(dtype):
 @forms
 def test_codes_are_those_without_adapters(form):
     (x, first, adapter), how = operands(form, 5, 48, 2, 3, 4)
-    q, inner, *total = quantize_adapted(x, first, adapter, "int8", **how)
+    made = jax.jit(lambda *args: quantize_adapted(*args, "int8", **how))
+    q, inner, *total = made(x, first, adapter)
     if form == "gate":
-        want = swiglu(x, quantize="int8")
+        want = jax.jit(lambda x: swiglu(x, quantize="int8"))(x)
     elif form == "copy":
-        want = quantize_tokens(x, "int8")
+        want = jax.jit(lambda x: quantize_tokens(x, "int8"))(x)
     else:
         residual = how.get("residual")
-        want = rms_norm(x, *how["norm"], residual=residual, quantize="int8")
+        weight, eps = how["norm"]
+        want = jax.jit(lambda x: rms_norm(x, weight, eps, residual=residual, quantize="int8"))(x)
         if residual is not None:
             want, sum_ = want
             np.testing.assert_array_equal(total[0].astype("float32"), sum_.astype("float32"))
@@ -147,7 +151,8 @@ def emulated_rows():
 )
 def test_the_kernel_on_the_emulator(form, rows, width, n, sources, rank):
     args, how = operands(form, rows, width, n, sources, rank)
-    want = quantize_adapted(*args, "int8", **how, implementation="xla")
+    by_xla = jax.jit(lambda *args: quantize_adapted(*args, "int8", **how, implementation="xla"))
+    want = by_xla(*args)
     with emulated_rows():
         got = quantize_adapted(*args, "int8", **how, implementation="mosaic")
     same_adapted(form, args, how, got, want)
