@@ -39,6 +39,10 @@ def cf(value: float) -> Value:
     return mgpu.utils.c(float(value), f32())
 
 
+def type_of(value: Value) -> ir.Type:
+    return value.type
+
+
 def ptx(code: str, *args: Value, results=None, volatile: bool = True, convergent: bool = False):
     return mgpu.utils.inline_ptx(
         code, *args, result_types=results, has_side_effects=volatile, convergent=convergent
@@ -318,19 +322,19 @@ def mma(
 def shuffle_xor(x: Value, lanes: int) -> Value:
     """The value of the lane whose number differs by xor."""
     code = f"shfl.sync.bfly.b32 $0, $1, {lanes}, 31, -1;"
-    return ptx(code, x, results=x.type, convergent=True)
+    return ptx(code, x, results=type_of(x), convergent=True)
 
 
 def shuffle_up(x: Value, lanes: int) -> Value:
     """The value of the lane this many below; of the first ones their own."""
     code = f"shfl.sync.up.b32 $0, $1, {lanes}, 0, -1;"
-    return ptx(code, x, results=x.type, convergent=True)
+    return ptx(code, x, results=type_of(x), convergent=True)
 
 
 def shuffle_from(x: Value, lane: int) -> Value:
     """One lane's value."""
     code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, -1;"
-    return ptx(code, x, results=x.type, convergent=True)
+    return ptx(code, x, results=type_of(x), convergent=True)
 
 
 def any_lane(condition: Value) -> Value:
@@ -381,7 +385,7 @@ def _load(space: str, base: Value, n: int, at: int, kind: str) -> list[Value]:
 
 
 def _store(space: str, base: Value, values: Sequence[Value], at: int) -> None:
-    kind, names = _vector("f32" if values[0].type == f32() else "b32", len(values), 1)
+    kind, names = _vector("f32" if type_of(values[0]) == f32() else "b32", len(values), 1)
     ptx(f"st.{space}.{kind} [$0+{at}], {names};", base, *values)
 
 
@@ -397,7 +401,7 @@ def load_global(base: Value, n: int, at: int = 0, kind: str = "b32", cache: str 
 def store_global(base: Value, values: Value | Sequence[Value], at: int = 0) -> None:
     """A word or float, or 1, 2 or 4 of them at ``at``."""
     if isinstance(values, Value):
-        ptx(f"st.global.{'f32' if values.type == f32() else 'b32'} [$0], $1;", base, values)
+        ptx(f"st.global.{'f32' if type_of(values) == f32() else 'b32'} [$0], $1;", base, values)
     else:
         _store("global", base, values, at)
 
@@ -458,7 +462,7 @@ def when(condition: Value, body: Callable[[], object]) -> None:
 
 def choose(condition: Value, body: Callable, otherwise: Sequence[Value]) -> list[Value]:
     """``body()`` if condition, else the values that are there."""
-    op = scf.IfOp(condition, [x.type for x in otherwise], has_else=True)
+    op = scf.IfOp(condition, [type_of(x) for x in otherwise], has_else=True)
     with ir.InsertionPoint(op.then_block):
         scf.yield_(list(body()))
     with ir.InsertionPoint(op.else_block):

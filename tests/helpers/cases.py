@@ -1,11 +1,17 @@
-"""Cases of a test with two axes: each value once by default, the whole product under ``slow``."""
+"""Cases of tests with several axes: enough of them to see every value, or every two together."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    """A tuple stands for several arguments."""
+    return value if isinstance(value, tuple) else (value,)
 
 
 def each_once(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
@@ -16,11 +22,28 @@ def each_once(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
     """
     size = max(len(first), len(second))
     quick = {(index % len(first), index % len(second)) for index in range(size)}
-    flat = lambda value: value if isinstance(value, tuple) else (value,)  # noqa: E731
     return [
         pytest.param(
-            *flat(one), *flat(other), marks=() if (row, column) in quick else pytest.mark.slow
+            *_flat(one), *_flat(other), marks=() if (row, column) in quick else pytest.mark.slow
         )
         for row, one in enumerate(first)
         for column, other in enumerate(second)
+    ]
+
+
+def pairwise(*axes: Sequence[Any]) -> list[Any]:
+    """Return parameters in which any two values of different axes meet at least once.
+
+    The cases are chosen greedily, always in the same order. A tuple stands for several arguments.
+    """
+    rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    pairs = [set(itertools.combinations(enumerate(row), 2)) for row in rows]
+    missing, chosen = set().union(*pairs), []
+    while missing:
+        best = max(range(len(rows)), key=lambda i: len(pairs[i] & missing))
+        missing -= pairs[best]
+        chosen.append(rows[best])
+    return [
+        pytest.param(*(x for axis, i in zip(axes, row, strict=True) for x in _flat(axis[i])))
+        for row in chosen
     ]

@@ -1,26 +1,33 @@
-"""Runs the bodies of the attention kernels on the CPU: every thread of a block a lane of numpy.
+"""Runs the bodies of kernels on the CPU: every thread of a block a lane of numpy.
 
 Those bodies are Python that calls ``pallas_kernels.ptx`` and MLIR's ``arith`` while a kernel is
-traced.  Here the same calls compute: a value becomes an array with one entry per
-thread, memory one array of bytes.  All threads of a block take each step together, so a wait that
-is not satisfied when it is reached is a deadlock; reads that no barrier protects go unnoticed.
+traced.  Here the same source computes: ``ptx`` is executed a second time over numpy, and its one
+function that emits PTX runs the text instead (``helpers.instructions`` says what an instruction
+does).  A value becomes an array with one entry per thread, memory one array of bytes.  All threads
+of a block take each step together, so a wait that is not satisfied when it is reached is a
+deadlock; reads that no barrier protects go unnoticed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from types import SimpleNamespace
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from pallas_kernels import fused_parts, launch, transform
+from pallas_kernels import ptx as kernel_side
+from tests.helpers.instructions import EFFECTS, MEANING
 
-_HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 U32 = np.uint32
 
 
@@ -49,89 +56,46 @@ class Block:
         self.masks = [np.ones(self.n, bool)]
         self.barriers: dict[int, list[int]] = {}
         self.touched = False  # device memory, by this block
-        index = np.arange(self.n, dtype=U32)
+        self.index = np.arange(self.n)
+        index = self.index.astype(U32)
         self.rank = index // U32(threads)
         self.special = {"tid.x": index % U32(threads), "cluster_ctarank": self.rank}
 
     def c(self, value, dtype=U32):
         return np.full(self.n, value).astype(dtype)
 
+    def touches(self, space: str) -> None:
+        self.touched = self.touched or space.startswith("global")
+
     def at(self, address, size):
         address = np.where(self.masks[-1], np.asarray(address, np.int64), 0)
         return address[:, None] + np.arange(size)
 
-    def load(self, address, n, offset, dtype):
-        raw = self.memory[self.at(np.asarray(address, np.int64) + offset, 4 * n)]
+    def load(self, address, n, dtype):
+        raw = self.memory[self.at(address, 4 * n)]
         return [np.ascontiguousarray(raw[:, 4 * i : 4 * i + 4]).view(dtype)[:, 0] for i in range(n)]
 
-    def store(self, address, values, offset=0):
+    def write(self, address, raw):
+        keep = self.masks[-1]
+        self.memory[self.at(address, raw.shape[1])[keep]] = raw[keep]
+
+    def store(self, address, values):
         raw = np.stack([v.view(np.uint8).reshape(self.n, -1) for v in values], 1)
-        raw = raw.reshape(self.n, -1)
-        keep = self.masks[-1]
-        self.memory[self.at(np.asarray(address, np.int64) + offset, raw.shape[1])[keep]] = raw[keep]
+        self.write(address, raw.reshape(self.n, -1))
 
-    def copy_async(self, to, source, at, from_at=0, size=None):
-        whole = 16 if size is None else size[:, None]
-        raw = np.where(np.arange(16) < whole, self.memory[self.at(source + from_at, 16)], 0)
-        keep = self.masks[-1]
-        assert not ((source + from_at) % 16)[keep].any() and not ((to + at) % 16)[keep].any()
-        self.memory[self.at(to + at, 16)[keep]] = raw[keep]
-
-    def await_kernel(self):
-        assert not self.touched, "device memory is read or written before the kernel before ended"
-
-    def prefetch(self, at, size):
-        address = np.asarray(at, np.int64)[self.masks[-1]]
-        assert size % 16 == 0 and (address % 16 == 0).all()
-        assert (address + size <= len(self.memory)).all()
-
-    def narrow(self, address, kind, offset=0):
-        dtype = {"u8": np.uint8, "s8": np.int8, "u16": np.uint16}[kind]
-        raw = self.memory[self.at(np.asarray(address, np.int64) + offset, np.dtype(dtype).itemsize)]
-        return raw.view(dtype)[:, 0].astype(np.int32).view(U32)
-
-    def copy(self, to, source, size):
-        for i in np.flatnonzero(self.masks[-1]):
-            start = int(to[i])
-            self.memory[start : start + size] = self.memory[int(source[i]) :][:size]
-
-    def when(self, condition, body):
-        self.masks.append(self.masks[-1] & condition)
-        if self.masks[-1].any():
-            body()
-        self.masks.pop()
-
-    def loop(self, start, stop, step, carry, body):
-        index, carry = start.astype(np.int32), list(carry)
-        while (self.masks[-1] & (index < stop.astype(np.int32))).any():
-            self.masks.append(self.masks[-1] & (index < stop.astype(np.int32)))
-            out = body(index.view(U32), list(carry))
-            carry = [
-                np.where(self.masks[-1], new, old) for new, old in zip(out, carry, strict=True)
-            ]
-            self.masks.pop()
-            index = index + step.astype(np.int32)
-        return carry
-
-    # mbarrier: [phase, arrivals left, arrivals of a phase, bytes to come]
-    def each(self, barrier, act):
+    def at_barrier(self, barrier, arrivals=0, size=0):
+        """Each thread's ``arrivals`` and bytes to come (negative: that came).  The state of an
+        mbarrier: [phase, arrivals left, arrivals of a phase, bytes to come]."""
         for i in np.flatnonzero(self.masks[-1]):
             state = self.barriers[int(barrier[i])]
-            act(state, i)
+            state[1], state[3] = state[1] - arrivals, state[3] + size
             if state[1] == 0 and state[3] == 0:
                 state[0], state[1] = state[0] ^ 1, state[2]
 
-    def wait(self, barrier, parity):
-        def check(state, i):
-            assert state[0] != int(parity[i]), "deadlock"
-
-        for i in np.flatnonzero(self.masks[-1]):
-            check(self.barriers[int(barrier[i])], i)
-
-    def mma(self, acc, left, right, kind="bf16"):
+    def mma(self, acc, left, right, dtype):
         def halves(word):
             pair = np.ascontiguousarray(word).view(np.uint16).reshape(-1, 32, 2)
-            return pair.view(_HALF[kind]).astype(np.float64)
+            return pair.view(dtype).astype(np.float64)
 
         a, b = [halves(x) for x in left], [halves(x) for x in right]
         warps = self.n // 32
@@ -150,225 +114,170 @@ class Block:
             new.append((x + part).astype(np.float32))
         return new
 
-    def transpose(self, word):
-        pair = np.ascontiguousarray(word).view(np.uint16).reshape(-1, 8, 8)
-        return np.ascontiguousarray(pair.transpose(0, 2, 1)).reshape(-1).view(U32)
+    # Control, which the kernel-side functions write as regions of MLIR.
 
-    def shuffle(self, x, lanes):
-        return x[np.arange(self.n) ^ lanes]
+    def when(self, condition, body):
+        self.masks.append(self.masks[-1] & condition)
+        if self.masks[-1].any():
+            body()
+        self.masks.pop()
 
-    def shuffle_up(self, x, lanes):
-        index = np.arange(self.n)
-        return x[np.where(index % 32 < lanes, index, index - lanes)]
+    def choose(self, condition, body, otherwise):
+        values = otherwise
+        self.masks.append(self.masks[-1] & condition)
+        if self.masks[-1].any():
+            values = [np.where(condition, x, y) for x, y in zip(body(), otherwise, strict=True)]
+        self.masks.pop()
+        return values
 
-    def load_matrices(self, base, at=0, transposed=False):
-        rows = self.memory[self.at(np.asarray(base, np.int64) + at, 16)].view(np.uint16)
-        tiles = rows.reshape(-1, 4, 8, 8)
-        tiles = tiles.transpose(1, 0, 3, 2) if transposed else tiles.transpose(1, 0, 2, 3)
-        return [np.ascontiguousarray(tile).reshape(-1).view(U32) for tile in tiles]
-
-    def _store_matrices(self, base, words, at, order):
-        tiles = np.stack(words).view(np.uint16).reshape(4, -1, 8, 8).transpose(order)
-        rows = np.ascontiguousarray(tiles).view(np.uint8).reshape(self.n, 16)
-        keep = self.masks[-1]
-        self.memory[self.at(np.asarray(base, np.int64) + at, 16)[keep]] = rows[keep]
-
-    def store_matrices(self, base, words, at=0):
-        self._store_matrices(base, words, at, (1, 0, 2, 3))
-
-    def store_matrices_transposed(self, base, words, at=0):
-        self._store_matrices(base, words, at, (1, 0, 3, 2))
-
-
-def _halves(word, kind):
-    return np.ascontiguousarray(word).view(np.uint16).view(_HALF[kind])
+    def loop(self, start, stop, step, carry, body):
+        bounds = (self.c(x) if isinstance(x, int) else x for x in (start, stop, step))
+        index, stop, step = (x.view(np.int32) for x in bounds)
+        carry = list(carry)
+        while (self.masks[-1] & (index < stop)).any():
+            self.masks.append(self.masks[-1] & (index < stop))
+            out = body(index.view(U32), list(carry))
+            carry = [
+                np.where(self.masks[-1], new, old) for new, old in zip(out, carry, strict=True)
+            ]
+            self.masks.pop()
+            index = index + step
+        return carry
 
 
-def _pairs(op):
-    def run(a, b, kind="bf16"):
-        x, y = (_halves(v, kind) for v in (a, b))
-        wide = op(x.astype(np.float32), y.astype(np.float32))
-        return wide.astype(_HALF[kind]).view(U32)
+# --- PTX text -------------------------------------------------------------------------------------
 
-    return run
+Operand = Callable[[Block, dict[str, Any]], Any]
 
 
-def _fma_pairs(a, b, c, kind="bf16"):
-    x, y, z = (_halves(v, kind).astype(np.float32) for v in (a, b, c))
-    return (x * y + z).astype(_HALF[kind]).view(U32)
+def names_of(code: str) -> list[str]:
+    """Return the instructions' names in PTX text; labels, jumps and declarations are left out."""
+    return [name for name, _, _ in _statements(code)]
 
 
-def _pack(low, high, kind="bf16"):
-    return np.stack([low, high], 1).astype(_HALF[kind]).view(U32)[:, 0]
+def _statements(code: str) -> list[tuple[str, list[str], str | None]]:
+    """(name, operands, predicate) of each instruction."""
+    found = []
+    for line in re.sub(r"^\{ (?=\.reg)| \}$", "", code.strip()).split(";"):
+        line = re.sub(r"^(\s*\w+:(?!:))+", "", line).strip()
+        guard = re.match(r"@(\w+) ", line)
+        name, _, rest = line[guard.end() if guard else 0 :].partition(" ")
+        if name and name not in (".reg", "bra"):
+            operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^\s,]+", rest)
+            found.append((name, operands, guard and guard[1]))
+    return found
 
 
-def _half(word, high, kind):
-    halves = np.ascontiguousarray(word).view(np.uint16).reshape(-1, 2)[:, high]
-    return np.ascontiguousarray(halves).view(_HALF[kind]).astype(np.float32)
+def _operand(text: str) -> Operand:
+    """How an operand is read from a block and its registers."""
+    if text[0] == "{":
+        parts = [_operand(part.strip()) for part in text[1:-1].split(",")]
+        return lambda block, registers: [part(block, registers) for part in parts]
+    if text[0] == "[":
+        base, _, at = text[1:-1].partition("+")
+        offset = int(at or 0)
+        return lambda block, registers: registers[base].astype(np.int64) + offset
+    if text[0] == "%":
+        return lambda block, registers: block.special[text[1:]]
+    if re.fullmatch(r"-?\d+|0x[\da-f]+", text):
+        value = int(text, 0)
+        return lambda block, registers: value
+    return lambda block, registers: registers[text]
 
 
-def _permute(a, b, selector):
-    source = np.concatenate([x[:, None].view(np.uint8).reshape(-1, 4) for x in (a, b)], 1)
-    return np.ascontiguousarray(
-        np.stack([source[:, selector >> 4 * i & 7] for i in range(4)], 1)
-    ).view(U32)[:, 0]
+@functools.cache
+def _program(code: str) -> list[tuple[Callable, list[str], list[Operand], str | None]]:
+    """(meaning, results, operands, predicate) of each instruction."""
+    program = []
+    for name, operands, guard in _statements(code):
+        if name not in MEANING:
+            raise NotImplementedError(f"tests.helpers.instructions has no meaning for {name!r}")
+        results = [] if name in EFFECTS else re.findall(r"[$\w]+", operands.pop(0))
+        program.append((MEANING[name], results, [_operand(x) for x in operands], guard))
+    return program
 
 
-def _to_e4m3(*x):
-    limit = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
-    pair = np.clip(np.stack(x, 1), -limit, limit).astype(ml_dtypes.float8_e4m3fn)
-    return pair.view(np.uint16)[:, 0].astype(U32)
+def execute(block: Block, code: str, args: Sequence[Any], n_results: int) -> list[Any]:
+    """Return ``$0`` to ``$n_results - 1`` after PTX text whose other registers are ``args``."""
+    registers = {f"${n_results + i}": x for i, x in enumerate(args)}
+    for meaning, results, operands, guard in _program(code):
+        if guard is not None:
+            block.masks.append(block.masks[-1] & registers[guard])
+        values = meaning(block, *[read(block, registers) for read in operands])
+        if guard is not None:
+            block.masks.pop()
+        if not results:
+            continue
+        values = values if isinstance(values, list) else [values]
+        for name, value in zip(results, values, strict=True):
+            kept = value if guard is None else np.where(registers[guard], value, registers[name])
+            registers[name] = kept
+    return [registers[f"${i}"] for i in range(n_results)]
 
 
-def _from_e4m3(word):
-    pair = word.astype(np.uint16).view(ml_dtypes.float8_e4m3fn).reshape(-1, 2)
-    return list(np.ascontiguousarray(pair.T).astype(np.float32))
+# --- MLIR's arith, and the rest that ptx.py takes from MLIR ---------------------------------------
 
 
-_GLOBAL = (
-    "load_global", "load_half", "load_signed_byte", "store_global", "store_global_half",
-    "store_byte", "copy_async", "copy_bulk",
+def _signed(function):
+    return lambda x, y: function(x.view(np.int32), y.view(np.int32))
+
+
+def _words(function):
+    return lambda x, y: function(x.view(np.int32), y.view(np.int32)).view(U32)
+
+
+ARITH = SimpleNamespace(
+    andi=np.bitwise_and, ori=np.bitwise_or, xori=np.bitwise_xor,
+    shli=np.left_shift, shrui=np.right_shift, divui=np.floor_divide, remui=np.remainder,
+    addi=np.add, subi=np.subtract, muli=np.multiply, select=np.where,
+    minui=np.minimum, minsi=_words(np.minimum), maxsi=_words(np.maximum),
+    addf=np.add, subf=np.subtract, mulf=np.multiply, negf=np.negative,
+    bitcast=lambda kind, x: x.view(kind), extui=lambda kind, x: x.astype(kind),
+    trunci=lambda kind, x: x.astype(kind),
+    cmpi=lambda predicate, x, y: predicate(x, y), cmpf=lambda predicate, x, y: predicate(x, y),
+    CmpIPredicate=SimpleNamespace(
+        eq=np.equal, ne=np.not_equal, uge=np.greater_equal, ugt=np.greater, ult=np.less,
+        slt=_signed(np.less), sle=_signed(np.less_equal),
+    ),
+    CmpFPredicate=SimpleNamespace(OEQ=np.equal, OGT=np.greater, ONE=np.not_equal),
 )  # fmt: skip
 
 
-def _modules(block: Block):
-    def number(x):
-        return block.c(x) if isinstance(x, int) else x
+@functools.cache
+def _source_of_ptx() -> CodeType:
+    return compile(Path(kernel_side.__file__).read_text(), kernel_side.__file__, "exec")
 
-    def add(*terms):
-        return sum((ci(t) if isinstance(t, int) else t for t in terms), block.c(0))
 
-    def signed(x):
-        return number(x).astype(np.int32)
+def _modules(block: Block) -> dict[str, Any]:
+    """``p`` and ``arith`` for modules whose code is to run on ``block``."""
+    p: Any = ModuleType("ptx on numpy")
+    exec(_source_of_ptx(), vars(p))
 
-    def ci(value):
-        return block.c(value & 0xFFFFFFFF)
+    def ptx(code, *args, results=None, volatile=True, convergent=False):
+        count = len(results) if isinstance(results, list) else int(results is not None)
+        found = execute(block, code, args, count)
+        return found if isinstance(results, list) else found[0] if found else None
 
-    def wide(base, index, stride=1):
-        return np.asarray(base, np.int64) + index.astype(np.int64) * stride
-
-    def expect(barrier, size):
-        def act(state, _):
-            state[1], state[3] = state[1] - 1, state[3] + size
-
-        block.each(barrier, act)
-
-    def arrive(barrier):
-        def act(state, _):
-            state[1] -= 1
-
-        block.each(barrier, act)
-
-    def copy_bulk(to, source, size, barrier):
-        assert size % 16 == 0
-        block.copy(to, source, size)
-
-        def act(state, _):
-            state[3] -= size
-
-        block.each(barrier, act)
-
-    def barrier_init(barrier, arrivals):
-        for i in np.flatnonzero(block.masks[-1]):
-            block.barriers[int(barrier[i])] = [0, arrivals, arrivals, 0]
-
-    def send_peer(to, values, barrier, at=0):
-        block.store(to, values, at)
-
-        def act(state, _):
-            state[3] -= 4 * len(values)
-
-        block.each(barrier, act)
-
-    def choose(condition, body, otherwise):
-        values = otherwise
-        block.masks.append(block.masks[-1] & condition)
-        if block.masks[-1].any():
-            values = [np.where(condition, x, y) for x, y in zip(body(), otherwise, strict=True)]
-        block.masks.pop()
-        return values
-
-    def touching(access):
-        def run(*operands, **options):
-            block.touched = True
-            return access(*operands, **options)
-
-        return run
-
-    def kind_of(kind):
-        return np.float32 if kind == "f32" else U32
-
-    p = SimpleNamespace(
-        register=lambda name, volatile=False: block.special[name], ci=ci, add=add,
-        cf=lambda v: block.c(v, np.float32), mul=lambda x, k: x * U32(k & 0xFFFFFFFF),
-        address=lambda ref: block.c(ref, np.int64),
+    nothing = SimpleNamespace(parent=None, attributes={})
+    p.__dict__.update(
+        ptx=ptx, arith=ARITH, Value=np.ndarray, type_of=lambda x: x.dtype, _OVERLAPS=True,
+        i32=lambda: np.dtype(U32), i64=lambda: np.dtype(np.int64), f32=lambda: np.dtype("f4"),
+        mgpu=SimpleNamespace(utils=SimpleNamespace(
+            c=lambda value, kind: block.c(value, kind), memref_ptr=lambda ref: ref,
+            warpgroup_barrier=lambda: None)),
+        llvm=SimpleNamespace(ptrtoint=lambda kind, ref: block.c(ref, kind)),
+        gpu=SimpleNamespace(barrier=lambda: None),
+        ir=SimpleNamespace(
+            InsertionPoint=SimpleNamespace(current=SimpleNamespace(
+                block=SimpleNamespace(owner=nothing))),
+            UnitAttr=SimpleNamespace(get=lambda: None)),
         shared_address=lambda ref: block.c(ref) + block.rank * U32(block.apart),
-        offset=wide, offset_rows=wide, shift_right=lambda x, k: x >> U32(k),
-        shift_left=lambda x, k: x << U32(k), masked=lambda x, m: x & U32(m & 0xFFFFFFFF),
-        less=lambda x, y: x < number(y), equal=lambda x, y: x == number(y), no=np.logical_not,
-        bit=lambda x, k: (x >> U32(k) & U32(1)) == 1,
-        below=lambda x, y: signed(x) < signed(y), at_most=lambda x, y: signed(x) <= signed(y),
-        smaller=lambda x, y: np.minimum(signed(x), signed(y)).view(U32),
-        larger=lambda x, y: np.maximum(signed(x), signed(y)).view(U32),
-        minimum=lambda x, y: np.minimum(x, U32(y)) if isinstance(y, int) else np.fmin(x, y),
-        maximum=np.fmax, absolute=np.abs, exp2=lambda x: np.exp2(x), log2=np.log2,
-        divide=lambda x, y: x / y, fma=lambda x, y, z: (x * y + z).astype(np.float32),
-        rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32),
-        bits=lambda x: x.astype(np.float32).view(U32), from_bits=lambda w: w.view(np.float32),
-        and_xor=lambda w, m, f: (w & U32(m)) ^ U32(f),
-        select_bits=lambda x, m, c: (x & U32(m)) | c, permute=_permute,
-        add_pairs=_pairs(np.add), sub_pairs=_pairs(np.subtract),
-        mul_pairs=_pairs(np.multiply), pack=_pack,
-        widen=lambda w, kind="bf16": _half(w, 0, kind),
-        widen_high=lambda w, kind="bf16": _half(w, 1, kind),
-        narrow=lambda x, kind: x.astype(_HALF[kind]).view(np.uint16).astype(U32),
-        mma=block.mma, shuffle_xor=block.shuffle, shuffle_up=block.shuffle_up,
-        shuffle_from=lambda x, lane: x[np.arange(block.n) & -32 | lane],
-        load_matrices=block.load_matrices, store_matrices=block.store_matrices,
-        store_matrices_transposed=block.store_matrices_transposed, transpose_8x8=block.transpose,
-        READ_ONLY=".nc",
-        load_global=lambda base, n, at=0, kind="b32", cache="": block.load(
-            base, n, at, kind_of(kind)),
-        store_global=lambda base, values, at=0: block.store(base, values, at),
-        store_global_half=lambda base, half: block.store(base, [half.astype(np.uint16)]),
-        store_byte=lambda base, word: block.store(base, [word.astype(np.uint8)]),
-        to_integer=lambda x: np.rint(x).astype(np.int32).view(U32),
-        to_float=lambda x: signed(x).astype(np.float32),
-        to_e4m3=_to_e4m3, from_e4m3=_from_e4m3,
-        load_half=lambda base, at=0, cache="": block.load(base, 1, at, U32)[0] & U32(0xFFFF),
-        load_signed_byte=lambda base, at=0, cache="": block.narrow(base, "s8", at),
-        load_shared=lambda base, n, at=0, kind="b32": block.load(base, n, at, kind_of(kind)),
-        load_float=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
-        load_peer=lambda base, at=0: block.load(base, 1, at, np.float32)[0],
-        load_shared_narrow=block.narrow, copy_async=block.copy_async,
-        fma_pairs=_fma_pairs, cluster_barrier=lambda: None,
-        store_shared=lambda base, values, at=0: block.store(base, values, at),
-        when=block.when, choose=choose,
-        loop=lambda start, stop, step, *rest: block.loop(
-            number(start), number(stop), number(step), *rest),
-        barrier=lambda: None, warpgroup_barrier=lambda: None, warp_barrier=lambda: None,
-        copies_commit=lambda: None, await_kernel=block.await_kernel, prefetch=block.prefetch,
-        copies_wait=lambda n: None, copy_bulk=copy_bulk, barrier_init=barrier_init,
-        barriers_ready=lambda: None, barrier_expect=expect, barrier_arrive=arrive,
-        barrier_wait=block.wait, cluster_arrive=lambda order="": None, cluster_wait=lambda: None,
-        peer_address=lambda x, rank: x + (rank - block.rank) * U32(block.apart),
-        send_peer=send_peer,
+        when=block.when, choose=block.choose, loop=block.loop,
     )  # fmt: skip
-    for name in _GLOBAL:
-        setattr(p, name, touching(getattr(p, name)))
-    arith = SimpleNamespace(
-        andi=np.bitwise_and, ori=np.bitwise_or, xori=np.bitwise_xor,
-        shli=lambda x, k: x << k, divui=lambda x, k: x // k, remui=lambda x, k: x % k,
-        addi=lambda x, y: x + y, subi=lambda x, y: x - y, muli=lambda x, y: x * y, select=np.where,
-        addf=np.add, subf=np.subtract, mulf=np.multiply, negf=np.negative,
-        cmpi=lambda predicate, x, y: predicate(x, y), cmpf=lambda predicate, x, y: predicate(x, y),
-        CmpIPredicate=SimpleNamespace(eq=np.equal, uge=np.greater_equal),
-        CmpFPredicate=SimpleNamespace(OEQ=np.equal, OGT=np.greater),
-    )  # fmt: skip
-    return {"p": p, "arith": arith}
+    return {"p": p, "arith": ARITH}
 
 
-def registers(threads: int) -> SimpleNamespace:
+def registers(threads: int) -> Any:
     """``ptx`` for code that touches no memory."""
     return _modules(Block(threads, 0))["p"]
 

@@ -23,8 +23,8 @@ from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.rows.swiglu import swiglu
+from tests.helpers.matmul_cases import newest
 from tests.kernels.attention.test_rope_attention import case
-from tests.kernels.matmul.test_blocks_matmul import newest
 
 WIDTH, FFN = 2048, 8192
 HEADS = 32, 8, 64

@@ -21,6 +21,7 @@ def oracle(x, gamma, w):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * gamma @ w.T
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("target", native(), ids=lambda t: t.name)
 def test_it_is_the_norm_and_the_product_row_by_row(target):
     x, gamma, w = case(7)
@@ -45,7 +46,9 @@ def test_it_is_an_op():
     assert got.shape == (3, 1, 48)
     np.testing.assert_allclose(got[:, 0], oracle(x, gamma, w), 1e-5, 1e-5)
     grads = [
-        jax.grad(lambda x, how=how: jnp.sum(head.norm_matmul(x, gamma, w, 1e-5, how) ** 2))(x)
+        jax.jit(
+            jax.grad(lambda x, how=how: jnp.sum(head.norm_matmul(x, gamma, w, 1e-5, how) ** 2))
+        )(x)
         for how in ("cpu", "xla")
     ]
     np.testing.assert_allclose(*grads, 1e-4, 1e-3)

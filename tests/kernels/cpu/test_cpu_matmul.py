@@ -19,7 +19,8 @@ from pallas_kernels import explain, quantized_matmul
 from pallas_kernels.cpu import jit
 from pallas_kernels.cpu.matmul import Matmul
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
-from pallas_kernels.qtensor import QTensor, quantize
+from pallas_kernels.qtensor import QTensor
+from tests.helpers.cases import each_once
 from tests.helpers.cpu_cases import (
     SCHEMES,
     GuardedPages,
@@ -32,6 +33,7 @@ from tests.helpers.cpu_cases import (
     program_of,
     said_with_avx2,
     same_bits_under_load,
+    values,
     weight,
 )
 
@@ -44,25 +46,27 @@ def run(x, w, **options):
     return np.asarray(quantized_matmul(jnp.asarray(x), jax.device_put(w), **options))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 11])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.core
+@pytest.mark.parametrize(("scheme", "rows"), each_once(list(SCHEMES), [1, 3, 11]))
 def test_the_product_is_the_oracles(scheme, rows):
     w, x = weight(scheme, 40, 256), floats(rows, 256)
     found = run(x, prepared(w), implementation="cpu")
     assert error(found, oracle(x, w)) < TOLERANCE
-    assert error(found, run(x, w)) < ROUNDING
+    assert error(found, x @ values(w).T) < ROUNDING
+    if rows == 1:
+        assert error(run(x, w, implementation="xla"), x @ values(w).T) < TOLERANCE
 
 
 @pytest.mark.parametrize("target", native(), ids=lambda t: t.name)
-@pytest.mark.parametrize("rows", [1, 2, 8])
-@pytest.mark.parametrize("scheme", ["q4_1", "int8 rows", "gptq"])
+@pytest.mark.parametrize(("scheme", "rows"), [("q4_1", 1), ("int8 rows", 2), ("gptq", 8)])
 def test_every_target_of_this_machine_computes_it(scheme, rows, target):
     w, x = weight(scheme, 33, 128), floats(rows, 128)
     assert error(by_hand(x, prepared(w), on=target), oracle(x, w)) < TOLERANCE
 
 
-@pytest.mark.parametrize("one", TARGETS, ids=lambda t: t.name)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("one", "bits"), each_once(TARGETS, [4, 8]), ids=lambda x: getattr(x, "name", x)
+)
 def test_every_target_compiles_it(bits, one):
     """NEON's code is read, not run: there is no such machine here."""
     program = Matmul(bits, 32, 32, "float16", None, False, one.rows, norm=True, swiglu=True)
@@ -115,8 +119,7 @@ def test_a_guarded_page_is_one():
     assert done.returncode < 0 and not done.stdout
 
 
-@pytest.mark.parametrize("scheme", ["q4_1", "int8 rows"])
-@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize(("scheme", "rows"), [("q4_1", 1), ("int8 rows", 12)])
 def test_bits_are_equal_for_any_number_of_threads(scheme, rows):
     w, x = prepared(weight(scheme, 1500, 256)), floats(rows, 256)
     alone = by_hand(x, w)
@@ -145,20 +148,21 @@ def test_extreme_values_stay_in_their_row(value):
     np.testing.assert_array_equal(found[1], run(x[1:], w)[0])
 
 
-@pytest.mark.parametrize("scheme", ["q4_0", "q4_1", "int8 rows", "gptq"])
-@pytest.mark.parametrize("value", [np.inf, -np.inf])
-@pytest.mark.parametrize("rows", [1, 12])
-def test_an_infinity_comes_out_with_the_sign_of_its_weight(scheme, value, rows):
+@pytest.mark.parametrize(
+    ("scheme", "rows"), [("q4_0", 12), ("q4_1", 1), ("int8 rows", 12), ("gptq", 1)]
+)
+def test_an_infinity_comes_out_with_the_sign_of_its_weight(scheme, rows):
     """As in XLA's form, or as NaN where a weight's zero point is added as a sum of its own."""
     w, x = weight(scheme, 32, 256), floats(rows, 256)
-    x[0, 5] = value
-    want = np.asarray(quantized_matmul(jnp.asarray(x), w, implementation="xla"))[0]
-    found = run(x, prepared(w))[0]
-    is_nan = np.isnan(found)
-    assert not np.isfinite(found).any()
-    np.testing.assert_array_equal(found[~is_nan], want[~is_nan])
-    if w.zero is None:
-        np.testing.assert_array_equal(is_nan, np.isnan(want))
+    by_xla = jax.jit(lambda x: quantized_matmul(x, w, implementation="xla"))
+    for value in (np.inf, -np.inf):
+        x[0, 5] = value
+        want, found = np.asarray(by_xla(x))[0], run(x, prepared(w))[0]
+        is_nan = np.isnan(found)
+        assert not np.isfinite(found).any()
+        np.testing.assert_array_equal(found[~is_nan], want[~is_nan])
+        if w.zero is None:
+            np.testing.assert_array_equal(is_nan, np.isnan(want))
 
 
 FUSED = [
@@ -172,8 +176,11 @@ FUSED = [
 ]
 
 
-@pytest.mark.parametrize("fused", FUSED, ids=lambda f: " ".join(sorted(f)) or "alone")
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(
+    ("fused", "rows"),
+    each_once(FUSED, [5, 1]),
+    ids=lambda x: " ".join(sorted(x)) or "alone" if isinstance(x, set | dict) else str(x),
+)
 def test_what_stands_around_the_product_is_inside(rows, fused):
     n, k = 64, 96
     w, x = weight("q4_1", n, k), floats(rows, k)
@@ -230,6 +237,7 @@ def test_activations_of_16_bits(dtype):
 def test_transformations():
     w = weight("q4_1", 32, 64)
     known, x = jax.device_put(prepared(w)), jnp.asarray(floats(4, 64))
+    slope = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(quantized_matmul(x, w) * 0.1))))
     plain = quantized_matmul(x, known)
     np.testing.assert_array_equal(jax.jit(quantized_matmul)(x, known), plain)
     mapped = jax.vmap(quantized_matmul, in_axes=(0, None))(x[:, None], known)
@@ -245,12 +253,9 @@ def test_transformations():
     stacked = jax.vmap(quantized_matmul, in_axes=(None, 0))(x, both)
     np.testing.assert_array_equal(stacked[1], plain)
 
-    def loss(x, w, **options):
-        return jnp.sum(jnp.sin(quantized_matmul(x, w, **options) * 0.1))
-
     # The derivative is the exact weight's, at the rounded product.
-    exact = jax.grad(loss)(x, jax.device_put(w))
-    assert error(jax.grad(loss)(x, known), np.asarray(exact, np.float64)) < 5 * ROUNDING
+    exact = slope(x, jax.device_put(w))
+    assert error(slope(x, known), np.asarray(exact, np.float64)) < 5 * ROUNDING
     out, tangent = jax.jvp(lambda x: quantized_matmul(x, known), (x,), (x,))
     np.testing.assert_array_equal(out, plain)
     assert error(tangent, np.asarray(quantized_matmul(x, jax.device_put(w)))) < 1e-5
@@ -326,7 +331,7 @@ def test_rows_choose_the_programs():
 def test_a_prepared_weight_is_not_for_quantized_activations():
     w = prepared(weight("int8 rows", 32, 64))
     with pytest.raises(ValueError, match="a quantized x goes with a quantized w"):
-        quantized_matmul(quantize(jnp.ones((1, 64)), "int8"), jax.device_put(w))
+        quantized_matmul(QTensor(jnp.ones((1, 64), jnp.int8), jnp.ones((1, 1))), jax.device_put(w))
 
 
 @pytest.mark.parametrize("group", [48, 160, 256])

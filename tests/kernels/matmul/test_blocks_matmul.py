@@ -15,15 +15,24 @@ from pallas_kernels.matmul.blocks import (
     fusible,
     stacked,
 )
+from pallas_kernels.matmul.call import N_SM
 from pallas_kernels.matmul.few_rows import blocks as kernel
 from pallas_kernels.matmul.few_rows.plan import BlocksPlan
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from tests.helpers.few_rows import few_rows
-from tests.kernels.matmul.test_fused_matmul import EPS, expected, hostile, weight
-from tests.kernels.matmul.test_quantized_matmul import activations, check
+from tests.helpers.matmul_cases import (
+    EPS,
+    activations,
+    check,
+    extras,
+    fused_product,
+    hostile,
+    lowered,
+    newest,
+    shaped,
+    weight,
+)
 
-VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
-newest = pytest.mark.skipif(VERSION < (0, 11, 2), reason="Mosaic kernels need jax >= 0.11.2")
 DTYPE = jnp.bfloat16
 
 
@@ -34,7 +43,7 @@ def case(names, m, k, rows):
         weight(name, n, k, DTYPE, i) for i, (name, n) in enumerate(zip(names, rows, strict=True))
     ]
     x = activations((m, k), DTYPE, 99)  # a seed that no weight has
-    return x, weights, ((1 + 0.2 * activations((k,), jnp.float32, 98)).astype(DTYPE), EPS)
+    return x, weights, extras(m, 16, k, DTYPE, "n")["norm"]
 
 
 EMULATED = [  # forms, m, K, rows
@@ -54,24 +63,28 @@ def test_the_kernel_s_code_on_numpy(given):
     fixed = {"eps": EPS, "out_dtype": jnp.dtype(DTYPE), "plan": plan}
     with few_rows():
         outs = kernel.matmul(x, alike(weights), norm[0], **fixed)
-    want = [expected(x, w, norm=norm) for w in weights]
-    check(jnp.concatenate(outs, -1), np.concatenate(want, -1), DTYPE)
+    want = [fused_product(x, w, norm=norm) for w in weights]
+    check(np.concatenate(outs, -1), np.concatenate(want, -1), DTYPE)
 
 
 def test_blocks_are_shared_out():
-    def divide(*weights):
-        norm = (shape((2048,), plain), EPS)
-        return find_plan(shape((1, 2048), plain), weights, norm=norm).groups
-
-    shape, plain = jax.ShapeDtypeStruct, jnp.bfloat16
-    low = shape((16, 2048), plain)
-    for n, blocks in ((6144, 131), (132 * 16, 132), (5 * 16, 5)):
-        words = QTensor(shape((n, 2048), jnp.int4), shape((n, 16), plain))
-        large, small = divide(words, low)
-        assert (large.tiles.clusters, small.tiles.clusters) == (blocks, 1)
-        assert large.tiles.clusters * large.tiles.per * 16 >= n and small.begin == blocks
-    (whole,) = divide(shape((6144, 2048), plain), low)
-    assert whole.tiles.clusters == 132 and whole.firsts == [384]
+    """Every weight's tiles have blocks, which follow one another and fit the GPU at once."""
+    low = shaped((16, 2048), DTYPE)
+    norm = shaped((2048,), DTYPE), EPS
+    for n in (6144, 132 * 16, 5 * 16):
+        words = QTensor(shaped((n, 2048), jnp.int4), shaped((n, 16), DTYPE))
+        for weights in ([words, low], [shaped((n, 2048), DTYPE), low]):
+            groups = find_plan(shaped((1, 2048), DTYPE), weights, norm=norm).groups
+            begin = 0
+            for group in groups:
+                assert group.begin == begin
+                assert group.tiles.clusters * group.tiles.per * 16 >= sum(group.rows)
+                begin += group.tiles.clusters
+            large = groups[0].tiles  # leaves SMs to the others where that costs it no time
+            assert begin <= N_SM or large.clusters == -(-sum(groups[0].rows) // 16 // large.per)
+            assert sum(sum(group.rows) for group in groups) == n + 16
+            assert len(groups) == (2 if weights[0] is words else 1)
+    assert groups[0].firsts == [sum(groups[0].rows[:1]) // 16]
 
 
 def test_what_is_one_kernel(monkeypatch):
@@ -92,20 +105,17 @@ def test_what_is_one_kernel(monkeypatch):
 
 
 @newest
-@pytest.mark.parametrize("words", ["plain", "int4"])
-def test_it_lowers_for_cuda_as_one_kernel(words):
-    shape, k = jax.ShapeDtypeStruct, 2048
-    rows = (1024, 1024, 2048, 2048, 16)
-    weights = [shape((n, k), DTYPE) for n in rows]
-    if words == "int4":
-        weights[:4] = [QTensor(shape((n, k), jnp.int4), shape((n, 16), DTYPE)) for n in rows[:4]]
+def test_it_lowers_for_cuda_as_one_kernel():
+    k, rows = 2048, (1024, 2048, 16)
+    weights = [shaped((n, k), DTYPE) for n in rows]
+    weights[:2] = [QTensor(shaped((n, k), jnp.int4), shaped((n, 16), DTYPE)) for n in rows[:2]]
 
     def call(x, gamma, weights):
         return [y.value for y in blocks_matmul(x, weights, norm=(gamma, EPS))]
 
-    traced = jax.jit(call).trace(shape((1, 1, k), DTYPE), shape((k,), DTYPE), weights)
-    assert [y.shape for y in traced.jaxpr.out_avals] == [(1, 1, n) for n in rows]
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    given = shaped((1, 1, k), DTYPE), shaped((k,), DTYPE), weights
+    assert [y.shape for y in jax.eval_shape(call, *given)] == [(1, 1, n) for n in rows]
+    text = lowered(call, *given)
     assert text.count("@mosaic_gpu") == 1 and "concatenate" not in text
 
 
@@ -119,5 +129,5 @@ def test_values_on_the_gpu(name, m):
     outs, again = (blocks_matmul(x, weights, norm=norm) for _ in range(2))
     for w, out, other in zip(weights, outs, again, strict=True):
         np.testing.assert_array_equal(out.value, other.value)
-        for row, want in zip(out.value, expected(x, w, norm=norm), strict=True):
+        for row, want in zip(out.value, fused_product(x, w, norm=norm), strict=True):
             check(row, want, DTYPE)

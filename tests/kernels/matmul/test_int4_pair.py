@@ -2,7 +2,7 @@
 unpacking anywhere, the kernel lowered at real shapes, and on a GPU its values."""
 
 import dataclasses
-from types import SimpleNamespace
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,40 +18,29 @@ from pallas_kernels.matmul.op import quantized_matmul
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rounding import multiples
 from tests.helpers import warp_emulator
-from tests.kernels.matmul.test_quantized_matmul_prefill import (
-    BF16,
-    F32,
-    I4,
-    I8,
-    LLAMA,
-    error,
-    floats,
-    lowered,
-    needs_mosaic,
-    shaped,
-)
+from tests.helpers.cases import pairwise
+from tests.helpers.matmul_cases import error, exact, lowered, newest, product, shaped
+from tests.helpers.matmul_cases import wide as floats
+from tests.kernels.matmul.test_quantized_matmul_prefill import BF16, F32, I4, I8, LLAMA
 
 F8 = jnp.float8_e4m3fn
 
 
 def operands(m, n, k, *, zeros=True, levels=2, codes="int8", group=128, seed=0):
+    """Any codes; scales in two levels so that (q - zero) * scale is int8."""
     rng = np.random.default_rng(seed)
-    w = rng.normal(size=(n, k)) * np.repeat(np.exp(rng.normal(0, 0.3, (n, k // group))), group, 1)
-    scale_dtype = "int8" if levels == 2 else "bfloat16"
-    w = quantize(jnp.asarray(w, F32), "int4", group_size=group, symmetric=not zeros,
-                 scale_dtype=scale_dtype)  # fmt: skip
-    x = quantize(jnp.asarray(rng.normal(size=(m, k)), F32), codes, scale_dtype="float32")
+    shape, one = (n, k // group), levels == 1
+    scale = rng.uniform(0.01, 0.03, shape) if one else rng.integers(1, 9 if zeros else 16, shape)
+    w = QTensor(
+        jnp.asarray(rng.integers(-8, 8, (n, k)), I4),
+        jnp.asarray(scale, BF16 if one else I8),
+        jnp.asarray(rng.integers(-8, 8, shape), I8) if zeros else None,
+        unit=None if one else jnp.asarray(rng.uniform(0.001, 0.003, (n, 1)), F32),
+    )
+    x = np.clip(rng.normal(0, 45, (m, k)), -127, 127)
+    x = jnp.asarray(np.round(x) if codes == "int8" else x, codes)
+    x = QTensor(x, jnp.asarray(rng.uniform(0.01, 0.03, (m, 1)), F32))
     return x, w, jnp.asarray(rng.normal(size=n), BF16)
-
-
-def expected(x, w, bias=None):
-    one = w.in_one_level if w.unit is None else dataclasses.replace(w, scale=w.scale, unit=None)
-    steps = floats(one.q).reshape(*one.scale.shape, -1)
-    steps = steps - (0 if w.zero is None else floats(w.zero)[..., None])
-    wide = (steps * floats(one.scale)[..., None]).reshape(w.shape)
-    wide = wide * (1 if w.unit is None else floats(w.unit))
-    out = floats(x.q) * floats(x.scale) @ wide.T
-    return out if bias is None else out + floats(bias)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -61,35 +50,49 @@ def test_scales_in_two_levels(zeros):
     w = rng.normal(size=(64, 512)) * np.exp(rng.normal(0, 0.7, (64, 1)))
     w[5], w[6, :128] = 0, 0
     w = jnp.asarray(w, F32)
-    t = quantize(w, "int4", group_size=128, symmetric=not zeros, scale_dtype="int8")
+    made = jax.jit(functools.partial(
+        quantize, dtype="int4", group_size=128, symmetric=not zeros
+    ), static_argnames="scale_dtype")  # fmt: skip
+    t, one = made(w, scale_dtype="int8"), made(w)
     assert t.scale.dtype == jnp.int8 and t.unit.shape == (64, 1) and t.unit.dtype == F32
     below = 8 if t.zero is None else floats(t.zero) + 8
     assert (below * floats(t.scale) <= 128).all() and ((15 - below) * floats(t.scale) <= 127).all()
-    assert not floats(dequantize(t))[5].any() and not floats(dequantize(t))[6, :128].any()
-    assert (t.scale[6, 1:] > 0).all() and (t.scale[5] == 0).all()
+    np.testing.assert_allclose(dequantize(t), exact(t), rtol=1e-6)
+    assert not exact(t)[5].any() and not exact(t)[6, :128].any()
+    assert (floats(t.scale)[6, 1:] > 0).all() and (floats(t.scale)[5] == 0).all()
     again = multiples(t.in_one_level.scale, t.zero)
-    assert (again[0] == t.scale).all()
+    np.testing.assert_array_equal(again[0], t.scale)
     np.testing.assert_allclose(again[1], t.unit, rtol=1e-6)
-    one = quantize(w, "int4", group_size=128, symmetric=not zeros)
-    errors = [np.mean((floats(dequantize(v)) - floats(w)) ** 2) for v in (t, one)]
+    errors = [np.mean((exact(v) - floats(w)) ** 2) for v in (t, one)]
     assert errors[0] < 1.05 * errors[1]
     rows = t.rows(jnp.asarray([3, 1]))
-    np.testing.assert_array_equal(dequantize(rows), dequantize(t)[jnp.asarray([3, 1])])
+    np.testing.assert_array_equal(exact(rows), exact(t)[[3, 1]])
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("codes,levels", [("int8", 2), ("int8", 1), ("float8_e4m3fn", 1)])
-@pytest.mark.parametrize("m,n,k,group", [(3, 24, 512, 128), (1, 17, 192, 64)])
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "codes,levels,m,n,k,group,zeros",
+    [
+        ("int8", 2, 3, 24, 512, 128, True),
+        ("int8", 2, 1, 17, 192, 64, False),
+        ("int8", 1, 1, 17, 192, 64, True),
+        ("int8", 1, 3, 24, 512, 128, False),
+        ("float8_e4m3fn", 1, 3, 24, 512, 128, True),
+        ("float8_e4m3fn", 1, 1, 17, 192, 64, False),
+    ],
+)
 def test_the_xla_form(m, n, k, group, codes, levels, zeros):
     """int8 sums are exact; what is left is float32's rounding of scales."""
     x, w, bias = operands(m, n, k, zeros=zeros, levels=levels, codes=codes, group=group)
-    out = quantized_matmul(x, w, bias=bias, out_dtype=F32, implementation="xla")
-    assert error(out, expected(x, w, bias)) < (2e-7 if levels == 2 else 1e-6)
-    rows = jnp.stack([x.q, x.q[::-1]]), jnp.stack([x.scale, x.scale[::-1]])
-    both = jax.vmap(lambda q, s: quantized_matmul(QTensor(q, s), w, out_dtype=F32))(*rows)
+    call = functools.partial(quantized_matmul, out_dtype=F32, implementation="xla")
+    out = jax.jit(call)(x, w, bias=bias)
+    assert error(out, product(x, w, bias)) < (2e-7 if levels == 2 else 1e-6)
+    rows = [np.asarray(part) for part in (x.q, x.scale)]
+    rows = [jnp.asarray(np.stack([part, part[::-1]])) for part in rows]
+    both = jax.jit(jax.vmap(lambda q, s: call(QTensor(q, s), w)))(*rows)
     np.testing.assert_allclose(both[1], both[0][::-1], rtol=1e-6)
-    floating = quantized_matmul(dequantize(x), w, implementation="xla")
-    np.testing.assert_allclose(floating, expected(x, w), rtol=1e-3, atol=1e-3)
+    floating = jax.jit(call)(jnp.asarray(exact(x), F32), w)
+    np.testing.assert_allclose(floating, product(x, w), rtol=1e-3, atol=1e-3)
 
 
 def test_gradients_reach_the_scales():
@@ -99,8 +102,8 @@ def test_gradients_reach_the_scales():
         parts = dataclasses.replace(x, scale=scale), dataclasses.replace(w, unit=unit)
         return quantized_matmul(*parts, out_dtype=F32).sum()
 
-    dscale, dunit = jax.grad(total, argnums=(0, 1))(x.scale, w.unit)
-    out = expected(x, w)
+    dscale, dunit = jax.jit(jax.grad(total, argnums=(0, 1)))(x.scale, w.unit)
+    out = product(x, w)
     np.testing.assert_allclose(dscale[:, 0], out.sum(1) / floats(x.scale)[:, 0], rtol=1e-4)
     np.testing.assert_allclose(dunit[:, 0], out.sum(0) / floats(w.unit)[:, 0], rtol=1e-4)
 
@@ -111,33 +114,22 @@ def test_parts_that_do_not_fit_are_named():
         quantized_matmul(x, dataclasses.replace(w, unit=None))
     with pytest.raises(ValueError, match="w.unit"):
         quantized_matmul(x, dataclasses.replace(w, unit=w.unit[:3]))
+    floating = jnp.ones(w.scale.shape, F32)
     with pytest.raises(ValueError, match="integer zeros"):
-        quantized_matmul(x, QTensor(w.q, w.in_one_level.scale, w.in_one_level.scale))
+        quantized_matmul(x, QTensor(w.q, floating, floating))
+    eight = QTensor(jnp.ones((2, 256), F8), x.scale), QTensor(jnp.ones((16, 256), I8), w.unit)
     with pytest.raises(ValueError, match="float8_e4m3fn by int8"):
-        quantized_matmul(quantize(dequantize(x), "float8_e4m3fn"), quantize(dequantize(w)))
+        quantized_matmul(*eight)
+
+
+ZEROS = (None, *range(-8, 8))
 
 
 @pytest.fixture
 def codes_of_half_words(monkeypatch):
-    """(two half words of packed codes, the codes); the unpacking runs on numpy's 32-bit words."""
-
-    def permute(a, b, selector):
-        raw = np.stack([a.view(np.uint8).reshape(-1, 4), b.view(np.uint8).reshape(-1, 4)], 1)
-        raw = raw.reshape(-1, 8)
-        picked = [raw[:, (selector >> 4 * i) & 7] for i in range(4)]
-        return np.ascontiguousarray(np.stack(picked, 1)).view(np.uint32)[:, 0]
-
-    words = SimpleNamespace(
-        ci=lambda v: np.uint32(v & 0xFFFFFFFF), add=lambda a, b: a + np.uint32(b), permute=permute,
-        mul=lambda a, b: a * np.uint32(b), shift_right=lambda a, b: a >> np.uint32(b),
-        and_xor=lambda w, mask, flip: (w & np.uint32(mask)) ^ np.uint32(flip),
-    )  # fmt: skip
-    signs = SimpleNamespace(
-        muli=lambda a, b: a * b, addi=lambda a, b: a + b, subi=lambda a, b: a - b,
-        xori=lambda a, b: a ^ b, andi=lambda a, b: a & b,
-    )  # fmt: skip
-    monkeypatch.setattr(unpack, "p", words)
-    monkeypatch.setattr(unpack, "arith", signs)
+    """(two half words of packed codes, the codes); the unpacking runs on the emulator."""
+    for name, emulated in warp_emulator._modules(warp_emulator.Block(4096, 0)).items():
+        monkeypatch.setattr(unpack, name, emulated)
     halves = np.random.default_rng(0).integers(0, 1 << 16, (2, 4096)).astype(np.uint32)
     codes = np.stack([halves >> np.uint32(4 * i) & np.uint32(15) for i in range(4)], -1)
     codes = np.concatenate(list(codes.astype(np.int64)), 1)  # [4096, 8], of both words
@@ -151,10 +143,11 @@ def bytes_of(halves, make, zero, dtype, *more):
     return np.concatenate([word.view(np.dtype(dtype)).reshape(-1, 4) for word in made], 1)
 
 
+@pytest.mark.core
 def test_every_code_unpacks_to_its_byte(codes_of_half_words):
     """All codes with all multiples and zeros that a grid has, in 32-bit words on numpy."""
     halves, codes = codes_of_half_words
-    for zero in (None, *range(-8, 8)):
+    for zero in ZEROS:
         shift = 0 if zero is None else zero
         scale, held = jnp.ones((1, 1)), None if zero is None else jnp.full((1, 1), zero, jnp.int8)
         most = int(multiples(scale, held)[0][0, 0])
@@ -164,30 +157,31 @@ def test_every_code_unpacks_to_its_byte(codes_of_half_words):
             np.testing.assert_array_equal(got, (codes - shift) * multiple)
 
 
-@pytest.mark.parametrize("zero", [None, *range(-8, 9)])
-def test_every_code_unpacks_to_a_step(codes_of_half_words, zero):
+def test_every_code_unpacks_to_a_step(codes_of_half_words):
     """Code less zero, as int8 and as e4m3."""
     halves, codes = codes_of_half_words
-    steps = codes - (zero or 0)
-    got = bytes_of(halves, unpack.multiplied, zero, I8)
-    np.testing.assert_array_equal(got, steps)
-    got = bytes_of(halves, unpack.signed, zero, F8).astype(np.float32)
-    np.testing.assert_array_equal(got, steps * unpack.E4M3_STEP)
+    for zero in (*ZEROS, 8):
+        steps = codes - (zero or 0)
+        got = bytes_of(halves, unpack.multiplied, zero, I8)
+        np.testing.assert_array_equal(got, steps)
+        got = bytes_of(halves, unpack.signed, zero, F8).astype(np.float32)
+        np.testing.assert_array_equal(got, steps * unpack.E4M3_STEP)
 
 
-@pytest.mark.parametrize("zero", [None, *range(-8, 8)])
-def test_every_byte_is_two_floats(monkeypatch, zero):
+def test_every_byte_is_two_floats(monkeypatch):
     """For the 16-bit operand: exact, and rounded once by the scale."""
-    monkeypatch.setattr(unpack, "p", warp_emulator.registers(256))
+    for name, emulated in warp_emulator._modules(warp_emulator.Block(256, 0)).items():
+        monkeypatch.setattr(unpack, name, emulated)
     byte, scale = np.arange(256, dtype=np.uint32), np.float32(jnp.asarray(0.0137, BF16))
     scales = np.full((256, 2), scale).astype(np.dtype(BF16)).view(np.uint32)[:, 0]
-    held = None if zero is None else np.full(256, zero & 0xFFFFFFFF, np.uint32)
-    with np.errstate(over="ignore"):
-        made = unpack.pair(byte, scales, unpack.below_of(held), None)
     codes = np.stack([byte & 15, byte >> 4], 1).astype(np.int64)
-    steps = np.where(codes > 7, codes - 16, codes) - (zero or 0)
-    got = made.view(np.uint16).view(np.dtype(BF16)).reshape(256, 2)
-    np.testing.assert_array_equal(got, (steps * scale).astype(np.dtype(BF16)))
+    for zero in ZEROS:
+        held = None if zero is None else np.full(256, zero & 0xFFFFFFFF, np.uint32)
+        with np.errstate(over="ignore"):
+            made = unpack.pair(byte, scales, unpack.below_of(held), None)
+        steps = np.where(codes > 7, codes - 16, codes) - (zero or 0)
+        got = made.view(np.uint16).view(np.dtype(BF16)).reshape(256, 2)
+        np.testing.assert_array_equal(got, (steps * scale).astype(np.dtype(BF16)))
 
 
 def call_of(m, n, k, *, levels=2, codes=I8, group=128, zeros=True, out=BF16):
@@ -199,16 +193,22 @@ def call_of(m, n, k, *, levels=2, codes=I8, group=128, zeros=True, out=BF16):
     return x, w, Call.of(x, w, out)
 
 
-@needs_mosaic
-@pytest.mark.parametrize("n,k", LLAMA)
-@pytest.mark.parametrize("m", [1, 64, 256, 8191])
-def test_lowers_at_real_shapes(n, k, m):
-    for levels, codes in ((2, I8), (1, I8), (1, F8), (2, F8)):
-        x, w, call = call_of(m, n, k, levels=levels, codes=codes, zeros=m != 64)
-        plan = planning.int4_plan(call)
-        assert plan.block == planning.CODES_K
-        text = lowered(lambda x, w, plan=plan: kernel.matmul(x, w, None, BF16, plan), x, w)
-        assert "mosaic_gpu" in text
+@newest
+@pytest.mark.parametrize(
+    "n,k,m,levels,codes",
+    [
+        (*LLAMA[0], 1, 2, I8),
+        (*LLAMA[1], 64, 1, I8),
+        (*LLAMA[2], 256, 1, F8),
+        (*LLAMA[4], 8191, 2, F8),
+        (*LLAMA[5], 8191, 2, I8),
+    ],
+)
+def test_lowers_at_real_shapes(n, k, m, levels, codes):
+    x, w, call = call_of(m, n, k, levels=levels, codes=codes, zeros=m != 64)
+    plan = planning.int4_plan(call)
+    assert plan.block == planning.CODES_K
+    assert "mosaic_gpu" in lowered(lambda x, w: kernel.matmul(x, w, None, BF16, plan), x, w)
 
 
 def test_calls_without_an_operand_of_8_bits():
@@ -231,10 +231,13 @@ def test_calls_without_an_operand_of_8_bits():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 17, 64, 100, 300, 2048])
-@pytest.mark.parametrize("n,k", [(4096, 4096), (1000, 2048), (4096, 14336)], ids=str)
 @pytest.mark.parametrize(
-    "levels,codes", [(2, "int8"), (1, "int8"), (1, F8.__name__), (2, F8.__name__)]
+    "m,n,k,levels,codes",
+    pairwise(
+        [1, 17, 64, 100, 300, 2048],
+        [(4096, 4096), (1000, 2048), (4096, 14336)],
+        [(2, "int8"), (1, "int8"), (1, F8.__name__), (2, F8.__name__)],
+    ),
 )
 def test_values_on_the_gpu(m, n, k, levels, codes):
     for zeros in (False, True):
@@ -242,5 +245,5 @@ def test_values_on_the_gpu(m, n, k, levels, codes):
         call = jax.jit(lambda x, w, b: quantized_matmul(
             x, w, bias=b, out_dtype=BF16, implementation="mosaic"))  # fmt: skip
         first = call(x, w, bias)
-        assert error(first, expected(x, w, bias)) < 2.5e-3
+        assert error(first, product(x, w, bias)) < 2.5e-3
         assert (first == call(x, w, bias)).all()

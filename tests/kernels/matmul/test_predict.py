@@ -12,11 +12,12 @@ from pallas_kernels import QTensor, explain
 from pallas_kernels.bench import fit
 from pallas_kernels.dispatch import Reason, shortest
 from pallas_kernels.matmul import choice, predict, weight_only
-from tests.kernels.matmul.test_quantized_matmul import activations, exact, weights
+from tests.helpers.matmul_cases import activations, exact, weights
 
 MEASURED = Path(__file__).parents[2] / "golden" / "matmul_times.jsonl"  # H200, jax 0.12, seed 2
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", ["w4-row", "w4-g64-zero", "w4-g32-minimum", "w8-g64-zero"])
 def test_xla_forms_give_the_same_sums(name):
     """In float32, of one row and of several, with zeros of both kinds."""
@@ -26,7 +27,7 @@ def test_xla_forms_give_the_same_sums(name):
         x = activations((m, 256), jnp.float32)
         ref = np.asarray(x, np.float64) @ wide.T
         for form in weight_only.forms(w.q, w.group_size):
-            out = weight_only.BY_FORM[form](x, w.scale, w.zero, w.q)
+            out = jax.jit(weight_only.BY_FORM[form])(x, w.scale, w.zero, w.q)
             error = np.sqrt(np.mean((np.asarray(out, np.float64) - ref) ** 2) / np.mean(ref**2))
             assert out.dtype == jnp.float32 and error < 2e-6, (form, m)
 
@@ -45,12 +46,9 @@ def test_few_rows_are_one_pass_over_the_codes():
     assert predict.shortest_form(jax.ShapeDtypeStruct((512, 4096), call.x), call.w) == "copy"
 
 
-def test_the_shortest_is_chosen():
+def test_why_no_plan_is_taken():
     call = fit.Case("w4a16", 1, 14336, 4096).call()
     plan = choice.plan(call)
-    assert not isinstance(plan, Reason) and 5 < plan.predicted_us < plan.xla_us < 40
-    each = {one.kernel: predict.kernel_us(one, call) for one in choice.plans(call)}
-    assert each[plan.kernel] == plan.predicted_us == min(each.values())
     found = shortest([Reason("too wide"), plan], lambda _: 9.0, lambda: 8.0)
     assert found.plan == plan and "predicted to take 8.0 us" in found.text and "9.0" in found.text
     found = shortest([Reason("too wide"), Reason(""), Reason("odd")], lambda _: 0.0, lambda: 0.0)
@@ -71,14 +69,6 @@ def test_explain_shows_predicted_times():
     x = shape((1, 4096), jnp.bfloat16)
     text = explain("quantized_matmul", x, w, implementation="mosaic")
     assert " us predicted (XLA " in text
-
-
-def test_rows_beyond_the_measured_ones_are_chosen_as_the_last():
-    """A tile of many rows is not timed with few."""
-    for scheme in ("w8a8", "fp8", "w4a16", "w8a16"):
-        for m in (256, 2048, 8192):
-            plan = choice.plan(fit.Case(scheme, m, 4096, 4096).call())
-            assert not isinstance(plan, Reason), (scheme, m)
 
 
 def test_choices_beside_the_measured_best():

@@ -4,16 +4,25 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import named_plan
 from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.few_rows import kernel
 from pallas_kernels.matmul.few_rows import plan as planning
+from tests.helpers.cases import pairwise
 from tests.helpers.few_rows import few_rows
-from tests.kernels.matmul.test_blocks_matmul import newest
-from tests.kernels.matmul.test_fused_matmul import expected, extras, weight
-from tests.kernels.matmul.test_quantized_matmul import activations, check
+from tests.helpers.matmul_cases import (
+    activations,
+    check,
+    extras,
+    fused_product,
+    newest,
+    shaped,
+    weight,
+    wide,
+)
 
 CASES = [  # weights, N, K, fused, changes to the plan
     ("plain", 96, 512, "", {}),
@@ -37,15 +46,16 @@ def case(name, n, k, kinds):
     w, x = weight(name, n, k, dtype), activations((1, k), dtype)
     bias = activations((n,), jnp.float32, 2) if "b" in kinds else None
     given = extras(1, n, k, dtype, kinds, jnp.float32 if k % 1024 else dtype)
-    ref = expected(x, w, bias, **given)
+    ref = fused_product(x, w, bias, **given)
     gamma, eps = given.pop("norm", (None, None))
     return x, w, {"bias": bias, "gamma": gamma, "eps": eps, **given}, ref
 
 
 @newest
 @pytest.mark.parametrize("name,n,k,kinds,changes", CASES, ids=str)
-@pytest.mark.parametrize("sms", [1, 132])
-def test_emulated(name, n, k, kinds, changes, sms):
+def test_emulated(name, n, k, kinds, changes):
+    """In turn with one round of rows, and with one SM for all of them."""
+    sms = 1 if (n + k // 256) % 2 else 132
     x, w, given, ref = case(name, n, k, kinds)
     plan = dataclasses.replace(planning.divide_row(w, "swiglu" in given), sms=sms, **changes)
     assert sms == 132 or plan.rounds > 1
@@ -58,10 +68,11 @@ SIZES = [(4096, 4096), (6144, 4096), (4096, 14336), (2144, 2048), (34, 1024), (1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n,k", SIZES, ids=str)
-@pytest.mark.parametrize("name", ["plain", "w8-row", "w4-g128", "w4-g128-zero"])
-@pytest.mark.parametrize("kinds", ["", "nr", "nsb", "ng"])
-def test_values_on_the_gpu(name, n, k, kinds):
+@pytest.mark.parametrize(
+    "n,k,name,kinds",
+    pairwise(SIZES, ["plain", "w8-row", "w4-g128", "w4-g128-zero"], ["", "nr", "nsb", "ng"]),
+)
+def test_values_on_the_gpu(n, k, name, kinds):
     x, w, given, ref = case(name, n, k, kinds)
     fixed = {key: given.pop(key) for key in ("eps", "swiglu", "activation") if key in given}
     fixed["plan"] = planning.divide_row(w, "swiglu" in fixed)
@@ -73,11 +84,10 @@ def test_values_on_the_gpu(name, n, k, kinds):
 
 def test_what_it_takes():
     def found(n, k, name, rows=1, dtype=jnp.bfloat16, residual=None, swiglu=False):
-        one = jax.eval_shape(lambda: weight(name, 1, k, dtype))
-        w = jax.tree.map(lambda v: jax.ShapeDtypeStruct((n, *v.shape[1:]), v.dtype), one)
+        w = jax.tree.map(lambda v: shaped((n, *v.shape[1:]), v.dtype), weight(name, 1, k, dtype))
         if residual is not None:
-            residual = jax.ShapeDtypeStruct((rows, n), residual)
-        x = jax.ShapeDtypeStruct((rows, k), dtype)
+            residual = shaped((rows, n), residual)
+        x = shaped((rows, k), dtype)
         return planning.row_plan(Call.of(x, w, dtype, residual=residual, swiglu=swiglu))
 
     def no(*args, **more):
@@ -101,16 +111,18 @@ def test_what_it_takes():
 
 
 @newest
-@pytest.mark.parametrize("name,n,k,kinds", [CASES[i][:4] for i in (2, 3, 5, 9)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "name,n,k,kinds,dtype",
+    [(*CASES[i][:4], (jnp.float32, jnp.bfloat16)[i % 2]) for i in (2, 3, 5, 10)],
+)
 def test_what_is_pending_is_added_and_stored(name, n, k, kinds, dtype):
     """The same bits as with a sum that was rounded before."""
     x, w, given, _ = case(name, n, k, kinds.replace("r", ""))
     pending = activations((1, k), dtype, 9)
-    total = (x.astype(jnp.float32) + pending.astype(jnp.float32)).astype(x.dtype)
+    total = jnp.asarray((wide(x) + wide(pending)).astype(np.float32), x.dtype)
     given |= {"out_dtype": x.dtype, "plan": planning.divide_row(w, "s" in kinds)}
     with few_rows():
         out, stored = kernel.matmul(x, w, pending=pending, **given)
         want = kernel.matmul(total, w, **given)
-    assert (stored == total).all()
-    assert (out == want).all()
+    np.testing.assert_array_equal(stored, total)
+    np.testing.assert_array_equal(out, want)

@@ -14,6 +14,7 @@ from pallas_kernels.rows.greedy import append_greedy
 from tests.helpers import warp_emulator
 
 PLACES = 7
+by_xla = jax.jit(append_greedy, static_argnames="capacity")
 
 
 def operands(vocabulary, stops=(3,), *, done=0, length=9, step=2, batch=1, seed=0):
@@ -44,6 +45,7 @@ def check(got, want):
     np.testing.assert_allclose(logprobs, wanted, rtol=3e-6, atol=1e-6)
 
 
+@pytest.mark.core
 def test_the_xla_form_against_float64():
     logits, rows, written, _ = operands(1000, batch=3)
     x = np.asarray(logits, np.float64)
@@ -51,12 +53,12 @@ def test_the_xla_form_against_float64():
     logprob = x.max(1) - np.log(np.exp(x - x.max(1, keepdims=True)).sum(1)) - x.max(1)
     rows = rows.at[1, 1].set(1)  # done
     stops = jnp.asarray([token[2]], jnp.int32)
-    after, out = append_greedy(logits, rows, written, stops, capacity=None)
+    after, out = map(np.asarray, by_xla(logits, rows, written, stops, capacity=None))
     np.testing.assert_array_equal(after[0], [token[0], 0, token[2]])
     np.testing.assert_array_equal(after[1], [0, 1, 1])
     np.testing.assert_array_equal(after[2:], [[3, 2, 3], [10, 9, 10], [3, 3, 3]])
     np.testing.assert_array_equal(out[0, :, 2], after[0])
-    got = np.asarray(out[1, :, 2]).view(np.float32)
+    got = np.ascontiguousarray(out[1, :, 2]).view(np.float32)
     np.testing.assert_allclose(got[[0, 2]], logprob[[0, 2]], rtol=1e-6)
     assert got[1] == 0
     kept = np.delete(np.arange(PLACES), 2)
@@ -67,7 +69,7 @@ def test_the_xla_form_against_float64():
 @pytest.mark.parametrize("vocabulary", [1000, 65536, 128256])
 def test_the_kernel(vocabulary):
     made = operands(vocabulary, (5, 7), seed=vocabulary)
-    check(by_kernel(*made, capacity=None), append_greedy(*made, capacity=None))
+    check(by_kernel(*made, capacity=None), by_xla(*made, capacity=None))
 
 
 CASES = {
@@ -91,10 +93,13 @@ def test_the_kernel_at_the_edges(name):
     case = dict(CASES[name])
     capacity, at, fill = (case.pop(key, None) for key in ("capacity", "at", "fill"))
     logits, *rest = operands(65536, case.pop("stops", (3,)), **case)
-    logits = logits if fill is None else jnp.full_like(logits, fill)
+    logits = np.array(logits)
+    if fill is not None:
+        logits[:] = fill
     for token, value in at or ():
-        logits = logits.at[0, token].set(value)
-    want = append_greedy(logits, *rest, capacity=capacity)
+        logits[0, token] = value
+    logits = jnp.asarray(logits)
+    want = by_xla(logits, *rest, capacity=capacity)
     check(by_kernel(logits, *rest, capacity=capacity), want)
     if name == "the first of equals":
         assert want[0][0, 0] == 777

@@ -1,0 +1,216 @@
+"""Properties of every plan of a product, over random shapes: a launch fits the SM's shared memory
+and covers the product, no plan that is left has a shorter predicted time, and the kernel is
+launched as it was planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.bench import fit
+from pallas_kernels.dispatch import Reason, named_plan
+from pallas_kernels.matmul import choice, predict
+from pallas_kernels.matmul.call import N_SM
+from pallas_kernels.matmul.few_rows import plan as few_rows
+from pallas_kernels.matmul.few_rows.plan import RowPlan, TilePlan
+from pallas_kernels.matmul.many_rows import plan as many_rows
+from pallas_kernels.matmul.many_rows.plan import PairTile, WeightTile
+
+SHARED_OF_A_BLOCK = 227 * 1024  # Hopper's, with barriers
+BARRIER_BYTES = 8
+
+
+def random_cases(seed: int, count: int) -> list[fit.Case]:
+    """The benchmark's, and every sixth one with as many rows as a prefill has."""
+    draw = random.Random(seed)
+    return [
+        dataclasses.replace(case, m=draw.randint(257, 9000), fused="") if i % 6 == 5 else case
+        for i, case in enumerate(fit.cases(seed, count))
+    ]
+
+
+CASES = random_cases(39, 240)
+
+
+def plans_of(case: fit.Case) -> list[Any]:
+    found = (named_plan(plan) for plan in choice.plans(case.call()))
+    return [plan for plan in found if plan is not None]
+
+
+def operands(call) -> tuple[Any, dict[str, Any]]:
+    """Shapes of x, and of what is fused around the product."""
+    x: Any = jax.ShapeDtypeStruct((call.m, call.k), call.x)
+    if call.quantized_x:
+        x = fit.QTensor(x, jax.ShapeDtypeStruct((call.m, 1), jnp.float32))
+    shapes = {"gamma": (call.k,), "residual": (call.m, call.n), "pending": (call.m, call.k)}
+    dtypes = {"gamma": call.norm, "residual": call.residual, "pending": call.pending}
+    return x, {
+        name: jax.ShapeDtypeStruct(shapes[name], dtype)
+        for name, dtype in dtypes.items()
+        if dtype is not None
+    }
+
+
+def bytes_of(scratch: Any) -> int:
+    """Shared memory that one entry of a launch's scratch takes; views of one memory count once."""
+    if isinstance(scratch, plgpu.RefUnion):
+        return max(map(bytes_of, scratch.refs))
+    if isinstance(scratch, plgpu.Barrier | plgpu.ClusterBarrier):
+        return BARRIER_BYTES * int(np.prod(scratch.num_barriers))
+    bits = 4 if scratch.dtype == jnp.int4 else 8 * jnp.dtype(scratch.dtype).itemsize
+    return math.prod(scratch.shape) * bits // 8
+
+
+@pytest.fixture
+def launched(monkeypatch) -> Callable[..., dict[str, Any]]:
+    """Return what the kernel of a call and its plan is launched with; nothing is lowered."""
+    launches: list[dict[str, Any]] = []
+
+    def kernel(body, *, out_type, **how):
+        launches.append(how)
+        return lambda *operands: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
+
+    def run(call, plan):
+        launches.clear()
+        x, fused = operands(call)
+        with jax.disable_jit():  # else a trace without the kernel would be kept
+            jax.eval_shape(
+                lambda x, w, fused: choice.run((call, plan), x, w, **fused), x, call.w, fused
+            )
+        (launch,) = launches
+        return launch
+
+    monkeypatch.setattr(plgpu, "kernel", kernel)
+    return run
+
+
+def blocks_of(plan: Any) -> int:
+    if isinstance(plan, RowPlan):
+        return plan.blocks
+    if isinstance(plan, TilePlan):
+        return plan.clusters * plan.split
+    size = plan.cluster * plan.split
+    return plan.sms // size * size
+
+
+@pytest.mark.core
+def test_a_launch_fits_and_is_what_was_planned(launched):
+    kinds = set()
+    for case in CASES:
+        call = case.call()
+        for plan in plans_of(case):
+            launch = launched(call, plan)
+            sizes = list(map(bytes_of, launch["scratch_types"]))
+            assert sum(sizes) <= SHARED_OF_A_BLOCK, (case, plan)
+            blocks = math.prod(launch["grid"]) * math.prod(launch["cluster"])
+            of_an_sm = few_rows.WARPS // plan.warps if isinstance(plan, RowPlan) else 1
+            assert blocks == blocks_of(plan) <= N_SM * of_an_sm, (case, plan)
+            if isinstance(plan, RowPlan | TilePlan):
+                assert launch["kernel_name"] == plan.kernel.removesuffix("_mosaic")
+                assert sizes == plan.scratch_sizes(normed=call.norm is not None)
+            else:
+                assert launch["cluster"] == (plan.cluster, plan.split)
+                rows = plan.tokens if isinstance(plan, WeightTile) else plan.m
+                ring = launch["scratch_types"][0].refs[0].shape
+                assert math.prod(ring[:-1]) == plan.stages * rows, (case, plan)
+            kinds.add(type(plan))
+    assert kinds == {RowPlan, TilePlan, PairTile, WeightTile}
+
+
+def covers(plan: Any, call) -> bool:
+    """Whether every product of the call is some block's, and some warp's."""
+    if isinstance(plan, RowPlan):
+        in_order = [chunk for group in plan.groups for chunk in group]
+        return (
+            in_order == list(range(plan.chunks))
+            and plan.chunks * 32 * plan.per_load == call.k
+            and plan.units * plan.rows == call.n
+            and plan.rounds * plan.blocks * plan.warps >= plan.units
+        )
+    if isinstance(plan, TilePlan):
+        parts = 2 if plan.pairs else 1  # a tile of gate and that of up stay together
+        over = plan.split * plan.warps * plan.k_warp - call.k
+        return (
+            plan.per % parts == plan.batch % parts == 0
+            and 1 <= plan.batch <= plan.per
+            and plan.clusters * plan.per * 16 >= call.n > plan.clusters * (plan.per - parts) * 16
+            and plan.clusters <= few_rows.CLUSTERS[plan.split]
+            and (0 <= over < plan.k_warp if plan.resident else over == 0)
+        )
+    if isinstance(plan, WeightTile):
+        return plan.stages >= 2 and plan.tokens >= min(call.m, 32) and plan.divides(call.k)
+    return plan.stages >= 2 and (plan.split == 1 or call.m <= 64)
+
+
+def test_a_plan_covers_the_product():
+    for case in CASES:
+        for plan in plans_of(case):
+            assert covers(plan, case.call()), (case, plan)
+
+
+def neighbours(plan: Any, call) -> list[Any]:
+    """Plans that the planner left: fewer clusters, other tiles of its tables."""
+    if isinstance(plan, RowPlan):
+        return [dataclasses.replace(plan, sms=plan.sms // 2)]
+    if isinstance(plan, TilePlan):
+        fewer = plan.clusters // 2
+        return [dataclasses.replace(plan, clusters=fewer, per=2 * plan.per)] if fewer else []
+    if isinstance(plan, PairTile):
+        if call.m <= 64:
+            return []
+        table = many_rows.PAIR if call.x == jnp.int8 else many_rows.FP8
+        return [dataclasses.replace(tile, promote=plan.promote) for tile, _ in table]
+    if call.m <= 64 or call.quantized_x:
+        return []
+    tiles = [tile for tile, _ in many_rows.WEIGHT if tile.divides(call.k)]
+    return [many_rows.weight_plan(call, tile) for tile in tiles]
+
+
+SLACK = 1.3  # of the tables of tiles, which are coarser than the predicted times
+
+
+def test_no_neighbour_is_predicted_to_be_much_shorter():
+    compared = 0
+    for case in CASES:
+        call = dataclasses.replace(case.call(), m=min(case.m, predict.FITTED_ROWS))
+        for plan in (named_plan(found) for found in choice.plans(call)):
+            if plan is None:
+                continue
+            us = predict.kernel_us(plan, call)
+            for other in neighbours(plan, call):
+                compared += 1
+                slack = 1.0 if isinstance(plan, RowPlan | TilePlan) else SLACK
+                assert us <= slack * predict.kernel_us(other, call), (case, plan, other)
+    assert compared > 200
+
+
+@pytest.mark.core
+def test_the_shortest_predicted_time_is_chosen():
+    """Among the kernels that have a plan, and XLA's form."""
+    kernels = set()
+    for case in CASES:
+        call = case.call()
+        found = choice.plan(call)
+        free = [plan for plan in choice.plans(call) if not isinstance(plan, Reason)]
+        if not free:
+            continue
+        times = {plan: predict.kernel_us(plan, call) for plan in free}
+        xla = predict.xla_us(call)
+        best = named_plan(found)
+        assert best is not None and best.predicted_us == min(times.values()), case
+        assert best.xla_us == xla
+        assert isinstance(found, Reason) == (best.predicted_us > xla), case
+        if isinstance(found, Reason):
+            assert f"XLA's form is predicted to take {xla:.1f} us" in found.text
+        kernels.add(best.kernel if found is best else "xla")
+    assert len(kernels) == 5
