@@ -5,6 +5,7 @@ Errors are relative RMS: 1e-5 in float32, 4e-3 in 16-bit (a bf16 output alone ro
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 import jax
@@ -16,11 +17,11 @@ from pallas_kernels.attention.rope_attention import plan, rope_and_attend
 from pallas_kernels.attention.rope_cache import norm_heads, rope_and_write
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor
+from tests.helpers.lowering import kernels_in, lowered
 from tests.helpers.warp_emulator import emulated
 from tests.kernels.attention.test_decode_attention import (
     NEWEST,
     error,
-    kernels_in,
     kernels_of,
     make,
     oracle,
@@ -75,6 +76,7 @@ def check(args, window, bound, implementation, norm=None):
         np.testing.assert_allclose(stored(got), stored(expected), near, near)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "window, cache, normed",
     [(None, "float32", True), (11, "int8", True), (11, "float32", False), (None, "int8", False)],
@@ -149,10 +151,9 @@ def test_it_lowers_for_cuda_as_one_kernel(shape):
     qkv = jax.ShapeDtypeStruct((batch, n + 2 * n_kv, h), jnp.bfloat16)
     table = jax.ShapeDtypeStruct((batch, h // 2), jnp.float32)
     slots = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    step = jax.jit(rope_and_attend, static_argnames="implementation", donate_argnums=(3, 4))
-    traced = step.trace(qkv, table, table, cache, cache, slots, implementation="mosaic")
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert set(kernels_in(text)) == kernels_of(plan(qkv, cache))
+    step = functools.partial(rope_and_attend, implementation="mosaic")
+    text = lowered(step, qkv, table, table, cache, cache, slots, donate_argnums=(3, 4))
+    assert kernels_in(text) == kernels_of(plan(qkv, cache))
 
 
 @pytest.mark.gpu

@@ -73,8 +73,10 @@ def as_xla(got, given, table, bound):
 
 
 @pytest.mark.parametrize(
-    ("cache", "page"), [*((c, None) for c in CACHES), ("int8", 16), ("bfloat16", 32)]
-)
+    ("cache", "page"),
+    [*((c, None) for c in CACHES), pytest.param("int8", 16, marks=pytest.mark.core),
+     ("bfloat16", 32)],
+)  # fmt: skip
 def test_tokens_at_once_are_tokens_one_by_one(cache, page):
     (qkv, cos, sin, k, v, slots), table = case(cache, page=page)
     run = jax.jit(functools.partial(rope_and_write_tokens, table=table))

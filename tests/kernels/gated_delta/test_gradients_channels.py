@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import warp_emulator
-from tests.helpers.delta_cases import case, gradients, relative_rms, unit
+from tests.helpers.delta_cases import case, oracle, relative_rms, unit
 from tests.kernels.gated_delta.test_tree import SCALE, between, decays, emulate, rounded
 
 VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3] if part.isdigit())
@@ -202,13 +202,13 @@ def kernels_gradients(q, k, v, g, beta, d_out, end, state):
     return d_q, d_k, d_v, d_g, d_beta, end
 
 
-@pytest.mark.parametrize("kind", ["weak", "mixed", "equal", "near"])
+@pytest.mark.parametrize("kind", ["mixed", "equal", "near"])
 def test_rounded_as_the_kernels_do_it_stays_below_5e_3(kind):
     given = case((1, 256, 1, 1, 128, 128), kind, by_channel=True)
     *x, state = (np.asarray(y, np.float64) for y in given)
     rng = np.random.default_rng(9)
     d_out, d_last = rounded(rng.normal(size=x[2].shape)), rng.normal(size=state.shape)
-    want = gradients(*x, d_out, d_last, state, SCALE)
+    _, _, *want = oracle(*x, state, d_out, d_last, scale=SCALE)
     one = [y[0, :, 0] for y in (*x, d_out)]
     got = kernels_gradients(*one, d_last[0, 0], state[0, 0])
     names = "q", "k", "v", "log_decay", "beta", "state"
