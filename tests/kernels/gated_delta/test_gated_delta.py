@@ -35,10 +35,10 @@ def make(b, t, h, d_k, d_v, *, key_heads=None, decay="head", gate=1.0, dtype="fl
     return *cast, *(jnp.asarray(x, jnp.float32) for x in (gate * g, beta, s))
 
 
-@functools.partial(jax.jit, static_argnames=("form", "normalize_qk"))
-def values_and_gradients(q, k, v, g, beta, s, d_o, d_s, form=gated_delta, **options):
+@functools.partial(jax.jit, static_argnames="normalize_qk")
+def values_and_gradients(q, k, v, g, beta, s, d_o, d_s, **options):
     def run(q, k, v, g, beta, s):
-        return form(q, k, v, g, beta, initial_state=s, **options)
+        return gated_delta(q, k, v, g, beta, initial_state=s, **options)
 
     out, pull = jax.vjp(run, q, k, v, g, beta, s)
     return *out, *pull((d_o, d_s))
@@ -140,7 +140,7 @@ def test_no_exponential_of_a_positive_number(decay):
     with exponents_of(chunked) as exponents:
         out = jax.jit(gated_delta)(*given[:5], initial_state=given[5])
         jax.block_until_ready(out)
-    assert len(exponents) > 3 and max(exponents) <= 0
+    assert len(exponents) >= 3 and max(exponents) <= 0
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
@@ -148,9 +148,8 @@ def test_gradients_of_grouped_normalized_heads(decay):
     inputs = make(2, 150, 4, 20, 24, key_heads=2, decay=decay)
     d = cotangents(inputs[2], inputs[5])
     want = oracle(*inputs, *d, normalize=True)
-    for form in (gated_delta, gated_delta_recurrent)[: 2 if decay == "head" else 1]:
-        got = values_and_gradients(*inputs, *d, form=form, normalize_qk=True)
-        check(got, want, BOUND["float32"])
+    got = values_and_gradients(*inputs, *d, normalize_qk=True)
+    check(got, want, BOUND["float32"])
 
 
 def test_lengths_keep_padding_out_of_values_and_gradients():
@@ -237,15 +236,14 @@ def test_16_bit_inputs_scale_and_no_state(dtype):
     assert error(one, 2 * want[:, 0]) < BOUND["bfloat16"]
 
 
-def test_memory_of_the_gradient_grows_linearly():
-    def temporary(t):
-        q = jax.ShapeDtypeStruct((1, t, 2, 32), jnp.float32)
-        gate = jax.ShapeDtypeStruct((1, t, 2), jnp.float32)
-        loss = jax.grad(lambda *x: jnp.sum(gated_delta(*x)[0]), argnums=(0, 1, 2, 3, 4))
-        compiled = jax.jit(loss).lower(q, q, q, gate, gate).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert temporary(32768) < 4.2 * temporary(8192)
+def test_memory_of_the_gradient_is_a_few_copies_of_the_inputs():
+    """Far from a state a token: it grows as the row does."""
+    t, width = 32768, 32
+    q = jax.ShapeDtypeStruct((1, t, 2, width), jnp.float32)
+    gate = jax.ShapeDtypeStruct((1, t, 2), jnp.float32)
+    loss = jax.grad(lambda *x: jnp.sum(gated_delta(*x)[0]), argnums=(0, 1, 2, 3, 4))
+    memory = jax.jit(loss).lower(q, q, q, gate, gate).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 4 * t * 2 * (3 * width + 2)
 
 
 def wrong(**changes):

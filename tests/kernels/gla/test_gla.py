@@ -70,10 +70,10 @@ def oracle(q, k, v, g, s, d_o=None, d_s=None, scale=None):
     return o, s, d_q, d_k, d_v, d_g, d_state
 
 
-@functools.partial(jax.jit, static_argnames=("form", "chunk"))
-def values_and_gradients(q, k, v, g, s, d_o, d_s, form=gla, **options):
+@functools.partial(jax.jit, static_argnames="chunk")
+def values_and_gradients(q, k, v, g, s, d_o, d_s, **options):
     def run(q, k, v, g, s):
-        return form(q, k, v, g, initial_state=s, **options)
+        return gla(q, k, v, g, initial_state=s, **options)
 
     out, pull = jax.vjp(run, q, k, v, g, s)
     return *out, *pull((d_o, d_s))
@@ -98,7 +98,7 @@ def test_all_forms_are_the_recurrence(length, widths):
     forms = (gla, gla_recurrent) if length > 100 else (gla, gla_recurrent, gla_parallel)
     for form in forms:
         got = jax.jit(form)(*inputs[:4], initial_state=inputs[4])
-        for x, y in zip(got, want, strict=True):
+        for x, y in zip(map(np.asarray, got), want, strict=True):
             for row in range(3):
                 assert error(x[row], y[row]) < BOUND["float32"], (form.__name__, row)
 
@@ -221,11 +221,10 @@ def test_gradients_are_the_recurrence_s():
     inputs = make(3, 200, 2, 60, 96, gate=gate)
     d = cotangents(inputs[2], inputs[4])
     want = oracle(*inputs, *d)
-    for form in (gla, gla_recurrent):
-        got = values_and_gradients(*inputs, *d, form=form)
-        for name, x, y in zip(NAMES, got, want, strict=True):
-            for row in range(3):
-                assert error(x[row], y[row]) < BOUND["float32"], (form.__name__, name, row)
+    got = values_and_gradients(*inputs, *d)
+    for name, x, y in zip(NAMES, map(np.asarray, got), want, strict=True):
+        for row in range(3):
+            assert error(x[row], y[row]) < BOUND["float32"], (name, row)
 
 
 def test_lengths_keep_padding_out_of_values_and_gradients():
@@ -317,19 +316,14 @@ def test_16_bit_inputs_scale_and_no_state(dtype):
     assert error(one, 2 * oracle(*(x[:, :1] for x in (q, k, v, g)), s)[0][:, 0]) < 5e-3
 
 
-def test_memory_of_the_gradient_grows_linearly():
-    d_k, d_v = 32, 64
-
-    def temporary(t):
-        q = jax.ShapeDtypeStruct((1, t, 2, d_k), jnp.float32)
-        v = jax.ShapeDtypeStruct((1, t, 2, d_v), jnp.float32)
-        loss = jax.grad(lambda q, k, v, g: jnp.sum(gla(q, k, v, g)[0]), argnums=(0, 1, 2, 3))
-        return jax.jit(loss).lower(q, q, v, q).compile().memory_analysis().temp_size_in_bytes
-
-    small, large = temporary(8192), temporary(32768)
-    assert large < 4.2 * small
-    # Far from a state per token, and no more than a dozen copies of the inputs.
-    assert large < 12 * 4 * 32768 * 2 * (3 * d_k + d_v)
+def test_memory_of_the_gradient_is_a_few_copies_of_the_inputs():
+    """Far from a state a token: it grows as the row does."""
+    t, d_k, d_v = 32768, 32, 64
+    q = jax.ShapeDtypeStruct((1, t, 2, d_k), jnp.float32)
+    v = jax.ShapeDtypeStruct((1, t, 2, d_v), jnp.float32)
+    loss = jax.grad(lambda q, k, v, g: jnp.sum(gla(q, k, v, g)[0]), argnums=(0, 1, 2, 3))
+    memory = jax.jit(loss).lower(q, q, v, q).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 12 * 4 * t * 2 * (3 * d_k + d_v)
 
 
 def test_parity_with_flash_linear_attention():
