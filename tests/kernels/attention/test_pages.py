@@ -165,7 +165,7 @@ def written(pages, rows, table, page):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("cache, page", zip(["float32", *CACHES], [4, 64] * 3, strict=True))
+@pytest.mark.parametrize("cache, page", [*zip(["float32", *CACHES], [4, 64] * 3, strict=True)])
 def test_a_step_writes_where_the_table_says_and_nowhere_else(cache, page):
     new, rows, pages, slots, table = rope_case(cache, page)
     q, *after = jax.jit(rope_and_write)(*new, *rows, slots)
