@@ -106,10 +106,13 @@ def poison(x, lengths):
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    "heads, window", [((4, 4), None), ((6, 2), 1), ((8, 2), 40), ((8, 1), None)], ids=str
+    "heads, window, capacity",
+    [((4, 4), None, 1300), ((6, 2), 1, 150), ((8, 2), 40, 150), ((8, 1), None, 150)],
+    ids=str,
 )
-def test_the_xla_form_and_the_reference_are_a_float64_softmax(heads, window):
-    q, k, v, lengths = make(7, 150, *heads, 64)
+def test_the_xla_form_and_the_reference_are_a_float64_softmax(heads, window, capacity):
+    """In one block of keys and in several; narrow caches are in ``test_pages``."""
+    q, k, v, lengths = make(7, capacity, *heads, 64)
     want = oracle(q, k, v, lengths, window)
     assert not want[0].any()  # no keys, no output
     k, v = poison(k, lengths), poison(v, lengths)
@@ -117,19 +120,6 @@ def test_the_xla_form_and_the_reference_are_a_float64_softmax(heads, window):
     for form in (xla, decode_attention_reference):
         got = jax.jit(form, static_argnames="window")(q, k, v, lengths, window=window)
         assert error(got, want) < 1e-5
-
-
-def test_the_xla_form_in_several_blocks():
-    q, k, v, lengths = make(5, 1300, 4, 2, 64)
-    got = jax.jit(functools.partial(decode_attention, implementation="xla"))(q, k, v, lengths)
-    assert error(got, oracle(q, k, v, lengths)) < 1e-5
-
-
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_narrow_cache_adds_no_error_of_the_op(cache):
-    q, k, v, lengths = make(7, 150, 8, 2, 128, cache)
-    got = jax.jit(functools.partial(decode_attention, implementation="xla"))(q, k, v, lengths)
-    assert error(got, oracle(q, k, v, lengths)) < 1e-5
 
 
 def test_bad_arguments_are_named():

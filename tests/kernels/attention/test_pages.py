@@ -88,7 +88,8 @@ def paged_case(cache, page, batch=7, capacity=192, heads=(4, 2, 64)):
     ("int4", 16, None), ("float8_e4m3fn", 64, 40),
 ])  # fmt: skip
 def test_attention_through_a_table_is_that_of_the_rows(cache, page, window):
-    q, rows, pages, lengths, table = paged_case(cache, page)
+    """And both are a float64 softmax: a narrow cache adds no error of the op."""
+    q, rows, pages, lengths, table = paged_case(cache, page, heads=(8, 2, 128))
     forms = [functools.partial(decode_attention, implementation="xla")]
     if cache in ("float32", "int4"):
         forms.append(decode_attention_reference)
@@ -96,7 +97,7 @@ def test_attention_through_a_table_is_that_of_the_rows(cache, page, window):
         step = jax.jit(form, static_argnames="window")
         want = step(q, *rows, lengths, window=window)
         same(step(q, *pages, lengths, window=window, table=table), want)
-        assert np.isfinite(np.asarray(want)).all()
+        assert error(want, oracle(q, *rows, lengths, window)) < 1e-5
 
 
 @pytest.mark.parametrize("capacity, page, block", [
