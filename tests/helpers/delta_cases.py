@@ -32,55 +32,59 @@ def case(
         spread = 0.0 if kind == "equal" else 0.3
         k = unit(k[:, :1] + spread * k)
         g, beta = np.zeros_like(g), np.ones_like(beta)
-    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
+    q, k, v = (jnp.asarray(x.astype(jnp.bfloat16)) for x in (q, k, v))
     return q, k, v, *(jnp.asarray(x, jnp.float32) for x in (g, beta, state))
 
 
-def recurrence(q, k, v, g, beta, state, scale):
-    """float64 o and state."""
-    q, k, v, g, beta, state = (np.asarray(x, np.float64) for x in (q, k, v, g, beta, state))
-    q, k = (np.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
-    decay, out = np.exp(g.reshape(*beta.shape, -1, 1)), []
-    for t in range(q.shape[1]):
-        state = decay[:, t] * state
-        seen = np.einsum("bhk,bhkv->bhv", k[:, t], state)
-        change = beta[:, t][..., None] * (v[:, t] - seen)
-        state = state + k[:, t][..., None] * change[..., None, :]
-        out.append(scale * np.einsum("bhk,bhkv->bhv", q[:, t], state))
-    return np.stack(out, axis=1), state
+def wide(x):
+    return np.asarray(x).astype(np.float64)
 
 
-def gradients(q, k, v, g, beta, d_out, d_last, state, scale):
-    """float64 dq, dk, dv, dg, dbeta, dstate."""
-    given = (q, k, v, g, beta, d_out, d_last, state)
-    q, k, v, g, beta, d_out, d_state, state = (np.asarray(x, np.float64) for x in given)
-    heads, group = q.shape[2], v.shape[2] // q.shape[2]
-    q, k = (np.repeat(x, group, axis=2) for x in (q, k))
-    wide, over = (*beta[:, 0].shape, -1, 1), (-1,) if g.ndim == q.ndim else (-1, -2)
-    states, out = [], [np.zeros_like(x) for x in (q, k, v, g, beta)]
+def _through_length(x, d):
+    """The gradient of x, from that of x / length(x)."""
+    length = np.sqrt(np.sum(x * x, -1, keepdims=True) + 1e-6)
+    return (d - x * np.sum(d * x, -1, keepdims=True) / length**2) / length
+
+
+def oracle(q, k, v, g, beta, s, d_o=None, d_s=None, *, scale=None, normalize=False):
+    """(o, state) in float64, and with cotangents also the gradients of q, k, v, g, beta, s, by the
+    definition; g is a decay a head or a key channel."""
+    q, k, v, g, beta, s = map(wide, (q, k, v, g, beta, s))
+    shape, repeats, raw = q.shape, v.shape[2] // q.shape[2], (q, k)
+    if normalize:
+        q, k = (x / np.sqrt(np.sum(x * x, -1, keepdims=True) + 1e-6) for x in (q, k))
+    q, k = (np.repeat(x, repeats, axis=2) for x in (q, k))
+    decay = np.exp(g if g.ndim == 4 else g[..., None]) * np.ones_like(q)
+    scale, o, kept = scale or q.shape[-1] ** -0.5, np.zeros_like(v), []
     for t in range(q.shape[1]):
-        decayed = np.exp(g[:, t]).reshape(wide) * state
-        rest = v[:, t] - np.einsum("bhk,bhkv->bhv", k[:, t], decayed)
-        change = beta[:, t][..., None] * rest
-        state = decayed + k[:, t][..., None] * change[..., None, :]
-        states.append((decayed, rest, change, state))
+        decayed = decay[:, t, :, :, None] * s
+        u = v[:, t] - np.einsum("bhd,bhde->bhe", k[:, t], decayed)
+        kept.append((s, decayed, u))
+        s = decayed + beta[:, t, :, None, None] * k[:, t, :, :, None] * u[:, :, None]
+        o[:, t] = scale * np.einsum("bhd,bhde->bhe", q[:, t], s)
+    if d_o is None:
+        return o, s
+    d_o, d_s = wide(d_o), wide(d_s)
+    d_q, d_k, d_v, d_decay, d_beta = (np.zeros_like(x) for x in (q, k, v, q, beta))
+    after = s
     for t in reversed(range(q.shape[1])):
-        decayed, rest, change, state = states[t]
-        out[0][:, t] = scale * np.einsum("bhkv,bhv->bhk", state, d_out[:, t])
-        d_state = d_state + scale * q[:, t][..., None] * d_out[:, t][..., None, :]
-        d_change = np.einsum("bhk,bhkv->bhv", k[:, t], d_state)
-        out[4][:, t] = np.sum(d_change * rest, axis=-1)
-        d_v = beta[:, t][..., None] * d_change
-        out[2][:, t] = d_v
-        out[1][:, t] = np.einsum("bhkv,bhv->bhk", d_state, change)
-        out[1][:, t] -= np.einsum("bhkv,bhv->bhk", decayed, d_v)
-        d_state = d_state - k[:, t][..., None] * d_v[..., None, :]
-        decay = np.exp(g[:, t])
-        out[3][:, t] = np.where(decay == 0, 0, np.sum(d_state * decayed, axis=over))
-        d_state = decay.reshape(wide) * d_state
-    for i in range(2):
-        out[i] = out[i].reshape(*out[i].shape[:2], heads, group, -1).sum(axis=3)
-    return (*out, d_state)
+        before, decayed, u = kept[t]
+        d_q[:, t] = scale * np.einsum("bhde,bhe->bhd", after, d_o[:, t])
+        d_s = d_s + scale * q[:, t, :, :, None] * d_o[:, t, :, None]
+        found = np.einsum("bhd,bhde->bhe", k[:, t], d_s)
+        b = beta[:, t, :, None]
+        d_beta[:, t], d_v[:, t] = np.sum(found * u, -1), b * found
+        d_k[:, t] = np.einsum("bhde,bhe->bhd", d_s, b * u)
+        d_k[:, t] -= np.einsum("bhde,bhe->bhd", decayed, b * found)
+        d_s = d_s - k[:, t, :, :, None] * (b * found)[:, :, None]
+        d_decay[:, t] = np.sum(d_s * before, -1)
+        d_s, after = decay[:, t, :, :, None] * d_s, before
+    d_g = decay * d_decay
+    d_g = d_g if g.ndim == 4 else d_g.sum(-1)
+    d_q, d_k = (x.reshape(*shape[:3], repeats, shape[3]).sum(3) for x in (d_q, d_k))
+    if normalize:
+        d_q, d_k = (_through_length(x, d) for x, d in zip(raw, (d_q, d_k), strict=True))
+    return o, s, d_q, d_k, d_v, d_g, d_beta, d_s
 
 
 def relative_rms(x: Any, want: np.ndarray) -> float:

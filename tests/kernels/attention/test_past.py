@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import past
-from pallas_kernels.attention.rope_cache import quantize_kv
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.qtensor import dequantize
-
-NEWEST = tuple(int(x) for x in jax.__version__.split(".")[:3]) >= (0, 11, 2)
+from tests.helpers.lowering import kernels_in, lowered
+from tests.kernels.attention.test_decode_attention import NEWEST, as_cache, error, stored
 
 
 def case(batch, width, capacity, n, n_kv, h, spread=1.0, dtype="bfloat16"):
     """(q, k, v) and 0, 131 or all keys; behind them scales are NaN.  A token's q is zeros."""
     rng = np.random.default_rng(0)
-    q = jnp.asarray(spread * rng.standard_normal((batch, width, n, h)), dtype).at[:, 5].set(0)
+    q = (spread * rng.standard_normal((batch, width, n, h))).astype(jnp.dtype(dtype))
+    q[:, 5] = 0
     shape = (batch, capacity, n_kv, h)
-    k, v = (quantize_kv(jnp.asarray(rng.standard_normal(shape), dtype), "int8") for _ in range(2))
-    n_keys = jnp.asarray([0, 131, capacity][:batch], jnp.int32)
-    unused = (jnp.arange(capacity) >= n_keys[:, None])[:, :, None, None]
-    k = k.__class__(k.q, jnp.where(unused, jnp.nan, k.scale))
-    return q, k, jnp.where(unused, 0, dequantize(v, q.dtype)), n_keys
+    k, v = (as_cache(jnp.asarray(rng.standard_normal(shape), dtype), "int8") for _ in range(2))
+    n_keys = np.asarray([0, 131, capacity][:batch], np.int32)
+    unused = (np.arange(capacity) >= n_keys[:, None])[:, :, None, None]
+    k = k.__class__(k.q, jnp.asarray(np.where(unused, np.float32(np.nan), np.asarray(k.scale))))
+    v = np.where(unused, 0, stored(v)).astype(q.dtype)
+    return jnp.asarray(q), k, jnp.asarray(v), jnp.asarray(n_keys)
 
 
 def oracle(q, k, v, n_keys):
@@ -54,11 +54,9 @@ def by_contract(q, sq, k, sk, v, n_keys):
 
 def check(q, k, v, n_keys):
     out, log = past.attend(q, k, v, n_keys)
-    want, logs = oracle(q, dequantize(k), v, n_keys)
-    got = np.asarray(out.astype(jnp.float32), np.float64)
-    error = np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))
+    want, logs = oracle(q, stored(k), v, n_keys)
     # q rounded to int8: 0.6% of each of its values; the logarithms are of sums of many.
-    assert error < 0.015
+    assert error(out, want) < 0.015
     np.testing.assert_allclose(np.asarray(log), logs, atol=0.05)
 
 
@@ -72,12 +70,13 @@ def test_what_has_a_kernel():
     q, k, *_ = case(1, 128, 256, 4, 1, 64)
     assert not isinstance(past.plan(q, k), Reason)
     wide = jnp.zeros((1, 128, 4, 96), jnp.bfloat16)
+    floats = jax.ShapeDtypeStruct(k.shape, jnp.float32)
     for given, text in (
-        ((q, dequantize(k)), "k is float32"),
-        ((q, quantize_kv(dequantize(k), "int4")), "k is int4"),
-        ((q.astype(jnp.float32), k), "q is float32"),
-        ((q[:, :100], k), "q has 100 tokens"),
-        ((wide, quantize_kv(wide, "int8")), "heads of 96"),
+        ((q, floats), "k is float32"),
+        ((q, jax.eval_shape(lambda: as_cache(jnp.zeros(k.shape), "int4"))), "k is int4"),
+        ((jax.ShapeDtypeStruct(q.shape, jnp.float32), k), "q is float32"),
+        ((jax.ShapeDtypeStruct((1, 100, 4, 64), q.dtype), k), "q has 100 tokens"),
+        ((wide, k), "heads of 96"),
     ):
         found = past.plan(*given)
         assert isinstance(found, Reason) and text in found.text
@@ -87,8 +86,7 @@ def test_what_has_a_kernel():
 @pytest.mark.parametrize("h", [64, 128])
 def test_the_kernel_lowers_for_cuda(h):
     given = case(2, 256, 256, 8, 2, h)
-    text = jax.jit(past.attend).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == 1
+    assert kernels_in(lowered(past.attend, *given)) == ["attend_past_int8"]
 
 
 @pytest.mark.gpu

@@ -31,24 +31,23 @@ DECAY, BETAS, SIZE = SCRATCH + 2048, SCRATCH + 4096, SCRATCH + 8192
 SCALE = 0.25
 
 
-def swizzled(tile, dtype):
-    """A view's (rows, columns) as byte offsets into a tile of 128-byte rows."""
+def places(address, dtype):
+    """Byte offsets of a swizzled tile's entries."""
     size = np.dtype(dtype).itemsize
     i, j = np.indices((C, 128 // size))
-    chunk = j * size // 16 ^ i & 7
-    return BASE + 8192 * tile + 128 * i + 16 * chunk + j * size % 16
+    return address + 128 * i + 16 * (j * size // 16 ^ i & 7) + j * size % 16
 
 
-def put(block, tile, x):
-    raw = np.ascontiguousarray(x).view(np.uint8).reshape(*x.shape, -1)
+def put(block, address, x, dtype=BF16):
+    raw = np.ascontiguousarray(x.astype(dtype)).view(np.uint8).reshape(*x.shape, -1)
     for n in range(raw.shape[-1]):
-        block.memory[swizzled(tile, x.dtype) + n] = raw[..., n]
+        block.memory[places(address, dtype) + n] = raw[..., n]
 
 
-def get(block, tile):
-    at = swizzled(tile, BF16)
-    raw = np.stack([block.memory[at], block.memory[at + 1]], -1)
-    return raw.view(BF16)[..., 0].astype(np.float64)
+def get(block, address, dtype=BF16):
+    at = places(address, dtype)
+    raw = np.stack([block.memory[at + n] for n in range(np.dtype(dtype).itemsize)], -1)
+    return raw.view(dtype)[..., 0].astype(np.float64)
 
 
 def emulate(q, k, g, beta, limit=None):
@@ -66,17 +65,18 @@ def emulate(q, k, g, beta, limit=None):
         acc, out = tree.empty_sums(), []
         for s, slot in enumerate(tree.SLOTS[:slices]):
             at = slice(64 * s, 64 * s + 64)
-            put(block, slot.q, q[:, at].astype(BF16))
-            put(block, slot.k, k[:, at].astype(BF16))
+            put(block, BASE + 8192 * slot.q, q[:, at])
+            put(block, BASE + 8192 * slot.k, k[:, at])
             for half in range(2):
                 columns = slice(64 * s + 32 * half, 64 * s + 32 * half + 32)
-                put(block, slot.gates + half, g[:, columns].astype(np.float32))
+                put(block, BASE + 8192 * (slot.gates + half), g[:, columns], np.float32)
             tree.add_slice(
                 base, acc, slot, scratch, block.c(DECAY, np.int64),
                 None if limit is None else block.c(limit), SCALE,
             )  # fmt: skip
             whole = block.memory[DECAY : DECAY + 256].view(np.float32).copy()
-            out.append([*(get(block, n) for n in (slot.q, slot.near, slot.k)), whole])
+            tiles = (BASE + 8192 * n for n in (slot.q, slot.near, slot.k))
+            out.append([*(get(block, at) for at in tiles), whole])
         tree.spread(gates_registers.Lane(base), acc, base)
         found = tree.coefficients(kernel_inverse.Rows(), base, scratch, SCALE)
         return [matrix(x) for x in found], [np.concatenate(x, -1) for x in zip(*out, strict=True)]

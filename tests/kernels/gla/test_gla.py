@@ -5,8 +5,10 @@ Errors are relative RMS.  Bounds: 1e-5 in float32 and 5e-3 in bfloat16, the op's
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.gla.reference import gla_parallel, gla_recurrent
 
 BOUND = {"float32": 1e-5, "bfloat16": 5e-3}
+NAMES = ("o", "s", "dq", "dk", "dv", "dg", "ds")
 GATES = np.array([0.0, -1e-3, -1.0, -20.0, -1e4, -np.inf])
 GOLDEN = Path(__file__).parents[2] / "golden" / "gla_golden.npz"
 
@@ -43,10 +46,10 @@ def make(b, t, h, d_k, d_v, *, gate=1.0, seed=0, dtype="float32"):
     return *cast, jnp.asarray(g, jnp.float32), jnp.asarray(s, jnp.float32)
 
 
-def oracle(q, k, v, g, s, d_o=None, d_s=None):
+def oracle(q, k, v, g, s, d_o=None, d_s=None, scale=None):
     """(o, state) in float64, and with cotangents also the gradients of q, k, v, g, s."""
     q, k, v, g, s = (np.asarray(x).astype(np.float64) for x in (q, k, v, g, s))
-    scale, decay = q.shape[-1] ** -0.5, np.exp(g)
+    scale, decay = scale or q.shape[-1] ** -0.5, np.exp(g)
     before, o = [], np.zeros_like(v)
     for t in range(q.shape[1]):
         before.append(s)
@@ -54,7 +57,7 @@ def oracle(q, k, v, g, s, d_o=None, d_s=None):
         o[:, t] = scale * (q[:, t, :, None] @ s)[:, :, 0]
     if d_o is None:
         return o, s
-    d_o, d_state = np.asarray(d_o, np.float64), np.asarray(d_s, np.float64)
+    d_o, d_state = (np.asarray(x).astype(np.float64) for x in (d_o, d_s))
     after = [*before[1:], s]
     d_q, d_k, d_v, d_g = (np.zeros_like(x) for x in (q, k, v, g))
     for t in reversed(range(q.shape[1])):
@@ -67,10 +70,10 @@ def oracle(q, k, v, g, s, d_o=None, d_s=None):
     return o, s, d_q, d_k, d_v, d_g, d_state
 
 
-@functools.partial(jax.jit, static_argnames=("form", "chunk"))
-def values_and_gradients(q, k, v, g, s, d_o, d_s, form=gla, **options):
+@functools.partial(jax.jit, static_argnames="chunk")
+def values_and_gradients(q, k, v, g, s, d_o, d_s, **options):
     def run(q, k, v, g, s):
-        return form(q, k, v, g, initial_state=s, **options)
+        return gla(q, k, v, g, initial_state=s, **options)
 
     out, pull = jax.vjp(run, q, k, v, g, s)
     return *out, *pull((d_o, d_s))
@@ -85,8 +88,7 @@ def cotangents(v, s, seed=9):
 
 @pytest.mark.parametrize(
     ("length", "widths"),
-    [(1, (60, 96)), (7, (96, 60)), (63, (60, 96)), (64, (96, 60)), (65, (60, 96)),
-     (1000, (60, 96)), (1000, (96, 60))],
+    [(1, (60, 96)), (63, (96, 60)), (64, (60, 96)), (65, (96, 60)), (1000, (60, 96))],
 )  # fmt: skip
 def test_all_forms_are_the_recurrence(length, widths):
     """One row each for weak, usual and strong gates."""
@@ -96,57 +98,43 @@ def test_all_forms_are_the_recurrence(length, widths):
     forms = (gla, gla_recurrent) if length > 100 else (gla, gla_recurrent, gla_parallel)
     for form in forms:
         got = jax.jit(form)(*inputs[:4], initial_state=inputs[4])
-        for x, y in zip(got, want, strict=True):
+        for x, y in zip(map(np.asarray, got), want, strict=True):
             for row in range(3):
                 assert error(x[row], y[row]) < BOUND["float32"], (form.__name__, row)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 32, 128])
+@pytest.mark.parametrize("chunk", [1, 4, 128])
 def test_the_chunk_changes_nothing(chunk):
     inputs = make(2, 77, 2, 16, 24)
-    got = gla(*inputs[:4], initial_state=inputs[4], chunk=chunk)
+    run = jax.jit(gla, static_argnames="chunk")
+    got = run(*inputs[:4], initial_state=inputs[4], chunk=chunk)
     for x, y in zip(got, oracle(*inputs), strict=True):
         assert error(x, y) < BOUND["float32"]
 
 
-def test_prefix_sums_in_three_chunks_of_four():
-    """The worked example of chunkwise scans: 0..11 in three chunks.  Without decay, and with q = k
-    = 1, o is the running sum of v."""
-    ones = jnp.ones((1, 12, 1, 1))
-    numbers = jnp.arange(12.0).reshape(1, 12, 1, 1)
-    o, state = gla(ones, ones, numbers, 0 * ones, scale=1.0, chunk=4)
-    assert o.ravel().tolist() == [0, 1, 3, 6, 10, 15, 21, 28, 36, 45, 55, 66]
-    assert state.ravel().tolist() == [66]
-    # Each chunk by itself, then carried on with the state before it.
-    parts = [numbers[:, i : i + 4] for i in (0, 4, 8)]
-    alone = [gla(ones[:, :4], ones[:, :4], x, 0 * x, scale=1.0)[0].ravel().tolist() for x in parts]
-    assert alone == [[0, 1, 3, 6], [4, 9, 15, 22], [8, 17, 27, 38]]
-    carried = gla(
-        ones[:, :4], ones[:, :4], parts[2], 0 * parts[2], scale=1.0,
-        initial_state=jnp.full((1, 1, 1, 1), 28.0),
-    )[0]  # fmt: skip
-    assert carried.ravel().tolist() == [36, 45, 55, 66]
-
-
 @pytest.mark.parametrize(
     ("dtype", "t", "d_k", "d_v"),
-    [("float32", 65536, 12, 2), ("float32", 300, 512, 8), ("bfloat16", 300, 512, 8),
+    [pytest.param("float32", 65536, 12, 2, marks=pytest.mark.slow), ("float32", 300, 512, 8),
      ("bfloat16", 5000, 48, 4)],
 )  # fmt: skip
 def test_stability_promise(dtype, t, d_k, d_v):
     """Every gate from 0 to -inf, mixed token by token (row 0) and one to a channel (row 1)."""
+    check_stability(t, d_k, d_v, dtype)
+
+
+def check_stability(t, d_k, d_v, dtype):
     q, k, v, _, s = make(2, t, 1, d_k, d_v, dtype=dtype)
     gates = np.random.default_rng(1).choice(GATES, (2, t, 1, d_k))
     gates[1] = GATES[np.arange(d_k) % 6]
     g = jnp.asarray(gates, jnp.float32)
     d_o, d_s = cotangents(v, s)
-    got = values_and_gradients(q, k, v, g, s, d_o, d_s)
+    got = [np.asarray(x) for x in values_and_gradients(q, k, v, g, s, d_o, d_s)]
     want = oracle(q, k, v, g, s, d_o, d_s)
-    for name, x, y in zip(("o", "s", "dq", "dk", "dv", "dg", "ds"), got, want, strict=True):
-        assert np.isfinite(np.asarray(x).astype(np.float32)).all(), name
+    for name, x, y in zip(NAMES, got, want, strict=True):
+        assert np.isfinite(x.astype(np.float32)).all(), name
         for row in range(2):
             assert error(x[row], y[row]) < BOUND[dtype], (name, row)
-    assert not np.asarray(got[5])[np.exp(gates) == 0].any()
+    assert not got[5][np.exp(gates) == 0].any()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -154,70 +142,68 @@ def test_stability_promise_with_the_gpu_s_choices(dtype, monkeypatch):
     """The branches that XLA takes on a GPU: 16-bit operands, sums by products, unrolled scans."""
     monkeypatch.setattr(gla_chunked, "on_gpu", lambda: True)
     jax.clear_caches()
-    q, k, v, _, s = make(2, 200, 1, 48, 16, dtype=dtype)
-    gates = np.random.default_rng(1).choice(GATES, (2, 200, 1, 48))
-    gates[1] = GATES[np.arange(48) % 6]
-    g = jnp.asarray(gates, jnp.float32)
-    d_o, d_s = cotangents(v, s)
-    got = values_and_gradients(q, k, v, g, s, d_o, d_s)
+    check_stability(200, 48, 16, dtype)
     jax.clear_caches()
-    want = oracle(q, k, v, g, s, d_o, d_s)
-    for name, x, y in zip(("o", "s", "dq", "dk", "dv", "dg", "ds"), got, want, strict=True):
-        assert error(x, y) < BOUND[dtype], name
-    assert not np.asarray(got[5])[np.exp(gates) == 0].any()
 
 
 def test_both_ways_of_summing_decays_agree():
     """Additions up a tree (CPU) and products with 0/1 matrices (GPU), and their transposes."""
     rng = np.random.default_rng(0)
     g = jnp.asarray(rng.choice(GATES, (2, 64, 5)), jnp.float32)
-    float32 = jnp.dtype(jnp.float32)
-    climbed = gla_decay.decay_sums(g, float32, on_gpu=False)
-    d = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), climbed)
-    want = gla_decay.transpose_sums(d, float32, on_gpu=False)
-    matrices = gla_decay.sum_matrices(64)
-    assert error(want, sum(m.T @ np.asarray(x) for m, x in zip(
-        matrices, jax.tree.leaves(d), strict=True))) < 1e-6  # fmt: skip
-    for dtype in ("float32", "bfloat16"):
-        sums = gla_decay.decay_sums(g, jnp.dtype(dtype), on_gpu=True)
+    add, back = (
+        jax.jit(f, static_argnames=("dtype", "on_gpu"))
+        for f in (gla_decay.decay_sums, gla_decay.transpose_sums)
+    )
+    climbed = add(g, dtype=jnp.dtype(jnp.float32), on_gpu=False)
+    d = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), climbed)
+    want = back(d, dtype=jnp.dtype(jnp.float32), on_gpu=False)
+    matrices = zip(gla_decay.sum_matrices(64), jax.tree.leaves(d), strict=True)
+    assert error(want, sum(m.T @ x for m, x in matrices)) < 1e-6
+    for dtype in map(jnp.dtype, ("float32", "bfloat16")):
+        sums = add(g, dtype=dtype, on_gpu=True)
         for x, y in zip(jax.tree.leaves(sums), jax.tree.leaves(climbed), strict=True):
-            assert error(jnp.exp(x), np.exp(np.asarray(y, np.float64))) < 1e-5
-        assert error(gla_decay.transpose_sums(d, jnp.dtype(dtype), on_gpu=True), want) < 1e-5
+            assert error(np.exp(np.asarray(x)), np.exp(np.asarray(y, np.float64))) < 1e-5
+        assert error(back(d, dtype=dtype, on_gpu=True), want) < 1e-5
 
 
-def test_no_exponential_of_a_positive_number(monkeypatch):
-    q, k, v, _, s = make(1, 40, 1, 8, 8)
-    gates = np.random.default_rng(1).choice(GATES, (1, 40, 1, 8))
-    d_o, d_s = cotangents(v, s)
-    exponents = []
+@contextlib.contextmanager
+def exponents_of(module):
+    """A list of the largest exponent of each ``exp`` that the module's programs compute."""
+    found = []
 
     class Recorder:
         def __getattr__(self, name):
             return getattr(jnp, name)
 
         def exp(self, x):
-            exponents.append(float(jnp.max(x)))
+            jax.debug.callback(lambda most: found.append(float(most)), jnp.max(x))
             return jnp.exp(x)
 
-    monkeypatch.setattr(gla_chunked, "jnp", Recorder())
-    with jax.disable_jit():
-        _, pull = jax.vjp(
-            lambda q, k, v, g, s: gla(q, k, v, g, initial_state=s, chunk=16),
-            q, k, v, jnp.asarray(gates, jnp.float32), s,
-        )  # fmt: skip
-        pull((d_o, d_s))
+    jax.clear_caches()
+    with mock.patch.object(module, "jnp", Recorder()):
+        yield found
+        jax.effects_barrier()
+    jax.clear_caches()
+
+
+def test_no_exponential_of_a_positive_number():
+    q, k, v, _, s = make(1, 40, 1, 8, 8)
+    gates = np.random.default_rng(1).choice(GATES, (1, 40, 1, 8)).astype(np.float32)
+    with exponents_of(gla_chunked) as exponents:
+        jax.block_until_ready(values_and_gradients(q, k, v, gates, s, *cotangents(v, s), chunk=16))
     assert len(exponents) > 10 and max(exponents) <= 0
 
 
-@pytest.mark.parametrize("gate", [0.1, 1.0, 10.0])
-def test_gradients_are_the_recurrence_s(gate):
-    inputs = make(2, 200, 2, 60, 96, gate=gate)
+def test_gradients_are_the_recurrence_s():
+    """One row each for weak, usual and strong gates."""
+    gate = np.array([0.1, 1.0, 10.0]).reshape(3, 1, 1, 1)
+    inputs = make(3, 200, 2, 60, 96, gate=gate)
     d = cotangents(inputs[2], inputs[4])
     want = oracle(*inputs, *d)
-    for form in (gla, gla_recurrent):
-        got = values_and_gradients(*inputs, *d, form=form)
-        for name, x, y in zip(("o", "s", "dq", "dk", "dv", "dg", "ds"), got, want, strict=True):
-            assert error(x, y) < BOUND["float32"], (form.__name__, name)
+    got = values_and_gradients(*inputs, *d)
+    for name, x, y in zip(NAMES, map(np.asarray, got), want, strict=True):
+        for row in range(3):
+            assert error(x[row], y[row]) < BOUND["float32"], (name, row)
 
 
 def test_lengths_keep_padding_out_of_values_and_gradients():
@@ -225,10 +211,15 @@ def test_lengths_keep_padding_out_of_values_and_gradients():
     d_o, d_s = cotangents(v, s)
     lengths = [150, 0, 64, 77]
     padded = np.arange(150)[None, :] >= np.asarray(lengths)[:, None]
-    spoiled = [jnp.where(padded[:, :, None, None], jnp.nan, x) for x in (q, k, v, g, d_o)]
+    spoiled = [
+        np.where(padded[:, :, None, None], np.float32(np.nan), np.asarray(x))
+        for x in (q, k, v, g, d_o)
+    ]
     got = values_and_gradients(
         *spoiled[:4], s, spoiled[4], d_s, lengths=jnp.asarray(lengths, jnp.int32)
     )
+    got = [np.asarray(x) for x in got]
+    q, k, v, g, s, d_o, d_s = (np.asarray(x) for x in (q, k, v, g, s, d_o, d_s))
     for row, n in enumerate(lengths):
         want = oracle(*(x[row : row + 1, :n] for x in (q, k, v, g)), s[row : row + 1],
                       d_o[row : row + 1, :n], d_s[row : row + 1])  # fmt: skip
@@ -236,22 +227,26 @@ def test_lengths_keep_padding_out_of_values_and_gradients():
             if index in (1, 6):
                 assert error(x[row], y[0]) < BOUND["float32"]
             else:
-                assert not np.asarray(x[row, n:]).any()
+                assert not x[row, n:].any()
                 assert n == 0 or error(x[row, :n], y[0]) < BOUND["float32"]
 
 
+@pytest.mark.core
 def test_packed_segments_are_separate_calls():
     q, k, v, g, s = make(1, 200, 2, 16, 24)
     d_o, d_s = cotangents(v, s)
     starts = [0, 1, 65, 130, 200]
     ids = np.repeat([5, 3, 5, 0], np.diff(starts))[None]
-    got = values_and_gradients(q, k, v, g, s, d_o, d_s, segment_ids=jnp.asarray(ids, jnp.int32))
+    given = q, k, v, g, s, d_o, d_s
+    got = values_and_gradients(*given, segment_ids=jnp.asarray(ids, jnp.int32))
+    got = [np.asarray(x) for x in got]
+    q, k, v, g, s, d_o, d_s = (np.asarray(x) for x in given)
     for i, (a, b) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         first, last = i == 0, i == len(starts) - 2
         part = [x[:, a:b] for x in (q, k, v, g)]
         want = oracle(*part, s if first else 0 * s, d_o[:, a:b], d_s if last else 0 * d_s)
         for index in (0, 2, 3, 4, 5):
-            x, y = np.asarray(got[index][:, a:b]), want[index].copy()
+            x, y = got[index][:, a:b], want[index].copy()
             if index == 5 and not first:
                 y[:, 0] = 0  # the decay that was replaced by a reset
             assert error(x, y) < BOUND["float32"], (i, index)
@@ -264,17 +259,20 @@ def test_packed_segments_are_separate_calls():
 def test_segments_and_lengths_together():
     q, k, v, g, s = make(1, 60, 1, 8, 8)
     ids = jnp.asarray(np.arange(60)[None] // 25, jnp.int32)
-    o, state = gla(q, k, v, g, initial_state=s, segment_ids=ids,
-                   lengths=jnp.asarray([40], jnp.int32))  # fmt: skip
+    lengths = jnp.asarray([40], jnp.int32)
+    o, state = jax.jit(gla)(q, k, v, g, initial_state=s, segment_ids=ids, lengths=lengths)
+    q, k, v, g, s, o = (np.asarray(x) for x in (q, k, v, g, s, o))
     want_o, want_s = oracle(*(x[:, 25:40] for x in (q, k, v, g)), 0 * s)
     assert error(o[:, 25:40], want_o) < BOUND["float32"]
-    assert error(state, want_s) < BOUND["float32"] and not np.asarray(o[:, 40:]).any()
+    assert error(state, want_s) < BOUND["float32"] and not o[:, 40:].any()
 
 
+@pytest.mark.core
 def test_steps_are_the_sequence():
     q, k, v, g, s = make(2, 20, 3, 16, 24)
     want, want_state = oracle(q, k, v, g, s)
     step = jax.jit(gla_step, donate_argnums=4)
+    q, k, v, g = (np.asarray(x) for x in (q, k, v, g))
     for t in range(20):
         o, s = step(q[:, t], k[:, t], v[:, t], g[:, t], s)
         assert error(o, want[:, t]) < BOUND["float32"]
@@ -284,28 +282,27 @@ def test_steps_are_the_sequence():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_16_bit_inputs_scale_and_no_state(dtype):
     q, k, v, g, s = make(1, 90, 2, 16, 24, dtype=dtype)
-    o, state = gla(q, k, v, g.astype(jnp.bfloat16), scale=0.5, return_state=False)
-    want, _ = oracle(q, k, v, g.astype(jnp.bfloat16), 0 * s)
+    rounded = np.asarray(g).astype(jnp.bfloat16)
+    run = jax.jit(functools.partial(gla, scale=0.5, return_state=False))
+    o, state = run(q, k, v, rounded)
+    q, k, v, g, s = (np.asarray(x) for x in (q, k, v, g, s))
+    want, _ = oracle(q, k, v, rounded, 0 * s)
     assert o.dtype == jnp.dtype(dtype) and state is None
     assert error(o, want * 0.5 * 4) < BOUND["bfloat16"]  # Dk ** -0.5 is 1 / 4
-    one, state = gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], s, scale=0.5)
+    step = jax.jit(functools.partial(gla_step, scale=0.5))
+    one, state = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], s)
     assert one.dtype == jnp.dtype(dtype) and state.dtype == jnp.float32
     assert error(one, 2 * oracle(*(x[:, :1] for x in (q, k, v, g)), s)[0][:, 0]) < 5e-3
 
 
-def test_memory_of_the_gradient_grows_linearly():
-    d_k, d_v = 32, 64
-
-    def temporary(t):
-        q = jax.ShapeDtypeStruct((1, t, 2, d_k), jnp.float32)
-        v = jax.ShapeDtypeStruct((1, t, 2, d_v), jnp.float32)
-        loss = jax.grad(lambda q, k, v, g: jnp.sum(gla(q, k, v, g)[0]), argnums=(0, 1, 2, 3))
-        return jax.jit(loss).lower(q, q, v, q).compile().memory_analysis().temp_size_in_bytes
-
-    small, large = temporary(8192), temporary(32768)
-    assert large < 4.2 * small
-    # Far from a state per token, and no more than a dozen copies of the inputs.
-    assert large < 12 * 4 * 32768 * 2 * (3 * d_k + d_v)
+def test_memory_of_the_gradient_is_a_few_copies_of_the_inputs():
+    """Far from a state a token: it grows as the row does."""
+    t, d_k, d_v = 32768, 32, 64
+    q = jax.ShapeDtypeStruct((1, t, 2, d_k), jnp.float32)
+    v = jax.ShapeDtypeStruct((1, t, 2, d_v), jnp.float32)
+    loss = jax.grad(lambda q, k, v, g: jnp.sum(gla(q, k, v, g)[0]), argnums=(0, 1, 2, 3))
+    memory = jax.jit(loss).lower(q, q, v, q).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 12 * 4 * t * 2 * (3 * d_k + d_v)
 
 
 def test_parity_with_flash_linear_attention():
@@ -320,33 +317,32 @@ def test_parity_with_flash_linear_attention():
         assert error(x, golden[name]) < 1e-5, name
 
 
+def zeros(shape, dtype=jnp.float32):
+    return np.zeros(shape, dtype)
+
+
 def wrong(**changes):
     q, k, v, g, s = make(2, 5, 3, 8, 4)
     return {"q": q, "k": k, "v": v, "log_decay": g, "initial_state": s} | changes
 
 
-BAD = {
-    "q has three axes": (wrong(q=jnp.zeros((2, 5, 8))), r"gla: q \(2, 5, 8\) is not \[B, T"),
+BAD = {  # axes of every size and other dtypes: test_op_operands
     "k of other width": (
-        wrong(k=jnp.zeros((2, 5, 3, 7))),
+        wrong(k=zeros((2, 5, 3, 7))),
         r"gla: k \(2, 5, 3, 7\) .* Dk is 8",
     ),
-    "decay per head": (wrong(log_decay=jnp.zeros((2, 5, 3, 1))), "gla: log_decay"),
-    "v of other length": (
-        wrong(v=jnp.zeros((2, 6, 3, 4))),
-        r"gla: v \(2, 6, 3, 4\) .* T is 5",
-    ),
-    "integer q": (wrong(q=jnp.zeros((2, 5, 3, 8), jnp.int32)), "gla: q is int32"),
-    "mixed dtypes": (wrong(k=jnp.zeros((2, 5, 3, 8), jnp.bfloat16)), "give them one dtype"),
-    "state of wrong shape": (wrong(initial_state=jnp.zeros((2, 3, 4, 8))), "gla: initial_state"),
+    "decay per head": (wrong(log_decay=zeros((2, 5, 3, 1))), "gla: log_decay"),
+    "integer q": (wrong(q=zeros((2, 5, 3, 8), jnp.int32)), "gla: q is int32"),
+    "mixed dtypes": (wrong(k=zeros((2, 5, 3, 8), jnp.bfloat16)), "give them one dtype"),
     "state in bfloat16": (
-        wrong(initial_state=jnp.zeros((2, 3, 8, 4), jnp.bfloat16)),
+        wrong(initial_state=zeros((2, 3, 8, 4), jnp.bfloat16)),
         "gla: initial_state is bfloat16",
     ),
-    "positive decay": (wrong(log_decay=jnp.full((2, 5, 3, 8), 0.25)), "log_decay holds 0.25"),
-    "lengths of wrong shape": (wrong(lengths=jnp.zeros((3,), jnp.int32)), r"gla: lengths \(3,\)"),
-    "float lengths": (wrong(lengths=jnp.zeros((2,))), "gla: lengths is float32"),
-    "segments per row": (wrong(segment_ids=jnp.zeros((2,), jnp.int32)), r"gla: segment_ids \(2,\)"),
+    "positive decay": (
+        wrong(log_decay=np.full((2, 5, 3, 8), np.float32(0.25))),
+        "log_decay holds 0.25",
+    ),
+    "float lengths": (wrong(lengths=zeros((2,))), "gla: lengths is float32"),
     "chunk of 48": (wrong(chunk=48), "gla: chunk 48 is not a power of two"),
     "unknown implementation": (wrong(implementation="cuda"), "gla: implementation 'cuda'"),
 }
@@ -370,9 +366,10 @@ def test_bad_input_of_the_step_is_a_named_error():
 
 
 def test_a_positive_decay_is_found_only_where_it_counts():
-    q, k, v, g, s = make(1, 6, 1, 8, 4)
-    g = g.at[:, 4:].set(3.0)
+    q, k, v, g, s = (np.array(x) for x in make(1, 6, 1, 8, 4))
+    g[:, 4:] = 3.0
     o, _ = gla(q, k, v, g, lengths=jnp.asarray([4], jnp.int32))
+    o = np.asarray(o)
     assert error(o[:, :4], oracle(*(x[:, :4] for x in (q, k, v, g)), 0 * s)[0]) < 1e-5
     # Under jit there is nothing to look at: the recursion is followed as it stands.
     grown, _ = jax.jit(gla)(q, k, v, g)
