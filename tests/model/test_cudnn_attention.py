@@ -100,7 +100,14 @@ def in_pages(layer, n_past, page=47):
     return pools, jnp.where(np.arange(count) * page < n_past[:, None], table, rows * count + 3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float32",
+        "int8",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("int4", "float8_e4m3fn")),
+    ],
+)
 def test_extend_parts(monkeypatch, dtype):
     """In blocks of 128 keys, the last of which overhangs the capacity.  1e-5: scores near 30, and
     so the exponents of the weights, are rounded at 2e-6 in float32."""
@@ -112,12 +119,17 @@ def test_extend_parts(monkeypatch, dtype):
 
 # For 150 tokens behind 0, 1, 140 and 400: no past, windows within the tokens, as long, longer, in
 # two blocks of the past, and longer than all that the cache holds.
-WINDOWS = [1, 2, 60, 151, 200, 350, 700]
-
-
 @pytest.mark.parametrize(
     ("dtype", "window"),
-    [*(("float32", w) for w in WINDOWS), ("int8", 200), ("int4", 60), ("float8_e4m3fn", 350)],
+    [
+        ("float32", 1),
+        ("int4", 60),
+        ("float32", 151),
+        ("int8", 200),
+        ("float32", 700),
+        *(pytest.param("float32", w, marks=pytest.mark.slow) for w in (2, 60, 200, 350)),
+        pytest.param("float8_e4m3fn", 350, marks=pytest.mark.slow),
+    ],
 )
 def test_extend_parts_through_a_window(monkeypatch, dtype, window):
     """1e-5 as above; and of pages the same bits."""

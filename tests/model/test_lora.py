@@ -112,12 +112,10 @@ def test_merging_leaves_what_has_no_factors_alone(tmp_path):
     assert changed["layer_1"]["mixer"]["qkv"]["weight"] and sum(jax.tree.leaves(changed)) == 1
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama-gqa", "qwen3", "cohere")]
-
-
 # PEFT asks transformers for a name that is going away.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-@pytest.mark.parametrize("name", ["phi3", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["phi3", "llama-gqa", "qwen3", "cohere"])
 def test_peft_s_own_files_and_merged_weights(name, tmp_path):
     """With a rank and an alpha of their own for some modules."""
     torch = pytest.importorskip("torch")
