@@ -24,7 +24,6 @@ from pallas_kernels import cpu
 from pallas_kernels.qtensor import RowBlocks, quantize
 from tests.helpers.models import FAMILIES, LLAMA, params_of
 
-
 # Tests that draw share these, and with them the compiled loop of one row, and of two.
 NEW = 24
 HOT = Sampling(temperature=1.0, top_k=40)
