@@ -59,12 +59,10 @@ FAMILIES = {
     ),
 }
 
-# GLA and the delta rule with every option stand beside "gla", and the layer loop is the same for
-# all: the identities run on these, of one layer where layers are alike.
+# The layer loop is the same for all: the identities run on one layer where layers are alike.
 IDENTITIES = {
     name: cfg if name == "gqa" or len(set(cfg.layer_types)) > 1 else cfg.first_layers(1)
     for name, cfg in FAMILIES.items()
-    if name != "gla"
 }
 
 

@@ -265,8 +265,8 @@ def gradients() -> None:
         )
 
 
-def training() -> None:
-    """The curves of one run on one device and on meshes, one of which is changed midway."""
+def training(runs: dict[str, list[str | None]]) -> None:
+    """The curves of one run by its name, on the meshes that it has one after the other."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.helpers.training_cases import TEXT, byte_model, run_config, token_file
 
@@ -278,8 +278,7 @@ def training() -> None:
             room, byte_model("hybrid"), batch_size=16, microbatches=2, checkpoint_every=4,
             data={"tokens": tokens, "validation_tokens": 25 * 10},
         )  # fmt: skip
-        for name, meshes in {"one": [None], "data=4": ["data=4"], "again": ["data=4"] * 2,
-                             "moved": ["data=4", "data=2"]}.items():  # fmt: skip
+        for name, meshes in runs.items():
             for mesh in meshes[:-1]:
                 with contextlib.suppress(InterruptedError), interrupted_at(7):
                     train(config, room / name, mesh=mesh)
@@ -308,7 +307,7 @@ def training() -> None:
         for name, curve in curves.items()
     }
     fell = curves["one"][0][-1] / curves["one"][0][0]
-    same = curves["again"] == curves["data=4"]
+    same = curves.get("again") == curves.get("data=4")
     report(case="training", off=off, fell=fell, same=same, scores=scores)
 
 
@@ -346,7 +345,9 @@ def main(names: list[str]) -> None:
         elif name == "random":
             random()
         elif name == "training":
-            training()
+            training({"one": [None], "moved": ["data=4", "data=2"]})
+        elif name == "resumed":
+            training({"one": [None], "data=4": ["data=4"], "again": ["data=4"] * 2})
         else:  # family:scheme:meshes:sampled|greedy[:kv dtype]
             family, scheme, meshes, how, *kv = name.split(":")
             names = MESHES if meshes == "all" else meshes.split("+")

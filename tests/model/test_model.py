@@ -17,7 +17,6 @@ from jaxllama.generation import decode_step, generate, logits, prefill
 from jaxllama.model.attention import attend, attend_cached
 from jaxllama.model.attention_sparse import sparse_decode
 from jaxllama.model.cache import Cache, GLAState, KVCache, init_cache, insert
-from jaxllama.quantization.quantize import quantize_params
 from jaxllama.sampling import Sampling
 from pallas_kernels.attention.rope_cache import to_cache_basis
 from pallas_kernels.qtensor import QTensor, dequantize
@@ -33,16 +32,18 @@ from tests.helpers.models import (
 BOUND = 2e-5
 ONE_LAYER = LLAMA.first_layers(1)
 CORE = ("gqa", "mqa-window", "gla-conv-groups", "delta")
+QUICK = (*CORE, "kda")
 
 
-def families(*names: str):
-    """Run a test over these families, by default all; the four of CORE are in the core lane."""
+def families(*quick: str):
+    """Run a test over all families, by default over the quick ones: each mixer with all that it
+    carries from token to token. The four of CORE are in the core lane."""
+    marks = {
+        name: pytest.mark.core if name in CORE else () if name in quick else pytest.mark.slow
+        for name in IDENTITIES
+    }
     return pytest.mark.parametrize(
-        "family",
-        [
-            pytest.param(name, marks=pytest.mark.core if name in CORE else ())
-            for name in names or IDENTITIES
-        ],
+        "family", [pytest.param(name, marks=mark) for name, mark in marks.items()]
     )
 
 
@@ -94,7 +95,7 @@ def poison(cache: Cache) -> Cache:
     return jax.device_put(Cache(tuple(map(layer_of, cache.layers)), lengths))
 
 
-@families()
+@families(*QUICK, "mha-tied-bias", "wide-heads-yarn")
 def test_prefill_then_decode_is_the_full_forward_at_every_split(family):
     cfg, params, tokens = model(family)
     want = full_logits(cfg, params, tokens)
@@ -109,32 +110,21 @@ def test_prefill_then_decode_is_the_full_forward_at_every_split(family):
         assert cache.lengths.tolist() == [WIDTH] * ROWS
 
 
-# A piece of one token is a step's form of the mixer; three pieces of 5 overhang the prompt's 12.
-PIECES = [
-    *((family, 5) for family in IDENTITIES if family != "wide-heads-yarn"),
-    *((family, 1) for family in ("gqa", "gla-conv-groups", "delta")),
-]
-
-
-@pytest.mark.parametrize(
-    ("family", "chunk"),
-    [
-        pytest.param(*case, marks=pytest.mark.core if case[0] in CORE and case[1] > 1 else ())
-        for case in PIECES
-    ],
-)
-def test_chunked_prefill_is_whole_prefill(family, chunk):
+@families(*QUICK)
+def test_chunked_prefill_is_whole_prefill(family):
+    """Three pieces of 5 overhang the prompt's 12, and the cache they leave is the same."""
     cfg, params, tokens = model(family)
     lengths = np.asarray([9, 1, 4], np.int32)
-    want, _ = prefill(cfg, params, tokens, lengths, init_cache(cfg, ROWS, ROOM))
-    got, cache = prefill(cfg, params, tokens, lengths, init_cache(cfg, ROWS, ROOM), chunk=chunk)
+    want, whole = prefill(cfg, params, tokens, lengths, init_cache(cfg, ROWS, ROOM))
+    got, cache = prefill(cfg, params, tokens, lengths, init_cache(cfg, ROWS, ROOM), chunk=5)
     assert relative_error(got, want) < BOUND
     assert cache.lengths.tolist() == [9, 1, 4]
-    follow, _ = decode_step(cfg, params, tokens[:, 0], cache)
-    assert np.isfinite(np.asarray(follow)).all()
+    following, _ = decode_step(cfg, params, tokens[:, 0], cache)
+    wanted, _ = decode_step(cfg, params, tokens[:, 0], whole)
+    assert relative_error(following, wanted) < BOUND
 
 
-@families()
+@families(*QUICK)
 def test_ragged_batch_equals_each_row_alone(family):
     cfg, params, tokens = model(family)
     lengths = np.asarray([WIDTH - 1, 3, 7], np.int32)
@@ -147,7 +137,7 @@ def test_ragged_batch_equals_each_row_alone(family):
         assert relative_error(batched_next[row], found[0]) < BOUND
 
 
-@families()
+@families(*QUICK)
 def test_nan_beyond_every_length_changes_nothing(family):
     cfg, params, tokens = model(family)
     lengths = np.asarray([6, 0, 4], np.int32)
@@ -173,7 +163,7 @@ def test_nan_beyond_every_length_changes_nothing(family):
         np.testing.assert_array_equal(got, want)
 
 
-@families()
+@families(*QUICK)
 def test_a_row_inserted_into_a_poisoned_slot_goes_on_as_if_alone(family):
     cfg, params, tokens = model(family)
     _, source = alone(family, 0, 9)
@@ -342,7 +332,7 @@ def test_cache_nbytes_counts_packed_words():
         assert init_cache(cfg, 3, 16, dtype).nbytes == cfg.n_layers * size + 3 * 4
 
 
-@families("gqa", "mqa-window", "hybrid")
+@families("gqa", "delta")
 def test_generate_equals_greedy_by_full_forward(family):
     """(Of other families test_gla_model, test_parity, and generate beside the engine.)"""
     cfg, params, tokens = model(family)
@@ -487,16 +477,15 @@ def test_what_does_not_fit_a_cache_is_said_up_front_or_nan():
 
 def test_the_readme_s_lines_give_the_same_under_x64():
     """Where ``jnp.asarray([5])`` is int64: our integers stay int32 and our floats float32."""
-    cfg = FAMILIES["hybrid"]
+    cfg, params = FAMILIES["hybrid"], params_of(FAMILIES["hybrid"])
 
     def run():
-        params = quantize_params(params_of(cfg), "w8a16")
         tokens, lengths = jnp.asarray([[50, 35, 31, 46, 14]]), jnp.asarray([5])
         cache = init_cache(cfg, batch=1, max_len=16, dtype="int4")
         logits, cache = prefill(cfg, params, tokens, lengths, cache)
         logits, cache = decode_step(cfg, params, logits.argmax(-1), cache)
         drawn = Sampling(temperature=0.8, top_k=9, repetition_penalty=1.1)
-        empty = jax.tree.map(jnp.zeros_like, cache)
+        empty = init_cache(cfg, batch=1, max_len=16, dtype="int4")
         return logits, cache, generate(cfg, params, tokens, lengths, empty, drawn, 0, 4)
 
     want = run()

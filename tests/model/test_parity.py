@@ -75,11 +75,18 @@ def golden() -> dict[str, np.ndarray]:
 
 
 CORE = ("llama-gqa", "qwen2-late-window", "gemma3_text", "qwen3_next")
+# Each of these is a mechanism, or two, that a case beside it has too.
+ALSO = (
+    "llama-mha", "llama-mqa", "llama-wide-heads", "smollm2-tied", "llama-mlp-bias", "qwen2-bias",
+    "qwen2-window", "qwen2-alternating", "ministral", "rope-yarn", "rope-yarn-amplitude",
+    "phi3-longrope", "qwen3", "smollm3-window-bias", "granite", "seed_oss", "ernie4_5", "helium",
+    "olmo2-bias-yarn", "olmo3", "gemma2-uncapped", "gemma3_text-layer-types", "glm", "glm4-no-bias",
+    "cohere", "cohere2-pattern", "qwen3_5_text",
+)  # fmt: skip
+MARKS = {**dict.fromkeys(CORE, pytest.mark.core), **dict.fromkeys(ALSO, pytest.mark.slow)}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.core] if x in CORE else []) for x in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=MARKS.get(x, ())) for x in CASES])
 def test_golden(name: str, golden: dict[str, np.ndarray]) -> None:
     """One call scores the text and, as its second row, the prompt with transformers' answer: every
     greedy token is the argmax behind what precedes it."""
@@ -98,8 +105,8 @@ def test_golden(name: str, golden: dict[str, np.ndarray]) -> None:
 
 
 # One of each mechanism; the others have no other.
-WALKED = ("llama-gqa", "qwen3", "qwen3_next", "smollm3", "olmo2", "gemma2", "gemma3_text",
-          "stablelm", "cohere2", "kimi_linear")  # fmt: skip
+WALKED = ("qwen3_next", "gemma3_text", "cohere2", "kimi_linear", "rope-dynamic",
+          "phi3-partial-longrope")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -121,14 +128,18 @@ def test_transformers(name: str) -> None:
     assert ours(name).greedy.tolist() == want.greedy.tolist()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama-mha", "llama-attention-bias", "mistral-window", "ministral", "qwen2-late-window",
-     "qwen2-alternating", "rope-llama3", "rope-dynamic", "rope-yarn-options", "qwen3",
-     "phi3-partial-longrope", "smollm3-window-bias", "granite", "olmo3-yarn", "gemma2",
-     "gemma3_text", "glm4", "stablelm-parallel-bias", "cohere2", "ernie4_5-bias", "qwen3_next",
-     "qwen3_5_text-bias", "kimi_linear"],
+# One of each way to name, fuse, order or scale tensors.
+WRITTEN = ("phi3-partial-longrope", "gemma3_text", "cohere2", "qwen3_next")
+WRITTEN_TOO = (
+    "llama-mha", "llama-attention-bias", "mistral-window", "ministral", "qwen2-late-window",
+    "qwen2-alternating", "rope-llama3", "rope-dynamic", "qwen3", "smollm3-window-bias", "granite",
+    "rope-yarn-options", "kimi_linear", "olmo3-yarn", "gemma2", "glm4", "stablelm-parallel-bias", "ernie4_5-bias", "qwen3_5_text-bias",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [*WRITTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in WRITTEN_TOO)]
+)
 def test_a_directory_that_transformers_writes(name: str, tmp_path) -> None:
     """There and back through transformers' own config classes and names: of a model that it loaded,
     which keeps the names of the file, and of one that it made."""
@@ -155,7 +166,7 @@ def test_a_directory_that_transformers_writes(name: str, tmp_path) -> None:
 
 
 # One of each mechanism; the others have no other.
-RAGGED = ("qwen3", "qwen3_next", "smollm3", "olmo2", "gemma2", "gemma3_text", "stablelm", "cohere2")
+RAGGED = ("qwen3_next", "gemma3_text")
 
 
 @pytest.mark.parametrize(
