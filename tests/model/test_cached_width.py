@@ -27,25 +27,25 @@ from tests.helpers.models import IDENTITIES, LLAMA, params_of, relative_error, t
 ONE_LAYER = LLAMA.first_layers(1)
 LATENT = LatentConfig(kv_rank=12, d_nope=6, d_rope=2, d_v=6)
 CASES = {
-    "gqa": (ONE_LAYER, "int8"),
     "gate, norm of heads, half turns by yarn": (
         ONE_LAYER.replace(
             attn_gate=True, qk_norm="head",
             rope=RopeConfig(
                 1e4, scaling="yarn", factor=4.0, original_max_position=16, rotary_dim=4
             ),
-        ), "float32",
+        ), "int8",
     ),
     "latent": (
         ONE_LAYER.replace(
             n_kv_heads=4, latent=LATENT, nope_layers=(0,), rope=RopeConfig(theta=1e4)
         ), "float32",
     ),
+    "gqa": (ONE_LAYER, "float32"),
     "sparse": (ONE_LAYER.replace(attn_sparsity=0.4), "float32"),
     "mqa-window": (IDENTITIES["mqa-window"], "int8"),
     "norm of all heads, capped": (ONE_LAYER.replace(qk_norm="full", attn_softcap=5.0), "int8"),
 }  # fmt: skip
-SLOW = ("sparse", "mqa-window", "norm of all heads, capped")
+SLOW = ("gqa", "sparse", "mqa-window", "norm of all heads, capped")
 WIDER = 12  # than heads of 8
 PROMPTS = [np.random.default_rng(n).integers(3, 97, n).tolist() for n in (1, 9, 21)]
 
@@ -96,6 +96,7 @@ def test_a_wider_cache_changes_no_logit(monkeypatch, case):
         assert relative_error(found, wanted) < (1e-5 if dtype == "float32" else 2e-2)
 
 
+@pytest.mark.slow
 def test_every_way_gives_the_same_tokens(tmp_path, monkeypatch):
     """The engine's pages, and an offloaded cache that is attended on the CPU in part; of sparse
     attention, which reads some rows of it alone."""
@@ -119,7 +120,7 @@ def test_every_way_gives_the_same_tokens(tmp_path, monkeypatch):
 @pytest.mark.parametrize("width", [128, pytest.param(None, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("batch", "dtype"),
-    [(3, "bfloat16"), (1, "int8"), pytest.param(1, "bfloat16", marks=pytest.mark.slow)],
+    [(3, "bfloat16"), *(pytest.param(1, x, marks=pytest.mark.slow) for x in ("bfloat16", "int8"))],
 )
 def test_heads_of_96_attend_as_in_float32(monkeypatch, batch, dtype, width):
     """A prompt, one behind it and steps, beside a float32 cache as wide as the model's heads; on a

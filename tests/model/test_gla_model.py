@@ -7,7 +7,6 @@ chunked, NaN in freed slots) run over GLA and hybrid families in test_model.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from jaxllama.checkpoints.hf import fla
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import load_config
 from jaxllama.errors import JaxLlamaError
-from jaxllama.generation import decode_step, generate, init_params, logits, prefill
+from jaxllama.generation import decode_step, generate, logits, prefill
 from jaxllama.model import gla
 from jaxllama.model.cache import GLAState, init_cache
 from jaxllama.model.decoder import mix_half, whole_rows
@@ -86,12 +85,9 @@ def test_a_saved_model_loads_as_itself(name, tmp_path):
 def test_presets_are_what_the_library_would_build(name):
     cfg = load_config(name)
     assert fla.config_from_fla(fla.config_to_fla(cfg), name) == cfg
-    shapes = jax.eval_shape(functools.partial(init_params, cfg), jax.random.key(0))
-    size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    size = sum(spec.size for spec in param_table(cfg).values())
     published = {"gla-340m": 341e6, "gla-1.3b": 1.37e9, "hybrid-340m": 341e6, "hybrid-1.3b": 1.36e9}
     assert abs(size / published[name] - 1) < 0.03
-    table = param_table(cfg)
-    assert sum(spec.size for spec in table.values()) == size
 
 
 def test_published_configs_are_the_presets():
@@ -176,7 +172,7 @@ def test_gated_norm_against_numpy():
     o, gate = rng.standard_normal((2, 3, 8))
     weight = rng.standard_normal(8)
     want = o / np.sqrt(np.mean(o**2, -1, keepdims=True) + 1e-5) * weight
-    weight, gated_norm = jnp.asarray(weight, jnp.float32), jax.jit(gla.gated_norm)
+    weight, gated_norm = jnp.asarray(weight, jnp.float32), jax.jit(gla.gated_norm, static_argnums=2)
     plain = gated_norm(jnp.asarray(o, jnp.float32), weight, 1e-5, None)
     assert relative_error(plain, want) < 1e-6
     got = gated_norm(jnp.asarray(o, jnp.bfloat16), weight, 1e-5, jnp.asarray(gate, jnp.bfloat16))
@@ -232,7 +228,8 @@ def test_gradients_reach_every_parameter():
         assert np.isfinite(np.asarray(leaf)).all() and np.asarray(leaf).any(), path
 
 
-@pytest.mark.parametrize("name", [pytest.param("gla-340m", marks=pytest.mark.slow), "hybrid-1.3b"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gla-340m", "hybrid-1.3b"])
 def test_generate_with_the_presets_made_small(name):
     """Greedy tokens are the argmax of teacher-forced logits over what was written."""
     cfg = load_config(name)

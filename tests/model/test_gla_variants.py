@@ -138,11 +138,11 @@ def reference(config, tensors, tokens):
     return norm(x, f"{last}.weight") @ head.T
 
 
-SLOW = "gla-sqrelu gla-sigmoid gla-gelu simple_gla-plain linear_attn-identity"
+QUICK = ("paper", "gla-swish", "gla-logsigmoid", "simple_gla", "linear_attn")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW.split() else ()) for n in FILES]
+    "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in FILES]
 )
 def test_models_of_files_are_the_recurrence_s(name, tmp_path):
     """Logits, and that saving and loading changes nothing."""
@@ -193,13 +193,8 @@ def prompts(cfg):
     return [row, row[:33] + [5, 6, 7], row[:3]]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "paper-ungated",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("paper", "linear_attn")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["paper", "paper-ungated", "linear_attn"])
 def test_the_engine_and_offloading_give_the_same_tokens(name, tmp_path):
     cfg = config_from_hf(config_of(name), "tiny")
     hf.save(tmp_path / "tiny", cfg, seeded_params(cfg, seed=5))
@@ -219,8 +214,18 @@ def test_the_engine_and_offloading_give_the_same_tokens(name, tmp_path):
     assert [one.tokens for one in away.generate(prompts(cfg), max_new_tokens=6)] == want
 
 
-@pytest.mark.parametrize("name", ["paper-ungated", "simple_gla", "linear_attn"])
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("linear_attn", "float16"),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.slow)
+            for name in ("paper-ungated", "simple_gla", "linear_attn")
+            for dtype in ("float16", "bfloat16")
+            if (name, dtype) != ("linear_attn", "float16")
+        ),
+    ],
+)
 def test_in_16_bits(name, dtype):
     cfg = config_from_hf(config_of(name), "tiny")
     params = seeded_params(cfg, seed=5)

@@ -133,7 +133,8 @@ WRITTEN = ("phi3-partial-longrope", "gemma3_text", "cohere2", "qwen3_next")
 WRITTEN_TOO = (
     "llama-mha", "llama-attention-bias", "mistral-window", "ministral", "qwen2-late-window",
     "qwen2-alternating", "rope-llama3", "rope-dynamic", "qwen3", "smollm3-window-bias", "granite",
-    "rope-yarn-options", "kimi_linear", "olmo3-yarn", "gemma2", "glm4", "stablelm-parallel-bias", "ernie4_5-bias", "qwen3_5_text-bias",
+    "rope-yarn-options", "kimi_linear", "olmo3-yarn", "gemma2", "glm4", "stablelm-parallel-bias",
+    "ernie4_5-bias", "qwen3_5_text-bias",
 )  # fmt: skip
 
 

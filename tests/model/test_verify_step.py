@@ -96,6 +96,7 @@ def test_tokens_verified_at_once_are_decode_steps_bit_for_bit(case):
         same(case, scores[row], steps[index][row])
 
 
+@pytest.mark.slow
 def test_one_token_can_be_verified_and_taken_back():
     cfg = FAMILIES["hybrid"]
     params, tokens = params_of(cfg), np.asarray(tokens_of(cfg, BATCH, 1, seed=5))
