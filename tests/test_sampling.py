@@ -268,8 +268,8 @@ def test_vmap_over_batches_gives_the_same():
     x = logits_of(6, 64).reshape(2, 3, 64)
     params = SamplingParams.stack([Sampling(temperature=1.0, top_k=5, top_p=0.8, seed=1)] * 3, 64)
     positions = jnp.arange(3, dtype=jnp.int32)
-    tokens, _ = jax.vmap(lambda one: sample(one, params, positions))(jnp.asarray(x))
-    want = [np.asarray(run(jnp.asarray(one), params, positions)[0]) for one in x]
+    tokens, _ = jax.jit(jax.vmap(lambda one: sample(one, params, positions)))(x)
+    want = [np.asarray(run(one, params, positions)[0]) for one in x]
     np.testing.assert_array_equal(np.asarray(tokens), want)
 
 

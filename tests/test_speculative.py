@@ -80,7 +80,7 @@ def check(lm, draft, draft_tokens, count=4, **options):
         ("gqa", "always-right", 0),
         pytest.param("mqa-window", "first-layer", 3, marks=pytest.mark.slow),
         ("gla-conv-groups", "always-wrong", 2),
-        pytest.param("hybrid", "always-right", 3, marks=pytest.mark.core),
+        pytest.param("hybrid", "always-right", 3, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_without_a_draft(family, draft, draft_tokens):
@@ -106,7 +106,9 @@ def test_300_prompts(family, kv_dtype, draft):
             check(lm, DRAFTS[draft](lm), draft_tokens, count=300, kv_dtype=kv_dtype)
 
 
-@pytest.mark.parametrize("family", ["gqa", "gla-conv-groups"])
+@pytest.mark.parametrize(
+    "family", ["gqa", pytest.param("gla-conv-groups", marks=pytest.mark.slow)]
+)
 def test_a_deterministic_model_gives_the_same_bits(family):
     lm = model(family, deterministic=True)
     prompts, sampling = prompts_of(4), SAMPLING[1]

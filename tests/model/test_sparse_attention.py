@@ -103,8 +103,7 @@ def test_what_was_generated_is_filled_as_it_was_generated():
             assert relative_error(got[row, :n], want[row, :n]) < 1e-5
 
 
-def test_a_text_is_scored_as_it_is_decoded(tmp_path):
-    """Token by token, and under a policy that says so."""
+def test_a_text_is_scored_as_it_is_decoded():
     cfg = LLAMA.first_layers(1).replace(vocab_size=256, attn_sparsity=0.3)
     params, tokenizer = params_of(cfg), Tokenizer.byte_level()
     lm, text = LanguageModel(cfg, params, tokenizer), "What is kept is what is read."
@@ -115,6 +114,14 @@ def test_a_text_is_scored_as_it_is_decoded(tmp_path):
         row = np.asarray(scores, np.float64)[0]
         total -= row[following] - np.logaddexp.reduce(row)
     assert found == pytest.approx(total / (len(tokenizer.encode(text)) - 1), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_policy_s_text_is_scored_as_the_resident_model_s(tmp_path):
+    """Under what the policy says of sparsity and of the cache."""
+    cfg = LLAMA.first_layers(1).replace(vocab_size=256, attn_sparsity=0.3)
+    params, tokenizer = params_of(cfg), Tokenizer.byte_level()
+    lm, text = LanguageModel(cfg, params, tokenizer), "What is kept is what is read."
     policy = Policy.parse("0 100 0 100 0 100 attn_sparsity=0.3 compress_cache=true")
     place = Placement(policy, jnp.float32, directory=tmp_path)
     full = cfg.replace(attn_sparsity=1.0)
