@@ -230,26 +230,6 @@ def test_numpy_scalars_are_numbers(lm):
     assert json.loads(json.dumps(request.to_json()))["max_new_tokens"] == 5
 
 
-@pytest.mark.parametrize(("family", "scheme"), [("gqa", "w8a16"), ("hybrid", None)])
-def test_what_prints_is_dtypes_shapes_and_bytes_on_one_screen(family, scheme):
-    cfg = FAMILIES[family].replace(n_layers=12, layer_types=FAMILIES[family].layer_types * 6)
-    shapes = jax.eval_shape(lambda: params_of(cfg))
-    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-    lm = LanguageModel(cfg, params, None, exact=True)
-    if scheme is not None:
-        lm = dataclasses.replace(lm, params=jl.quantize_params(lm.params, scheme))
-    cache = jl.init_cache(cfg, 2, 64, jax.numpy.float32 if scheme is None else "int8")
-    for value, says in ((lm, f"{cfg.name}, 12 layers"), (cache, "lengths=int32[2]")):
-        text = repr(value)
-        assert says in text and len(text) < 24 * 80 and text.count("\n") < 24
-        assert "array" not in text.lower() and "0., " not in text
-    weight = lm.params["layer_1"]["mlp"]["down"]["weight"]
-    assert scheme is None or repr(weight).startswith(
-        "QTensor(q=int8[32, 48], scale=float32[32, 1], "
-    )
-    assert "float32[2, 8]" in repr(jax.eval_shape(lambda: History(*[np.zeros((2, 8), "f")] * 2)))
-
-
 def test_every_class_of_arrays_prints_no_values():
     """Any class of ours that jax takes for a pytree and that ``repr`` is likely to meet."""
     weight, rows = np.full((64, 64), 0.5, "f"), np.full((2, 64), 7)
@@ -272,8 +252,11 @@ def test_every_class_of_arrays_prints_no_values():
         text = repr(value)
         assert text.startswith(f"{name}(") and len(text) < 1200, name
         assert "array" not in text.lower() and "\n" not in text and "0.5" not in text, name
-    lm = LanguageModel(FAMILIES["gqa"], params_of(FAMILIES["gqa"]), None, exact=True)
-    assert type(lm.params) is dict and len(repr(lm)) < 2000
+    cfg = FAMILIES["hybrid"].replace(n_layers=12, layer_types=FAMILIES["hybrid"].layer_types * 6)
+    lm = LanguageModel(cfg, params_of(cfg), None, exact=True)
+    screen = repr(lm)
+    assert type(lm.params) is dict and f"{cfg.name}, 12 layers" in screen
+    assert len(screen) < 24 * 80 and screen.count("\n") < 24
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "hybrid", "w8a16", "mesh"])

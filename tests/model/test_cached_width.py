@@ -11,15 +11,9 @@ import pytest
 
 import jaxllama as jl
 from jaxllama.config import LatentConfig, RopeConfig
-from jaxllama.language_model import LanguageModel
 from jaxllama.model import cache as caches
 from jaxllama.model.attention import At, mix
 from jaxllama.model.decoder import positions_of
-from jaxllama.offload.loading import Placement
-from jaxllama.offload.policy import Policy
-from jaxllama.sampling import Sampling
-from jaxllama.serving.engine.engine import Engine
-from jaxllama.serving.engine.request import Request
 from pallas_kernels.dispatch import choices
 from tests.helpers.delta_cases import relative_rms
 from tests.helpers.models import IDENTITIES, LLAMA, params_of, relative_error, tokens_of
@@ -94,27 +88,6 @@ def test_a_wider_cache_changes_no_logit(monkeypatch, case):
     kept_wide(monkeypatch)
     for found, wanted in zip(logits(), narrow, strict=True):
         assert relative_error(found, wanted) < (1e-5 if dtype == "float32" else 2e-2)
-
-
-@pytest.mark.slow
-def test_every_way_gives_the_same_tokens(tmp_path, monkeypatch):
-    """The engine's pages, and an offloaded cache that is attended on the CPU in part; of sparse
-    attention, which reads some rows of it alone."""
-    cfg = ONE_LAYER.replace(attn_sparsity=0.3, eos_token_ids=())
-    params = params_of(cfg, seed=1)
-    lm = LanguageModel(cfg, params, None)
-    want = [out.tokens for out in lm.generate(PROMPTS, 20)]
-    kept_wide(monkeypatch)
-    policy = Policy.parse("100 0 30 70 100 0 cpu_attention=true sep_layer=true")
-    place = Placement(policy, jnp.float32, directory=tmp_path)
-    off = place.model(cfg, place.tree(jax.tree.map(lambda leaf: leaf, params)), None)
-    assert [out.tokens for out in off.generate(PROMPTS, 20)] == want
-    engine = Engine(
-        lm, max_slots=2, max_len=44, prefill_chunk=8, steps_per_call=3, cache_tokens=88, page_size=4
-    )
-    requests = [Request(f"{i}", tuple(p), 20, Sampling()) for i, p in enumerate(PROMPTS)]
-    events = engine.generate(requests)
-    assert [[t for event in events[r.id] for t in event.tokens] for r in requests] == want
 
 
 @pytest.mark.parametrize("width", [128, pytest.param(None, marks=pytest.mark.gpu)])

@@ -20,13 +20,11 @@ from jaxllama.checkpoints.hf import fla
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import load_config
 from jaxllama.errors import JaxLlamaError
-from jaxllama.generation import decode_step, generate, logits, prefill
-from jaxllama.model import gla
+from jaxllama.generation import decode_step, logits, prefill
 from jaxllama.model.cache import GLAState, init_cache
 from jaxllama.model.decoder import mix_half, whole_rows
 from jaxllama.model.linear import Stream
 from jaxllama.model.params import param_table
-from jaxllama.sampling import Sampling
 from tests.golden.make_gla_golden import CONFIGS, tokens, weights
 from tests.helpers.models import FAMILIES, GLA, LLAMA, params_of, relative_error, tokens_of
 
@@ -141,45 +139,6 @@ def test_old_files_with_one_tensor_for_gate_and_up():
     assert len(table["layer_1", "mlp", "gate_up", "weight"].sources) == 2
 
 
-def test_short_convolution_against_numpy_ragged_and_in_pieces():
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((3, 9, 5)).astype(np.float32)
-    weight = rng.standard_normal((5, 4)).astype(np.float32)
-    padded = np.concatenate([np.zeros((3, 3, 5)), x], axis=1)
-    want = sum(padded[:, w : w + 9] * weight[:, w] for w in range(4))
-    want = want / (1 + np.exp(-want))
-    convolution = jax.jit(gla.short_convolution)
-    whole, _ = convolution(x, weight, None, np.full(3, 9, np.int32))
-    assert relative_error(whole, want) < 1e-6
-    # Rows of 9, 2 and 0 valid tokens, NaN after them, then the rest one by one.
-    lengths = np.array([9, 2, 0])
-    spoiled = np.where(np.arange(9)[None, :, None] < lengths[:, None, None], x, np.nan)
-    y, past = convolution(
-        spoiled.astype(np.float32), weight, np.zeros((3, 3, 5), np.float32),
-        lengths.astype(np.int32),
-    )  # fmt: skip
-    assert relative_error(y[1, :2], want[1, :2]) < 1e-6
-    np.testing.assert_array_equal(past[0], x[0, 6:])
-    np.testing.assert_array_equal(past[2], np.zeros((3, 5)))
-    for t in range(2, 9):
-        y, past = convolution(x[:, t : t + 1], weight, past, np.asarray([0, 1, 0], np.int32))
-        assert relative_error(y[1, 0], want[1, t]) < 1e-6
-    np.testing.assert_array_equal(past, np.stack([x[0, 6:], x[1, 6:], np.zeros((3, 5))]))
-
-
-def test_gated_norm_against_numpy():
-    rng = np.random.default_rng(0)
-    o, gate = rng.standard_normal((2, 3, 8))
-    weight = rng.standard_normal(8)
-    want = o / np.sqrt(np.mean(o**2, -1, keepdims=True) + 1e-5) * weight
-    weight, gated_norm = jnp.asarray(weight, jnp.float32), jax.jit(gla.gated_norm, static_argnums=2)
-    plain = gated_norm(jnp.asarray(o, jnp.float32), weight, 1e-5, None)
-    assert relative_error(plain, want) < 1e-6
-    got = gated_norm(jnp.asarray(o, jnp.bfloat16), weight, 1e-5, jnp.asarray(gate, jnp.bfloat16))
-    assert got.dtype == jnp.bfloat16
-    assert relative_error(got, want * gate / (1 + np.exp(-gate))) < 2e-2
-
-
 def test_a_row_without_a_token_keeps_its_state():
     """Rows that are done are carried through decode with length 0."""
     cfg = FAMILIES["gla-conv-groups"]
@@ -226,23 +185,3 @@ def test_gradients_reach_every_parameter():
     grads = jax.jit(jax.grad(loss))(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         assert np.isfinite(np.asarray(leaf)).all() and np.asarray(leaf).any(), path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gla-340m", "hybrid-1.3b"])
-def test_generate_with_the_presets_made_small(name):
-    """Greedy tokens are the argmax of teacher-forced logits over what was written."""
-    cfg = load_config(name)
-    cfg = cfg.replace(
-        d_model=64, d_ff=96, vocab_size=50, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16,
-        layer_types=cfg.layer_types[-3:], eos_token_ids=(),
-    )  # fmt: skip
-    params, prompt = params_of(cfg), np.asarray(tokens_of(cfg, 2, 7))
-    lengths, text = np.asarray([7, 3], np.int32), np.zeros((2, 12), np.int32)
-    out = generate(cfg, params, prompt, lengths, init_cache(cfg, 2, 16), Sampling(), 0, 5)
-    for row, length in enumerate(lengths):
-        text[row, : length + 5] = np.concatenate([prompt[row, :length], out.tokens[row]])
-    scores = np.asarray(logits(cfg, params, text, lengths + 5))
-    for row, length in enumerate(lengths):
-        want = np.argmax(scores[row, length - 1 : length + 4], axis=-1)
-        assert out.tokens[row].tolist() == want.tolist()

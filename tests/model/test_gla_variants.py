@@ -17,15 +17,11 @@ import numpy as np
 import pytest
 
 import jaxllama as jl
-from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
 from jaxllama.model.decoder import layer_config, mix_half, whole_rows
 from jaxllama.quantization import sites
-from jaxllama.serving.engine.request import Request
-from pallas_kernels.gla.op import gla
-from pallas_kernels.gla.reference import gla_recurrent
 from tests.helpers.files import convolved, is_as_in_files, sigmoid, silu, softplus
 from tests.helpers.models import FAMILIES, relative_error, tokens_of
 from tests.helpers.seeded import seeded_params
@@ -188,32 +184,6 @@ def test_a_bias_needs_its_gate():
         dataclasses.replace(FAMILIES["gla"].gla, use_output_gate=False, gate_bias=True)
 
 
-def prompts(cfg):
-    row = np.asarray(tokens_of(cfg, 1, 40)[0]).tolist()
-    return [row, row[:33] + [5, 6, 7], row[:3]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["paper", "paper-ungated", "linear_attn"])
-def test_the_engine_and_offloading_give_the_same_tokens(name, tmp_path):
-    cfg = config_from_hf(config_of(name), "tiny")
-    hf.save(tmp_path / "tiny", cfg, seeded_params(cfg, seed=5))
-    lm = jl.load(tmp_path / "tiny", "float32")
-    want = [one.tokens for one in lm.generate(prompts(cfg), max_new_tokens=6)]
-    engine, got = jl.Engine(lm, max_slots=2, max_len=64, prefill_chunk=16, page_size=16), {}
-    for row, prompt in enumerate(prompts(cfg)):
-
-        def listen(event, row=row):
-            got.setdefault(row, []).extend(event.tokens)
-
-        engine.submit(Request(str(row), tuple(prompt), 6), listen)
-        while engine.step():
-            pass
-    assert [got[row] for row in range(3)] == want
-    away = jl.load(tmp_path / "tiny", "float32", policy=jl.Policy.parse("50 50 0 100 100 0"))
-    assert [one.tokens for one in away.generate(prompts(cfg), max_new_tokens=6)] == want
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -289,14 +259,3 @@ def test_scales_of_channels_leave_the_function_alone():
             layer = sites.fold(cfg, kind, params[f"layer_{index}"], scales)
             params = {**params, f"layer_{index}": layer}
         assert relative_error(jl.logits(cfg, params, tokens, lengths), want) < 1e-4
-
-
-def test_heads_of_512():
-    rng = np.random.default_rng(0)
-    q, k = rng.standard_normal((2, 1, 130, 1, 512)).astype(np.float32)
-    v = rng.standard_normal((1, 130, 1, 64)).astype(np.float32)
-    log_decay = -np.abs(rng.standard_normal(q.shape)).astype(np.float32)
-    operands = [jnp.asarray(x) for x in (q, k, v, log_decay)]
-    o, state = jax.jit(gla)(*operands)
-    want_o, want_state = jax.jit(gla_recurrent)(*operands)
-    assert relative_error(o, want_o) < 1e-5 and relative_error(state, want_state) < 1e-5

@@ -63,9 +63,14 @@ def test_cache_bytes_of_every_dtype(dtype, width):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "tied"), [(None, False), ("w4a16", False), (None, True), ("w4a16", True)]
+    ("text", "scheme", "tied"),
+    [
+        ("100 0 100 0 100 0", None, True),
+        ("13 55 100 0 100 0", None, False),
+        ("13 55 100 0 100 0", "w4a16", True),
+        ("0 40 100 0 100 0", "w4a16", False),
+    ],
 )
-@pytest.mark.parametrize("text", ["100 0 100 0 100 0", "13 55 100 0 100 0", "0 40 100 0 100 0"])
 def test_the_footprint_of_weights_is_what_the_store_holds(tmp_path, text, scheme, tied):
     cfg, policy = CFG.replace(tie_embeddings=tied), Policy.parse(text)
     # A CPU's layout divides a weight by tiles of 16 rows, which the prediction leaves out.
