@@ -105,9 +105,8 @@ def in_pages(layer, n_past, page=47):
 @pytest.mark.parametrize(
     "dtype",
     [
-        "float32",
-        "int8",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("int4", "float8_e4m3fn")),
+        pytest.param("float32", marks=pytest.mark.core),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("int8", "int4", "float8_e4m3fn")),
     ],
 )
 def test_extend_parts(monkeypatch, dtype):

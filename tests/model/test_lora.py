@@ -100,6 +100,7 @@ def test_factors_are_folded_like_the_weights_they_are_added_to(name, tmp_path):
             assert relative_error(beside, plain[layer][room][name]["weight"]) > 0.1, index
 
 
+@pytest.mark.core
 def test_merging_leaves_what_has_no_factors_alone(tmp_path):
     base = saved(tmp_path / "base", "llama-gqa")
     raw = lora_cases.tensors(CASES["llama-gqa"], 1, only="layers.1.*q_proj")
@@ -230,6 +231,7 @@ def test_files_that_are_missing_damaged_or_newer(tmp_path):
 # What is computed
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("scheme", [None, "w8a8"])
 def test_a_product_adds_each_row_s_own_factors(scheme):
     """The norm's output in floats times both factors, whatever the weight is; rows without an

@@ -29,12 +29,14 @@ NEW = 20  # more than an offloaded cache's tail: its snapshot is written anew on
 PROMPTS = [np.random.default_rng(n).integers(3, 97, n).tolist() for n in (1, 9, 21)]
 
 
+@pytest.mark.core
 def test_quotas_are_python_s_products():
     for percent in range(1, 100):
         share = percent / 100
         assert quotas(share, 4096).tolist() == [int(share * (s - 1)) for s in range(1, 4097)]
 
 
+@pytest.mark.core
 def test_a_step_keeps_its_quota():
     """Keys of equal weight, values of one: the sum counts what is kept.  In float32 0.57 * 300 and
     0.29 * 200 are 171 and 58, in Python 170.99... and 57.99..."""
