@@ -58,10 +58,10 @@ def test_a_step_keeps_its_quota():
         pytest.param(0.9, "float32", marks=pytest.mark.slow),
     ],
 )
-def test_every_way_gives_the_same_tokens(tmp_path, sparsity, dtype):
-    """``generate`` with every chunk, the engine with rows that begin beside others and rows that
-    are put out and filled anew, and an offloaded model; a layer has a sliding window and one has
-    none."""
+def test_every_way_gives_the_same_tokens(sparsity, dtype):
+    """``generate`` with every chunk, and the engine with rows that begin beside others and rows
+    that are put out and filled anew; a layer has a sliding window and one has none.  (Offloaded
+    models: offload/test_offload.)"""
     cfg = LLAMA.replace(
         attn_sparsity=sparsity, sliding_window=7, window_layers=(1,), eos_token_ids=()
     )
@@ -73,9 +73,6 @@ def test_every_way_gives_the_same_tokens(tmp_path, sparsity, dtype):
 
     want = tokens(lm, None)
     assert tokens(lm, 1) == want
-    place = Placement(Policy.parse("100 0 30 40 100 0"), jnp.float32, directory=tmp_path)
-    off = place.model(cfg, place.tree(jax.tree.map(lambda leaf: leaf, params)), None)
-    assert tokens(off, None) == want
     engine = Engine(
         lm, max_slots=2, max_len=44, kv_dtype=dtype, prefill_chunk=8, steps_per_call=3,
         cache_tokens=44, page_size=4,
