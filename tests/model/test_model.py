@@ -32,12 +32,11 @@ from tests.helpers.models import (
 BOUND = 2e-5
 ONE_LAYER = LLAMA.first_layers(1)
 CORE = ("gqa", "mqa-window", "gla-conv-groups", "delta")
-QUICK = (*CORE, "kda")
 
 
 def families(*quick: str):
-    """Run a test over all families, by default over the quick ones: each mixer with all that it
-    carries from token to token. The four of CORE are in the core lane."""
+    """Run a test over all families, by default over CORE and the quick ones: each mixer with all
+    that it carries from token to token. The four of CORE are in the core lane."""
     marks = {
         name: pytest.mark.core if name in CORE else () if name in quick else pytest.mark.slow
         for name in IDENTITIES
@@ -95,7 +94,7 @@ def poison(cache: Cache) -> Cache:
     return jax.device_put(Cache(tuple(map(layer_of, cache.layers)), lengths))
 
 
-@families(*QUICK, "mha-tied-bias", "wide-heads-yarn")
+@families("mha-tied-bias", "wide-heads-yarn", "kda")
 def test_prefill_then_decode_is_the_full_forward_at_every_split(family):
     cfg, params, tokens = model(family)
     want = full_logits(cfg, params, tokens)
@@ -110,7 +109,7 @@ def test_prefill_then_decode_is_the_full_forward_at_every_split(family):
         assert cache.lengths.tolist() == [WIDTH] * ROWS
 
 
-@families(*QUICK)
+@families()
 def test_chunked_prefill_is_whole_prefill(family):
     """Three pieces of 5 overhang the prompt's 12, and the cache they leave is the same."""
     cfg, params, tokens = model(family)
@@ -124,7 +123,7 @@ def test_chunked_prefill_is_whole_prefill(family):
     assert relative_error(following, wanted) < BOUND
 
 
-@families(*QUICK)
+@families()
 def test_ragged_batch_equals_each_row_alone(family):
     cfg, params, tokens = model(family)
     lengths = np.asarray([WIDTH - 1, 3, 7], np.int32)
@@ -138,7 +137,7 @@ def test_ragged_batch_equals_each_row_alone(family):
         assert relative_error(following[row : row + 1], found) < BOUND
 
 
-@families(*QUICK)
+@families()
 def test_nan_beyond_every_length_changes_nothing(family):
     cfg, params, tokens = model(family)
     lengths = np.asarray([6, 0, 4], np.int32)
@@ -164,7 +163,7 @@ def test_nan_beyond_every_length_changes_nothing(family):
         np.testing.assert_array_equal(got, want)
 
 
-@families(*QUICK)
+@families()
 def test_a_row_inserted_into_a_poisoned_slot_goes_on_as_if_alone(family):
     cfg, params, tokens = model(family)
     _, source = alone(family, 0, 9)
@@ -331,7 +330,7 @@ def test_cache_nbytes_counts_packed_words():
         assert init_cache(cfg, 3, 16, dtype).nbytes == cfg.n_layers * size + 3 * 4
 
 
-@families("gqa", "delta")
+@pytest.mark.parametrize("family", ["gqa", "delta"])
 def test_generate_equals_greedy_by_full_forward(family):
     """(Of other families test_gla_model, test_parity, and generate beside the engine.)"""
     cfg, params, tokens = model(family)
