@@ -44,6 +44,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_parameter_count(name: str) -> None:
     cfg = load_config(name)
@@ -112,6 +113,7 @@ def test_toml_file(tmp_path) -> None:
     assert math.isclose(cfg.norm_eps, 1e-5)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("change", "words"),
     [

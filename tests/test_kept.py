@@ -98,6 +98,7 @@ def test_the_device_has_the_next_call_before_the_host_reads_one(lm, monkeypatch)
     assert order == ["read", "call", "call", "read", "call", "read", "read"]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("damage", [b"", b"\x80\x05", b"x" * 300])
 def test_damaged_programs_are_left_alone(tmp_path, damage):
     """Machine code of a damaged file must not run: it would end the process."""

@@ -24,28 +24,32 @@ from pallas_kernels import cpu
 from pallas_kernels.qtensor import RowBlocks, quantize
 from tests.helpers.models import FAMILIES, LLAMA, params_of
 
+# Tests that draw share these, and with them the compiled loop of one row, and of two.
+NEW = 24
+HOT = Sampling(temperature=1.0, top_k=40)
+
 
 @pytest.fixture(scope="module")
 def lm() -> LanguageModel:
     """A random model over bytes; a short context, so that its limit is easy to reach."""
-    cfg = LLAMA.replace(vocab_size=256, eos_token_ids=(0,), max_position=200)
+    cfg = LLAMA.first_layers(1).replace(vocab_size=256, eos_token_ids=(0,), max_position=200)
     return LanguageModel(cfg, params_of(cfg), Tokenizer.byte_level())
 
 
+@pytest.mark.core
 def test_batched_prompts_give_what_each_gives_alone(lm):
     prompts = ["a", "some longer text, beyond one bucket", "mid size"]
-    sampling = Sampling(temperature=0.8, top_k=40)
-    together = lm.generate(prompts, max_new_tokens=12, sampling=sampling, seed=5)
+    together = lm.generate(prompts, NEW, HOT, seed=5)
     for prompt, out in zip(prompts, together, strict=True):
-        [alone] = lm.generate([prompt], max_new_tokens=12, sampling=sampling, seed=5)
+        [alone] = lm.generate([prompt], NEW, HOT, seed=5)
         assert alone.tokens == out.tokens and alone.text == out.text
         np.testing.assert_allclose(alone.logprobs, out.logprobs, atol=1e-4)
 
 
 def test_token_ids_are_prompts_too(lm):
     ids = [list(b"hello"), list(b"bye")]
-    by_ids = lm.generate(ids, max_new_tokens=6)
-    by_text = lm.generate(["hello", "bye"], max_new_tokens=6)
+    by_ids = lm.generate(ids, NEW, HOT)
+    by_text = lm.generate(["hello", "bye"], NEW, HOT)
     assert [out.tokens for out in by_ids] == [out.tokens for out in by_text]
 
 
@@ -63,8 +67,8 @@ def test_a_long_prompt_tells_how_far_it_is(lm):
 
 def test_text_is_optional(lm):
     mute = dataclasses.replace(lm, tokenizer=None)
-    [out] = mute.generate([list(b"hello")], max_new_tokens=6)
-    assert out.text == "" and out.tokens == lm.generate("hello", max_new_tokens=6)[0].tokens
+    [out] = mute.generate([list(b"hello")], NEW, HOT)
+    assert out.text == "" and out.tokens == lm.generate("hello", NEW, HOT)[0].tokens
     with pytest.raises(JaxLlamaError, match="no tokenizer"):
         mute.generate("hello")
     with pytest.raises(JaxLlamaError, match="stop strings need a tokenizer"):
@@ -77,52 +81,41 @@ def test_streamed_pieces_add_up_to_the_text(lm):
     def hear(row, text):
         pieces[row] += text
 
-    sampling = Sampling(temperature=1.0)
-    outs = lm.generate(["ab", "cdefg"], 40, sampling, seed=[1, 2], on_text=hear)
+    outs = lm.generate(["ab", "cdefg"], NEW, HOT, seed=[1, 2], on_text=hear)
     assert [pieces[0], pieces[1]] == [out.text for out in outs]
-    quiet = lm.generate(["ab", "cdefg"], 40, sampling, seed=[1, 2])
+    quiet = lm.generate(["ab", "cdefg"], NEW, HOT, seed=[1, 2])
     assert [out.tokens for out in quiet] == [out.tokens for out in outs]
 
 
 def test_seeds_make_rows_differ_and_repeat(lm):
-    sampling = Sampling(temperature=1.0)
-    first, second, third = lm.generate(["x"] * 3, 16, sampling, seed=[1, 2, 1])
-    assert first.tokens == third.tokens != second.tokens
-    assert lm.generate(["x"] * 3, 16, sampling, seed=np.int64(1)) == [first] * 3
+    first, second = lm.generate(["x"] * 2, NEW, HOT, seed=[1, 2])
+    assert first.tokens != second.tokens
+    assert lm.generate(["x"] * 2, NEW, HOT, seed=np.int64(1)) == [first] * 2
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_end_a_row_and_are_not_shown(lm, stream):
-    sampling = Sampling(temperature=1.0)
-    [free] = lm.generate("hello", 60, sampling, seed=3)
+    [free] = lm.generate("hello", NEW, HOT, seed=3)
     middle = free.text[10:13]
     shown: list[str] = []
     hear = (lambda row, text: shown.append(text)) if stream else None
-    [out] = lm.generate("hello", 60, sampling, seed=3, stop=[middle, "never there"], on_text=hear)
+    [out] = lm.generate("hello", NEW, HOT, seed=3, stop=[middle, "never there"], on_text=hear)
     assert out.finish_reason == "stop"
     assert out.text == free.text[: free.text.index(middle)]
-    assert out.tokens == free.tokens[: len(out.tokens)] and len(out.tokens) < 60
+    assert out.tokens == free.tokens[: len(out.tokens)] and len(out.tokens) < NEW
     assert len(out.logprobs) == len(out.tokens)
     if stream:
         assert "".join(shown) == out.text
 
 
 def test_stop_tokens_end_a_row(lm):
-    [free] = lm.generate("hello", 30)
+    [free] = lm.generate("hello", NEW, HOT)
     stop = free.tokens[7]
     stopping = dataclasses.replace(lm, config=lm.config.replace(eos_token_ids=(stop,)))
-    [out] = stopping.generate("hello", 30)
+    [out] = stopping.generate("hello", NEW, HOT)
     assert out.tokens == free.tokens[: free.tokens.index(stop) + 1]
     assert out.finish_reason == "stop" and free.finish_reason == "length"
-
-
-@pytest.mark.parametrize("family", ["gqa", "gla", "hybrid"])
-@pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16"])
-def test_every_cache_dtype_serves_every_family(family, kv_dtype):
-    cfg = FAMILIES[family]
-    model = LanguageModel(cfg, params_of(cfg), None)
-    [out] = model.generate([[5, 6, 7]], 6, kv_dtype=kv_dtype)
-    assert len(out.tokens) == 6 and np.isfinite(out.logprobs).all()
 
 
 def test_buckets_are_few_and_waste_at_most_half():
@@ -134,7 +127,7 @@ def test_buckets_are_few_and_waste_at_most_half():
 def test_logits_are_the_full_forward(lm):
     tokens = np.asarray([[1, 2, 3, 4]])
     got = lm.logits(tokens, [4])
-    want = jl.logits(lm.config, lm.params, jax.numpy.asarray(tokens), jax.numpy.asarray([4]))
+    want = jl.logits(lm.config, lm.params, tokens, np.asarray([4]))
     assert got.shape == (1, 4, 256) and got.dtype == np.float32
     np.testing.assert_array_equal(got, want)
 
@@ -191,15 +184,15 @@ def talker(lm: LanguageModel, **changes) -> LanguageModel:
 
 
 def test_chat_continues_the_template_with_the_models_own_sampling(lm, monkeypatch):
-    own = Sampling(temperature=0.9)
+    own = Sampling(temperature=0.9, top_k=40)
     heard = []
-    out = talker(lm, sampling=own).chat(MESSAGES, 12, seed=3, on_text=lambda *x: heard.append(x))
-    assert out == lm.generate("<u>hello", 12, own, seed=3)[0]
+    out = talker(lm, sampling=own).chat(MESSAGES, NEW, seed=3, on_text=lambda *x: heard.append(x))
+    assert out == lm.generate("<u>hello", NEW, own, seed=3)[0]
     assert "".join(text for _, text in heard) == out.text and {row for row, _ in heard} == {0}
-    [greedy] = lm.generate("<u>hello", 12)
-    assert talker(lm).chat(MESSAGES, 12) == greedy, "no sampling of its own"
-    assert talker(lm, sampling=own).chat(MESSAGES, 12, Sampling()) == greedy
-    assert talker(lm, sampling=own).generate("<u>hello", 12) == [greedy], "never of itself"
+    [greedy] = lm.generate("<u>hello", NEW)
+    assert talker(lm).chat(MESSAGES, NEW) == greedy, "no sampling of its own"
+    assert talker(lm, sampling=own).chat(MESSAGES, NEW, Sampling()) == greedy
+    assert talker(lm, sampling=own).generate("<u>hello", NEW) == [greedy], "never of itself"
     with pytest.raises(JaxLlamaError, match="has 203 tokens and the context 200"):
         talker(lm).chat([{"role": "user", "content": "x" * 200}])
     monkeypatch.setattr(LanguageModel, "generate", lambda _, rows, new, *rest, **options: [new])
@@ -207,16 +200,16 @@ def test_chat_continues_the_template_with_the_models_own_sampling(lm, monkeypatc
 
 
 def test_a_stream_gives_the_text_and_stops_when_it_is_left(lm, monkeypatch):
-    sampling, steps = Sampling(temperature=1.5), []
-    [out] = lm.generate("hello", 12, sampling, seed=4)
-    assert "".join(lm.stream("hello", 12, sampling, seed=4)) == out.text
+    steps = []
+    [out] = lm.generate("hello", NEW, HOT, seed=4)
+    assert "".join(lm.stream("hello", NEW, HOT, seed=4)) == out.text
     advance = LanguageModel._advance
     monkeypatch.setattr(
         LanguageModel, "_advance", lambda *args: steps.append(args[-1]) or advance(*args)
     )
-    pieces = lm.stream(list(b"hello"), 12, sampling, seed=4)
+    pieces = lm.stream(list(b"hello"), NEW, HOT, seed=4)
     assert not steps, "nothing runs before it is asked for"
-    assert out.text.startswith(next(pieces)) and len(steps) < 12
+    assert out.text.startswith(next(pieces)) and len(steps) < NEW
     begun = len(steps)
     held = weakref.ref(pieces)
     pieces.close()
@@ -228,34 +221,13 @@ def test_a_stream_gives_the_text_and_stops_when_it_is_left(lm, monkeypatch):
 
 
 def test_numpy_scalars_are_numbers(lm):
-    plain = lm.generate("ab", 6, Sampling(temperature=0.5), seed=3)
-    sampling = Sampling(temperature=np.float32(0.5), top_k=np.int32(0))
-    assert lm.generate("ab", np.int64(6), sampling, np.int64(3)) == plain
-    assert lm.generate(np.asarray([list(b"ab")]), 6, sampling, [np.uint8(3)]) == plain
-    assert json.loads(json.dumps(dataclasses.asdict(sampling)))["top_k"] == 0
+    plain = lm.generate("ab", NEW, Sampling(temperature=0.5, top_k=9), seed=3)
+    sampling = Sampling(temperature=np.float32(0.5), top_k=np.int32(9))
+    assert lm.generate("ab", np.int64(NEW), sampling, np.int64(3)) == plain
+    assert lm.generate(np.asarray([list(b"ab")]), NEW, sampling, [np.uint8(3)]) == plain
+    assert json.loads(json.dumps(dataclasses.asdict(sampling)))["top_k"] == 9
     request = jl.Request("x", np.arange(3), np.int64(5), dataclasses.replace(sampling, seed=3))
     assert json.loads(json.dumps(request.to_json()))["max_new_tokens"] == 5
-
-
-@pytest.mark.parametrize("family", ["gqa", "hybrid"])
-@pytest.mark.parametrize("scheme", [None, "w8a16"])
-def test_what_prints_is_dtypes_shapes_and_bytes_on_one_screen(family, scheme):
-    cfg = FAMILIES[family].replace(n_layers=12, layer_types=FAMILIES[family].layer_types * 6)
-    shapes = jax.eval_shape(lambda: params_of(cfg))
-    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-    lm = LanguageModel(cfg, params, None, exact=True)
-    if scheme is not None:
-        lm = dataclasses.replace(lm, params=jl.quantize_params(lm.params, scheme))
-    cache = jl.init_cache(cfg, 2, 64, jax.numpy.float32 if scheme is None else "int8")
-    for value, says in ((lm, f"{cfg.name}, 12 layers"), (cache, "lengths=int32[2]")):
-        text = repr(value)
-        assert says in text and len(text) < 24 * 80 and text.count("\n") < 24
-        assert "array" not in text.lower() and "0., " not in text
-    weight = lm.params["layer_1"]["mlp"]["down"]["weight"]
-    assert scheme is None or repr(weight).startswith(
-        "QTensor(q=int8[32, 48], scale=float32[32, 1], "
-    )
-    assert "float32[2, 8]" in repr(jax.eval_shape(lambda: History(*[np.zeros((2, 8), "f")] * 2)))
 
 
 def test_every_class_of_arrays_prints_no_values():
@@ -280,11 +252,14 @@ def test_every_class_of_arrays_prints_no_values():
         text = repr(value)
         assert text.startswith(f"{name}(") and len(text) < 1200, name
         assert "array" not in text.lower() and "\n" not in text and "0.5" not in text, name
-    lm = LanguageModel(FAMILIES["gqa"], params_of(FAMILIES["gqa"]), None, exact=True)
-    assert type(lm.params) is dict and len(repr(lm)) < 2000
+    cfg = FAMILIES["hybrid"].replace(n_layers=12, layer_types=FAMILIES["hybrid"].layer_types * 6)
+    lm = LanguageModel(cfg, params_of(cfg), None, exact=True)
+    screen = repr(lm)
+    assert type(lm.params) is dict and f"{cfg.name}, 12 layers" in screen
+    assert len(screen) < 24 * 80 and screen.count("\n") < 24
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "hybrid", "w8a16", "mesh"])
+@pytest.mark.parametrize("kind", ["bfloat16", "hybrid", "w8a16", "mesh"])
 def test_saved_models_come_back_to_the_bit(kind, tmp_path):
     cfg = FAMILIES["hybrid" if kind == "hybrid" else "gqa"].replace(vocab_size=260)
     # Of numpy: compiling an initializer would be most of the test.
@@ -323,7 +298,7 @@ def test_presets_without_weights_say_so():
 
 
 def test_gla_presets_come_with_random_weights_and_say_so(monkeypatch):
-    tiny = FAMILIES["gla"].replace(vocab_size=256)
+    tiny = FAMILIES["gla"].first_layers(1).replace(vocab_size=256)
     monkeypatch.setattr(loading, "preset_names", lambda: ["gla-340m"])
     monkeypatch.setattr(loading, "load_config", lambda name: tiny)
     with pytest.warns(WeightWarning, match="gla-340m: .* random"):
@@ -334,10 +309,10 @@ def test_gla_presets_come_with_random_weights_and_say_so(monkeypatch):
 @pytest.mark.parametrize(
     ("scheme", "bound"), [("w8a16", 0.02), ("w4a16", 0.25), ("w8a8", 0.03), ("fp8", 0.08)]
 )
-def test_quantized_models_generate_near_the_float_ones(scheme, bound):
+def test_quantized_models_score_near_the_float_ones(scheme, bound):
     """Logits move by the rounding: about 1/254 (int8), 1/14 (int4) of a group's largest, 2^-4 of a
     value (fp8), for weights and, in w8a8 and fp8, activations."""
-    cfg = LLAMA.replace(d_model=64, d_ff=128)
+    cfg = LLAMA.first_layers(1).replace(d_model=64, d_ff=128)
     params = init_params(cfg, jax.random.key(0))
     quantized = jl.quantize_params(params, scheme)
     tokens, lengths = np.asarray([[5, 6, 7, 8]]), [4]
@@ -345,8 +320,6 @@ def test_quantized_models_generate_near_the_float_ones(scheme, bound):
     got = np.asarray(LanguageModel(cfg, quantized, None).logits(tokens, lengths))
     error = np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2))
     assert 0 < error < bound
-    out = LanguageModel(cfg, quantized, None).generate([[5, 6, 7]], 4)
-    assert len(out[0].tokens) == 4
 
 
 def test_unknown_scheme_is_named():
@@ -354,10 +327,13 @@ def test_unknown_scheme_is_named():
         jl.quantize_params({}, "w3a16")
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", pytest.param("w8a8", marks=pytest.mark.slow), "gla"])
+@pytest.mark.parametrize(
+    "kind", ["bfloat16", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("w8a8", "gla"))]
+)
 def test_deterministic_rows_have_the_same_bits_in_every_batch(kind):
-    """Bitwise, at five batch sizes and in every slot, among neighbours that need other room."""
-    cfg = FAMILIES["gla" if kind == "gla" else "gqa"].replace(vocab_size=256, max_position=600)
+    """Bitwise, at several batch sizes and in every slot, among neighbours that need other room."""
+    cfg = FAMILIES["gla" if kind == "gla" else "gqa"].first_layers(1)
+    cfg = cfg.replace(vocab_size=256, max_position=600)
     params = params_of(cfg, dtype="bfloat16" if kind == "bfloat16" else "float32")
     if kind == "w8a8":
         params = jl.quantize_params(params, "w8a8")
@@ -365,7 +341,7 @@ def test_deterministic_rows_have_the_same_bits_in_every_batch(kind):
     row = list(range(3, 24))
     [alone] = lm.generate([row], max_new_tokens=9)
     rng = np.random.default_rng(0)
-    for batch in (2, 3, 8, 17, 35):
+    for batch in (2, 17):
         rows = [list(rng.integers(3, 256, size)) for size in rng.integers(1, 60, batch)]
         slot = int(rng.integers(batch))
         rows[slot] = row
@@ -373,7 +349,7 @@ def test_deterministic_rows_have_the_same_bits_in_every_batch(kind):
         assert out.tokens == alone.tokens and out.logprobs == alone.logprobs
     tokens = rng.integers(3, 256, (17, 21)).astype(np.int32)
     logits = np.asarray(lm.logits(tokens, np.full(17, 21)))
-    for batch in (1, 2, 3, 8):
+    for batch in (1, 8):
         got = lm.logits(tokens[5 : 5 + batch], np.full(batch, 21))
         np.testing.assert_array_equal(got, logits[5 : 5 + batch])
 

@@ -73,35 +73,51 @@ CUTS = {
 }
 
 
+def kept_of(x: np.ndarray, rows: list[Sampling]) -> np.ndarray:
+    """Return which tokens of each row remain by the compiled cutoff."""
+    temperature = np.array([row.temperature for row in rows], np.float32)[:, None]
+    below = (x.max(1, keepdims=True) - x) / temperature
+    return np.asarray(kept(below, SamplingParams.stack(rows, x.shape[1])))
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-@pytest.mark.parametrize("cut", CUTS)
-def test_kept_tokens_are_those_of_a_sort(cut, temperature, ties):
-    row = Sampling(temperature=temperature, **CUTS[cut])
-    x = logits_of(5, 301, ties=ties)
-    params = SamplingParams.stack([row] * 5, 301)
-    below = (x.max(1, keepdims=True) - x) / np.float32(temperature)
-    got = np.asarray(kept(jnp.asarray(below), params))
-    np.testing.assert_array_equal(got, [reference_kept(one, row) for one in x])
+def test_kept_tokens_are_those_of_a_sort(ties):
+    """Every cut at every temperature, as rows of one batch."""
+    rows = [
+        Sampling(temperature=temperature, **cut)
+        for cut in CUTS.values()
+        for temperature in (0.3, 1.0, 2.5)
+    ]
+    x = logits_of(len(rows), 301, ties=ties)
+    got = kept_of(x, rows)
+    for name, found, one, row in zip(np.repeat([*CUTS], 3), got, x, rows, strict=True):
+        np.testing.assert_array_equal(found, reference_kept(one, row), err_msg=f"{name} {row}")
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_kept_tokens_are_those_of_transformers(cut):
+@pytest.mark.parametrize("cut", ["none", "k7", "p half", "min_p"])
+def test_a_batch_of_one_cut_is_cut_alike(cut):
+    """Each of these is another program: it leaves out what no row wants."""
+    rows, x = [Sampling(temperature=1.3, **CUTS[cut])] * 5, logits_of(5, 301, ties=True)
+    np.testing.assert_array_equal(kept_of(x, rows), [reference_kept(one, rows[0]) for one in x])
+
+
+@pytest.mark.slow
+def test_kept_tokens_are_those_of_transformers():
+    """By default a sort in float64 stands for it."""
     torch = pytest.importorskip("torch")
     warpers = pytest.importorskip("transformers.generation.logits_process")
-    row = Sampling(temperature=0.7, **CUTS[cut])
-    x = logits_of(4, 301, seed=1)
-    scores = torch.from_numpy(x.copy())
-    chain = [warpers.TemperatureLogitsWarper(row.temperature)]
-    if row.top_k:
-        chain.append(warpers.TopKLogitsWarper(row.top_k))
-    chain += [warpers.TopPLogitsWarper(row.top_p), warpers.MinPLogitsWarper(row.min_p)]
-    for warper in chain:
-        scores = warper(None, scores)
-    params = SamplingParams.stack([row] * 4, 301)
-    below = (x.max(1, keepdims=True) - x) / np.float32(row.temperature)
-    got = np.asarray(kept(jnp.asarray(below), params))
-    np.testing.assert_array_equal(got, torch.isfinite(scores).numpy())
+    rows = [Sampling(temperature=0.7, **cut) for cut in CUTS.values()]
+    x = logits_of(len(rows), 301, seed=1)
+    for found, one, row in zip(kept_of(x, rows), x, rows, strict=True):
+        chain = [warpers.TemperatureLogitsWarper(row.temperature)]
+        if row.top_k:
+            chain.append(warpers.TopKLogitsWarper(row.top_k))
+        chain += [warpers.TopPLogitsWarper(row.top_p), warpers.MinPLogitsWarper(row.min_p)]
+        scores = torch.from_numpy(one[None].copy())
+        for warper in chain:
+            scores = warper(None, scores)
+        np.testing.assert_array_equal(found, torch.isfinite(scores[0]).numpy(), err_msg=f"{row}")
 
 
 @pytest.mark.parametrize("search", [by_halves, by_digits])
@@ -110,21 +126,21 @@ def test_cutoff_is_exact_over_the_whole_range_of_floats(search):
     below = np.abs(rng.normal(size=(3, 50))) * 10.0 ** rng.integers(-30, 30, (3, 50))
     below = below.astype(np.float32)
     below[:, :3] = [0.0, np.inf, np.finfo(np.float32).max]
+    compiled = jax.jit(search)
     for k in (1, 2, 25, 49, 50):
-        got = jax.jit(search)(jnp.asarray(below), None, jnp.full(3, k, jnp.int32))
+        got = compiled(below, None, np.full(3, k, np.int32))
         np.testing.assert_array_equal(np.asarray(got), np.sort(below, axis=1)[:, k - 1])
 
 
 def test_both_searches_end_at_the_same_mass():
     """Dyadic weights, so that every sum is exact and in no order of additions another."""
     rng = np.random.default_rng(3)
-    below = jnp.asarray(np.round(np.abs(rng.normal(size=(4, 300))), 1).astype(np.float32))
-    mass = jnp.asarray(rng.integers(0, 8, (4, 300)).astype(np.float32) / 8)
+    below = np.round(np.abs(rng.normal(size=(4, 300))), 1).astype(np.float32)
+    mass = rng.integers(0, 8, (4, 300)).astype(np.float32) / 8
+    searches = jax.jit(by_digits), jax.jit(by_halves)
     for share in (0.0, 0.1, 0.5, 0.97, 1.0):
-        enough = share * jnp.sum(mass, axis=1)
-        got, want = (
-            np.asarray(jax.jit(search)(below, mass, enough)) for search in (by_digits, by_halves)
-        )
+        enough = np.float32(share) * mass.sum(axis=1)
+        got, want = (np.asarray(search(below, mass, enough)) for search in searches)
         np.testing.assert_array_equal(got, want)
 
 
@@ -145,6 +161,7 @@ def test_one_reduction_picks_what_several_do(vocab):
     np.testing.assert_allclose(np.asarray(logprobs), exact, atol=2e-6 + vocab * 2**-24)
 
 
+@pytest.mark.core
 def test_greedy_is_the_first_maximum_and_logprobs_are_log_softmax():
     x = logits_of(4, 97, ties=True)
     tokens, logprobs = draw(x, [Sampling()] * 4)
@@ -177,7 +194,7 @@ def test_logprobs_ignore_temperature_bias_and_penalties():
 # Draws
 
 
-@pytest.mark.parametrize("name", ["none", "k7", "p half", "min_p", "all"])
+@pytest.mark.parametrize("name", ["none", pytest.param("all", marks=pytest.mark.core)])
 def test_frequencies_follow_the_distribution(name):
     """Chi-squared over 20,000 draws; the bound is the 1 - 1e-4 quantile (Wilson, Hilferty)."""
     x, n = logits_of(1, 24, seed=3)[0], 20_000
@@ -196,6 +213,7 @@ def test_frequencies_follow_the_distribution(name):
     assert np.sum((seen - want) ** 2 / want) < bound
 
 
+@pytest.mark.core
 def test_a_row_depends_on_nothing_but_itself():
     """Same row alone, in every slot, among different neighbours: the same bits."""
     vocab = 1003
@@ -213,6 +231,7 @@ def test_a_row_depends_on_nothing_but_itself():
     positions = np.arange(n) * 17
     history = History.of_prompt(jnp.asarray(prompt, jnp.int32), jnp.full(n, 40, jnp.int32), vocab)
     together = draw(x, kinds, positions, history)
+    history = jax.tree.map(np.asarray, history)
     order = np.array([3, 5, 0, 2, 4, 1])
     moved = draw(
         x[order], [kinds[i] for i in order], positions[order],
@@ -220,9 +239,9 @@ def test_a_row_depends_on_nothing_but_itself():
     )  # fmt: skip
     np.testing.assert_array_equal(moved[0], together[0][order])
     np.testing.assert_array_equal(moved[1], together[1][order])
-    for i, row in enumerate(kinds):
+    for i in (2, 3, 5):  # each alone is a program of its own
         one = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], history)
-        alone = draw(x[i : i + 1], [row], positions[i : i + 1], one)
+        alone = draw(x[i : i + 1], kinds[i : i + 1], positions[i : i + 1], one)
         assert (alone[0][0], alone[1][0]) == (together[0][i], together[1][i])
 
 
@@ -249,19 +268,22 @@ def test_vmap_over_batches_gives_the_same():
     x = logits_of(6, 64).reshape(2, 3, 64)
     params = SamplingParams.stack([Sampling(temperature=1.0, top_k=5, top_p=0.8, seed=1)] * 3, 64)
     positions = jnp.arange(3, dtype=jnp.int32)
-    tokens, _ = jax.vmap(lambda one: sample(one, params, positions))(jnp.asarray(x))
-    want = [np.asarray(run(jnp.asarray(one), params, positions)[0]) for one in x]
+    tokens, _ = jax.jit(jax.vmap(lambda one: sample(one, params, positions)))(x)
+    want = [np.asarray(run(one, params, positions)[0]) for one in x]
     np.testing.assert_array_equal(np.asarray(tokens), want)
 
 
 # Penalties and bias
 
 
+add = jax.jit(History.add)
+
+
 def history_of(prompt, output, vocab):
     tokens = jnp.asarray([prompt + [0]], jnp.int32)  # the last one is padding
     history = History.of_prompt(tokens, jnp.asarray([len(prompt)], jnp.int32), vocab)
     for token in output:
-        history = history.add(jnp.asarray([token], jnp.int32))
+        history = add(history, np.asarray([token], np.int32))
     return history
 
 
@@ -269,37 +291,44 @@ def test_history_counts_prompt_and_output_apart():
     history = history_of([4, 4, 6], [1, 1, 6], 9)
     np.testing.assert_array_equal(np.flatnonzero(history.prompt[0]), [4, 6])
     np.testing.assert_array_equal(np.asarray(history.counts[0]), [0, 2, 0, 0, 0, 0, 1, 0, 0])
-    frozen = history.add(jnp.asarray([3], jnp.int32), jnp.asarray([False]))
+    frozen = add(history, np.asarray([3], np.int32), np.asarray([False]))
     np.testing.assert_array_equal(np.asarray(frozen.counts), np.asarray(history.counts))
 
 
-@pytest.mark.parametrize(
-    ("row", "want"),
-    [
-        (Sampling(), [2.0, 1.9, -1.0, 1.8]),
-        (Sampling(repetition_penalty=2.0), [1.0, 0.95, -2.0, 1.8]),
-        (Sampling(frequency_penalty=0.3), [2.0, 1.3, -1.3, 1.8]),
-        (Sampling(presence_penalty=0.4), [2.0, 1.5, -1.4, 1.8]),
-        (Sampling(frequency_penalty=-1.0), [2.0, 3.9, 0.0, 1.8]),
-        (Sampling(logit_bias={3: 1.0}, repetition_penalty=2.0), [1.0, 0.95, -2.0, 2.8]),
-        (
-            Sampling(repetition_penalty=2.0, frequency_penalty=0.3, presence_penalty=0.4),
-            [1.0, -0.05, -2.7, 1.8],
-        ),
-    ],
-    ids=["none", "repetition", "frequency", "presence", "negative", "bias", "all"],
-)
-def test_penalties_by_hand(row, want):
-    """Prompt [0], output [1, 1, 2]: token 3 is in neither."""
-    x = jnp.asarray([[2.0, 1.9, -1.0, 1.8]])
-    history = history_of([0], [1, 1, 2], 4)
-    params = SamplingParams.stack([row], 4)
-    scores = x if params.bias_ids is None else _add_bias(x, params.bias_ids, params.bias_values)
-    np.testing.assert_allclose(_penalize(scores, params, history)[0], want, atol=1e-6)
-    token, _ = draw(x, [row], history=history)
-    assert token[0] == np.argmax(want)
+BY_HAND = {
+    "none": (Sampling(), [2.0, 1.9, -1.0, 1.8]),
+    "repetition": (Sampling(repetition_penalty=2.0), [1.0, 0.95, -2.0, 1.8]),
+    "frequency": (Sampling(frequency_penalty=0.3), [2.0, 1.3, -1.3, 1.8]),
+    "presence": (Sampling(presence_penalty=0.4), [2.0, 1.5, -1.4, 1.8]),
+    "negative": (Sampling(frequency_penalty=-1.0), [2.0, 3.9, 0.0, 1.8]),
+    "bias": (Sampling(logit_bias={3: 1.0}, repetition_penalty=2.0), [1.0, 0.95, -2.0, 2.8]),
+    "all": (
+        Sampling(repetition_penalty=2.0, frequency_penalty=0.3, presence_penalty=0.4),
+        [1.0, -0.05, -2.7, 1.8],
+    ),
+}
 
 
+@pytest.mark.core
+def test_penalties_by_hand():
+    """Prompt [0], output [1, 1, 2]: token 3 is in neither. Each row of a batch has another."""
+    rows = [row for row, _ in BY_HAND.values()]
+    want = np.array([scores for _, scores in BY_HAND.values()])
+    x = np.tile(np.float32([2.0, 1.9, -1.0, 1.8]), (len(rows), 1))
+    one = history_of([0], [1, 1, 2], 4)
+    history = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf), len(rows), axis=0), one)
+    params = SamplingParams.stack(rows, 4)
+
+    @jax.jit
+    def penalized(x, params, history):
+        return _penalize(_add_bias(x, params.bias_ids, params.bias_values), params, history)
+
+    np.testing.assert_allclose(penalized(x, params, history), want, atol=1e-6)
+    tokens, _ = draw(x, rows, history=history)
+    np.testing.assert_array_equal(tokens, want.argmax(1))
+
+
+@pytest.mark.slow
 def test_repetition_penalty_is_that_of_transformers():
     torch = pytest.importorskip("torch")
     processors = pytest.importorskip("transformers.generation.logits_process")
@@ -330,20 +359,23 @@ def test_penalties_without_a_history_are_an_error():
 # Not a number, infinities
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("cut", ["none", "k7", "p half", "min_p", "all"])
-def test_nan_and_infinities(cut, temperature):
-    row = Sampling(temperature=temperature, seed=3, **CUTS[cut])
+def test_nan_and_infinities(temperature):
+    """Each row under each cut."""
     nan, inf = np.nan, np.inf
     x = np.array(
         [[nan, 1.0, nan, 2.0], [-inf, -inf, 0.5, -inf], [0.0, inf, nan, -inf], [nan, -inf] * 2],
         np.float32,
     )
-    tokens, logprobs = draw(x, [row] * 4)
-    assert tokens[0] in (1, 3) and tokens[1:].tolist() == [2, 1, 0]
-    want = {1: -np.log(1 + np.e), 3: -np.log(1 + 1 / np.e)}[int(tokens[0])]
-    np.testing.assert_allclose(logprobs[:3], [want, 0.0, 0.0], atol=1e-6)
-    assert np.isnan(logprobs[3])
+    cuts = ["none", "k7", "p half", "min_p", "all"]
+    rows = [Sampling(temperature=temperature, seed=3, **CUTS[cut]) for cut in cuts for _ in x]
+    tokens, logprobs = draw(np.tile(x, (len(cuts), 1)), rows)
+    for found, logs in zip(tokens.reshape(-1, 4), logprobs.reshape(-1, 4), strict=True):
+        assert found[0] in (1, 3) and found[1:].tolist() == [2, 1, 0]
+        want = {1: -np.log(1 + np.e), 3: -np.log(1 + 1 / np.e)}[int(found[0])]
+        np.testing.assert_allclose(logs[:3], [want, 0.0, 0.0], atol=1e-6)
+        assert np.isnan(logs[3])
 
 
 def test_coldest_and_hottest_temperatures():
@@ -355,39 +387,25 @@ def test_coldest_and_hottest_temperatures():
 # Bad input
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", 1e6),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("temperature", "hot"),
-        ("temperature", True),
-        ("top_k", -1),
-        ("top_k", 2.5),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("top_p", float("nan")),
-        ("min_p", -0.1),
-        ("min_p", 1.5),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", -1.0),
-        ("frequency_penalty", 2.1),
-        ("presence_penalty", -5.0),
-        ("logit_bias", 3),
-        ("logit_bias", {-1: 1.0}),
-        ("logit_bias", {"a": 1.0}),
-        ("logit_bias", {1: float("nan")}),
-        ("logit_bias", {1: float("inf")}),
-        ("seed", 1.5),
-        ("seed", 2**64),
-    ],
-)
-def test_bad_values_name_the_key(key, value):
-    with pytest.raises(JaxLlamaError, match=key) as caught:
-        Sampling(**{key: value})
-    assert "\n" not in str(caught.value)
+BAD = {
+    "temperature": (-0.1, 1e6, float("nan"), float("inf"), "hot", True),
+    "top_k": (-1, 2.5),
+    "top_p": (0.0, 1.1, float("nan")),
+    "min_p": (-0.1, 1.5),
+    "repetition_penalty": (0.0, -1.0),
+    "frequency_penalty": (2.1,),
+    "presence_penalty": (-5.0,),
+    "logit_bias": (3, {-1: 1.0}, {"a": 1.0}, {1: float("nan")}, {1: float("inf")}),
+    "seed": (1.5, 2**64),
+}
+
+
+@pytest.mark.parametrize("key", BAD)
+def test_bad_values_name_the_key(key):
+    for value in BAD[key]:
+        with pytest.raises(JaxLlamaError, match=key) as caught:
+            Sampling(**{key: value})
+        assert "\n" not in str(caught.value)
 
 
 def test_bias_beyond_the_vocabulary_is_an_error():

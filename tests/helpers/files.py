@@ -1,4 +1,4 @@
-"""Models as their files have them, against a reference that reads the same files."""
+"""Models as their files have them, against a reference in numpy that reads the same files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
@@ -20,22 +19,40 @@ Reference = Callable[[dict[str, Any], dict[str, np.ndarray], np.ndarray], np.nda
 
 
 def is_as_in_files(
-    config: dict[str, Any], reference: Reference, folder: Path, prompt: int, new: int, bound: float
+    config: dict[str, Any], reference: Reference, folder: Path, width: int, bound: float
 ) -> None:
     """Saving and loading changes nothing; logits are the reference's (config, tensors, tokens) to
-    the bound, and so are the greedy tokens."""
+    the bound, whether the model takes a text whole or half of it in pieces and then in steps."""
     cfg = config_from_hf(config, "tiny")
     assert config_from_hf(config_to_hf(cfg), "tiny") == cfg
     directory = hf.save(folder / "tiny", cfg, seeded_params(cfg, seed=5))
     loaded, params = hf.load(directory)
     assert loaded == cfg
-    row = np.asarray(tokens_of(cfg, 1, prompt))
-    state = jl.generate(
-        cfg, params, jnp.asarray(row), jnp.array([prompt], jnp.int32),
-        jl.init_cache(cfg, 1, prompt + new, dtype=jnp.float32), jl.Sampling(), 0, new,
-    )  # fmt: skip
-    tokens = np.concatenate([row[0], np.asarray(state.tokens[0])])
-    want = reference(config, load_file(directory / "model.safetensors"), tokens)
-    got = jl.logits(cfg, params, jnp.asarray(tokens)[None], jnp.array([len(tokens)], jnp.int32))
-    assert relative_error(got[0], want) <= bound
-    assert want[prompt - 1 : -1].argmax(-1).tolist() == tokens[prompt:].tolist()
+    tokens, lengths = np.asarray(tokens_of(cfg, 1, width)), np.array([width], np.int32)
+    want = reference(config, load_file(directory / "model.safetensors"), tokens[0])
+    assert relative_error(jl.logits(cfg, params, tokens, lengths)[0], want) <= bound
+    half = width // 2
+    cache = jl.init_cache(cfg, 1, width, dtype="float32")
+    found, cache = jl.prefill(cfg, params, tokens[:, :half], lengths - width + half, cache)
+    for t in range(half, width):
+        assert relative_error(found[0], want[t - 1]) <= bound
+        found, cache = jl.decode_step(cfg, params, tokens[:, t], cache)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x * sigmoid(x)
+
+
+def softplus(x: np.ndarray) -> np.ndarray:
+    return np.logaddexp(0, x)
+
+
+def convolved(x: np.ndarray, taps: np.ndarray) -> np.ndarray:
+    """silu of the causal convolution of ``x[T, D]`` with ``taps[D, 1, W]``, feature by feature."""
+    width = taps.shape[-1]
+    padded = np.concatenate([np.zeros((width - 1, x.shape[1])), x])
+    return silu(sum(padded[w : w + len(x)] * taps[:, 0, w] for w in range(width)))

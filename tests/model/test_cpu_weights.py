@@ -18,7 +18,7 @@ from jaxllama.serving.engine.request import Request
 from pallas_kernels.cpu import CpuWeight, prepare_tree, restore_tree
 from pallas_kernels.dispatch import choices
 from tests.helpers.cases import each_once
-from tests.helpers.models import FAMILIES, params_of, relative_error, tokens_of
+from tests.helpers.models import FAMILIES, IDENTITIES, params_of, relative_error, tokens_of
 
 SCHEMES = ("w8a16", "w4a16-g16-zero", "w8a8")
 PROMPTS = [[5, 9, 3], [8, 4], [11, 3, 7, 20, 6]]
@@ -27,7 +27,7 @@ PROMPTS = [[5, 9, 3], [8, 4], [11, 3, 7, 20, 6]]
 @functools.cache
 def model(family: str, scheme: str = "w8a16") -> tuple[LanguageModel, LanguageModel]:
     """(as it was quantized, laid out for the CPU)."""
-    cfg = FAMILIES[family]
+    cfg = IDENTITIES[family]
     params = jl.quantize_params(params_of(cfg), f"{scheme},embed={scheme}")
     return LanguageModel(cfg, params, None, exact=True), LanguageModel(cfg, params, None)
 
@@ -69,7 +69,7 @@ def test_a_batch_is_its_rows_and_a_prompt_its_tokens():
     assert [out.tokens for out in together] == [out.tokens for out in alone]
 
 
-@pytest.mark.parametrize("family", ["gqa", "gla-conv-groups"])
+@pytest.mark.parametrize("family", ["gqa", pytest.param("gla-conv-groups", marks=pytest.mark.slow)])
 def test_the_engine_gives_what_generate_gives(family):
     _, lm = model(family)
     engine = Engine(lm, max_slots=2, max_len=64, prefill_chunk=16)
@@ -82,7 +82,16 @@ def test_the_engine_gives_what_generate_gives(family):
     assert found == [out.tokens for out in lm.generate(PROMPTS, 8)]
 
 
-@pytest.mark.parametrize("policy", ["100 0 100 0 100 0", "0 100 100 0 100 0", "40 30 100 0 100 0"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "40 30 100 0 100 0",
+        *(
+            pytest.param(policy, marks=pytest.mark.slow)
+            for policy in ("100 0 100 0 100 0", "0 100 100 0 100 0")
+        ),
+    ],
+)
 def test_offloading_gives_what_generate_gives(policy, tmp_path):
     _, lm = model("gqa")
     place = Placement(Policy.parse(policy), jnp.float32, directory=tmp_path)
@@ -105,8 +114,11 @@ def test_repr_names_the_layout():
     assert "layer_*.mixer.qkv.weight CpuWeight(q=uint8[" in repr(model("gqa")[1])
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
-def test_a_draft_changes_no_bit(kv_dtype):
+@pytest.mark.parametrize(
+    ("kv_dtype", "n_layers", "draft_tokens"),
+    [("int8", 1, 3), *(pytest.param(x, 2, 7, marks=pytest.mark.slow) for x in ("float32", "int8"))],
+)
+def test_a_draft_changes_no_bit(kv_dtype, n_layers, draft_tokens):
     """Products, attention and the cache's write are a step's for each token of a pass."""
     cfg = FAMILIES["gqa"].replace(head_dim=32)
     params = prepare_tree(jl.quantize_params(params_of(cfg), "w8a16,embed=w8a16"))
@@ -114,9 +126,9 @@ def test_a_draft_changes_no_bit(kv_dtype):
     sampling = [jl.Sampling(), jl.Sampling(temperature=0.8), jl.Sampling(repetition_penalty=1.3)]
     options = {"sampling": sampling, "seed": [0, 1, 2], "kv_dtype": kv_dtype}
     want = lm.generate(PROMPTS, 24, **options)
-    for draft, draft_tokens in ((lm, 7), (lm.first_layers(1), 3)):
-        got = lm.generate(PROMPTS, 24, **options, draft=draft, draft_tokens=draft_tokens)
-        assert [(out.tokens, out.logprobs) for out in got] == [
-            (out.tokens, out.logprobs) for out in want
-        ]
-        assert sum(out.accepted for out in got) > 0
+    draft = lm.first_layers(n_layers)
+    got = lm.generate(PROMPTS, 24, **options, draft=draft, draft_tokens=draft_tokens)
+    assert [(out.tokens, out.logprobs) for out in got] == [
+        (out.tokens, out.logprobs) for out in want
+    ]
+    assert sum(out.accepted for out in got) > 0

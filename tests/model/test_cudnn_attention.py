@@ -4,13 +4,15 @@ its parts, with plain sums in float32 in the place of cuDNN's."""
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllama.generation import prefill, prefill_chunk
+from jaxllama import generation
+from jaxllama.generation import prefill
 from jaxllama.model import attention
 from jaxllama.model import attention_cudnn as cudnn_attention
 from jaxllama.model.cache import Cache, KVCache, init_cache, write
@@ -100,7 +102,13 @@ def in_pages(layer, n_past, page=47):
     return pools, jnp.where(np.arange(count) * page < n_past[:, None], table, rows * count + 3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float32", marks=pytest.mark.core),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("int8", "int4", "float8_e4m3fn")),
+    ],
+)
 def test_extend_parts(monkeypatch, dtype):
     """In blocks of 128 keys, the last of which overhangs the capacity.  1e-5: scores near 30, and
     so the exponents of the weights, are rounded at 2e-6 in float32."""
@@ -112,12 +120,17 @@ def test_extend_parts(monkeypatch, dtype):
 
 # For 150 tokens behind 0, 1, 140 and 400: no past, windows within the tokens, as long, longer, in
 # two blocks of the past, and longer than all that the cache holds.
-WINDOWS = [1, 2, 60, 151, 200, 350, 700]
-
-
 @pytest.mark.parametrize(
     ("dtype", "window"),
-    [*(("float32", w) for w in WINDOWS), ("int8", 200), ("int4", 60), ("float8_e4m3fn", 350)],
+    [
+        ("float32", 1),
+        ("int4", 60),
+        ("float32", 151),
+        ("int8", 200),
+        ("float32", 700),
+        *(pytest.param("float32", w, marks=pytest.mark.slow) for w in (2, 60, 200, 350)),
+        pytest.param("float8_e4m3fn", 350, marks=pytest.mark.slow),
+    ],
 )
 def test_extend_parts_through_a_window(monkeypatch, dtype, window):
     """1e-5 as above; and of pages the same bits."""
@@ -157,16 +170,20 @@ def test_prefill_behind_a_ragged_past(monkeypatch, window):
     assert relative_error(more(cfg.replace(name="other"), params, cache, 128), want) < 2e-5
 
 
-def test_pieces_of_a_prompt(monkeypatch):
-    assert [prefill_chunk(rows, 512) for rows in (1, 64)] == [None, None]
-    assert [prefill_chunk(rows, 768) for rows in (1, 64)] == [384, 384]
-    assert prefill_chunk(3, 513) == 384
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert [prefill_chunk(*size) for size in ((8, 2048), (64, 512), (1, 32768))] == [None] * 3
-    assert prefill_chunk(1, 131072) == 32768
-    assert prefill_chunk(1, 49152) == 24576  # not 32768, which would pad the second piece
-    assert prefill_chunk(3, 16384) == 8192
-    assert prefill_chunk(1024, 512) == 128
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_a_prompt_s_pieces_are_as_few_as_its_memory_allows(backend, monkeypatch):
+    """A piece is a multiple of 128 tokens and within the bound; each pads less than 128 tokens."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    for rows, width in itertools.product((1, 3, 64, 1024), (1, 512, 513, 768, 16384, 131072)):
+        most = generation.CPU_PREFILL_TOKENS
+        if backend == "gpu":
+            most = max(generation.PREFILL_TOKENS // rows, 128)
+        chunk = generation.prefill_chunk(rows, width)
+        assert (chunk is None) == (width <= most)
+        if chunk is not None:
+            pieces = -(-width // most)
+            assert chunk % 128 == 0 and chunk <= most and pieces * chunk >= width
+            assert -(-width // chunk) == pieces and pieces * chunk - width < 128 * pieces
 
 
 # --- on a Hopper GPU -----------------------------------------------------------------------------

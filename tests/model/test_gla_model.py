@@ -7,7 +7,6 @@ chunked, NaN in freed slots) run over GLA and hybrid families in test_model.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 
@@ -21,13 +20,11 @@ from jaxllama.checkpoints.hf import fla
 from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import load_config
 from jaxllama.errors import JaxLlamaError
-from jaxllama.generation import decode_step, generate, init_params, logits, prefill
-from jaxllama.model import gla
+from jaxllama.generation import decode_step, logits, prefill
 from jaxllama.model.cache import GLAState, init_cache
 from jaxllama.model.decoder import mix_half, whole_rows
 from jaxllama.model.linear import Stream
 from jaxllama.model.params import param_table
-from jaxllama.sampling import Sampling
 from tests.golden.make_gla_golden import CONFIGS, tokens, weights
 from tests.helpers.models import FAMILIES, GLA, LLAMA, params_of, relative_error, tokens_of
 
@@ -47,22 +44,22 @@ def checkpoint(directory: Path, name: str) -> Path:
     return directory
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_flash_linear_attention_s(name, tmp_path):
     cfg, params = hf.load(checkpoint(tmp_path, name))
     want = np.load(GOLDEN)[name]
-    ids = jnp.asarray(tokens(), jnp.int32)
+    params, ids = jax.device_put(params), np.asarray(tokens(), np.int32)
     n = ids.shape[1]
-    got = logits(cfg, params, ids, jnp.asarray([n], jnp.int32))
+    got = logits(cfg, params, ids, np.asarray([n], np.int32))
     assert want.shape == got.shape == (1, n, 61)
     error = np.sqrt(np.mean((np.asarray(got) - want) ** 2) / np.mean(want**2))
     assert error < 2e-5  # the bar is 1e-3; measured below 2e-6
     if name not in ("short_conv", "hybrid"):
         return
     # The same through the cache: prefill in chunks, then steps.
-    params = jax.tree.map(jnp.asarray, params)
     cache = init_cache(cfg, 1, n)
-    last, cache = prefill(cfg, params, ids[:, :70], jnp.asarray([70], jnp.int32), cache, chunk=16)
+    last, cache = prefill(cfg, params, ids[:, :70], np.asarray([70], np.int32), cache, chunk=16)
     assert relative_error(last, want[:, 69]) < 2e-5
     for t in range(70, n):
         last, cache = decode_step(cfg, params, ids[:, t], cache)
@@ -75,7 +72,7 @@ def test_a_saved_model_loads_as_itself(name, tmp_path):
     cfg = cfg.replace(gla=dataclasses.replace(cfg.gla, norm_eps=cfg.norm_eps))
     if "attention" not in cfg.layer_types:  # such a file has no words for attention heads
         cfg = cfg.replace(n_kv_heads=cfg.n_heads)
-    params = init_params(cfg, jax.random.key(0))
+    params = params_of(cfg)
     hf.save(tmp_path / "saved", cfg, params)
     loaded_cfg, loaded = hf.load(tmp_path / "saved")
     assert loaded_cfg == cfg
@@ -86,12 +83,9 @@ def test_a_saved_model_loads_as_itself(name, tmp_path):
 def test_presets_are_what_the_library_would_build(name):
     cfg = load_config(name)
     assert fla.config_from_fla(fla.config_to_fla(cfg), name) == cfg
-    shapes = jax.eval_shape(functools.partial(init_params, cfg), jax.random.key(0))
-    size = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    size = sum(spec.size for spec in param_table(cfg).values())
     published = {"gla-340m": 341e6, "gla-1.3b": 1.37e9, "hybrid-340m": 341e6, "hybrid-1.3b": 1.36e9}
     assert abs(size / published[name] - 1) < 0.03
-    table = param_table(cfg)
-    assert sum(spec.size for spec in table.values()) == size
 
 
 def test_published_configs_are_the_presets():
@@ -145,49 +139,6 @@ def test_old_files_with_one_tensor_for_gate_and_up():
     assert len(table["layer_1", "mlp", "gate_up", "weight"].sources) == 2
 
 
-def test_short_convolution_against_numpy_ragged_and_in_pieces():
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((3, 9, 5)).astype(np.float32)
-    weight = rng.standard_normal((5, 4)).astype(np.float32)
-    padded = np.concatenate([np.zeros((3, 3, 5)), x], axis=1)
-    want = sum(padded[:, w : w + 9] * weight[:, w] for w in range(4))
-    want = want / (1 + np.exp(-want))
-    weight = jnp.asarray(weight)
-    whole, _ = gla.short_convolution(jnp.asarray(x), weight, None, jnp.full((3,), 9, jnp.int32))
-    assert relative_error(whole, want) < 1e-6
-    # Rows of 9, 2 and 0 valid tokens, NaN after them, then the rest one by one.
-    lengths = np.array([9, 2, 0])
-    spoiled = np.where(np.arange(9)[None, :, None] < lengths[:, None, None], x, np.nan)
-    past = jnp.zeros((3, 3, 5))
-    y, past = gla.short_convolution(
-        jnp.asarray(spoiled), weight, past, jnp.asarray(lengths, jnp.int32)
-    )
-    assert relative_error(y[1, :2], want[1, :2]) < 1e-6
-    np.testing.assert_array_equal(past[0], x[0, 6:])
-    np.testing.assert_array_equal(past[2], np.zeros((3, 5)))
-    for t in range(2, 9):
-        y, past = gla.short_convolution(
-            jnp.asarray(x[:, t : t + 1]), weight, past, jnp.asarray([0, 1, 0], jnp.int32)
-        )
-        assert relative_error(y[1, 0], want[1, t]) < 1e-6
-    np.testing.assert_array_equal(past, np.stack([x[0, 6:], x[1, 6:], np.zeros((3, 5))]))
-
-
-def test_gated_norm_against_numpy():
-    rng = np.random.default_rng(0)
-    o, gate = rng.standard_normal((2, 3, 8))
-    weight = rng.standard_normal(8)
-    want = o / np.sqrt(np.mean(o**2, -1, keepdims=True) + 1e-5) * weight
-    weight = jnp.asarray(weight, jnp.float32)
-    plain = gla.gated_norm(jnp.asarray(o, jnp.float32), weight, 1e-5, None)
-    assert relative_error(plain, want) < 1e-6
-    got = gla.gated_norm(
-        jnp.asarray(o, jnp.bfloat16), weight, 1e-5, jnp.asarray(gate, jnp.bfloat16)
-    )
-    assert got.dtype == jnp.bfloat16
-    assert relative_error(got, want * gate / (1 + np.exp(-gate))) < 2e-2
-
-
 def test_a_row_without_a_token_keeps_its_state():
     """Rows that are done are carried through decode with length 0."""
     cfg = FAMILIES["gla-conv-groups"]
@@ -201,17 +152,18 @@ def test_a_row_without_a_token_keeps_its_state():
     )
     lengths = jnp.asarray([0, 1], jnp.int32)
     for length in (1, 3):  # one step, and the chunkwise form
-        tokens = jnp.pad(x, ((0, 0), (0, length - 1), (0, 0)))
+        tokens = jnp.asarray(np.pad(x, ((0, 0), (0, length - 1), (0, 0))))
         at = whole_rows(cfg, 2, length)._replace(lengths=lengths)
         y, after = run(cfg, "gla", params, Stream(tokens), state, at)
         assert isinstance(after, GLAState)
         for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
+            old, new = np.asarray(old), np.asarray(new)
             np.testing.assert_array_equal(old[0], new[0])
             assert not np.array_equal(old[1], new[1])
         if length == 1:
-            want, want_state = y.total[1, 0], after
-    assert relative_error(y.total[1, 0], want) < 1e-5
-    assert relative_error(after.state[1], want_state.state[1]) < 1e-5
+            want, want_state = np.asarray(y.total)[1, 0], np.asarray(after.state)
+    assert relative_error(np.asarray(y.total)[1, 0], want) < 1e-5
+    assert relative_error(np.asarray(after.state)[1], want_state[1]) < 1e-5
 
 
 def test_the_state_does_not_grow_with_the_context():
@@ -224,30 +176,12 @@ def test_the_state_does_not_grow_with_the_context():
 
 def test_gradients_reach_every_parameter():
     cfg = FAMILIES["gla-conv-groups"].replace(layer_types=("gla", "attention"))
-    params, ids = params_of(cfg), tokens_of(cfg, 2, 20)
+    params, ids = params_of(cfg), np.asarray(tokens_of(cfg, 2, 12))
 
     def loss(params):
-        scores = logits(cfg, params, ids, jnp.asarray([20, 11], jnp.int32))
+        scores = logits(cfg, params, ids, np.asarray([12, 11], np.int32))
         return jnp.mean(jax.nn.log_softmax(scores[:, :11])[..., 5])
 
-    grads = jax.grad(loss)(params)
+    grads = jax.jit(jax.grad(loss))(params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         assert np.isfinite(np.asarray(leaf)).all() and np.asarray(leaf).any(), path
-
-
-@pytest.mark.parametrize("name", [pytest.param("gla-340m", marks=pytest.mark.slow), "hybrid-1.3b"])
-def test_generate_with_the_presets_made_small(name):
-    """Greedy tokens are the argmax of teacher-forced logits over what was written."""
-    cfg = load_config(name)
-    cfg = cfg.replace(
-        d_model=64, d_ff=96, vocab_size=50, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16,
-        layer_types=cfg.layer_types[-3:], eos_token_ids=(),
-    )  # fmt: skip
-    params, prompt = params_of(cfg), tokens_of(cfg, 2, 7)
-    lengths = jnp.asarray([7, 3], jnp.int32)
-    out = generate(cfg, params, prompt, lengths, init_cache(cfg, 2, 16), Sampling(), 0, 5)
-    for row, length in enumerate([7, 3]):
-        text = np.concatenate([prompt[row, :length], out.tokens[row]])[None]
-        scores = logits(cfg, params, jnp.asarray(text), jnp.asarray([length + 5], jnp.int32))
-        want = np.argmax(np.asarray(scores)[0, length - 1 : length + 4], axis=-1)
-        assert out.tokens[row].tolist() == want.tolist()

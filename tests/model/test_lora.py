@@ -100,6 +100,7 @@ def test_factors_are_folded_like_the_weights_they_are_added_to(name, tmp_path):
             assert relative_error(beside, plain[layer][room][name]["weight"]) > 0.1, index
 
 
+@pytest.mark.core
 def test_merging_leaves_what_has_no_factors_alone(tmp_path):
     base = saved(tmp_path / "base", "llama-gqa")
     raw = lora_cases.tensors(CASES["llama-gqa"], 1, only="layers.1.*q_proj")
@@ -112,12 +113,10 @@ def test_merging_leaves_what_has_no_factors_alone(tmp_path):
     assert changed["layer_1"]["mixer"]["qkv"]["weight"] and sum(jax.tree.leaves(changed)) == 1
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama-gqa", "qwen3", "cohere")]
-
-
 # PEFT asks transformers for a name that is going away.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-@pytest.mark.parametrize("name", ["phi3", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["phi3", "llama-gqa", "qwen3", "cohere"])
 def test_peft_s_own_files_and_merged_weights(name, tmp_path):
     """With a rank and an alpha of their own for some modules."""
     torch = pytest.importorskip("torch")
@@ -232,6 +231,7 @@ def test_files_that_are_missing_damaged_or_newer(tmp_path):
 # What is computed
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("scheme", [None, "w8a8"])
 def test_a_product_adds_each_row_s_own_factors(scheme):
     """The norm's output in floats times both factors, whatever the weight is; rows without an

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import signal
@@ -40,16 +41,16 @@ def test_a_disk_file_has_no_name_and_gives_back_what_was_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.core
 def test_truncated_while_running(on_disk):
     os.ftruncate(on_disk.store.disk._fd, on_disk.store.disk.nbytes // 2)
     with pytest.raises(JaxLlamaError, match="the file was truncated"):
         on_disk.generate([[3, 4, 5]], 4)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("overlap", [True, False])
 def test_changed_while_running(on_disk, overlap):
-    import dataclasses
-
     lm = dataclasses.replace(on_disk, policy=dataclasses.replace(on_disk.policy, overlap=overlap))
     extent = lm.params["layer_1"]["mlp"]["down"]["weight"].disk
     old = os.pread(lm.store.disk._fd, 1, extent.offset + 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import time
@@ -25,7 +24,7 @@ from jaxllama.offload.planner import calibrate as calibration
 from jaxllama.offload.planner.accounting import model_bytes
 from jaxllama.offload.planner.cost import Settings
 from jaxllama.offload.planner.fitting import Calibration, Moving, contention, moving
-from jaxllama.offload.planner.trial import Watch, random_tree, repeated_model, streamed_bytes
+from jaxllama.offload.planner.trial import Watch, repeated_model, streamed_bytes
 from jaxllama.offload.policy import Policy, Shares
 from jaxllama.offload.schedule import LANES, Overlapped
 from jaxllama.offload.store import Store
@@ -119,17 +118,6 @@ def test_pieces_and_packed_words_are_joined_whole_tensors_are_not():
     assert moving(tree, Shares(50, 25)) == (64 + 8, 64 + 8, 256 + 32)
 
 
-def test_cold_disks_change_loads_from_disk_only():
-    moving = Moving(1e-5, 2e-11, 1e-10, 1e-12)
-    costs = Calibration(
-        moving, (0.0,) * 2, moving, moving, 0.0, moving, moving, (0.0,) * 3, (0.0,) * 3,
-        (0.0,) * 2, (0.0,) * 2, (0.0,) * 3, 7e-10, (0.0,) * 3, moving,
-    )  # fmt: skip
-    cold = costs.cold()
-    assert cold.load_weights == cold.fetch == dataclasses.replace(moving, disk=7e-10)
-    assert cold.store_cache == moving and cold.decode == costs.decode
-
-
 def test_repeated_weights_have_the_model_s_shapes(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLAMA_OFFLOAD_DIR", str(tmp_path))
     cfg = model_of(128)
@@ -148,13 +136,6 @@ def test_repeated_weights_have_the_model_s_shapes(tmp_path, monkeypatch):
         if hasattr(layer, "host")
     )
     assert streamed_bytes(cfg, policy, PLAIN) == held
-
-
-def test_random_words_are_of_their_dtype():
-    tree = random_tree({"w": jax.ShapeDtypeStruct((8, 64), jnp.int4),
-                        "n": jax.ShapeDtypeStruct((8,), jnp.float32)})  # fmt: skip
-    assert tree["w"].dtype == jnp.int4 and len(np.unique(np.asarray(tree["w"], np.int8))) > 8
-    assert (tree["n"] == 1).all()
 
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="direct reads are Linux's")
