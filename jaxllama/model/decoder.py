@@ -33,7 +33,6 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.model import attention, delta, gla, linear
-from jaxllama.model.attention import At
 from jaxllama.model.cache import (
     Cache,
     GLAState,
@@ -46,6 +45,7 @@ from jaxllama.model.cache import (
 from jaxllama.model.linear import Params, Stream
 from jaxllama.model.lora import ROWS, chosen, for_rows
 from jaxllama.model.params import check
+from jaxllama.model.records import At, Chunk, Draft, Hidden, new_tokens
 from jaxllama.model.rope import Ropes, rope_tables
 from jaxllama.model.sharded import over_mesh
 from jaxllama.parallel.collectives import MODEL_AXIS
@@ -190,11 +190,11 @@ def places_of(
     return positions, is_new, rope
 
 
-def whole_rows(cfg: ModelConfig, batch: int, length: int) -> At:
+def whole_rows(cfg: ModelConfig, batch: int, length: int) -> Chunk:
     """Of rows without padding or a past."""
     lengths = jnp.full((batch,), length, jnp.int32)
     positions, rope = positions_of(cfg, jnp.zeros_like(lengths), lengths, length)
-    return At(positions, lengths, rope)
+    return Chunk(positions, lengths, rope)
 
 
 def embed_tokens(
@@ -208,8 +208,9 @@ def scale_embedded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
     return x * jnp.asarray(cfg.d_model**0.5, x.dtype) if cfg.embedding_scale else x
 
 
-def final_norm(cfg: ModelConfig, params: Params, stream: Stream) -> jax.Array:
-    """What the head reads."""
+def final_norm(cfg: ModelConfig, params: Params, stream: Stream | Hidden) -> jax.Array:
+    """What the head's product reads."""
+    stream = Stream(stream.x) if isinstance(stream, Hidden) else stream
     return linear.norm(stream, params["norm"], cfg)[0]
 
 
@@ -236,10 +237,9 @@ def forward(
     *,
     sparse: bool | jax.Array = False,
     fresh: bool = False,
-    normed: bool = True,
-) -> tuple[jax.Array, Cache | None]:
-    """``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) -> (hidden states after the final norm
-    ``[B, T, D]``, cache).
+) -> tuple[Hidden, Cache | None]:
+    """``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) -> (hidden states ``[B, T, D]`` for
+    ``logits``, cache).
 
     They are appended to ``cache``, or with None are whole sequences by themselves.  Of each row's
     tokens those that the cache has no room for are left out, like padding.
@@ -249,14 +249,13 @@ def forward(
     none (a prompt), all (a decode step), or bool ``[B, T]``.
     fresh: every row with tokens is empty; then a GPU need not ask the host how much there is to
     read, and the call returns before it has been computed.
-    normed: False leaves the final norm to ``logits``, which is told so.
     Raises ValueError naming a parameter whose shape is not ``cfg``'s.
     """
     mesh = traced_mesh(params)
     if mesh is not None:
         return over_mesh(
             forward, mesh, cfg, params, tokens, lengths, cache, total_lengths, sparse=sparse,
-            fresh=fresh, normed=normed,
+            fresh=fresh,
             out=lambda rows: (P(rows), None if cache is None else cache_specs(cache, rows)),
         )  # fmt: skip
     check(cfg, params)
@@ -266,12 +265,13 @@ def forward(
         lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - start, 0))
     total = start + lengths if total_lengths is None else total_lengths
     positions, rope = positions_of(cfg, start, total, tokens.shape[1])
-    at = At(positions, lengths, rope, sparse, None if cache is None else cache.table, fresh)
+    table = None if cache is None else cache.table
+    at = new_tokens(positions, lengths, rope, sparse, table, fresh, cached=cache is not None)
     stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
     states = None if cache is None else cache.layers
     stream, states = walk(cfg, params, stream, states, at, block_once)
-    x = final_norm(cfg, params, stream) if normed else stream.total
-    return x, None if cache is None else Cache(states, start + lengths, cache.table)
+    hidden = Hidden(stream.total)
+    return hidden, None if cache is None else Cache(states, start + lengths, cache.table)
 
 
 def propose(
@@ -281,9 +281,9 @@ def propose(
     lengths: jax.Array,
     cache: Cache,
     exact: bool = False,
-) -> tuple[jax.Array, Proposal]:
-    """``forward`` of tokens ``[B, T]`` that may not stay -> (hidden states ``[B, T, D]`` before the
-    final norm, what ``commit`` makes a cache of).
+) -> tuple[Hidden, Proposal]:
+    """``forward`` of tokens ``[B, T]`` that may not stay -> (hidden states ``[B, T, D]``, what
+    ``commit`` makes a cache of).
 
     They are T decode steps in one: each is a row of every product, as a step of B * T rows has
     them, and sees the tokens before it.  exact: attention and states are in the shapes of such a
@@ -302,17 +302,17 @@ def propose(
     if ROWS in params:
         params = for_rows(params, jnp.repeat(params[ROWS], width))
     params = chosen(params)
-    places = places_of(cfg, cache.lengths, lengths, width)
-    at = At(*places, True, cache.table, drafted=width, exact=exact)
+    positions, is_new, rope = places_of(cfg, cache.lengths, lengths, width)
+    at = Draft(positions, is_new, rope, width, cache.table, exact)
     stream = Stream(embed_tokens(cfg, params, tokens.reshape(-1, 1), activation_dtype(params)))
     stream, states = walk(cfg, params, stream, cache.layers, at, block_once)
-    x = stream.total.reshape(batch, width, -1)
+    hidden = Hidden(stream.total.reshape(batch, width, -1))
     kept = tuple(state if isinstance(state, GLATokens) else None for state in states)
     layers: Any = tuple(
         state if tokens is None else old
         for state, tokens, old in zip(states, kept, cache.layers, strict=True)
     )
-    return x, Proposal(Cache(layers, cache.lengths, cache.table), lengths, kept)
+    return hidden, Proposal(Cache(layers, cache.lengths, cache.table), lengths, kept)
 
 
 def commit(proposal: Proposal, count: jax.Array, exact: bool = False) -> Cache:
@@ -332,30 +332,25 @@ def commit(proposal: Proposal, count: jax.Array, exact: bool = False) -> Cache:
     return Cache(tuple(layers), cache.lengths + count, cache.table)
 
 
-def logits(cfg: ModelConfig, params: Params, x: jax.Array, normed: bool = True) -> jax.Array:
-    """``forward``'s hidden states ``[..., D]`` to float32 logits ``[..., V]``.
-
-    normed: that they are behind the final norm; where not, the head's kernel has it if it can.
-    """
+def logits(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
+    """The last norm and the head: hidden states ``[..., D]`` to float32 logits ``[..., V]``."""
     mesh = traced_mesh(params)
     if mesh is not None:
         scores = over_mesh(
-            logits, mesh, cfg, params, x, normed=normed,
-            out=lambda rows: P(rows, *(None,) * (x.ndim - 2), MODEL_AXIS),
+            logits, mesh, cfg, params, hidden,
+            out=lambda rows: P(rows, *(None,) * (hidden.x.ndim - 2), MODEL_AXIS),
         )  # fmt: skip
         return scores[..., : cfg.vocab_size]
-    return capped(cfg, head_product(cfg, params, x, normed))
+    return capped(cfg, head_product(cfg, params, hidden))
 
 
-def head_product(cfg: ModelConfig, params: Params, x: jax.Array, normed: bool = True) -> jax.Array:
-    """``logits`` in x's dtype, before the cap."""
-    if normed:
-        return linear.linear(x, head(params))
-    if _has_float_head(cfg, params, x):
+def head_product(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
+    """``logits`` in the hidden states' dtype, before the cap."""
+    if _has_float_head(cfg, params, hidden.x):
         # XLA's product would round a row by how many there are.
         weight = head(params)["weight"]
-        return norm_matmul(x, params["norm"]["weight"], weight, cfg.norm_eps)
-    return linear.norm_linear(Stream(x), params["norm"], head(params), cfg)[0]
+        return norm_matmul(hidden.x, params["norm"]["weight"], weight, cfg.norm_eps)
+    return linear.norm_linear(Stream(hidden.x), params["norm"], head(params), cfg)[0]
 
 
 def _has_float_head(cfg: ModelConfig, params: Params, x: jax.Array) -> bool:

@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.config import DeltaConfig, ModelConfig
-from jaxllama.model.attention import At
 from jaxllama.model.cache import GLAState, GLATokens
-from jaxllama.model.gla import by_row, gated_norm, last_convolved, moving, short_convolution, steps
+from jaxllama.model.gla import gated_norm, last_convolved, moving, short_convolution, steps
 from jaxllama.model.linear import Params, linear
+from jaxllama.model.records import At, Chunk, Draft, Step
 from pallas_kernels.gated_delta.commit import fusible as fusible_commit
 from pallas_kernels.gated_delta.commit import gated_delta_commit
 from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
@@ -59,10 +59,10 @@ def mix(
     streams = {name: x.value for name, x in columns.items()}
     qkv, z = jnp.split(streams["qkvz"], (_qkv_width(delta),), axis=-1)
     batch, n_new, _ = qkv.shape
-    read, conv = by_row(qkv, at), None
+    read, conv = at.by_row(qkv), None
     if delta.conv_size:
         past = None if state is None or state.conv is None else state.conv[0]
-        lengths = at.lengths[:: at.drafted or 1]
+        lengths = at.row_lengths()
         y, last = short_convolution(read, p["conv"]["weight"], past, lengths)
         qkv, conv = y.reshape(qkv.shape), (last,)
     else:
@@ -73,15 +73,15 @@ def mix(
     v = v.reshape(batch, n_new, delta.n_heads, delta.d_v)
     log_decay, beta = _gates(delta, p, streams)
     new: GLAState | GLATokens | None = None
-    if at.drafted is not None:
+    if isinstance(at, Draft):
         assert state is not None
-        q, k, v, log_decay, beta = (by_row(x, at) for x in (q, k, v, log_decay, beta))
-        count = jnp.sum(by_row(at.lengths[:, None], at), axis=1)
+        q, k, v, log_decay, beta = (at.by_row(x) for x in (q, k, v, log_decay, beta))
+        count = at.row_lengths()
         o, _ = steps(_step, (q, k, v, log_decay, beta), state.state, count, at.exact)
         o = o.reshape(batch, 1, *o.shape[2:])
         new = GLATokens(k, v, log_decay, (read,) if delta.conv_size else (), beta)
     else:
-        o, after = _recur(q, k, v, log_decay, beta, at.lengths, state)
+        o, after = _recur((q, k, v, log_decay, beta), at, state)
         new = None if after is None else GLAState(after, conv)
     gate = z if delta.gate == "full" else None
     if delta.gate == "low_rank":
@@ -97,8 +97,8 @@ def _fused(
     """``mix`` of one token, or of a draft's, as one kernel, or None where there is none."""
     delta = cfg.delta
     assert delta is not None
-    batch, n_new, _ = columns["qkvz"].rows.shape
-    if n_new > 1 or state is None or state.conv is None:
+    batch = columns["qkvz"].rows.shape[0]
+    if isinstance(at, Chunk) or state is None or state.conv is None:
         return None
     plain = delta.decay == "head" and (
         delta.gate == "none" or (delta.gate, delta.gate_activation) == ("full", "silu")
@@ -109,7 +109,7 @@ def _fused(
     decay = p["decay"]["a_log"], p["decay"]["dt_bias"]
     weights = p["conv"]["weight"], decay, p["o_norm"]["weight"]
     before = state.state, state.conv[0]
-    lengths = at.lengths if at.drafted is None else None
+    lengths = at.lengths if isinstance(at, Step) else None
     if not fusible(rows, *weights, lengths, *before):
         return None
     options = {"eps": delta.norm_eps, "beta_max": delta.beta_max}
@@ -164,23 +164,18 @@ def _gates(
 
 
 def _recur(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    lengths: jax.Array,
-    state: GLAState | None,
+    operands: tuple[jax.Array, ...], at: Chunk | Step, state: GLAState | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(heads ``[B, T, H, Dv]``, state) of any number of tokens ``[B, T, H, D]``."""
-    operands = q, k, v, log_decay, beta
-    if q.shape[1] == 1 and state is not None:
-        o, after = _step(*(x[:, 0] for x in operands), lengths > 0, state=state.state)
+    """(heads ``[B, T, H, Dv]``, state) of q, k, v ``[B, T, H, D]``, log_decay and beta."""
+    if isinstance(at, Step):
+        assert state is not None
+        o, after = _step(*(x[:, 0] for x in operands), at.lengths > 0, state=state.state)
         return o[:, None], after
+    q, k, v, log_decay, beta = operands
     o, after = gated_delta(
-        *operands, normalize_qk=True,
+        q, k, v, log_decay, beta, normalize_qk=True,
         initial_state=None if state is None else state.state,
-        lengths=None if state is None else lengths,
+        lengths=None if state is None else at.lengths,
     )  # fmt: skip
     return o, None if state is None else after
 

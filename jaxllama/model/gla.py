@@ -33,9 +33,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.config import GLAConfig, ModelConfig
-from jaxllama.model.attention import At
 from jaxllama.model.cache import GLAState, GLATokens
 from jaxllama.model.linear import Params, linear
+from jaxllama.model.records import At, Chunk, Draft, Step
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gla.commit import fusible as fusible_commit
 from pallas_kernels.gla.commit import gla_commit
@@ -69,7 +69,7 @@ def mix(
 ) -> tuple[jax.Array, GLAState | GLATokens | None]:
     """The projections of ``inputs``, columns of ``[B, T, n]`` -> (gated heads ``[B, T, H Dv]``,
     state); a state of None starts from zero and is not returned.  Where tokens are verified
-    (``at.drafted``) they are returned instead: ``commit`` adds those that stay.
+    (``records.Draft``) they are returned instead: ``commit`` adds those that stay.
 
     Tokens beyond ``at.lengths`` are padding: it reaches neither the valid tokens' heads nor the
     state, and its own heads mean nothing.  The recursion itself knows the order: positions are not
@@ -84,27 +84,28 @@ def mix(
         past = (None,) * 3 if state is None or state.conv is None else state.conv
         new = []
         for name, old in zip(("q", "k", "v"), past, strict=True):
-            x, weight = by_row(streams[name].value, at), p[f"{name}_conv"]["weight"]
-            y, last = short_convolution(x, weight, old, at.lengths[:: at.drafted or 1])
+            x, weight = at.by_row(streams[name].value), p[f"{name}_conv"]["weight"]
+            y, last = short_convolution(x, weight, old, at.row_lengths())
             streams[name] = Columns(y.reshape(batch, n_new, -1), 0, y.shape[-1])
             new.append(last)
             read.append(x)
         conv_state = tuple(new)
-    if at.drafted is not None:
+    if isinstance(at, Draft):
         assert state is not None
         fused = _fused(cfg, p, streams, at, state.state)
         o, tokens = _verify(cfg, p, streams, at, state.state) if fused is None else fused
         return o.reshape(batch, n_new, -1), GLATokens(*tokens, tuple(read))
     before = None if state is None else state.state
     fused = None
-    if n_new == 1 and before is not None:
+    if isinstance(at, Step):
+        assert before is not None
         fused = _fused(cfg, p, streams, at, before)
-    o, after = _recur(cfg, p, streams, at.lengths, before) if fused is None else fused
+    o, after = _recur(cfg, p, streams, at, before) if fused is None else fused
     return o.reshape(batch, n_new, -1), None if state is None else GLAState(after, conv_state)
 
 
 def _fused(
-    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: At, before: jax.Array
+    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Step | Draft, before: jax.Array
 ) -> tuple[jax.Array, Any] | None:
     """``_recur`` of one token, or ``_verify``, as one kernel, or None where there is none."""
     gla = cfg.gla
@@ -116,7 +117,7 @@ def _fused(
     names = ("q", "k", "v", "gk_0", "g")[: 5 if gla.use_output_gate else 4]
     rows = [streams[name]._replace(rows=streams[name].rows[:, 0]) for name in names]
     weights = (p["gk_1"]["weight"], p["gk_1"]["bias"]), p["g_norm"]["weight"]
-    lengths = at.lengths if at.drafted is None else None
+    lengths = at.lengths if isinstance(at, Step) else None
     if not fusible(rows, *weights, lengths, before):
         return None
     options: dict[str, Any] = {"eps": gla.norm_eps, "normalizer": gla.gate_logit_normalizer,
@@ -131,20 +132,21 @@ def _recur(
     cfg: ModelConfig,
     p: Params,
     streams: dict[str, Columns],
-    lengths: jax.Array,
+    at: Chunk | Step,
     before: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(gated heads ``[B, T, H, Dv]``, state) of any number of tokens."""
+    """(gated heads ``[B, T, H, Dv]``, state) of a step, or of any number of tokens."""
     q, k, v, log_decay = _heads(cfg, p, streams)
-    if q.shape[1] == 1 and before is not None:
-        o, after = _gla_step(*(x[:, 0] for x in (q, k, v, log_decay)), lengths > 0, before)
+    if isinstance(at, Step):
+        assert before is not None
+        o, after = _gla_step(*(x[:, 0] for x in (q, k, v, log_decay)), at.lengths > 0, before)
         o = o[:, None]
     else:
         # Padding comes last and so reaches no valid o; only a state to return must be kept
         # from it, at the price of masking every operand.
         o, after = gla(
             q, k, v, log_decay, initial_state=before,
-            lengths=None if before is None else lengths, return_state=before is not None,
+            lengths=None if before is None else at.lengths, return_state=before is not None,
         )  # fmt: skip
     return _gated(cfg, p, streams, o), after
 
@@ -244,18 +246,13 @@ def _gated(cfg: ModelConfig, p: Params, streams: dict[str, Columns], o: jax.Arra
     return gated_norm(o, weight, gla.norm_eps, gate).astype(dtype)
 
 
-def by_row(x: jax.Array, at: At) -> jax.Array:
-    """``[B, 1, ...]`` with the tokens of a row of the cache side by side, where they are rows."""
-    return x if at.drafted is None else x.reshape(-1, at.drafted, *x.shape[2:])
-
-
 def _verify(
-    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: At, before: jax.Array
+    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Draft, before: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """``_recur`` of the tokens of a draft, from a state that stays as it is: (gated heads,
     (k, v, log_decay) by rows of the cache)."""
-    q, *kept = (by_row(x, at) for x in _heads(cfg, p, streams))
-    count = jnp.sum(by_row(at.lengths[:, None], at), axis=1)
+    q, *kept = (at.by_row(x) for x in _heads(cfg, p, streams))
+    count = at.row_lengths()
     o, _ = steps(_one_of_several(at.exact), (q, *kept), before, count, at.exact)
     return _gated(cfg, p, streams, o.reshape(-1, 1, *o.shape[2:])), tuple(kept)
 

@@ -19,6 +19,7 @@ from jaxllama.model.cache import Cache
 from jaxllama.model.decoder import forward, logits
 from jaxllama.model.flax_state import register
 from jaxllama.model.params import Param, nested, param_table
+from jaxllama.model.records import Hidden
 
 register()
 
@@ -63,8 +64,8 @@ class Decoder(nn.Module):
         """All parameters."""
         return {name: getattr(self, name)() for name in self.names}
 
-    def __call__(self, *args: Any, **options: Any) -> tuple[jax.Array, Cache | None]:
+    def __call__(self, *args: Any, **options: Any) -> tuple[Hidden, Cache | None]:
         return forward(self.cfg, self.tree(), *args, **options)
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        return logits(self.cfg, self.tree(), x)
+    def logits(self, hidden: Hidden) -> jax.Array:
+        return logits(self.cfg, self.tree(), hidden)

@@ -34,10 +34,11 @@ def over_mesh(
 ) -> Any:
     """``function(cfg, params, *args, **options)`` on global arrays.
 
-    Arguments are caches, None, or arrays that, like those among the options, have the first one's
-    rows.  out: the results' specs, from the axis that rows are split over.
+    Arguments are caches, None, or (trees of) arrays that, like those among the options, have the
+    first one's rows.  out: the results' specs, from the axis that rows are split over.
     """
-    local, rows = local_config(cfg, mesh.shape[MODEL_AXIS]), row_axis(mesh, args[0].shape[0])
+    local = local_config(cfg, mesh.shape[MODEL_AXIS])
+    rows = row_axis(mesh, jax.tree.leaves(args[0])[0].shape[0])
     if any(isinstance(arg, Cache) and arg.table is not None for arg in args):
         rows = None
     arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}

@@ -13,8 +13,9 @@ import jaxllama as jl
 from jaxllama.config import LatentConfig, RopeConfig
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import cache as caches
-from jaxllama.model.attention import At, mix
+from jaxllama.model.attention import mix
 from jaxllama.model.decoder import positions_of
+from jaxllama.model.records import new_tokens
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.policy import Policy
 from jaxllama.sampling import Sampling
@@ -128,7 +129,8 @@ def test_heads_of_96_attend_as_in_float32(monkeypatch, batch, dtype, width):
         for start, stop in ((0, 40), (40, 73), (73, 74), (74, 75), (75, 76)):
             begin = jnp.full((batch,), start, jnp.int32)
             positions, rope = positions_of(cfg, begin, begin + stop - start, stop - start)
-            at = At(positions, jnp.full_like(begin, stop - start), rope, fresh=start == 0)
+            count = jnp.full_like(begin, stop - start)
+            at = new_tokens(positions, count, rope, fresh=start == 0, cached=True)
             qkv = drawn[:, start:stop].astype(jnp.bfloat16).astype(dtype)
             step = functools.partial(mix, cfg, {}, at=at)
             made = {one.op: one.implementation for one in choices(step, qkv, cache)}
