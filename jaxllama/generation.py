@@ -647,11 +647,13 @@ def advance(
         newest, done, counts, lengths, step = carry.rows
         before, live = Cache(carry.layers, lengths), 1 - done
         hidden, after = _forward(cfg, params, newest[:, None], live, before, sparse=True)
-        if not sampling.features and _ends_in_one(cfg, params, hidden, stop_ids):
+        plan = None if sampling.features else _own_end(cfg, params, hidden, stop_ids)
+        if plan is not None:
             product = decoder.head_product(cfg, params, hidden[:, 0])
             kept = greedy.append_greedy(
-                product, carry.rows, carry.written, stop_ids, capacity=before.capacity
-            )
+                product, carry.rows, carry.written, stop_ids, capacity=before.capacity,
+                planned=plan,
+            )  # fmt: skip
             return _Carry(*kept, after.layers, None)
         scores = _logits(cfg, params, hidden[:, 0], before, live)
         rows = newest, done, counts, after.lengths, step
@@ -661,11 +663,13 @@ def advance(
     return _unpack(lax.while_loop(unfinished, one_token, _pack(state)))
 
 
-def _ends_in_one(cfg: ModelConfig, params: Params, hidden: Hidden, stop_ids: jax.Array) -> bool:
-    """Has what follows the head in a greedy step a kernel?"""
+def _own_end(
+    cfg: ModelConfig, params: Params, hidden: Hidden, stop_ids: jax.Array
+) -> greedy.Plan | None:
+    """The plan of the kernel of what follows the head in a greedy step, if there is one here."""
     logits = jax.ShapeDtypeStruct((hidden.x.shape[0], cfg.vocab_size), hidden.x.dtype)
     is_plain = cfg.logit_softcap is None and traced_mesh(params) is None
-    return is_plain and greedy.fusible(logits, stop_ids)
+    return greedy.own_append(logits, stop_ids) if is_plain else None
 
 
 def loop_for(params: Params) -> Callable[..., GenerateState]:

@@ -21,6 +21,7 @@ the convolutions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +31,9 @@ from jaxllama.model.cache import GLAState, GLATokens
 from jaxllama.model.gla import gated_norm, last_convolved, moving, short_convolution, steps
 from jaxllama.model.linear import Params, linear
 from jaxllama.model.records import At, Chunk, Draft, Step
-from pallas_kernels.gated_delta.commit import fusible as fusible_commit
-from pallas_kernels.gated_delta.commit import gated_delta_commit
+from pallas_kernels.gated_delta.commit import gated_delta_commit, own_commit
 from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
-from pallas_kernels.gated_delta.token import fusible, gated_delta_token, gated_delta_tokens
+from pallas_kernels.gated_delta.token import gated_delta_token, gated_delta_tokens, own_token
 from pallas_kernels.matmul.blocks import Columns
 
 _INPUTS = ("qkvz", "ba", "f_0", "g_0")
@@ -110,9 +110,12 @@ def _fused(
     weights = p["conv"]["weight"], decay, p["o_norm"]["weight"]
     before = state.state, state.conv[0]
     lengths = at.lengths if isinstance(at, Step) else None
-    if not fusible(rows, *weights, lengths, *before):
+    plan = own_token(rows, *weights, lengths, *before)
+    if plan is None:
         return None
-    options = {"eps": delta.norm_eps, "beta_max": delta.beta_max}
+    options: dict[str, Any] = {
+        "eps": delta.norm_eps, "beta_max": delta.beta_max, "planned": plan,
+    }  # fmt: skip
     if lengths is not None:
         o, after, last = gated_delta_token(rows, *weights, lengths, *before, **options)
         return o.reshape(batch, 1, -1), GLAState(after, (last,))
@@ -130,8 +133,9 @@ def commit(
         for old, of in both
     ]
     plain = all(len(layer) == 7 and layer[4].ndim == 3 for layer in layers)  # a decay a head
-    if plain and fusible_commit(layers, count):
-        for state, last in zip(*gated_delta_commit(layers, count), strict=True):
+    plan = own_commit(layers, count) if plain else None
+    if plan is not None:
+        for state, last in zip(*gated_delta_commit(layers, count, planned=plan), strict=True):
             yield GLAState(state, (last,))
         return
     for state, of in both:

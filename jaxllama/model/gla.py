@@ -37,10 +37,9 @@ from jaxllama.model.cache import GLAState, GLATokens
 from jaxllama.model.linear import Params, linear
 from jaxllama.model.records import At, Chunk, Draft, Step
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.gla.commit import fusible as fusible_commit
-from pallas_kernels.gla.commit import gla_commit
+from pallas_kernels.gla.commit import gla_commit, own_commit
 from pallas_kernels.gla.op import gla, gla_step
-from pallas_kernels.gla.token import fusible, gla_token, gla_tokens
+from pallas_kernels.gla.token import gla_token, gla_tokens, own_token
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.rows.rms_norm import rms_norm
 
@@ -117,14 +116,17 @@ def _fused(
     names = ("q", "k", "v", "gk_0", "g")[: 5 if gla.use_output_gate else 4]
     rows = [streams[name]._replace(rows=streams[name].rows[:, 0]) for name in names]
     weights = (p["gk_1"]["weight"], p["gk_1"]["bias"]), p["g_norm"]["weight"]
-    lengths = at.lengths if isinstance(at, Step) else None
-    if not fusible(rows, *weights, lengths, before):
+    lengths, exact = (at.lengths, False) if isinstance(at, Step) else (None, at.exact)
+    plan = own_token(rows, *weights, lengths, before, exact=exact)
+    if plan is None:
         return None
-    options: dict[str, Any] = {"eps": gla.norm_eps, "normalizer": gla.gate_logit_normalizer,
-                               "clamp_min": gla.clamp_min}  # fmt: skip
+    options: dict[str, Any] = {
+        "eps": gla.norm_eps, "normalizer": gla.gate_logit_normalizer, "clamp_min": gla.clamp_min,
+        "planned": plan,
+    }  # fmt: skip
     if lengths is not None:
         return gla_token(rows, *weights, lengths, before, **options)
-    o, *tokens = gla_tokens(rows, *weights, before, **options, exact=at.exact)
+    o, *tokens = gla_tokens(rows, *weights, before, **options, exact=exact)
     return o, tokens
 
 
@@ -263,8 +265,9 @@ def commit(
     """Of several layers the state after the first ``count[B]`` of the tokens."""
     before = tuple(state.state for state in states)
     kept = [tuple(getattr(of, name) for of in tokens) for name in ("k", "v", "log_decay")]
-    if fusible_commit(before, *kept, count):
-        after = gla_commit(before, *kept, count)
+    plan = own_commit(before, *kept, count)
+    if plan is not None:
+        after = gla_commit(before, *kept, count, planned=plan)
     else:
         one = _one_of_several(exact)
         chains = zip(before, *kept, strict=True)
