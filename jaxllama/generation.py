@@ -38,8 +38,9 @@ from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
-from jaxllama.model.cache import Cache, KVCache, Proposal
+from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.lora import ROWS, for_rows
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of, traced_mesh
 from jaxllama.sampling import History, Sampling, SamplingParams, sample

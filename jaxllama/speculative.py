@@ -42,7 +42,8 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import GenerateState, Params, fill_rows, prefill_chunk, verify
 from jaxllama.model import decoder
-from jaxllama.model.cache import Cache, KVCache, init_cache
+from jaxllama.model.cache import Cache, init_cache
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.sampling import History, SamplingParams, sample, whole

@@ -32,18 +32,18 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
-from jaxllama.model import attention, delta, gla, linear
+from jaxllama.model import linear
 from jaxllama.model.cache import (
     Cache,
-    GLAState,
-    GLATokens,
-    KVCache,
+    LayerState,
     Proposal,
     cache_specs,
     proposal_specs,
 )
 from jaxllama.model.linear import Params, Stream
 from jaxllama.model.lora import ROWS, chosen, for_rows
+from jaxllama.model.mixers import MIXERS
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.params import check
 from jaxllama.model.records import At, Chunk, Draft, Hidden, new_tokens
 from jaxllama.model.rope import Ropes, rope_tables
@@ -55,10 +55,6 @@ from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.cpu.head import norm_matmul
 from pallas_kernels.cpu.head import plan as head_plan
 from pallas_kernels.dispatch import is_recording
-
-LayerState = KVCache | GLAState | GLATokens | None
-_MIXERS: dict[str, Any] = {"attention": attention, "gla": gla, "delta": delta}
-
 
 # A layer
 
@@ -91,7 +87,7 @@ def mix_half(
     ops: Any = linear,
 ) -> tuple[Stream, LayerState]:
     """A layer's first half: norm and mixer."""
-    mixer, own = _MIXERS[kind], p["mixer"]
+    mixer, own = MIXERS[kind].mix, p["mixer"]
     y, stream = ops.norm_linear(stream, p.get("mixer_norm"), mixer.inputs(cfg, own), cfg)
     heads, state = mixer.mix(cfg, own, y, state, at)
     return ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm")), state
@@ -172,7 +168,7 @@ def positions_of(
     """(positions ``[B, n_new]`` from ``start[B]`` on, RoPE tables or None); total[B]: tokens of
     each row when the whole prompt is in."""
     positions = start[:, None] + jnp.arange(n_new, dtype=jnp.int32)[None, :]
-    if "attention" not in cfg.layer_types:
+    if not cfg.ropes:
         return positions, None
     tables = (rope_tables(one, cfg.head_dim, positions, total) for one in cfg.ropes)
     return positions, Ropes(cfg.ropes, tuple(tables))
@@ -307,7 +303,7 @@ def propose(
     stream = Stream(embed_tokens(cfg, params, tokens.reshape(-1, 1), activation_dtype(params)))
     stream, states = walk(cfg, params, stream, cache.layers, at, block_once)
     hidden = Hidden(stream.total.reshape(batch, width, -1))
-    kept = tuple(state if isinstance(state, GLATokens) else None for state in states)
+    kept = tuple(None if isinstance(state, KVCache) else state for state in states)
     layers: Any = tuple(
         state if tokens is None else old
         for state, tokens, old in zip(states, kept, cache.layers, strict=True)
@@ -320,13 +316,13 @@ def commit(proposal: Proposal, count: jax.Array, exact: bool = False) -> Cache:
     exact: as ``propose`` was told."""
     cache, count = proposal.cache, jnp.clip(count, 0, proposal.new)
     layers: list[Any] = list(cache.layers)
-    for mixer, is_delta in ((gla, False), (delta, True)):
-        of = {
-            index: tokens
-            for index, tokens in enumerate(proposal.tokens)
-            if tokens is not None and (tokens.beta is not None) == is_delta
-        }
-        states = mixer.commit([layers[index] for index in of], list(of.values()), count, exact)
+    kinds: dict[str, dict[int, Any]] = {}
+    for index, tokens in enumerate(proposal.tokens):
+        if tokens is not None:
+            kinds.setdefault(tokens.kind, {})[index] = tokens
+    for kind, of in kinds.items():
+        before = [layers[index] for index in of]
+        states = MIXERS[kind].mix.commit(before, list(of.values()), count, exact)
         for index, state in zip(of, states, strict=True):
             layers[index] = state
     return Cache(tuple(layers), cache.lengths + count, cache.table)

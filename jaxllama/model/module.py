@@ -18,7 +18,8 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.cache import Cache
 from jaxllama.model.decoder import forward, logits
 from jaxllama.model.flax_state import register
-from jaxllama.model.params import Param, nested, param_table
+from jaxllama.model.param import Param
+from jaxllama.model.params import nested, param_table
 from jaxllama.model.records import Hidden
 
 register()

@@ -1,6 +1,6 @@
 """The model over a mesh: each device runs its own, smaller model on its own arrays.
 
-Under ``shard_map`` a device has the kernels of one, on ``parallel.layout.local_config``'s shapes,
+Under ``shard_map`` a device has the kernels of one, on ``model.split.local_config``'s shapes,
 with two sums a layer (``parallel.collectives``).  Rows are split over "data" where it divides them;
 otherwise, and where they share pages, every group does all of them.
 """
@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 from jaxllama.config import ModelConfig
 from jaxllama.model.cache import Cache, cache_specs
 from jaxllama.model.linear import Params
+from jaxllama.model.shardings import specs
+from jaxllama.model.split import local_config
 from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.layout import local_config
 from jaxllama.parallel.mesh import row_axis
-from jaxllama.parallel.shardings import specs
 
 
 def over_mesh(

@@ -20,14 +20,13 @@ import jax.numpy as jnp
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
-from jaxllama.model.cache import GLAState, KVCache
+from jaxllama.model.cache import LayerState
 from jaxllama.model.linear import Stream
 from jaxllama.model.records import Draft, Hidden, new_tokens
 from jaxllama.model.rope import Ropes
 from jaxllama.offload.policy import Policy
 
 Kind = Literal["embed", "layer", "mix", "feed", "head"]
-LayerState = KVCache | GLAState
 Rope = Ropes | None
 _HALVES = {
     "mix": ("mixer_norm", "mixer", "mixer_out_norm"),

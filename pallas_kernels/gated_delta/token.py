@@ -4,7 +4,7 @@ short convolution, the gates, the steps, the norm and the output's gate.
 ``gated_delta_token`` is one token.  ``gated_delta_tokens`` are several that may not stay: nothing
 of the row is written, and what ``gated_delta.commit`` needs to take some of them comes out too.
 
-What they compute is the module ``jaxllama.model.delta`` with one decay a head; there is no other
+What they compute is ``jaxllama.model.mixers.delta.mix`` with one decay a head; there is no other
 form of it here.  ``plan`` says where the kernel does not go.
 """
 

@@ -8,7 +8,7 @@
 ``gla_token`` is one token.  ``gla_tokens`` are several that may not stay: the state is not written,
 and what ``gla.commit`` needs to take some of them comes out too.
 
-What they compute is the module ``jaxllama.model.gla``; there is no other form of it here.  ``plan``
+What they compute is ``jaxllama.model.mixers.gla.mix``; there is no other form of it here.  ``plan``
 says where the kernel does not go.  The projections come as columns of wider arrays, as a product
 with several weights leaves them, and are read there.
 """

@@ -13,8 +13,8 @@ import jaxllama as jl
 from jaxllama.config import LatentConfig, RopeConfig
 from jaxllama.language_model import LanguageModel
 from jaxllama.model import cache as caches
-from jaxllama.model.attention import mix
 from jaxllama.model.decoder import positions_of
+from jaxllama.model.mixers.attention.mix import mix
 from jaxllama.model.records import new_tokens
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.policy import Policy

@@ -22,10 +22,11 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import load_config
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import decode_step, generate, init_params, logits, prefill
-from jaxllama.model import gla
-from jaxllama.model.cache import GLAState, init_cache
+from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import mix_half, whole_rows
 from jaxllama.model.linear import Stream
+from jaxllama.model.mixers.gla import mix as gla
+from jaxllama.model.mixers.recurrent import RecurrentState
 from jaxllama.model.params import param_table
 from jaxllama.model.records import new_tokens
 from jaxllama.sampling import Sampling
@@ -206,7 +207,7 @@ def test_a_row_without_a_token_keeps_its_state():
         whole = whole_rows(cfg, 2, length)
         at = new_tokens(whole.positions, lengths, whole.rope, cached=True)
         y, after = run(cfg, "gla", params, Stream(tokens), state, at)
-        assert isinstance(after, GLAState)
+        assert isinstance(after, RecurrentState)
         for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
             np.testing.assert_array_equal(old[0], new[0])
             assert not np.array_equal(old[1], new[1])

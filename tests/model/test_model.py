@@ -12,9 +12,11 @@ import pytest
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import decode_step, generate, logits, prefill
-from jaxllama.model.attention import attend, attend_cached
-from jaxllama.model.attention_sparse import sparse_decode
-from jaxllama.model.cache import Cache, GLAState, KVCache, init_cache, insert
+from jaxllama.model.cache import Cache, init_cache, insert
+from jaxllama.model.mixers.attention.mix import attend, attend_cached
+from jaxllama.model.mixers.attention.sparse import sparse_decode
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.mixers.recurrent import RecurrentState
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.sampling import Sampling
 from pallas_kernels.attention.rope_cache import to_cache_basis
@@ -45,7 +47,7 @@ def poison(cache: Cache) -> Cache:
     """NaN wherever no row owns the position (attention), and in whole rows of length 0 (GLA)."""
 
     def one(layer):
-        if isinstance(layer, GLAState):
+        if isinstance(layer, RecurrentState):
             empty = cache.lengths == 0
 
             def fill(leaf):
@@ -121,7 +123,7 @@ def test_nan_beyond_every_length_changes_nothing(family):
 
     def fresh(layer):
         """A poisoned GLA slot becomes usable by being replaced whole, as ``insert`` does."""
-        if not isinstance(layer, GLAState):
+        if not isinstance(layer, RecurrentState):
             return layer
         return jax.tree.map(lambda leaf: leaf.at[used].set(jnp.zeros((), leaf.dtype)), layer)
 

@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.cache import KVCache, init_cache
+from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.records import Hidden
 from jaxllama.offload import units as programs
 from jaxllama.offload.layer_cache import TAIL

@@ -18,7 +18,7 @@ import jaxllama as jl
 from jaxllama import generation
 from jaxllama.config import RopeConfig
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.cache import KVCache
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.sampling import SamplingParams
 from jaxllama.serving.engine import runner
 from jaxllama.serving.engine.engine import Engine

@@ -25,37 +25,61 @@ gates of values, biases of the convolutions.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxllama.config import GLAConfig, ModelConfig
-from jaxllama.model.cache import GLAState, GLATokens
 from jaxllama.model.linear import Params, linear
+from jaxllama.model.mixers.gla.parameters import widths
+from jaxllama.model.mixers.recurrent import (
+    RecurrentState,
+    empty_state,
+    gated_norm,
+    last_convolved,
+    moving,
+    short_convolution,
+    steps,
+)
 from jaxllama.model.records import At, Chunk, Draft, Step
+from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gla.commit import gla_commit, own_commit
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.gla.token import gla_token, gla_tokens, own_token
 from pallas_kernels.matmul.blocks import Columns
-from pallas_kernels.rows.rms_norm import rms_norm
 
 _LEAST = 1e-10  # what is added to a normalizer, as flash-linear-attention does
 
 
-def widths(cfg: ModelConfig) -> dict[str, int]:
-    """Of everything that is projected from the input, in order."""
-    gla = cfg.gla
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GLATokens:
+    """T tokens that a state may yet take: k, v and log_decay ``[B, T, H, D]``, and what the short
+    convolutions read, each ``[B, T, features]``."""
+
+    kind: ClassVar[str] = "gla"
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    conv: tuple[jax.Array, ...] = ()
+
+    __repr__ = short_repr
+
+
+def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> RecurrentState:
+    """Of no tokens; it does not grow with a row's ``length``."""
+    del length, width
+    gla, (d_k, d_v) = cfg.gla, cfg.gla_head_dims
     assert gla is not None
-    d_k, d_v = cfg.gla_head_dims
-    sizes = {"q": gla.n_heads * d_k, "k": gla.n_kv_heads * d_k, "v": gla.n_kv_heads * d_v}
-    if gla.use_output_gate:
-        sizes["g"] = gla.n_heads * d_v
-    decay = {"channel": {"gk_0": gla.gate_low_rank_dim}, "head": {"gk": gla.n_heads}, "none": {}}
-    return {**sizes, **decay[gla.decay]}
+    features = gla.n_heads * d_k, gla.n_kv_heads * d_k, gla.n_kv_heads * d_v
+    taps = gla.conv_size if gla.use_short_conv else 0
+    # The keys' sum is a column of the state.
+    return empty_state(rows, gla.n_heads, d_k, d_v + gla.normalizer, taps, features, dtype)
 
 
 def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
@@ -64,8 +88,8 @@ def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
 
 
 def mix(
-    cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: GLAState | None, at: At
-) -> tuple[jax.Array, GLAState | GLATokens | None]:
+    cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: RecurrentState | None, at: At
+) -> tuple[jax.Array, RecurrentState | GLATokens | None]:
     """The projections of ``inputs``, columns of ``[B, T, n]`` -> (gated heads ``[B, T, H Dv]``,
     state); a state of None starts from zero and is not returned.  Where tokens are verified
     (``records.Draft``) they are returned instead: ``commit`` adds those that stay.
@@ -100,7 +124,7 @@ def mix(
         assert before is not None
         fused = _fused(cfg, p, streams, at, before)
     o, after = _recur(cfg, p, streams, at, before) if fused is None else fused
-    return o.reshape(batch, n_new, -1), None if state is None else GLAState(after, conv_state)
+    return o.reshape(batch, n_new, -1), None if state is None else RecurrentState(after, conv_state)
 
 
 def _fused(
@@ -225,15 +249,6 @@ def _one_of_several(exact: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return functools.partial(_gla_step, form="xla" if fuses else None)
 
 
-def moving(moves: jax.Array, *operands: jax.Array) -> Iterator[jax.Array]:
-    """Operands ``[B, ...]`` with zeros for the rows that stand still: no decay and nothing added,
-    so that a step can update the state in place without a second copy of it to choose from.  They
-    are arrays then, too, and no slices of one, which a kernel refuses where they are not aligned.
-    """
-    for x in operands:
-        yield jnp.where(moves.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
-
-
 def _gated(cfg: ModelConfig, p: Params, streams: dict[str, Columns], o: jax.Array) -> jax.Array:
     """The recursion's answers ``[B, T, H, Dv]`` between it and the output's product."""
     gla, dtype = cfg.gla, streams["q"].rows.dtype
@@ -260,8 +275,8 @@ def _verify(
 
 
 def commit(
-    states: Sequence[GLAState], tokens: Sequence[GLATokens], count: jax.Array, exact: bool
-) -> Iterator[GLAState]:
+    states: Sequence[RecurrentState], tokens: Sequence[GLATokens], count: jax.Array, exact: bool
+) -> Iterator[RecurrentState]:
     """Of several layers the state after the first ``count[B]`` of the tokens."""
     before = tuple(state.state for state in states)
     kept = [tuple(getattr(of, name) for of in tokens) for name in ("k", "v", "log_decay")]
@@ -273,83 +288,4 @@ def commit(
         chains = zip(before, *kept, strict=True)
         after = [steps(one, (k, k, v, g), state, count, exact)[1] for state, k, v, g in chains]
     for old, of, state in zip(states, tokens, after, strict=True):
-        yield GLAState(state, last_convolved(old, of, count))
-
-
-def last_convolved(
-    state: GLAState, tokens: GLATokens, count: jax.Array
-) -> tuple[jax.Array, ...] | None:
-    """What the convolutions read after the first ``count[B]`` of the tokens."""
-    if state.conv is None:
-        return None
-    read = zip(state.conv, tokens.conv, strict=True)
-    return tuple(_last_inputs(past, x, count) for past, x in read)
-
-
-def steps(
-    one: Callable[..., tuple[jax.Array, jax.Array]],
-    operands: Sequence[jax.Array],
-    state: jax.Array,
-    count: jax.Array,
-    exact: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """A decoder's steps, of operands ``[B, T, ...]`` the first ``count[B]``: (``o [B, T, H, Dv]``,
-    state).  one: ``one(*operands at t, moves[B], state=)`` -> (o, state).
-
-    A CPU takes them in a loop, since of a chain its compiler rounds other products; a GPU fuses
-    the chain, and passes over the state once.  exact: in a step of B * T rows, most of them empty.
-    """
-    is_cpu, (batch, width) = jax.default_backend() == "cpu", operands[0].shape[:2]
-    if exact and is_cpu:
-        *operands, state, count = (
-            jnp.pad(x, ((0, batch * (width - 1)), *((0, 0),) * (x.ndim - 1)))
-            for x in (*operands, state, count)
-        )
-
-    def step(state: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        o, state = one(*now, state=state)
-        return state, o
-
-    moves = jnp.arange(width, dtype=count.dtype)[:, None] < count[None, :]
-    tokens = *(jnp.moveaxis(x, 1, 0) for x in operands), moves
-    state, o = jax.lax.scan(step, state, tokens, unroll=not is_cpu)
-    return jnp.moveaxis(o, 0, 1)[:batch], state[:batch]
-
-
-def gated_norm(
-    o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None, activation: str = "silu"
-) -> jax.Array:
-    """``rms_norm(o) * activation(gate)`` over the last axis, in float32 with one cast to o's dtype;
-    activation: "silu" or "sigmoid"."""
-    y = rms_norm(o, weight, eps, out_dtype=jnp.float32)
-    if gate is not None:
-        y = y * getattr(jax.nn, activation)(gate.astype(jnp.float32))
-    return y.astype(o.dtype)
-
-
-def short_convolution(
-    x: jax.Array, weight: jax.Array, past: jax.Array | None, lengths: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """``silu`` of a causal depthwise convolution over time: ``y_t = silu(sum_w weight[:, w] *
-    x_{t - W + 1 + w})``.
-
-    ``x[B, T, features]``, ``weight[features, W]``, past ``[B, W - 1, features]`` (None: zeros) ->
-    (y, the last W - 1 inputs after each row's ``lengths[B]`` valid ones).
-    """
-    (features, width), (batch, n_new, _) = weight.shape, x.shape
-    if past is None:
-        past = jnp.zeros((batch, width - 1, features), x.dtype)
-    inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
-    taps = weight.astype(jnp.float32)
-    y = jnp.zeros(x.shape, jnp.float32)
-    for tap in range(width):
-        y = y + inputs[:, tap : tap + n_new].astype(jnp.float32) * taps[:, tap]
-    return jax.nn.silu(y).astype(x.dtype), _last_inputs(past, x, lengths)
-
-
-def _last_inputs(past: jax.Array, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """What a convolution's next token reads: as many inputs as ``past [B, W - 1, features]`` has,
-    up to the first ``lengths[B]`` of ``x [B, T, features]``."""
-    inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
-    last = lengths[:, None] + jnp.arange(past.shape[1], dtype=lengths.dtype)[None, :]
-    return jnp.take_along_axis(inputs, last[:, :, None], axis=1).astype(past.dtype)
+        yield RecurrentState(state, last_convolved(old, of, count))

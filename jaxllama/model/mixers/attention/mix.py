@@ -7,7 +7,7 @@ at positions s <= p (and > p - window).  Two forms:
   blocks, so memory is linear in the sequence.
 * ``attend_cached`` over a cache for several new tokens: ``attention.blockwise``, queries in blocks.
 
-On a GPU in 16-bit both are cuDNN's kernels (``model.attention_cudnn``), unless scores are capped;
+On a GPU in 16-bit both are cuDNN's kernels (``mixers.attention.cudnn``), unless scores are capped;
 on a CPU both are one handler (``pallas_kernels.cpu.prefill``).
 
 One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
@@ -15,7 +15,7 @@ attention.  Tokens to be verified (``records.Draft``) are such rows too, several
 all are written first, and then read the row together (``decode_attention`` of several tokens; more
 of them than its kernel takes, and exact ones, each by itself).
 
-Which tokens read V sparsely (``ModelConfig.attn_sparsity``, ``model.attention_sparse``) the caller
+Which tokens read V sparsely (``ModelConfig.attn_sparsity``, ``mixers.attention.sparse``) the caller
 says, because it is a matter of what a token is, not of how many come at once: generated tokens do,
 a prompt's do not.
 
@@ -37,10 +37,10 @@ import numpy as np
 from jax import lax
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.attention_cudnn import causal, extend, has_cudnn
-from jaxllama.model.attention_sparse import sparse_attend
-from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Params, linear
+from jaxllama.model.mixers.attention.cudnn import causal, extend, has_cudnn
+from jaxllama.model.mixers.attention.sparse import sparse_attend
+from jaxllama.model.mixers.attention.state import KVCache, init_state
 from jaxllama.model.records import At, Chunk, Draft, Step
 from jaxllama.model.rope import apply_rope, narrowed, widened
 from pallas_kernels.attention.blockwise import (
@@ -66,6 +66,7 @@ from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import Op, chosen
 
+__all__ = ["init_state", "inputs", "mix"]
 _Static = tuple[int | None, float | None, Any]  # window, softcap, the handler's plan
 QUERY_BLOCK = 512
 
