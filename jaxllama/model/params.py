@@ -24,7 +24,7 @@ from jaxllama.model.mixers import MIXERS
 from jaxllama.model.mixers.delta import parameters as delta
 from jaxllama.model.mixers.gla import parameters as gla
 from jaxllama.model.names import Names
-from jaxllama.model.param import Param, Path, fused, one, written
+from jaxllama.model.param import Param, Path, Shape, fused, one, written
 
 LLAMA = Names()
 FLA = Names(embed="model.embeddings", mixer_norm="attn_norm", mixer="attn.", mlp_norm="mlp_norm")
@@ -156,10 +156,15 @@ def nested(table: Mapping[Path, Any]) -> dict[str, Any]:
 
 def check(cfg: ModelConfig, params: Mapping[str, Any]) -> None:
     """Raises ValueError naming a parameter that is missing or has another shape than ``cfg``'s."""
-    for path, param in param_table(cfg).items():
+    for path, shape in _shapes(cfg):
         value: Any = params
         for name in path:
             value = value.get(name) if isinstance(value, Mapping) else None
         found = None if value is None else value.shape
-        if found != param.shape:
-            raise ValueError(f"{'/'.join(path)}: shape {found}, but the config wants {param.shape}")
+        if found != shape:
+            raise ValueError(f"{'/'.join(path)}: shape {found}, but the config wants {shape}")
+
+
+@functools.lru_cache(maxsize=64)
+def _shapes(cfg: ModelConfig) -> tuple[tuple[Path, Shape], ...]:
+    return tuple((path, param.shape) for path, param in param_table(cfg).items())
