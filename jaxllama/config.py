@@ -20,7 +20,8 @@ from jaxllama.errors import JaxLlamaError
 
 _PACKAGE = Path(__file__).resolve().parent
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
-LayerType = Literal["attention", "gla", "delta"]
+KINDS = ("attention", "gla", "delta")  # of layers, whose options are fields of their own
+Options = tuple[tuple[str, Any], ...]
 Norm = Literal["rms", "layer"]
 QKNorm = Literal["none", "head", "full"]
 Activation = Literal["silu", "gelu_tanh", "gelu"]
@@ -205,12 +206,14 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only language model whose layers are attention, GLA or the gated delta rule.
+    """A decoder-only language model whose layers are attention, GLA, the gated delta rule, or of
+    another kind of ``model.mixers``.
 
-    Sizes are counts of features, heads or tokens.  ``layer_types`` is "attention", "gla" or "delta"
-    per layer; ``sliding_window`` counts the keys a query sees, itself included (None: all of them),
-    in the layers that ``window_layers`` lists by index (empty: in every layer), which turn by
-    ``window_rope`` where that is given; the layers of ``nope_layers`` have no positions (NoPE).
+    Sizes are counts of features, heads or tokens.  ``layer_types`` is "attention", "gla", "delta"
+    or a key of ``mixers`` per layer.  ``sliding_window`` counts the keys a query sees, itself
+    included (None: all of them), in the layers that ``window_layers`` lists by index (empty: in
+    every layer), which turn by ``window_rope`` where that is given; the layers of ``nope_layers``
+    have no positions (NoPE).
     ``attn_sparsity`` < 1 keeps that share of the attention weights in decode (FlexGen, arXiv
     2303.06865, section 5); ``embedding_scale`` multiplies embeddings by sqrt(d_model).
 
@@ -221,6 +224,8 @@ class ModelConfig:
     ``attn_softcap`` and ``logit_softcap``: x becomes cap tanh(x / cap).  attn_gate: attention's
     heads are multiplied by the sigmoid of a product of its input (Qwen3-Next).  latent: attention's
     keys and values are made of latents (Kimi-Linear); the cache keeps them whole.
+    mixers: the options of other kinds of layers, ``{kind: {option: value}}`` in TOML;
+    ``options_of`` reads them.
     """
 
     name: str
@@ -242,7 +247,7 @@ class ModelConfig:
     window_layers: tuple[int, ...] = ()
     embedding_scale: bool = False
     attn_sparsity: float = 1.0
-    layer_types: tuple[LayerType, ...] = ()
+    layer_types: tuple[str, ...] = ()
     gla: GLAConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -260,10 +265,12 @@ class ModelConfig:
     attn_gate: bool = False
     delta: DeltaConfig | None = None
     latent: LatentConfig | None = None
+    mixers: tuple[tuple[str, Options], ...] = ()
     stored: Stored = dataclasses.field(default_factory=Stored)
 
     def __post_init__(self) -> None:
         _check_literals(self)
+        object.__setattr__(self, "mixers", _frozen(dict(self.mixers)))
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("attention",) * self.n_layers)
         for key in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim",
@@ -296,7 +303,7 @@ class ModelConfig:
         )  # fmt: skip
         for kind in self.layer_types:
             _require(
-                kind in typing.get_args(LayerType),
+                kind in KINDS or kind in dict(self.mixers),
                 "layer_types", kind, "must be 'attention', 'gla' or 'delta'",
             )  # fmt: skip
         _require(
@@ -346,6 +353,14 @@ class ModelConfig:
                     f"gla.{key}", expand,
                     f"times d_model ({self.d_model}) must divide into {self.gla.n_heads} heads",
                 )  # fmt: skip
+
+    def options_of(self, kind: str) -> dict[str, Any]:
+        """What ``mixers`` says of a kind of layers."""
+        return dict(dict(self.mixers)[kind])
+
+    def with_options(self, kind: str, **changes: Any) -> tuple[tuple[str, Options], ...]:
+        """``mixers`` with other options of one kind."""
+        return _frozen(dict(self.mixers) | {kind: self.options_of(kind) | changes})
 
     def with_head_of(self, params: Mapping[str, Any]) -> ModelConfig:
         """The config, untied where ``params`` have a head beside the embedding: the copy that
@@ -405,7 +420,9 @@ class ModelConfig:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
+        mixers = {kind: self.options_of(kind) for kind, _ in fields.pop("mixers")}
+        return fields | ({"mixers": mixers} if mixers else {})
 
 
 def load_config(name: str | Path) -> ModelConfig:
@@ -504,6 +521,8 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
             return value
         raise JaxLlamaError(f"{key} = {value!r}: allowed values are {', '.join(map(str, args))}")
     elif origin is tuple:
+        if isinstance(value, dict):
+            return _frozen(value)
         if isinstance(value, (list, tuple)):
             return tuple(_convert(args[0], item, key) for item in value)
     elif hint is float:
@@ -512,6 +531,13 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     raise JaxLlamaError(f"{key} = {value!r}: expected {getattr(hint, '__name__', hint)}")
+
+
+def _frozen(value: Any) -> Any:
+    """A mapping as a sorted tuple of pairs, a list as a tuple; both all the way down."""
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(key), _frozen(one)) for key, one in value.items()))
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _check_literals(instance: Any) -> None:

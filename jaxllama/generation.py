@@ -38,8 +38,10 @@ from jaxllama import compiler_options
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
-from jaxllama.model.cache import Cache, KVCache, Proposal
+from jaxllama.model.cache import Cache, Proposal
 from jaxllama.model.lora import ROWS, for_rows
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of, traced_mesh
 from jaxllama.sampling import History, Sampling, SamplingParams, sample
 from pallas_kernels.brief import short_repr
@@ -107,8 +109,8 @@ def logits(cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Arr
     _check_prompts(cfg, tokens, lengths)
     tokens, lengths = _int32(tokens, lengths)
     possible = _possible(cfg, tokens, lengths)
-    hidden, _ = decoder.forward(cfg, params, tokens, lengths, normed=False)
-    return _or_nan(possible, decoder.logits(cfg, params, hidden, normed=False))
+    hidden, _ = decoder.forward(cfg, params, tokens, lengths)
+    return _or_nan(possible, decoder.logits(cfg, params, hidden))
 
 
 def prefill_chunk(rows: int, width: int) -> int | None:
@@ -177,31 +179,27 @@ def _fill(
     cache: Cache,
     chunk: int | None,
 ) -> tuple[jax.Array, Cache]:
-    rows = jnp.arange(tokens.shape[0])
     before = cache
-
-    def last_valid(hidden: jax.Array, n_new: jax.Array) -> jax.Array:
-        return hidden[rows, jnp.maximum(n_new - 1, 0)]
 
     if chunk is None or chunk >= tokens.shape[1]:
         hidden, cache = _forward(cfg, params, tokens, lengths, cache)
-        last = last_valid(hidden, lengths)
+        last = hidden.last(lengths)
     else:
         n_chunks = -(-tokens.shape[1] // chunk)
         tokens = jnp.pad(tokens, ((0, 0), (0, n_chunks * chunk - tokens.shape[1])))
         pieces = jnp.moveaxis(tokens.reshape(tokens.shape[0], n_chunks, chunk), 1, 0)
         total = cache.lengths + lengths
 
-        def one_chunk(carry: tuple[Cache, jax.Array], piece: tuple[jax.Array, jax.Array]):
+        def one_chunk(carry: tuple[Cache, Hidden], piece: tuple[jax.Array, jax.Array]):
             cache, last = carry
             index, part = piece
             n_new = jnp.clip(lengths - index * chunk, 0, chunk)
             hidden, cache = _forward(cfg, params, part, n_new, cache, total)
-            return (cache, jnp.where((n_new > 0)[:, None], last_valid(hidden, n_new), last)), None
+            return (cache, hidden.last(n_new, last)), None
 
         blank = jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params))
         index = jnp.arange(n_chunks, dtype=jnp.int32)
-        (cache, last), _ = lax.scan(one_chunk, (cache, blank), (index, pieces))
+        (cache, last), _ = lax.scan(one_chunk, (cache, Hidden(blank)), (index, pieces))
     return _logits(cfg, params, last, before, lengths), cache
 
 
@@ -265,7 +263,7 @@ def verify(
 ) -> tuple[jax.Array, Proposal]:
     """``verify_step`` inside of a program; exact: as of ``decoder.propose``."""
     hidden, proposal = decoder.propose(cfg, params, tokens, lengths, cache, exact)
-    scores = decoder.logits(cfg, params, hidden.reshape(-1, hidden.shape[-1]), normed=False)
+    scores = decoder.logits(cfg, params, hidden.flat())
     scores = scores.reshape(*tokens.shape, -1)
     if cache.capacity is not None:
         last = cache.lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
@@ -295,21 +293,19 @@ def _forward(
     cache: Cache,
     total: jax.Array | None = None,
     sparse: bool = False,
-) -> tuple[jax.Array, Cache]:
-    """``decoder.forward`` without the final norm, which gives a cache where it gets one."""
-    hidden, after = decoder.forward(
-        cfg, params, tokens, lengths, cache, total, sparse=sparse, normed=False
-    )
+) -> tuple[Hidden, Cache]:
+    """``decoder.forward`` of a cache, which gives a cache."""
+    hidden, after = decoder.forward(cfg, params, tokens, lengths, cache, total, sparse=sparse)
     assert after is not None
     return hidden, after
 
 
 def _logits(
-    cfg: ModelConfig, params: Params, hidden: jax.Array, cache: Cache, lengths: jax.Array
+    cfg: ModelConfig, params: Params, hidden: Hidden, cache: Cache, lengths: jax.Array
 ) -> jax.Array:
     """Logits after ``lengths[B]`` new tokens; NaN for rows of ``cache`` without room for them.
     (A choice that whatever reads the logits makes in passing.)"""
-    logits = decoder.logits(cfg, params, hidden, normed=False)
+    logits = decoder.logits(cfg, params, hidden)
     if cache.capacity is None:
         return logits
     fits = cache.lengths + lengths <= cache.capacity
@@ -561,12 +557,11 @@ def _piece(
     lengths: jax.Array,
     cache: Cache,
     total: jax.Array,
-    last: jax.Array,
-) -> tuple[jax.Array, Cache]:
-    """A piece of every row's prompt; last: the hidden state ``[B, D]`` of its last token so far."""
+    last: Hidden,
+) -> tuple[Hidden, Cache]:
+    """A piece of every row's prompt; last: ``[B, D]`` of its last token so far."""
     hidden, cache = _forward(cfg, params, tokens, lengths, cache, total)
-    newest = hidden[jnp.arange(tokens.shape[0]), jnp.maximum(lengths - 1, 0)]
-    return jnp.where((lengths > 0)[:, None], newest, last), cache
+    return hidden.last(lengths, last), cache
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="max_new_tokens", donate_argnums=4)
@@ -577,7 +572,7 @@ def _after_pieces(
     lengths: jax.Array,
     cache: Cache,
     total: jax.Array,
-    last: jax.Array,
+    last: Hidden,
     sampling: SamplingParams,
     stop_ids: jax.Array,
     *,
@@ -653,11 +648,13 @@ def advance(
         newest, done, counts, lengths, step = carry.rows
         before, live = Cache(carry.layers, lengths), 1 - done
         hidden, after = _forward(cfg, params, newest[:, None], live, before, sparse=True)
-        if not sampling.features and _ends_in_one(cfg, params, hidden, stop_ids):
-            product = decoder.head_product(cfg, params, hidden[:, 0], normed=False)
+        plan = None if sampling.features else _own_end(cfg, params, hidden, stop_ids)
+        if plan is not None:
+            product = decoder.head_product(cfg, params, hidden[:, 0])
             kept = greedy.append_greedy(
-                product, carry.rows, carry.written, stop_ids, capacity=before.capacity
-            )
+                product, carry.rows, carry.written, stop_ids, capacity=before.capacity,
+                planned=plan,
+            )  # fmt: skip
             return _Carry(*kept, after.layers, None)
         scores = _logits(cfg, params, hidden[:, 0], before, live)
         rows = newest, done, counts, after.lengths, step
@@ -667,11 +664,13 @@ def advance(
     return _unpack(lax.while_loop(unfinished, one_token, _pack(state)))
 
 
-def _ends_in_one(cfg: ModelConfig, params: Params, hidden: jax.Array, stop_ids: jax.Array) -> bool:
-    """Has what follows the head in a greedy step a kernel?"""
-    logits = jax.ShapeDtypeStruct((hidden.shape[0], cfg.vocab_size), hidden.dtype)
+def _own_end(
+    cfg: ModelConfig, params: Params, hidden: Hidden, stop_ids: jax.Array
+) -> greedy.Plan | None:
+    """The plan of the kernel of what follows the head in a greedy step, if there is one here."""
+    logits = jax.ShapeDtypeStruct((hidden.x.shape[0], cfg.vocab_size), hidden.x.dtype)
     is_plain = cfg.logit_softcap is None and traced_mesh(params) is None
-    return is_plain and greedy.fusible(logits, stop_ids)
+    return greedy.own_append(logits, stop_ids) if is_plain else None
 
 
 def loop_for(params: Params) -> Callable[..., GenerateState]:

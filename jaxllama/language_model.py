@@ -33,9 +33,9 @@ from jaxllama.kept import KeptPrograms, signature
 from jaxllama.model.cache import init_cache
 from jaxllama.model.cpu_layout import lay_out
 from jaxllama.model.lora import for_rows
+from jaxllama.model.shardings import fetch, gather_params
 from jaxllama.parallel.collectives import MODEL_AXIS
 from jaxllama.parallel.mesh import mesh_of
-from jaxllama.parallel.shardings import fetch, gather_params
 from jaxllama.sampling import Sampling, SamplingParams, whole
 from jaxllama.text.rows import (
     Generation,

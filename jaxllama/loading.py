@@ -5,7 +5,7 @@
 source: a preset's name (fetched once, see ``checkpoints.hub``), a directory of Hugging Face's or
 flash-linear-attention's files, a .gguf file, or a hub id; with ":layers=N" behind it the model of
 its first N layers (a draft, see ``speculative``).  Weights are read, cast and placed one at
-a time: on one device, on a mesh's devices, each its own part (``parallel.shardings``), or where a
+a time: on one device, on a mesh's devices, each its own part (``model.shardings``), or where a
 policy says (``offload``).
 
 On one CPU quantized weights keep their codes, a file's or ``quantize``'s, laid out for
@@ -43,8 +43,8 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.model import flax_state, lora
 from jaxllama.model.cache import default_dtype
 from jaxllama.model.cpu_layout import handles, lay_out, slow_on_cpu
+from jaxllama.model.shardings import leaf_readers, place_params, shard_params
 from jaxllama.parallel.mesh import make_mesh
-from jaxllama.parallel.shardings import leaf_readers, place_params, shard_params
 from jaxllama.progress import working
 from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import Tokenizer

@@ -42,7 +42,9 @@ from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import GenerateState, Params, fill_rows, prefill_chunk, verify
 from jaxllama.model import decoder
-from jaxllama.model.cache import Cache, KVCache, init_cache
+from jaxllama.model.cache import Cache, init_cache
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.records import Hidden
 from jaxllama.parallel.mesh import mesh_of
 from jaxllama.sampling import History, SamplingParams, sample, whole
 from pallas_kernels.brief import short_repr
@@ -161,7 +163,7 @@ class Model:
         most = jnp.max(ask.wanted)
 
         def drafted(
-            tokens: jax.Array, index: Any, hidden: jax.Array, history: History | None
+            tokens: jax.Array, index: Any, hidden: Hidden, history: History | None
         ) -> tuple[jax.Array, History | None]:
             scores = self._scores(params, hidden)
             token, _ = ask.draw(scores, ask.sampling, ask.size + index, history)
@@ -172,9 +174,8 @@ class Model:
             index, tokens, cache, history = carry
             newest = lax.dynamic_index_in_dim(tokens, index - 1, 1)
             goes_on = (index < ask.wanted).astype(jnp.int32)
-            hidden, cache = decoder.forward(
-                self.cfg, params, self._known(newest), goes_on, cache, sparse=True, normed=False
-            )
+            newest = self._known(newest)
+            hidden, cache = decoder.forward(self.cfg, params, newest, goes_on, cache, sparse=True)
             tokens, history = drafted(tokens, index, hidden[:, 0], history)
             return index + 1, tokens, cache, history
 
@@ -188,27 +189,24 @@ class Model:
         )
         return tokens, Cache(layers, kept.lengths, kept.table)
 
-    def _read(self, params: Params, cache: Cache, ask: Ask) -> tuple[Cache, jax.Array]:
+    def _read(self, params: Params, cache: Cache, ask: Ask) -> tuple[Cache, Hidden]:
         """(the cache with what the text has more, the last token's hidden state ``[B, D]``), of
         the rows that want a draft."""
-        rows = jnp.arange(ask.size.shape[0])
 
         def missing(cache: Cache) -> jax.Array:
             return jnp.where(ask.wanted > 0, ask.size - cache.lengths, 0)
 
-        def read(width: int, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
+        def read(width: int, carry: tuple[Cache, Hidden]) -> tuple[Cache, Hidden]:
             cache, last = carry
             place = jnp.arange(width, dtype=jnp.int32)[None, :]
             new = jnp.minimum(missing(cache), width)
             index = jnp.minimum(cache.lengths[:, None] + place, ask.text.shape[1] - 1)
             tokens = self._known(jnp.take_along_axis(ask.text, index, axis=1))
             hidden, proposal = decoder.propose(self.cfg, params, tokens, new, cache)
-            hidden = hidden[rows, jnp.maximum(new - 1, 0)]
-            last = jnp.where((new > 0)[:, None], hidden, last)
-            return decoder.commit(proposal, new), last
+            return decoder.commit(proposal, new), hidden.last(new, last)
 
-        blank = jnp.zeros((rows.shape[0], self.cfg.d_model), decoder.activation_dtype(params))
-        carry, usual = (cache, blank), ask.most + 1
+        blank = jnp.zeros((cache.batch, self.cfg.d_model), decoder.activation_dtype(params))
+        carry, usual = (cache, Hidden(blank)), ask.most + 1
         for width, enough in ((_CATCH_UP, usual), (usual, 0)):
             carry = lax.while_loop(
                 lambda carry, enough=enough: jnp.any(missing(carry[0]) > enough),
@@ -221,9 +219,9 @@ class Model:
         """Tokens as this model may read them: tables are padded to different sizes."""
         return jnp.minimum(tokens, self.cfg.vocab_size - 1)
 
-    def _scores(self, params: Params, hidden: jax.Array) -> jax.Array:
+    def _scores(self, params: Params, hidden: Hidden) -> jax.Array:
         """Logits ``[B, vocab_size]``."""
-        scores = decoder.logits(self.cfg, params, hidden, normed=False)[:, : self.vocab_size]
+        scores = decoder.logits(self.cfg, params, hidden)[:, : self.vocab_size]
         more = self.vocab_size - scores.shape[1]
         return jnp.pad(scores, ((0, 0), (0, more)), constant_values=-jnp.inf) if more else scores
 
@@ -369,10 +367,8 @@ def advance(
             live = state.is_live(limit).astype(jnp.int32)
             inputs, count = read(state, draft, width), live * (1 + draft.lengths)
             if width == 1:  # a plain step, whose kernels are fewer: nothing of it is taken back
-                hidden, cache = decoder.forward(
-                    cfg, params, inputs, live, state.cache, sparse=True, normed=False
-                )
-                scores = decoder.logits(cfg, params, hidden[:, 0], normed=False)[:, None]
+                hidden, cache = decoder.forward(cfg, params, inputs, live, state.cache, sparse=True)
+                scores = decoder.logits(cfg, params, hidden[:, 0])[:, None]
                 state, _ = settled(plan, state, draft, scores, live, sampling, stop_ids)
                 return dataclasses.replace(state, cache=cache)
             scores, proposal = verify(cfg, params, inputs, count, state.cache, plan.exact)

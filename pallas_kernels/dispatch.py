@@ -194,12 +194,13 @@ def _find(kind: str, named: bool, find: Find, cpu: Find | None, operands: Any) -
     return find()
 
 
-def has_plan(find: Find, *operands: Any, cpu: Find | None = None) -> bool:
-    """Would ``choose_plan`` with None come to a kernel?"""
+def own_plan(find: Find, *operands: Any, cpu: Find | None = None) -> Any:
+    """The plan that ``choose_plan`` with None comes to, or None: for a caller who does something
+    else where there is no kernel, and otherwise gives the op this plan.  Nothing is recorded."""
     if is_empty(*operands):
-        return False
+        return None
     found = _find(_own_kind(cpu, operands), False, find, cpu, operands)
-    return not isinstance(found, Reason)
+    return None if isinstance(found, Reason) else found
 
 
 def implementation_of(plan: Plan | None) -> Implementation:

@@ -22,7 +22,7 @@ from tests.helpers.models import LLAMA
 PRINTS = {
     "generate": "Paris",
     "pure_functions": "lengths [8, 5]",
-    "new_layer": "prefill of 6 and 3 steps",
+    "new_layer": "remembered after 120 steps: 100% of the tokens",
     "quantize": "KL of w8a16 to float32: 0.00",
     "serve_and_call": "ended with status 0",
     "one_kernel": "float8_e4m3fn: 2.0x smaller",

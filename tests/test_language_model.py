@@ -15,8 +15,8 @@ from jaxllama import loading
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.generation import GenerateState, init_params
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.shardings import shard_params
 from jaxllama.parallel.mesh import make_mesh
-from jaxllama.parallel.shardings import shard_params
 from jaxllama.sampling import History, Sampling, SamplingParams
 from jaxllama.text.rows import bucket
 from jaxllama.text.tokenizer import Tokenizer

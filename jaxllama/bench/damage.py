@@ -35,12 +35,12 @@ from jaxllama.model.decoder import (
     activation_dtype,
     block,
     embed_tokens,
-    final_norm,
     logits,
     walk,
     whole_rows,
 )
 from jaxllama.model.linear import Stream
+from jaxllama.model.records import Hidden
 from jaxllama.offload.model import OffloadedModel
 
 WORST = 10  # of every kind
@@ -133,7 +133,7 @@ def _lens(
 
     def one(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
         q, p = (
-            jax.nn.log_softmax(logits(cfg, part, final_norm(cfg, part, Stream(x))))
+            jax.nn.log_softmax(logits(cfg, part, Hidden(x)))
             for cfg, part, x in zip(cfgs, params, pair, strict=True)
         )
         kl = jnp.sum(jnp.where(p > -jnp.inf, jnp.exp(p) * (p - q), 0.0), axis=1)

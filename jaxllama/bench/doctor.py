@@ -30,8 +30,8 @@ from jaxllama.config import preset_names
 from jaxllama.generation import decode_step, prefill
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype, enable_compilation_cache, load
-from jaxllama.model.attention import has_cudnn
 from jaxllama.model.cache import init_cache
+from jaxllama.model.mixers.attention.mix import has_cudnn
 from pallas_kernels.cpu import CpuWeight, jit, unavailable
 from pallas_kernels.dispatch import Choice, choices
 from pallas_kernels.gla.op import gla, gla_step

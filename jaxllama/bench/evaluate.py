@@ -41,6 +41,7 @@ from jaxllama.generation import Params
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import forward, logits
+from jaxllama.model.records import Hidden
 from jaxllama.offload.model import OffloadedModel, kv_dtype_of
 from jaxllama.progress import working
 
@@ -187,7 +188,7 @@ def _read(
         lengths = jnp.asarray([np.count_nonzero(scored >= 0) for _, scored in block], jnp.int32)
         if isinstance(lm, OffloadedModel):
             states, params = lm.states(rows, lengths, kv_dtype)
-            hidden = list(states)
+            hidden = [states[row] for row in range(len(block))]
         else:
             cache, params = None, lm.params
             if kv_dtype is not None:
@@ -216,7 +217,7 @@ def _windows(ids: np.ndarray, window: int, stride: int) -> Iterator[tuple[np.nda
 @functools.partial(jax.jit, static_argnums=0)
 def _hidden(
     cfg: ModelConfig, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Any
-) -> jax.Array:
+) -> Hidden:
     """Hidden states ``[T, D]`` of one window."""
     return forward(cfg, params, tokens, lengths, cache, sparse=cache is not None)[0][0]
 
@@ -225,7 +226,7 @@ def _hidden(
 def _score(
     cfgs: tuple[ModelConfig, ...],
     params: tuple[Params, ...],
-    hidden: tuple[jax.Array, ...],
+    hidden: tuple[Hidden, ...],
     targets: jax.Array,
 ) -> jax.Array:
     """``COLUMNS`` at every position, ``[T, 5]``; the second model is the reference."""

@@ -29,7 +29,8 @@ from jaxllama.bench.hlo import count_loop_kernels
 from jaxllama.config import ModelConfig
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import default_dtype
-from jaxllama.model.cache import Cache, KVCache, cache_shardings, init_cache
+from jaxllama.model.cache import Cache, cache_shardings, init_cache
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.sampling import Sampling, SamplingParams
 from pallas_kernels.qtensor import tree_bytes
 

@@ -43,6 +43,7 @@ from jaxllama.config import ModelConfig, load_config
 from jaxllama.loading import default_dtype, enable_compilation_cache
 from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
+from jaxllama.model.records import Hidden
 from jaxllama.offload import units as programs
 from jaxllama.offload.model import SCHEME, OffloadedModel
 from jaxllama.offload.planner.accounting import cache_shapes, unit_shapes
@@ -175,7 +176,7 @@ def on_cpu(cfg: ModelConfig, task: Task, settings: Settings) -> dict[str, Any]:
             positions, one, rope,
         )  # fmt: skip
         times["layer"].append(seconds)
-        times["head"].append(timed(programs.head_logits, cfg, weights["head"], x[:, 0])[1])
+        times["head"].append(timed(programs.head_logits, cfg, weights["head"], Hidden(x[:, 0]))[1])
     step = cfg.n_layers * min(times["layer"]) + min(times["head"])
     return {
         "device": jax.devices()[0].device_kind,

@@ -41,8 +41,8 @@ from jaxllama.bench.trace import profiled_graphs, step_parts
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
 from jaxllama.loading import load
+from jaxllama.model.shardings import specs
 from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.shardings import specs
 from jaxllama.progress import working
 from pallas_kernels.qtensor import packed_bytes
 

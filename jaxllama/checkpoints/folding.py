@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllama.model.params import Source
+from jaxllama.model.param import Source
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor

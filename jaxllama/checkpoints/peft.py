@@ -25,7 +25,8 @@ from jaxllama.checkpoints.json_reader import JsonReader
 from jaxllama.checkpoints.safetensors import FLOATS, SafetensorsFile, parse_json
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.params import Source, param_table
+from jaxllama.model.param import Source
+from jaxllama.model.params import param_table
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Factors = dict[str, tuple[np.ndarray, np.ndarray]]

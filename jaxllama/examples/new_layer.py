@@ -1,47 +1,61 @@
-"""A mixer of your own: retention (arXiv 2307.08621).  ``python -m jaxllama.examples.new_layer``
+"""A kind of layer of your own in a decoder.  ``python -m jaxllama.examples.new_layer``
 
-What a mixer owes a decoder: ``x[B, T, D], state -> (y[B, T, D], state)`` such that any split of a
-sequence into calls gives the same y.  Retention is GLA whose decay is one constant a head.
+A mixer is one folder, ``jaxllama/model/mixers/<kind>/``, and one word in ``MIXERS``.
+``parameters.py`` says what a layer has; ``mix.py`` says what it computes.  ``short_conv`` is the
+example: a gated short convolution, in two files of about 100 lines.  This program puts such layers
+beside attention and does with the model what any other model can do.
 """
 
-import flax.linen as nn
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import gla, gla_step
+import jaxllama as jl
+
+cfg = jl.load_config("smollm2-135m").replace(
+    n_layers=3, d_model=64, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=128, vocab_size=256,
+    layer_types=("short_conv", "attention", "short_conv"),
+    mixers={"short_conv": {"width": 64, "taps": 3}},
+)  # fmt: skip
+params = jl.init_params(cfg, jax.random.key(0), dtype=jnp.float32)
+tokens = jax.random.randint(jax.random.key(1), (4, 12), 0, cfg.vocab_size)
+lengths = jnp.full(4, 12)
+
+# Training: the gradient of any loss of the logits.
 
 
-class Retention(nn.Module):
-    n_heads: int
-    head_dim: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-        heads = (self.n_heads, self.head_dim)
-        q, k, v = (nn.DenseGeneral(heads, use_bias=False, name=name)(x) for name in "qkv")
-        decay = 1.0 - 2.0 ** -(5.0 + jnp.arange(self.n_heads, dtype=jnp.float32))
-        log_decay = jnp.broadcast_to(jnp.log(decay)[:, None], k.shape)  # natural, float32, <= 0
-        if x.shape[1] == 1:  # a decode step: one kernel, the state updated in place
-            q, k, v, log_decay = (a[:, 0] for a in (q, k, v, log_decay))
-            y, state = gla_step(q, k, v, log_decay, state)
-            y = y[:, None]
-        else:  # a prompt, by chunks
-            y, after = gla(q, k, v, log_decay, initial_state=state)
-            assert after is not None  # it is with return_state=False
-            state = after
-        return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), use_bias=False, name="o")(y), state
+def loss(params: Any) -> jax.Array:
+    scores = jl.LanguageModel(cfg, params, None).logits(tokens[:, :-1], lengths - 1)
+    found = jnp.take_along_axis(jax.nn.log_softmax(scores), tokens[:, 1:, None], axis=-1)
+    return -jnp.mean(found)
 
 
-mixer = Retention(n_heads=4, head_dim=16)
-x = jax.random.normal(jax.random.key(0), (2, 9, 64))
-start = jnp.zeros((2, 4, 16, 16), jnp.float32)  # [B, H, Dk, Dv]
-params = mixer.init(jax.random.key(1), x, start)
+@jax.jit
+def update(params: Any) -> tuple[Any, jax.Array]:
+    value, grads = jax.value_and_grad(loss)(params)
+    size = jnp.sqrt(sum(jnp.vdot(one, one) for one in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda p, g: p - 0.3 * g / size, params, grads), value
 
-whole, _ = mixer.apply(params, x, start)
-first, state = mixer.apply(params, x[:, :6], start)
-parts = [first]
-for t in range(6, 9):
-    y, state = mixer.apply(params, x[:, t : t + 1], state)
-    parts.append(y)
-error = jnp.abs(jnp.concatenate(parts, 1) - whole).max() / jnp.abs(whole).max()
-print(f"prefill of 6 and 3 steps, beside all 9 at once: largest difference {error:.1e}")
+
+for step in range(121):
+    params, value = update(params)
+    if step % 40 == 0:
+        print(f"step {step:3d}: loss {value:.3f}")
+
+# Decoding: a prompt, then greedy steps; from the state that the prompt left.
+cache = jl.init_cache(cfg, batch=4, max_len=16, dtype=jnp.float32)
+scores, cache = jl.prefill(cfg, params, tokens[:, :6], jnp.full(4, 6), cache)
+found: list[jax.Array] = []
+for _ in range(6):
+    newest = jnp.argmax(scores, axis=-1)
+    found.append(newest)
+    scores, cache = jl.decode_step(cfg, params, newest, cache)
+same = jnp.mean(jnp.stack(found, 1) == tokens[:, 6:])
+print(f"remembered after 120 steps: {same:.0%} of the tokens")
+
+# Quantized, with drafts, and in the engine's slots, like every other model.
+small = jl.LanguageModel(cfg, jl.quantize_params(params, "w8a16"), None)
+prompt = tokens[0, :6].tolist()
+print("w8a16:", small.generate([prompt], max_new_tokens=6)[0].tokens)
+print("the same with drafts:", small.generate([prompt], max_new_tokens=6, draft="ngram")[0].tokens)

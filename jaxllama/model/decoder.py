@@ -32,20 +32,20 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
-from jaxllama.model import attention, delta, gla, linear
-from jaxllama.model.attention import At
+from jaxllama.model import linear
 from jaxllama.model.cache import (
     Cache,
-    GLAState,
-    GLATokens,
-    KVCache,
+    LayerState,
     Proposal,
     cache_specs,
     proposal_specs,
 )
 from jaxllama.model.linear import Params, Stream
 from jaxllama.model.lora import ROWS, chosen, for_rows
+from jaxllama.model.mixers import MIXERS
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.params import check
+from jaxllama.model.records import At, Chunk, Draft, Hidden, new_tokens
 from jaxllama.model.rope import Ropes, rope_tables
 from jaxllama.model.sharded import over_mesh
 from jaxllama.parallel.collectives import MODEL_AXIS
@@ -55,10 +55,6 @@ from pallas_kernels.cpu.handler import CpuPlan
 from pallas_kernels.cpu.head import norm_matmul
 from pallas_kernels.cpu.head import plan as head_plan
 from pallas_kernels.dispatch import is_recording
-
-LayerState = KVCache | GLAState | GLATokens | None
-_MIXERS: dict[str, Any] = {"attention": attention, "gla": gla, "delta": delta}
-
 
 # A layer
 
@@ -91,7 +87,7 @@ def mix_half(
     ops: Any = linear,
 ) -> tuple[Stream, LayerState]:
     """A layer's first half: norm and mixer."""
-    mixer, own = _MIXERS[kind], p["mixer"]
+    mixer, own = MIXERS[kind].mix, p["mixer"]
     y, stream = ops.norm_linear(stream, p.get("mixer_norm"), mixer.inputs(cfg, own), cfg)
     heads, state = mixer.mix(cfg, own, y, state, at)
     return ops.linear_add(heads, own["o"], stream, cfg, p.get("mixer_out_norm")), state
@@ -172,7 +168,7 @@ def positions_of(
     """(positions ``[B, n_new]`` from ``start[B]`` on, RoPE tables or None); total[B]: tokens of
     each row when the whole prompt is in."""
     positions = start[:, None] + jnp.arange(n_new, dtype=jnp.int32)[None, :]
-    if "attention" not in cfg.layer_types:
+    if not cfg.ropes:
         return positions, None
     tables = (rope_tables(one, cfg.head_dim, positions, total) for one in cfg.ropes)
     return positions, Ropes(cfg.ropes, tuple(tables))
@@ -190,11 +186,11 @@ def places_of(
     return positions, is_new, rope
 
 
-def whole_rows(cfg: ModelConfig, batch: int, length: int) -> At:
+def whole_rows(cfg: ModelConfig, batch: int, length: int) -> Chunk:
     """Of rows without padding or a past."""
     lengths = jnp.full((batch,), length, jnp.int32)
     positions, rope = positions_of(cfg, jnp.zeros_like(lengths), lengths, length)
-    return At(positions, lengths, rope)
+    return Chunk(positions, lengths, rope)
 
 
 def embed_tokens(
@@ -208,8 +204,9 @@ def scale_embedded(cfg: ModelConfig, x: jax.Array) -> jax.Array:
     return x * jnp.asarray(cfg.d_model**0.5, x.dtype) if cfg.embedding_scale else x
 
 
-def final_norm(cfg: ModelConfig, params: Params, stream: Stream) -> jax.Array:
-    """What the head reads."""
+def final_norm(cfg: ModelConfig, params: Params, stream: Stream | Hidden) -> jax.Array:
+    """What the head's product reads."""
+    stream = Stream(stream.x) if isinstance(stream, Hidden) else stream
     return linear.norm(stream, params["norm"], cfg)[0]
 
 
@@ -236,10 +233,9 @@ def forward(
     *,
     sparse: bool | jax.Array = False,
     fresh: bool = False,
-    normed: bool = True,
-) -> tuple[jax.Array, Cache | None]:
-    """``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) -> (hidden states after the final norm
-    ``[B, T, D]``, cache).
+) -> tuple[Hidden, Cache | None]:
+    """``tokens[B, T]`` (right-padded, ``lengths[B]`` valid) -> (hidden states ``[B, T, D]`` for
+    ``logits``, cache).
 
     They are appended to ``cache``, or with None are whole sequences by themselves.  Of each row's
     tokens those that the cache has no room for are left out, like padding.
@@ -249,14 +245,13 @@ def forward(
     none (a prompt), all (a decode step), or bool ``[B, T]``.
     fresh: every row with tokens is empty; then a GPU need not ask the host how much there is to
     read, and the call returns before it has been computed.
-    normed: False leaves the final norm to ``logits``, which is told so.
     Raises ValueError naming a parameter whose shape is not ``cfg``'s.
     """
     mesh = traced_mesh(params)
     if mesh is not None:
         return over_mesh(
             forward, mesh, cfg, params, tokens, lengths, cache, total_lengths, sparse=sparse,
-            fresh=fresh, normed=normed,
+            fresh=fresh,
             out=lambda rows: (P(rows), None if cache is None else cache_specs(cache, rows)),
         )  # fmt: skip
     check(cfg, params)
@@ -266,12 +261,13 @@ def forward(
         lengths = jnp.minimum(lengths, jnp.maximum(cache.capacity - start, 0))
     total = start + lengths if total_lengths is None else total_lengths
     positions, rope = positions_of(cfg, start, total, tokens.shape[1])
-    at = At(positions, lengths, rope, sparse, None if cache is None else cache.table, fresh)
+    table = None if cache is None else cache.table
+    at = new_tokens(positions, lengths, rope, sparse, table, fresh, cached=cache is not None)
     stream = Stream(embed_tokens(cfg, params, tokens, activation_dtype(params)))
     states = None if cache is None else cache.layers
     stream, states = walk(cfg, params, stream, states, at, block_once)
-    x = final_norm(cfg, params, stream) if normed else stream.total
-    return x, None if cache is None else Cache(states, start + lengths, cache.table)
+    hidden = Hidden(stream.total)
+    return hidden, None if cache is None else Cache(states, start + lengths, cache.table)
 
 
 def propose(
@@ -281,9 +277,9 @@ def propose(
     lengths: jax.Array,
     cache: Cache,
     exact: bool = False,
-) -> tuple[jax.Array, Proposal]:
-    """``forward`` of tokens ``[B, T]`` that may not stay -> (hidden states ``[B, T, D]`` before the
-    final norm, what ``commit`` makes a cache of).
+) -> tuple[Hidden, Proposal]:
+    """``forward`` of tokens ``[B, T]`` that may not stay -> (hidden states ``[B, T, D]``, what
+    ``commit`` makes a cache of).
 
     They are T decode steps in one: each is a row of every product, as a step of B * T rows has
     them, and sees the tokens before it.  exact: attention and states are in the shapes of such a
@@ -302,17 +298,17 @@ def propose(
     if ROWS in params:
         params = for_rows(params, jnp.repeat(params[ROWS], width))
     params = chosen(params)
-    places = places_of(cfg, cache.lengths, lengths, width)
-    at = At(*places, True, cache.table, drafted=width, exact=exact)
+    positions, is_new, rope = places_of(cfg, cache.lengths, lengths, width)
+    at = Draft(positions, is_new, rope, width, cache.table, exact)
     stream = Stream(embed_tokens(cfg, params, tokens.reshape(-1, 1), activation_dtype(params)))
     stream, states = walk(cfg, params, stream, cache.layers, at, block_once)
-    x = stream.total.reshape(batch, width, -1)
-    kept = tuple(state if isinstance(state, GLATokens) else None for state in states)
+    hidden = Hidden(stream.total.reshape(batch, width, -1))
+    kept = tuple(None if isinstance(state, KVCache) else state for state in states)
     layers: Any = tuple(
         state if tokens is None else old
         for state, tokens, old in zip(states, kept, cache.layers, strict=True)
     )
-    return x, Proposal(Cache(layers, cache.lengths, cache.table), lengths, kept)
+    return hidden, Proposal(Cache(layers, cache.lengths, cache.table), lengths, kept)
 
 
 def commit(proposal: Proposal, count: jax.Array, exact: bool = False) -> Cache:
@@ -320,42 +316,37 @@ def commit(proposal: Proposal, count: jax.Array, exact: bool = False) -> Cache:
     exact: as ``propose`` was told."""
     cache, count = proposal.cache, jnp.clip(count, 0, proposal.new)
     layers: list[Any] = list(cache.layers)
-    for mixer, is_delta in ((gla, False), (delta, True)):
-        of = {
-            index: tokens
-            for index, tokens in enumerate(proposal.tokens)
-            if tokens is not None and (tokens.beta is not None) == is_delta
-        }
-        states = mixer.commit([layers[index] for index in of], list(of.values()), count, exact)
+    kinds: dict[str, dict[int, Any]] = {}
+    for index, tokens in enumerate(proposal.tokens):
+        if tokens is not None:
+            kinds.setdefault(tokens.kind, {})[index] = tokens
+    for kind, of in kinds.items():
+        before = [layers[index] for index in of]
+        states = MIXERS[kind].mix.commit(before, list(of.values()), count, exact)
         for index, state in zip(of, states, strict=True):
             layers[index] = state
     return Cache(tuple(layers), cache.lengths + count, cache.table)
 
 
-def logits(cfg: ModelConfig, params: Params, x: jax.Array, normed: bool = True) -> jax.Array:
-    """``forward``'s hidden states ``[..., D]`` to float32 logits ``[..., V]``.
-
-    normed: that they are behind the final norm; where not, the head's kernel has it if it can.
-    """
+def logits(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
+    """The last norm and the head: hidden states ``[..., D]`` to float32 logits ``[..., V]``."""
     mesh = traced_mesh(params)
     if mesh is not None:
         scores = over_mesh(
-            logits, mesh, cfg, params, x, normed=normed,
-            out=lambda rows: P(rows, *(None,) * (x.ndim - 2), MODEL_AXIS),
+            logits, mesh, cfg, params, hidden,
+            out=lambda rows: P(rows, *(None,) * (hidden.x.ndim - 2), MODEL_AXIS),
         )  # fmt: skip
         return scores[..., : cfg.vocab_size]
-    return capped(cfg, head_product(cfg, params, x, normed))
+    return capped(cfg, head_product(cfg, params, hidden))
 
 
-def head_product(cfg: ModelConfig, params: Params, x: jax.Array, normed: bool = True) -> jax.Array:
-    """``logits`` in x's dtype, before the cap."""
-    if normed:
-        return linear.linear(x, head(params))
-    if _has_float_head(cfg, params, x):
+def head_product(cfg: ModelConfig, params: Params, hidden: Hidden) -> jax.Array:
+    """``logits`` in the hidden states' dtype, before the cap."""
+    if _has_float_head(cfg, params, hidden.x):
         # XLA's product would round a row by how many there are.
         weight = head(params)["weight"]
-        return norm_matmul(x, params["norm"]["weight"], weight, cfg.norm_eps)
-    return linear.norm_linear(Stream(x), params["norm"], head(params), cfg)[0]
+        return norm_matmul(hidden.x, params["norm"]["weight"], weight, cfg.norm_eps)
+    return linear.norm_linear(Stream(hidden.x), params["norm"], head(params), cfg)[0]
 
 
 def _has_float_head(cfg: ModelConfig, params: Params, x: jax.Array) -> bool:

@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllama.model.cache import Cache, GLAState, KVCache
+from jaxllama.model.cache import Cache
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.mixers.recurrent import RecurrentState
 from pallas_kernels.cpu.weight import CpuWeight
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
@@ -47,7 +49,7 @@ def _register() -> None:
             parts[name] = _restored(new, old)
         return dataclasses.replace(target, **parts)
 
-    for kind in (QTensor, RowBlocks, CpuWeight, Cache, KVCache, GLAState):
+    for kind in (QTensor, RowBlocks, CpuWeight, Cache, KVCache, RecurrentState):
         serialization.register_serialization_state(kind, to_state, from_state)
 
 

@@ -34,9 +34,8 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.lora import Lora
 from jaxllama.parallel.collectives import is_split, lookup_rows, row_parallel_matmul
 from pallas_kernels.cpu import CpuWeight
-from pallas_kernels.matmul.blocks import Columns, blocks_matmul
-from pallas_kernels.matmul.blocks import fusible as all_fusible
-from pallas_kernels.matmul.op import fusible, quantized_matmul
+from pallas_kernels.matmul.blocks import Columns, blocks_matmul, own_blocks
+from pallas_kernels.matmul.op import fused_matmul, quantized_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 from pallas_kernels.rows.low_rank import quantize_adapted
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
@@ -103,16 +102,17 @@ def norm_linear(
         normed, stream = norm(stream, scale, cfg, codes, _lora(linear))
         return product(normed, linear, dtype, cfg, into=into), stream
     gamma = scale["weight"], cfg.norm_eps
-    around = {"bias": bias, "out_dtype": dtype, "norm": gamma}
+    around: dict[str, Any] = {"bias": bias, "out_dtype": dtype, "norm": gamma}
     around |= {"swiglu": True, "activation": cfg.activation} if inner else {}
     if codes is None and stream.pending is not None:
-        pending = {"pending": stream.pending}
-        if fusible(stream.x, weight, norm=gamma, **pending):
-            y, x = quantized_matmul(stream.x, weight, **around, **pending)
-            return _gated(y, into, cfg), Stream(x)
+        made = fused_matmul(stream.x, weight, **around, pending=stream.pending)
+        if made is not None:
+            return _gated(made[0], into, cfg), Stream(made[1])
     stream = _rounded(stream)
-    if codes is None and stream.pending is None and fusible(stream.x, weight, norm=gamma):
-        return _gated(quantized_matmul(stream.x, weight, **around), into, cfg), stream
+    if codes is None and stream.pending is None:
+        y = fused_matmul(stream.x, weight, **around)
+        if y is not None:
+            return _gated(y, into, cfg), stream
     normed, stream = norm(stream, scale, cfg, codes)
     return product(normed, linear, dtype, cfg, into=into), stream
 
@@ -126,8 +126,11 @@ def _norm_linears(
     if scale is not None and cfg.norm == "rms":
         stream, gamma = _rounded(stream), (scale["weight"], cfg.norm_eps)
         weights = tuple(linear["weight"] for linear in linears)
-        if stream.pending is None and all_fusible(stream.x, weights, norm=gamma):
-            made = blocks_matmul(stream.x, weights, norm=gamma)
+        plan = None
+        if stream.pending is None:
+            plan = own_blocks(stream.x, weights, norm=gamma)
+        if plan is not None:
+            made = blocks_matmul(stream.x, weights, norm=gamma, plan=plan)
             biased = (linear.get("bias") for linear in linears)
             return list(map(_biased, made, biased)), stream
     # The input is quantized once for all that want the same codes.
@@ -168,8 +171,9 @@ def linear_add(
         return Stream(stream.x, norm(Stream(y), scale, cfg)[0])
     if is_split():
         return Stream(stream.x, row_parallel_matmul(x, weight, bias, dtype))
-    if fusible(x, weight, out_dtype=dtype, residual=stream.x):
-        return Stream(quantized_matmul(x, weight, bias=bias, out_dtype=dtype, residual=stream.x))
+    total = fused_matmul(x, weight, bias=bias, out_dtype=dtype, residual=stream.x)
+    if total is not None:
+        return Stream(total)
     return Stream(stream.x, _matmul(x, weight, bias, dtype))
 
 

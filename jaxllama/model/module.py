@@ -18,7 +18,9 @@ from jaxllama.config import ModelConfig
 from jaxllama.model.cache import Cache
 from jaxllama.model.decoder import forward, logits
 from jaxllama.model.flax_state import register
-from jaxllama.model.params import Param, nested, param_table
+from jaxllama.model.param import Param
+from jaxllama.model.params import nested, param_table
+from jaxllama.model.records import Hidden
 
 register()
 
@@ -63,8 +65,8 @@ class Decoder(nn.Module):
         """All parameters."""
         return {name: getattr(self, name)() for name in self.names}
 
-    def __call__(self, *args: Any, **options: Any) -> tuple[jax.Array, Cache | None]:
+    def __call__(self, *args: Any, **options: Any) -> tuple[Hidden, Cache | None]:
         return forward(self.cfg, self.tree(), *args, **options)
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        return logits(self.cfg, self.tree(), x)
+    def logits(self, hidden: Hidden) -> jax.Array:
+        return logits(self.cfg, self.tree(), hidden)

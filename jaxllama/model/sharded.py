@@ -1,6 +1,6 @@
 """The model over a mesh: each device runs its own, smaller model on its own arrays.
 
-Under ``shard_map`` a device has the kernels of one, on ``parallel.layout.local_config``'s shapes,
+Under ``shard_map`` a device has the kernels of one, on ``model.split.local_config``'s shapes,
 with two sums a layer (``parallel.collectives``).  Rows are split over "data" where it divides them;
 otherwise, and where they share pages, every group does all of them.
 """
@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 from jaxllama.config import ModelConfig
 from jaxllama.model.cache import Cache, cache_specs
 from jaxllama.model.linear import Params
+from jaxllama.model.shardings import specs
+from jaxllama.model.split import local_config
 from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.layout import local_config
 from jaxllama.parallel.mesh import row_axis
-from jaxllama.parallel.shardings import specs
 
 
 def over_mesh(
@@ -34,10 +34,11 @@ def over_mesh(
 ) -> Any:
     """``function(cfg, params, *args, **options)`` on global arrays.
 
-    Arguments are caches, None, or arrays that, like those among the options, have the first one's
-    rows.  out: the results' specs, from the axis that rows are split over.
+    Arguments are caches, None, or (trees of) arrays that, like those among the options, have the
+    first one's rows.  out: the results' specs, from the axis that rows are split over.
     """
-    local, rows = local_config(cfg, mesh.shape[MODEL_AXIS]), row_axis(mesh, args[0].shape[0])
+    local = local_config(cfg, mesh.shape[MODEL_AXIS])
+    rows = row_axis(mesh, jax.tree.leaves(args[0])[0].shape[0])
     if any(isinstance(arg, Cache) and arg.table is not None for arg in args):
         rows = None
     arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.attention import finished, inputs, split_heads, unpacked
-from jaxllama.model.attention_sparse import sparse_decode
-from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Stream, linear_add, norm_linear
+from jaxllama.model.mixers.attention.mix import finished, inputs, split_heads, unpacked
+from jaxllama.model.mixers.attention.sparse import sparse_decode
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.units import Rope

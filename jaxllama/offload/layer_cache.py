@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllama.model.cache import GLAState, KVCache
+from jaxllama.model.cache import LayerState
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.offload.policy import Shares
 from jaxllama.offload.store import Store
-from jaxllama.offload.units import LayerState
 
 TAIL = 16  # tokens a row that stay on the device between two writes of a snapshot
 
@@ -62,7 +62,7 @@ class LayerCache:
         if self._stored is None:
             return self._empty()
         state = self._store.get(self._stored)
-        if isinstance(state, GLAState):
+        if not isinstance(state, KVCache):
             return state
         capacity = jax.eval_shape(self._empty).k.shape[1]
         return assemble(state, self._tail, self._slots, capacity)
@@ -73,7 +73,7 @@ class LayerCache:
         if not self.moves:
             self._whole = state
             return
-        if isinstance(state, GLAState):
+        if not isinstance(state, KVCache):
             self._replace(state)
             return
         if slots is not None and self._stored is not None and self._held < TAIL:

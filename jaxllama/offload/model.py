@@ -31,6 +31,7 @@ from jaxllama.language_model import LanguageModel
 from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
+from jaxllama.model.records import Hidden
 from jaxllama.offload import units as programs
 from jaxllama.offload.draft import OffloadedDrafting
 from jaxllama.offload.draft import check as check_draft
@@ -97,15 +98,14 @@ class OffloadedModel(LanguageModel):
         logits = [programs.all_logits(self.config, weights, x) for x in hidden]
         return jnp.concatenate(logits) if len(logits) > 1 else logits[0]
 
-    def states(self, tokens: Any, lengths: Any, kv_dtype: Any = None) -> tuple[jax.Array, Any]:
-        """(normed hidden states ``[B, T, D]``, the parameters that make logits of them).
+    def states(self, tokens: Any, lengths: Any, kv_dtype: Any = None) -> tuple[Hidden, Any]:
+        """(hidden states ``[B, T, D]``, the parameters that make logits of them).
 
         kv_dtype: of a cache through which every token attends, sparsely if the model does so when
         it decodes; None: no cache.
         """
         hidden, weights = self._layers(tokens, lengths, kv_dtype)
-        states = [programs.final_hidden(self.config, weights, x) for x in hidden]
-        return jnp.concatenate(states), weights
+        return Hidden(jnp.concatenate([stream.total for stream in hidden])), weights
 
     def _layers(self, tokens: Any, lengths: Any, kv_dtype: Any = None) -> tuple[list[Stream], Any]:
         """(what leaves the last layer, by batches; the weights of the head)."""

@@ -21,8 +21,9 @@ import numpy as np
 
 from jaxllama import generation
 from jaxllama.generation import GenerateState
-from jaxllama.model.cache import Cache, GLAState, KVCache, init_cache
+from jaxllama.model.cache import Cache, LayerState, init_cache
 from jaxllama.model.decoder import layer_config
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.offload import cpu_attention, sparse_cache
 from jaxllama.offload import units as programs
 from jaxllama.offload.cpu_attention import SplitCache
@@ -30,7 +31,7 @@ from jaxllama.offload.layer_cache import LayerCache
 from jaxllama.offload.schedule import Overlapped, serial
 from jaxllama.offload.sparse_cache import SparseCache, SparseState
 from jaxllama.offload.store import Pending, Rows, is_pending, is_stored, moves, wait
-from jaxllama.offload.units import LayerState, Rope, Unit
+from jaxllama.offload.units import Rope, Unit
 from jaxllama.sampling import History, SamplingParams
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Piece:
 class Batch:
     """Rows that one program computes.  hidden: of each piece, possibly stored.  Of a pass that
     verifies drafts: how wide it is, its logits ``[B width, V]``, and by layers what recurrent
-    states may take (``GLATokens``)."""
+    states may take."""
 
     state: GenerateState
     sampling: SamplingParams
@@ -311,7 +312,7 @@ class Run:
                 x, cache = sparse_cache.decode_layer(cfg, store, weights, x, cache, *at)
                 part = "feed"
             if part != "feed":
-                stays = batch.drafted is not None and isinstance(cache, GLAState)
+                stays = batch.drafted is not None and not isinstance(cache, KVCache)
                 run = programs.verify_layer if stays else programs.run_layer
                 x, new = run(
                     cfg, kind, part, weights, x, cache, *at,

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.attention_sparse import heaviest, kept_values
-from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Stream
+from jaxllama.model.mixers.attention.sparse import heaviest, kept_values
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.rope import Ropes, narrowed, widened
 from jaxllama.offload.cpu_attention import output, project
 from jaxllama.offload.layer_cache import (

@@ -20,14 +20,13 @@ import jax.numpy as jnp
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import decoder
-from jaxllama.model.attention import At
-from jaxllama.model.cache import GLAState, KVCache
+from jaxllama.model.cache import LayerState
 from jaxllama.model.linear import Stream
+from jaxllama.model.records import Draft, Hidden, new_tokens
 from jaxllama.model.rope import Ropes
 from jaxllama.offload.policy import Policy
 
 Kind = Literal["embed", "layer", "mix", "feed", "head"]
-LayerState = KVCache | GLAState
 Rope = Ropes | None
 _HALVES = {
     "mix": ("mixer_norm", "mixer", "mixer_out_norm"),
@@ -79,10 +78,7 @@ def units_of(cfg: ModelConfig, sep_layer: bool) -> list[Unit]:
 
 
 positions_of = jax.jit(decoder.positions_of, static_argnums=(0, 3))
-# Of hidden states before the final norm.
-head_logits = jax.jit(functools.partial(decoder.logits, normed=False), static_argnums=0)
-# Normed hidden states ``[B, T, D]`` of every position.
-final_hidden = jax.jit(decoder.final_norm, static_argnums=0)
+head_logits = jax.jit(decoder.logits, static_argnums=0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -115,11 +111,14 @@ def run_layer(
     drafted: int | None = None,
 ) -> tuple[Stream, Any]:
     """A layer or one of its halves; ``cfg`` and ``kind`` are ``layer_config``'s, sparse and drafted
-    are ``At``'s."""
+    say which record of ``model.records`` the tokens are."""
     if part == "feed":
         return decoder.feed_half(cfg, weights, stream), None
     run = decoder.mix_half if part == "mix" else decoder.block
-    at = At(positions, lengths, rope, sparse, drafted=drafted)
+    if drafted is None:
+        at = new_tokens(positions, lengths, rope, sparse, cached=state is not None)
+    else:
+        at = Draft(positions, lengths, rope, drafted)
     return run(cfg, kind, weights, stream, state, at)
 
 
@@ -128,15 +127,12 @@ verify_layer = jax.jit(run_layer.__wrapped__, **_LAYER)
 
 
 @jax.jit
-def last_hidden(stream: Stream, n_new: jax.Array, last: jax.Array | None) -> jax.Array:
-    """The hidden state of each row's last valid token, ``[B, D]``, before the final norm; rows
-    without a new token keep ``last``."""
-    x = stream.total
-    picked = x[jnp.arange(x.shape[0]), jnp.maximum(n_new - 1, 0)]
-    return picked if last is None else jnp.where((n_new > 0)[:, None], picked, last)
+def last_hidden(stream: Stream, n_new: jax.Array, last: Hidden | None) -> Hidden:
+    """``Hidden.last`` of what leaves the last layer."""
+    return Hidden(stream.total).last(n_new, last)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def all_logits(cfg: ModelConfig, weights: Any, stream: Stream) -> jax.Array:
     """Float32 logits ``[B, T, V]`` of every position."""
-    return decoder.logits(cfg, weights, stream.total, normed=False)
+    return decoder.logits(cfg, weights, Hidden(stream.total))

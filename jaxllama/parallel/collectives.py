@@ -23,7 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import named_plan, wants_kernel
-from pallas_kernels.matmul.op import fusible, product_plan, quantized_matmul
+from pallas_kernels.matmul.op import fused_matmul, product_plan, quantized_matmul
 from pallas_kernels.qtensor import QTensor, dequantize, quantize, take_columns
 from pallas_kernels.rows.quantize_tokens import quantize_tokens
 
@@ -51,8 +51,8 @@ def row_parallel_matmul(
         elif weight.activations is not None:
             x = quantize_split_tokens(x, weight.activations)
         total = _quantized_sum(x, weight, dtype)
-    elif fusible(x, weight, out_dtype=jnp.float32):
-        total = lax.psum(quantized_matmul(x, weight, out_dtype=jnp.float32), MODEL_AXIS)
+    elif (partial := fused_matmul(x, weight, out_dtype=jnp.float32)) is not None:
+        total = lax.psum(partial, MODEL_AXIS)
     else:
         partial = lax.dot_general(
             x.reshape(-1, x.shape[-1]),

@@ -6,7 +6,7 @@
 
 and then ``prefill``, ``decode_step``, ``generate``, ``logits`` as always.  The mesh is part of the
 arrays' types, so the model finds it while tracing (``traced_mesh``) and runs under ``shard_map``
-(``model.sharded``): each device its own, smaller model (``parallel.layout``) on local arrays, with
+(``model.sharded``): each device its own, smaller model (``model.split``) on local arrays, with
 its own kernels and two sums a layer (``parallel.collectives``).  What is around it (sampling,
 inserting rows) is plain jnp on sharded arrays, which XLA partitions: logits stay split over the
 vocabulary. Gradients pass through; a parameter's is summed over the data axis.
@@ -31,9 +31,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.shardings import fetch, gather_params, shard_params
-
-__all__ = ["fetch", "gather_params", "make_mesh", "mesh_of", "shard_params"]
 
 DATA_AXIS = "data"
 AXES = (DATA_AXIS, MODEL_AXIS)

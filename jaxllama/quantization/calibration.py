@@ -38,9 +38,9 @@ from jax import lax
 from jaxllama.config import ModelConfig, configs_dir
 from jaxllama.errors import JaxLlamaError
 from jaxllama.model import linear
-from jaxllama.model.attention import split_heads, unpacked
 from jaxllama.model.decoder import activation_dtype, block, embed_tokens, whole_rows
 from jaxllama.model.linear import Observer, Stream
+from jaxllama.model.mixers.attention.mix import split_heads, unpacked
 from jaxllama.model.rope import apply_rope, rope_tables
 from jaxllama.quantization.sites import Layer, get, sites
 from jaxllama.text.tokenizer import Tokenizer

@@ -28,10 +28,11 @@ from jax.typing import DTypeLike
 
 from jaxllama.config import ModelConfig
 from jaxllama.generation import Params
-from jaxllama.model.params import Path, param_table
+from jaxllama.model.param import Path
+from jaxllama.model.params import param_table
+from jaxllama.model.shardings import computed_leaf
+from jaxllama.model.split import check_shards
 from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.layout import check_shards
-from jaxllama.parallel.shardings import computed_leaf
 from jaxllama.progress import working
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, tree_bytes

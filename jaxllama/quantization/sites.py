@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.gla import widths
+from jaxllama.model.mixers import MIXERS
 
 Layer = dict[str, Any]
 
@@ -65,14 +65,14 @@ class Site:
 
 
 def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
-    """The sites of a block of ``kind`` ("attention", "gla", "delta"), or of the "head"."""
+    """The sites of a block of ``kind`` (one of ``MIXERS``), or of the "head"."""
     model = np.arange(cfg.d_model)
     if kind == "head":
         return (Site("head", ("head",), "norm", None, model),)
     before = "mixer_norm" if cfg.pre_norms else ""
-    first, gate_up = ("mixer/qkv",), ("mlp/gate_up",)
+    beside, gate_up = (), ("mlp/gate_up",)
     if cfg.parallel_block:  # one norm for both sublayers
-        first, gate_up = first + gate_up, ()
+        beside, gate_up = gate_up, ()
     mlp = tuple(
         Site("mlp/gate_up", gate_up, "mlp_norm" if cfg.pre_norms else "", None, model)
         for _ in gate_up
@@ -81,43 +81,12 @@ def sites(cfg: ModelConfig, kind: str) -> tuple[Site, ...]:
             "mlp/down", ("mlp/down",), "mlp/gate_up", (cfg.d_ff, 2 * cfg.d_ff), np.arange(cfg.d_ff)
         ),
     )
-    if kind == "attention" and cfg.latent is not None:
-        values = np.arange(cfg.n_heads * cfg.latent.d_v)
-        return (
-            Site("mixer/q", ("mixer/q", "mixer/kv_a"), before, None, model),
-            Site("mixer/o", ("mixer/o",), "", None, values),
-            *mlp,
-        )
-    if kind == "attention":
-        n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
-        shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
-        heads = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)
-        before_k = n * (1 + cfg.attn_gate)
-        rows = ((before_k + n_kv) * h, (before_k + 2 * n_kv) * h)
-        return (
-            Site("mixer/qkv", first, before, None, model),
-            Site("mixer/o", ("mixer/o",), "mixer/qkv", rows, heads),
-            *mlp,
-        )
-    if kind == "delta":
-        assert cfg.delta is not None
-        names = "qkvz", "ba", *("f_0",) * (cfg.delta.decay == "channel")
-        names += ("g_0",) * (cfg.delta.gate == "low_rank")
-        value = np.tile(np.arange(cfg.delta.d_v), cfg.delta.n_heads)
-        return (
-            Site("mixer/qkvz", tuple(f"mixer/{name}" for name in names), before, None, model),
-            Site("mixer/o", ("mixer/o",), "mixer/o_norm", None, value),
-            *mlp,
-        )
-    assert cfg.gla is not None
-    value = np.tile(np.arange(cfg.gla_head_dims[1]), cfg.gla.n_heads)
-    if not cfg.gla.norm_weight:
-        value = np.arange(value.size)
-    inputs = tuple(f"mixer/{name}" for name in widths(cfg))
-    normed = "mixer/g_norm" if cfg.gla.norm_weight else ""
+    mixer = MIXERS[kind].parameters.sites(cfg)
+    readers = tuple(f"mixer/{name}" for name in mixer.readers)
+    source = f"mixer/{mixer.source}" if mixer.source else ""
     return (
-        Site("mixer/q", inputs, "mixer_norm", None, model),
-        Site("mixer/o", ("mixer/o",), normed, None, value),
+        Site(readers[0], readers + beside, before, None, model),
+        Site("mixer/o", ("mixer/o",), source, mixer.rows, mixer.channel),
         *mlp,
     )
 

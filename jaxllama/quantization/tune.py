@@ -33,8 +33,9 @@ import optax
 from jax import lax
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.decoder import block, final_norm, head, layer_config, logits, whole_rows
+from jaxllama.model.decoder import block, head, layer_config, logits, whole_rows
 from jaxllama.model.linear import Stream
+from jaxllama.model.records import Hidden
 from jaxllama.quantization.calibration import advance, embed, windows
 from jaxllama.quantization.work import Work
 from jaxllama.text.tokenizer import Tokenizer
@@ -207,7 +208,7 @@ def _divergence(
     @jax.checkpoint
     def one(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
         p, q = (
-            jax.nn.log_softmax(logits(cfg, of, final_norm(cfg, of, Stream(x))))
+            jax.nn.log_softmax(logits(cfg, of, Hidden(x)))
             for of, x in zip(models, pair, strict=True)
         )
         return jnp.sum(jnp.where(p > -jnp.inf, jnp.exp(p) * (p - q), 0.0))

@@ -28,9 +28,9 @@ from jaxllama.checkpoints.hf.fla import config_to_fla
 from jaxllama.config import GLAConfig, ModelConfig, RopeConfig, Stored
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import Params
-from jaxllama.model import gla
 from jaxllama.model.decoder import block, walk, whole_rows
 from jaxllama.model.linear import Observer, columns, linear
+from jaxllama.model.mixers.gla import mix as gla
 from jaxllama.quantization.random_params import random_params
 from jaxllama.training.forward import embed
 

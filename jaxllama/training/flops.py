@@ -16,6 +16,7 @@ from __future__ import annotations
 import jax
 
 from jaxllama.config import ModelConfig
+from jaxllama.model.mixers import MIXERS
 from jaxllama.model.params import param_table
 
 # Dense bfloat16 peaks of the vendors' data sheets, TFLOP/s, by a word of jax's device_kind.
@@ -30,19 +31,7 @@ def flops_per_token(cfg: ModelConfig, sequence_length: int) -> float:
 def forward_flops_per_token(cfg: ModelConfig, sequence_length: int) -> float:
     total = 2.0 * matmul_weights(cfg)
     for index, kind in enumerate(cfg.layer_types):
-        if kind == "delta":
-            assert cfg.delta is not None
-            total += 6.0 * cfg.delta.n_heads * cfg.delta.d_k * cfg.delta.d_v
-        elif kind == "gla":
-            d_k, d_v = cfg.gla_head_dims
-            assert cfg.gla is not None
-            total += 4.0 * cfg.gla.n_heads * d_k * d_v
-        else:
-            window = cfg.window_of(index) or sequence_length
-            # The mean number of keys a query sees: half of T, or nearly the window.
-            seen = min(window, sequence_length)
-            keys = seen - seen * seen / (2.0 * sequence_length)
-            total += 4.0 * cfg.n_heads * cfg.head_dim * keys
+        total += MIXERS[kind].parameters.flops(cfg, index, sequence_length)
     return total
 
 

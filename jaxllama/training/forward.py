@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
 from jaxllama.generation import Params
-from jaxllama.model.attention import At
 from jaxllama.model.decoder import block, embed_tokens, final_norm, walk, whole_rows
 from jaxllama.model.linear import Stream
+from jaxllama.model.records import At
 
 
 def hidden_states(

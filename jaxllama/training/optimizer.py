@@ -22,7 +22,8 @@ import optax
 
 from jaxllama.config import ModelConfig
 from jaxllama.generation import Params
-from jaxllama.model.params import Path, param_table
+from jaxllama.model.param import Path
+from jaxllama.model.params import param_table
 from jaxllama.training.config import TrainConfig
 from pallas_kernels.fake_quantize import RANGES
 

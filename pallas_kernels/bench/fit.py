@@ -99,8 +99,8 @@ def cases(seed: int, count: int) -> list[Case]:
         n = max(512, round(2 ** draw.uniform(9, 15.5)) // unit * unit)
         if n * k > MOST_VALUES or (scheme == "plain" and m > 64):  # where no kernel is
             continue
-        fusible = m <= 16 and SCHEMES[scheme][3] is None
-        made.append(Case(scheme, m, n, k, draw.choice(FUSED) if fusible else ""))
+        may_fuse = m <= 16 and SCHEMES[scheme][3] is None
+        made.append(Case(scheme, m, n, k, draw.choice(FUSED) if may_fuse else ""))
     return made
 
 

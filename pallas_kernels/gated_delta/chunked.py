@@ -13,7 +13,7 @@ and M' is the part of M between two of them, ``T - T M' T`` inverts those of 2s.
 one, however alike, no entry of T exceeds 1 (it is what one token's value does to a later token's
 write), which no power of M would hold to.
 
-Decays are GLA's sums (``gla.decay``): no exponential of a positive number, no difference of
+Decays are GLA's sums (``recurrence.decay``): no exponential of a positive number, no difference of
 running sums.  A decay that is one number a head multiplies the products ``q k^T``, ``k k^T``
 afterwards; one number a channel goes into their operands, level by level.
 
@@ -33,16 +33,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gated_delta.reference import heads_of
-from pallas_kernels.gla.chunked import (
+from pallas_kernels.recurrence import groups
+from pallas_kernels.recurrence.decay import decay_sums, pairs, second_halves
+from pallas_kernels.recurrence.groups import (
     dot,
     grouping_of,
     join,
-    on_gpu,
     scan_groups,
     scan_unroll,
     split,
 )
-from pallas_kernels.gla.decay import decay_sums, pairs, second_halves
 
 CHUNK = 64
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -124,7 +124,7 @@ def _group(
     """(o float32 ``[B, H, N, C, Dv]``, state after the group)."""
     q, k, v, g, beta = (part.astype(jnp.float32) for part in x)
     q, k = heads_of(q, k, v.shape[1], scale, normalize_qk, axis=1)
-    levels, prefix, suffix = decay_sums(g, _FLOAT32, on_gpu())
+    levels, prefix, suffix = decay_sums(g, _FLOAT32, groups.on_gpu())
     products = _scalar_products if g.shape[-1] == 1 else _channel_products
     p, m = products(q, k, levels)
     inverse = _inverse(beta * m)

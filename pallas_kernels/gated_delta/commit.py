@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Plan, Reason, choose_plan, has_plan
+from pallas_kernels.dispatch import Plan, Reason, choose_plan, own_plan
 from pallas_kernels.gated_delta.step import step
 from pallas_kernels.gated_delta.token import MOST
 from pallas_kernels.operands import check, half_reason
@@ -34,12 +34,13 @@ Layers = Sequence[Sequence[jax.Array]]
 
 
 def gated_delta_commit(
-    layers: Layers, count: jax.Array
+    layers: Layers, count: jax.Array, *, planned: Plan | None = None
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """(states, last inputs) of all layers after the first ``count[B]`` of T tokens.
 
     layers: of each (state, last, k, v, log_decay, beta, read), the first two to be donated, the
         others as ``gated_delta_tokens`` gives them; what is beyond count may hold anything.
+    planned: ``own_commit``'s plan, which is then not asked for again.
     Under jax's transformations as ``gated_delta_step``.  Raises ValueError naming the operand for a
     wrong shape or dtype.
     """
@@ -48,7 +49,9 @@ def gated_delta_commit(
     for layer in layers:
         check("gated_delta_commit", _OPERANDS, **_named(layer, count))
     operands = *map(tuple, zip(*layers, strict=True)), count
-    found = choose_plan("gated_delta_commit", None, lambda: plan(layers, count), *operands)
+    found = choose_plan(
+        "gated_delta_commit", None, lambda: planned or plan(layers, count), *operands
+    )
     return _gated_delta_commit(chosen(found, None), found, *operands)
 
 
@@ -78,9 +81,9 @@ def plan(layers: Layers, count: jax.Array) -> Plan | Reason:
     return token_kernel.Plan(sizes["Dk"] // token_kernel.ROWS)
 
 
-def fusible(layers: Layers, count: jax.Array) -> bool:
-    """Has ``gated_delta_commit`` a plan for these operands, where they are?"""
-    return bool(layers) and has_plan(lambda: plan(layers, count), *layers[0])
+def own_commit(layers: Layers, count: jax.Array) -> Plan | None:
+    """``plan`` of these operands, or None where there is no kernel for them here."""
+    return own_plan(lambda: plan(layers, count), *layers[0]) if layers else None
 
 
 def _kernel(found, *operands):

@@ -37,7 +37,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_channels_registers as registers
 from pallas_kernels.gated_delta.gradients_channels_products import chunk_products
-from pallas_kernels.gla.channels import (
+from pallas_kernels.launch import launch
+from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
     SLICE,
@@ -49,7 +50,6 @@ from pallas_kernels.gla.channels import (
     unbundle,
     worker_items,
 )
-from pallas_kernels.launch import launch
 
 WARPGROUPS = 2  # workers of a block
 

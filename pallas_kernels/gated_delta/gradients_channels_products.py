@@ -37,9 +37,16 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import gradients_kernel_sums as sums
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import PART, high_low, pairs
-from pallas_kernels.gla.channels import CHUNK, ROWS, TILE, Place, blocks_for, digits
-from pallas_kernels.gla.gates import BF16_TILE
 from pallas_kernels.launch import launch
+from pallas_kernels.recurrence.channels import (
+    BF16_TILE,
+    CHUNK,
+    ROWS,
+    TILE,
+    Place,
+    blocks_for,
+    digits,
+)
 
 CHANNELS = 128  # value channels of a head, and key channels
 _WGMMA = plgpu.Layout.WGMMA

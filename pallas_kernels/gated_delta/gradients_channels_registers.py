@@ -12,8 +12,8 @@ from __future__ import annotations
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
-from pallas_kernels.gla.channels import TILE, ChannelLane, b_tiles, zero_acc
 from pallas_kernels.ptx import LOG2E
+from pallas_kernels.recurrence.channels import TILE, ChannelLane, b_tiles, zero_acc
 
 LEVELS = (1, 2, 4, 8, 16, 32)
 Q, K, GATES, TILES = 0, 1, 2, 4  # tiles of the tokens

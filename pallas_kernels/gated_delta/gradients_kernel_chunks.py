@@ -43,8 +43,8 @@ from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta import remainder
 from pallas_kernels.gated_delta.kernel_chunks import PART, high_low, vectors_call
 from pallas_kernels.gated_delta.kernel_scan import tiles, tokens
-from pallas_kernels.gla.channels import CHUNK
 from pallas_kernels.launch import in_place, launch
+from pallas_kernels.recurrence.channels import CHUNK
 
 CHANNELS = 128  # value channels of a head, and key channels
 _WGMMA = plgpu.Layout.WGMMA

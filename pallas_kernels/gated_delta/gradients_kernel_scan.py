@@ -29,9 +29,9 @@ from pallas_kernels.gated_delta.kernel_scan import (
     tiles,
     tokens,
 )
-from pallas_kernels.gla.channels import CHUNK
-from pallas_kernels.gla.scan import VALUE_BLOCK, read_state, write_rows, write_state
 from pallas_kernels.launch import launch
+from pallas_kernels.recurrence.channels import CHUNK
+from pallas_kernels.recurrence.states import VALUE_BLOCK, read_state, write_rows, write_state
 
 _WGMMA = plgpu.Layout.WGMMA
 

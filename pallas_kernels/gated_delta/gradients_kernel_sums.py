@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta.kernel_chunks import array, pairs
-from pallas_kernels.gla.channels import CHUNK
 from pallas_kernels.ptx import LOG2E
+from pallas_kernels.recurrence.channels import CHUNK
 
 _WGMMA = plgpu.Layout.WGMMA
 

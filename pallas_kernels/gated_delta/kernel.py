@@ -38,23 +38,25 @@ from pallas_kernels.gated_delta.gradients_kernel_scan import reverse_scan
 from pallas_kernels.gated_delta.kernel_channels import chunks_by_channel
 from pallas_kernels.gated_delta.kernel_chunks import chunks
 from pallas_kernels.gated_delta.kernel_scan import scan
-from pallas_kernels.gla import kernel as gla
-from pallas_kernels.gla.channels import CHUNK
-from pallas_kernels.gla.kernel import padded
-from pallas_kernels.gla.step_kernel import operands_reason
+from pallas_kernels.recurrence.channels import CHUNK
+from pallas_kernels.recurrence.operands import operands_reason, padded
+from pallas_kernels.recurrence.states import VALUE_BLOCK
 
 LEAST_BETA = 1e-10  # what a token's gradients are divided by, for a decay a key channel
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(gla.Plan):
-    """backward: whether the gradients have kernels too."""
+class Plan:
+    """segments: parts of a row that are scanned side by side.  backward: whether the gradients have
+    kernels too."""
 
     kernel: ClassVar[str] = "gated_delta_mosaic"
+    segments: int
     backward: bool
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, gradients by {'kernels' if self.backward else 'XLA'}"
+        gradients = "kernels" if self.backward else "XLA"
+        return f"{self.segments} segments a row, gradients by {gradients}"
 
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> Plan | Reason:
@@ -74,7 +76,7 @@ def segments_for(n_rows: int, n_heads: int, dv: int, n_chunks: int, dk: int = 12
     chunk of each wave of blocks, or what memory gives, and 18 for one more segment's first state
     and ends."""
     wide = dk > 128  # blocks of 64 value channels, not 128
-    blocks = n_rows * n_heads * (1 + wide) * -(-dv // gla.VALUE_BLOCK)
+    blocks = n_rows * n_heads * (1 + wide) * -(-dv // VALUE_BLOCK)
     of_identity = n_rows * n_heads * (1 + wide) ** 2
 
     def microseconds(n: int) -> float:

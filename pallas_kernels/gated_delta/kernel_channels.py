@@ -34,7 +34,9 @@ from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
 from pallas_kernels.gated_delta import kernel_tree as tree
 from pallas_kernels.gated_delta.kernel_chunks import PART, array, high_low
-from pallas_kernels.gla.channels import (
+from pallas_kernels.launch import launch
+from pallas_kernels.recurrence.channels import (
+    BF16_TILE,
     CHUNK,
     ROWS,
     TILE,
@@ -46,9 +48,7 @@ from pallas_kernels.gla.channels import (
     unbundle,
     worker_items,
 )
-from pallas_kernels.gla.gates import BF16_TILE
-from pallas_kernels.gla.gates_registers import Lane
-from pallas_kernels.launch import launch
+from pallas_kernels.recurrence.tree import Lane
 
 _WGMMA = plgpu.Layout.WGMMA
 _N_SUMS = 4 * tree.ACCUMULATORS

@@ -39,9 +39,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta import kernel_inverse as inverse
-from pallas_kernels.gla.channels import CHUNK, ROWS, TILE
-from pallas_kernels.gla.gates import BF16_TILE
 from pallas_kernels.launch import launch
+from pallas_kernels.recurrence.channels import BF16_TILE, CHUNK, ROWS, TILE
 
 PART = 64  # key channels of a tile
 _WGMMA = plgpu.Layout.WGMMA

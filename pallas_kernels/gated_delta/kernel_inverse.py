@@ -2,7 +2,7 @@
 
 Everything here runs inside ``plgpu.inline_mgpu``, on the four warps of a warpgroup.
 Warp w holds rows 16w..16w+15 of a [64, 64] matrix as ``x[tile][half]``: of row g + 8 half the two
-columns 8 tile + 2c (g and c as in ``gla.channels.Place``), which is wgmma's layout, and mma's.
+columns 8 tile + 2c (g and c as in ``recurrence.channels.Place``): wgmma's layout, and mma's.
 
 The inverse of a unit lower triangular matrix is taken by blocks of 16: those on the diagonal by
 substitution in float32, a column a lane; with X = (I + A)^-1 those below,
@@ -20,8 +20,8 @@ from __future__ import annotations
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
-from pallas_kernels.gla.channels import TILE, Place
 from pallas_kernels.ptx import LOG2E
+from pallas_kernels.recurrence.channels import TILE, Place
 
 LOWEST = -128.0  # exp2 of it is 0 in float32
 _PITCH = 48  # bytes of a row of 16 bf16, so that eight rows lie in all banks

@@ -41,10 +41,9 @@ from pallas_kernels import ptx as p
 from pallas_kernels.device import gpu
 from pallas_kernels.gated_delta import remainder
 from pallas_kernels.gated_delta.kernel_chunks import PART
-from pallas_kernels.gla.channels import CHUNK, ROWS, ChannelLane
-from pallas_kernels.gla.gates import BF16_TILE
-from pallas_kernels.gla.scan import VALUE_BLOCK, read_state, write_rows, write_state
 from pallas_kernels.launch import launch
+from pallas_kernels.recurrence.channels import BF16_TILE, CHUNK, ROWS, ChannelLane
+from pallas_kernels.recurrence.states import VALUE_BLOCK, read_state, write_rows, write_state
 
 STAGES = 3
 Want = Literal["out", "borders", "transitions"]

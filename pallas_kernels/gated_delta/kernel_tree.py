@@ -22,8 +22,8 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import ptx as p
 from pallas_kernels.gated_delta.kernel_inverse import Rows
-from pallas_kernels.gla.channels import TILE, zero_acc
-from pallas_kernels.gla.gates_registers import (
+from pallas_kernels.recurrence.channels import TILE, zero_acc
+from pallas_kernels.recurrence.tree import (
     Borders,
     Lane,
     Tree,

@@ -34,8 +34,8 @@ from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, i
 from pallas_kernels.gated_delta.chunked import chunked_backward, chunked_forward
 from pallas_kernels.gated_delta.reference import normalized
 from pallas_kernels.gated_delta.step import step
-from pallas_kernels.gla.sequences import check_decay, restarted, zero_padding
 from pallas_kernels.operands import check
+from pallas_kernels.recurrence.sequences import check_decay, restarted, zero_padding
 from pallas_kernels.transform import Choice, Op, chosen
 
 _Pair = tuple[jax.Array, jax.Array]

@@ -14,7 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.gla.channels import thread_in_warpgroup
+from pallas_kernels.recurrence.channels import thread_in_warpgroup
 
 WORDS = 4 * 128  # of a [64, 64] array
 LAYOUT = plgpu.Layout.WG_STRIDED((WORDS,), vec_size=4)  # of a thread's codes

@@ -4,7 +4,7 @@ short convolution, the gates, the steps, the norm and the output's gate.
 ``gated_delta_token`` is one token.  ``gated_delta_tokens`` are several that may not stay: nothing
 of the row is written, and what ``gated_delta.commit`` needs to take some of them comes out too.
 
-What they compute is the module ``jaxllama.model.delta`` with one decay a head; there is no other
+What they compute is ``jaxllama.model.mixers.delta.mix`` with one decay a head; there is no other
 form of it here.  ``plan`` says where the kernel does not go.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Plan, Reason, choose_plan, has_plan, is_empty
+from pallas_kernels.dispatch import Plan, Reason, choose_plan, is_empty, own_plan
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.operands import check, half_reason
 from pallas_kernels.transform import Choice, Op
@@ -51,6 +51,7 @@ def gated_delta_token(
     *,
     eps: float,
     beta_max: float,
+    planned: Plan | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(y ``[B, H, Dv]``, new state, new last inputs): donate the latter two.
 
@@ -58,11 +59,12 @@ def gated_delta_token(
         ``H Dv`` of z; ba, b and a of H heads.  All but the state are bfloat16, or all float16.
     conv: taps ``[F, W]``; last: ``[B, W - 1, F]``.  decay: a_log, dt_bias ``[H]``.  norm: ``[Dv]``.
     lengths: int32 ``[B]``; where it is 0 the row stands still, and its y means nothing.
+    planned: ``own_token``'s plan, which is then not asked for again.
     Raises ValueError naming the operand for shapes and dtypes that no layer has,
     NotImplementedError, naming the fact, where ``plan`` has none.
     """
     operands = streams, conv, decay, norm, lengths, state, last
-    found = plan(*operands)
+    found = planned or plan(*operands)
     if is_empty(state):
         batch, heads, _, dv = state.shape
         return jnp.zeros((batch, heads, dv), last.dtype), state, last
@@ -80,6 +82,7 @@ def gated_delta_tokens(
     *,
     eps: float,
     beta_max: float,
+    planned: Plan | None = None,
 ) -> tuple[jax.Array, ...]:
     """(y ``[B * T, H, Dv]``, k ``[B, T, Hk, Dk]`` of any length, v ``[B, T, H, Dv]``, float32
     log_decay and beta ``[B, T, H]``, what the convolution read ``[B, T, F]``) of T tokens of each
@@ -89,7 +92,9 @@ def gated_delta_tokens(
     NotImplementedError too.
     """
     operands = streams, conv, decay, norm, None, state, last
-    found = Reason("an operand of size 0") if is_empty(state) else plan(*operands)
+    found = planned or plan(*operands)
+    if is_empty(state):
+        found = Reason("an operand of size 0")
     call, rows = _call("gated_delta_tokens", found, operands, eps, beta_max)
     return _gated_delta_tokens(Choice("mosaic"), call, rows, conv, decay, norm, state, last)
 
@@ -172,6 +177,15 @@ def plan(
     return token_kernel.Plan(dk // token_kernel.ROWS)
 
 
-def fusible(*operands) -> bool:
-    """Has ``gated_delta_token`` a plan for these operands, where they are?"""
-    return has_plan(lambda: plan(*operands), *operands[-2:])
+def own_token(
+    streams: Sequence[Columns],
+    conv: jax.Array,
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    lengths: jax.Array | None,
+    state: jax.Array,
+    last: jax.Array,
+) -> Plan | None:
+    """``plan`` of these operands, or None where there is no kernel for them here."""
+    operands = streams, conv, decay, norm, lengths, state, last
+    return own_plan(lambda: plan(*operands), state, last)

@@ -27,19 +27,23 @@ Sources: arXiv 2312.06635, section 4; the tree replaces its secondary chunking.
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.gla.decay import Sums, decay_sums, pairs, second_halves, transpose_sums
-
-# Elements of q (or v) worked on at once, found by measuring: on a CPU the group should stay near
-# the caches; on a GPU it only bounds temporary memory (about 100 bytes an element).
-_GROUP_ELEMENTS = {"cpu": 1 << 17, "gpu": 1 << 27}
-_SCAN_UNROLL = {"cpu": 1, "gpu": 16}
+from pallas_kernels.recurrence import groups
+from pallas_kernels.recurrence.decay import Sums, decay_sums, pairs, second_halves, transpose_sums
+from pallas_kernels.recurrence.groups import (
+    dot,
+    grouping_of,
+    join,
+    operand_dtype,
+    scan_groups,
+    scan_unroll,
+    split,
+)
 
 
 class Chunks(NamedTuple):
@@ -66,7 +70,7 @@ def chunked_forward(
     (``o [B, T, H, Dv]``, final state, the state before each group ``[groups, B, H, Dk, Dv]``)."""
     grouping = grouping_of(q, v, chunk)
     groups = Chunks(*(split(x, grouping) for x in (q, k, v, log_decay)))
-    dtype = _operand_dtype(q.dtype)
+    dtype = operand_dtype(q.dtype)
 
     def one_group(state: jax.Array, group: Chunks) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         o, final = _group_forward(group, state, scale, dtype)
@@ -92,7 +96,7 @@ def chunked_backward(
     """Gradients of q, k, v, log_decay (in their dtypes) and of the initial state."""
     grouping = grouping_of(q, v, chunk)
     groups = Chunks(*(split(x, grouping) for x in (q, k, v, log_decay)))
-    dtype = _operand_dtype(q.dtype)
+    dtype = operand_dtype(q.dtype)
 
     def one_group(d_final: jax.Array, inputs: tuple) -> tuple[jax.Array, Chunks]:
         group, state, d_out = inputs
@@ -108,7 +112,7 @@ def _group_forward(
     x: Chunks, state: jax.Array, scale: float, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
     """(o float32 ``[B, H, N, C, Dv]``, state after the group)."""
-    levels, prefix, suffix = decay_sums(x.g, dtype, on_gpu())
+    levels, prefix, suffix = decay_sums(x.g, dtype, groups.on_gpu())
     q = x.q.astype(jnp.float32) * scale
     k = x.k.astype(jnp.float32)
     a = _chunk_attention(q, k, levels, dtype)
@@ -126,7 +130,7 @@ def _group_backward(
     dtype: jnp.dtype,
 ) -> tuple[Chunks, jax.Array]:
     """(gradients of the group's inputs, gradient of the state before the group), all float32."""
-    levels, prefix, suffix = decay_sums(x.g, dtype, on_gpu())
+    levels, prefix, suffix = decay_sums(x.g, dtype, groups.on_gpu())
     q = x.q.astype(jnp.float32) * scale
     k = x.k.astype(jnp.float32)
     q_decay, k_decay = jnp.exp(prefix), jnp.exp(suffix)
@@ -163,7 +167,7 @@ def _group_backward(
         d_y = d_y * decay
         d_q += jnp.where(second, d_y, 0.0)
         d_k += jnp.where(second, 0.0, d_y)
-    d_g = transpose_sums(Sums(tuple(d_levels), d_prefix, d_suffix), dtype, on_gpu())
+    d_g = transpose_sums(Sums(tuple(d_levels), d_prefix, d_suffix), dtype, groups.on_gpu())
     return Chunks(d_q * scale, d_k, d_v, d_g), d_state
 
 
@@ -216,65 +220,3 @@ def _state_scan(
         unroll=min(n_chunks, scan_unroll()),
     )  # fmt: skip
     return before, last
-
-
-def dot(equation: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """einsum of operands rounded to ``dtype``, accumulated in float32.  Without HIGHEST a GPU would
-    take TF32 for float32."""
-    return jnp.einsum(
-        equation,
-        a.astype(dtype),
-        b.astype(dtype),
-        preferred_element_type=jnp.float32,
-        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
-    )
-
-
-def _operand_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """What matrix products read: bfloat16 for 16-bit inputs on a GPU (states would leave float16's
-    range), float32 on a CPU, where 16-bit products are slower."""
-    return jnp.dtype(jnp.bfloat16 if dtype.itemsize == 2 and on_gpu() else jnp.float32)
-
-
-def scan_unroll() -> int:
-    """Steps of a scan over chunks that are worth unrolling."""
-    return _SCAN_UNROLL[_platform()]
-
-
-def _platform() -> str:
-    return "gpu" if on_gpu() else "cpu"
-
-
-def on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
-
-
-def grouping_of(q: jax.Array, v: jax.Array, chunk: int) -> tuple[int, int, int]:
-    """(groups, chunks per group, tokens per chunk)."""
-    batch, length, heads = q.shape[:3]
-    n_chunks = -(-length // chunk)
-    elements = batch * heads * chunk * max(q.shape[-1], v.shape[-1])
-    limit = max(1, _GROUP_ELEMENTS[_platform()] // elements)
-    n_groups = -(-n_chunks // limit)
-    return n_groups, -(-n_chunks // n_groups), chunk
-
-
-def split(x: jax.Array, grouping: tuple[int, int, int]) -> jax.Array:
-    """``[B, T, H, D]`` -> ``[groups, B, H, N, C, D]``, padded with tokens that change nothing."""
-    batch, length, heads, width = x.shape
-    x = jnp.pad(x, ((0, 0), (0, math.prod(grouping) - length), (0, 0), (0, 0)))
-    return jnp.transpose(x.reshape(batch, *grouping, heads, width), (1, 0, 4, 2, 3, 5))
-
-
-def join(x: jax.Array, length: int) -> jax.Array:
-    """``[groups, B, H, N, C, D]`` -> ``[B, T, H, D]``."""
-    joined = jnp.transpose(x, (1, 0, 3, 4, 2, 5))
-    return joined.reshape(x.shape[1], -1, x.shape[2], x.shape[-1])[:, :length]
-
-
-def scan_groups(step, carry, xs, reverse: bool = False):
-    """lax.scan, without the loop when there is one group."""
-    if jax.tree.leaves(xs)[0].shape[0] > 1:
-        return lax.scan(step, carry, xs, reverse=reverse)
-    carry, ys = step(carry, jax.tree.map(lambda x: x[0], xs))
-    return carry, jax.tree.map(lambda y: y[None], ys)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Plan, Reason, choose_plan, has_plan, is_empty
+from pallas_kernels.dispatch import Plan, Reason, choose_plan, is_empty, own_plan
 from pallas_kernels.gla.token import MOST
 from pallas_kernels.operands import check, half_reason
 from pallas_kernels.transform import Op, chosen
@@ -29,12 +29,14 @@ _Several = Sequence[jax.Array]
 
 
 def gla_commit(
-    states: _Several, k: _Several, v: _Several, log_decay: _Several, count: jax.Array
-) -> tuple[jax.Array, ...]:
+    states: _Several, k: _Several, v: _Several, log_decay: _Several, count: jax.Array,
+    *, planned: Plan | None = None,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """The states after the first ``count[B]`` of T tokens.
 
     states: float32 ``[B, H, Dk, Dv]``, one a layer; donate them.  k, log_decay ``[B, T, H, Dk]``
         and v ``[B, T, H, Dv]``, likewise; what is beyond count may hold anything.
+    planned: ``own_commit``'s plan, which is then not asked for again.
 
     Under jax's transformations as ``gla_step``.  Raises ValueError naming the operand for a wrong
     shape or dtype.
@@ -44,7 +46,7 @@ def gla_commit(
     operands = tuple(states), tuple(k), tuple(v), tuple(log_decay), count
     if not states or is_empty(*operands):
         return tuple(states)
-    found = choose_plan("gla_commit", None, lambda: plan(*operands), *operands)
+    found = choose_plan("gla_commit", None, lambda: planned or plan(*operands), *operands)
     return _gla_commit(chosen(found, None), found, *operands)
 
 
@@ -70,9 +72,12 @@ def plan(
     return step_kernel.divided(len(states) * batch, heads, dk, dv)
 
 
-def fusible(*operands) -> bool:
-    """Has ``gla_commit`` a kernel for these operands, where they are?"""
-    return bool(operands[0]) and has_plan(lambda: plan(*operands), *operands)
+def own_commit(
+    states: _Several, k: _Several, v: _Several, log_decay: _Several, count: jax.Array
+) -> Plan | None:
+    """``plan`` of these operands, or None where there is no kernel for them here."""
+    operands = states, k, v, log_decay, count
+    return own_plan(lambda: plan(*operands), *operands) if states else None
 
 
 def _kernel(found, states, k, v, log_decay, count):

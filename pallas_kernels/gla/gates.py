@@ -46,7 +46,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.gla.channels import (
+from pallas_kernels.launch import launch
+from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
     SLICE,
@@ -60,11 +61,7 @@ from pallas_kernels.gla.channels import (
     worker_items,
     zero_acc,
 )
-from pallas_kernels.gla.gates_registers import ACCUMULATORS, Lane, gate_slice, merge
-from pallas_kernels.launch import launch
-
-# In shared memory the bytes of ``ROWS``.
-BF16_TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+from pallas_kernels.recurrence.tree import ACCUMULATORS, Lane, gate_slice, merge
 
 
 def piece_width(dk: int) -> int:

@@ -46,15 +46,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gla.channels import (
-    CHUNK,
-    ROWS,
-    SLICE,
-    blocks_for,
-    digits,
-    worker_items,
-    zeros,
-)
 from pallas_kernels.gla.gradients_registers import (
     N_EXTRA,
     finish_call,
@@ -64,6 +55,15 @@ from pallas_kernels.gla.gradients_registers import (
 )
 from pallas_kernels.gla.products import chunk_products, products_call, symmetric_call
 from pallas_kernels.launch import launch
+from pallas_kernels.recurrence.channels import (
+    CHUNK,
+    ROWS,
+    SLICE,
+    blocks_for,
+    digits,
+    worker_items,
+    zeros,
+)
 
 WARPGROUPS = 2
 

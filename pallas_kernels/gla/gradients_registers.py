@@ -1,7 +1,7 @@
 """Register work of ``gla.gradients``: the steps of one slice of one chunk, by one warpgroup.
 
 Contract: every public function returns an ``inline_mgpu`` call; what it leaves in registers travels
-as a bundle (``gla.channels``).  The algorithm is in ``gla.gradients``.
+as a bundle (``recurrence.channels``).  The algorithm is in ``gla.gradients``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
 from pallas_kernels.fused_parts import floats
-from pallas_kernels.gla.channels import (
+from pallas_kernels.recurrence.channels import (
     ROWS,
     TILE,
     ChannelLane,

@@ -33,12 +33,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.device import gpu
 from pallas_kernels.dispatch import Reason
-from pallas_kernels.gla.channels import CHUNK
 from pallas_kernels.gla.gates import gates
 from pallas_kernels.gla.gradients import chunk_gradients
-from pallas_kernels.gla.scan import VALUE_BLOCK, scan
+from pallas_kernels.gla.scan import scan
 from pallas_kernels.gla.step_kernel import gla_step as gla_step
-from pallas_kernels.gla.step_kernel import operands_reason
+from pallas_kernels.recurrence.channels import CHUNK
+from pallas_kernels.recurrence.operands import operands_reason, padded
+from pallas_kernels.recurrence.states import VALUE_BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +59,6 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:
         return Reason(reason)
     batch, length, heads, dv = v.shape
     return Plan(segments_for(batch, heads * (1 + is_halved(q)), dv, -(-length // CHUNK)))
-
-
-def padded(x: jax.Array | None) -> jax.Array | None:
-    """Zero channels up to whole blocks: they are a state of zeros that nothing else reads."""
-    if x is None or x.shape[-1] % VALUE_BLOCK == 0:
-        return x
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % VALUE_BLOCK)])
 
 
 def is_halved(q: jax.Array) -> bool:

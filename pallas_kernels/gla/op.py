@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from pallas_kernels.cpu import gla as cpu
 from pallas_kernels.dispatch import Implementation, Plan, Reason, choose_plan, is_empty
 from pallas_kernels.gla.chunked import chunked_backward, chunked_forward
-from pallas_kernels.gla.sequences import check_decay, restarted, zero_padding
 from pallas_kernels.operands import check
+from pallas_kernels.recurrence.sequences import check_decay, restarted, zero_padding
 from pallas_kernels.transform import Choice, Op, chosen
 
 _Pair = tuple[jax.Array, jax.Array]

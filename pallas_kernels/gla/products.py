@@ -23,7 +23,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.gla.channels import (
+from pallas_kernels.launch import launch
+from pallas_kernels.recurrence.channels import (
     CHUNK,
     ROWS,
     TILE,
@@ -37,7 +38,6 @@ from pallas_kernels.gla.channels import (
     worker_items,
     zeros,
 )
-from pallas_kernels.launch import launch
 
 PRODUCT_WARPGROUPS, PRODUCT_SLOTS = 3, 3
 

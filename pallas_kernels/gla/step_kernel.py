@@ -49,8 +49,8 @@ from pallas_kernels.fused_parts import KIND
 from pallas_kernels.gla.step_registers import BATCH, Operands, Shape, Step
 from pallas_kernels.launch import in_place, launch
 from pallas_kernels.operands import half_reason
+from pallas_kernels.recurrence.operands import shapes_reason
 
-WIDTHS = 64, 128, 256, 512  # of keys
 LAYERS = 64  # of a commit: their addresses are the kernel's arguments
 
 
@@ -64,23 +64,6 @@ class Plan:
 
     def __str__(self) -> str:
         return f"blocks of {self.columns} value channels and {self.warps} warps"
-
-
-def shapes_reason(q: jax.Array, v: jax.Array, block: int) -> str | None:
-    """What GLA's kernels cannot take of q and v, whose value channels come by ``block``."""
-    if q.shape[-1] not in WIDTHS:
-        return f"q has Dk = {q.shape[-1]}, which is not 64, 128, 256 or 512"
-    if v.shape[-1] % block:
-        return f"v has Dv = {v.shape[-1]}, not a multiple of {block}"
-    return None
-
-
-def operands_reason(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> str | None:
-    """What kernels that multiply the state in 16 bits cannot take: float16 ends at 65,504."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype != jnp.bfloat16:
-            return f"{name} is {x.dtype}, the kernel takes bfloat16"
-    return shapes_reason(q, v, block)
 
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array) -> Plan | Reason:

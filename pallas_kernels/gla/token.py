@@ -8,7 +8,7 @@
 ``gla_token`` is one token.  ``gla_tokens`` are several that may not stay: the state is not written,
 and what ``gla.commit`` needs to take some of them comes out too.
 
-What they compute is the module ``jaxllama.model.gla``; there is no other form of it here.  ``plan``
+What they compute is ``jaxllama.model.mixers.gla.mix``; there is no other form of it here.  ``plan``
 says where the kernel does not go.  The projections come as columns of wider arrays, as a product
 with several weights leaves them, and are read there.
 """
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Plan, Reason, choose_plan, has_plan, is_empty
+from pallas_kernels.dispatch import Plan, Reason, choose_plan, is_empty, own_plan
 from pallas_kernels.matmul.blocks import Columns
 from pallas_kernels.operands import check, half_reason
 from pallas_kernels.transform import Choice, Op
@@ -58,6 +58,7 @@ def gla_token(
     eps: float,
     normalizer: float,
     clamp_min: float | None,
+    planned: Plan | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(y ``[B, H, Dv]``, new state): donate the float32 state ``[B, H, Dk, Dv]``.
 
@@ -65,10 +66,11 @@ def gla_token(
         one, gate ``[B, H * Dv]``; all, weights too, bfloat16 or all float16.
     decay: weight ``[Hkv * Dk, rank]`` and bias ``[Hkv * Dk]``.  norm: ``[Dv]``.
     lengths: int32 ``[B]``; where it is 0 the row's state stays, and its y means nothing.
+    planned: ``own_token``'s plan, which is then not asked for again.
     Raises ValueError naming the operand for shapes and dtypes that no layer has,
     NotImplementedError, naming the fact, where ``plan`` has none.
     """
-    found = plan(streams, decay, norm, lengths, state)
+    found = planned or plan(streams, decay, norm, lengths, state)
     if is_empty(state):
         batch, heads, _, dv = state.shape
         return jnp.zeros((batch, heads, dv), streams[0].rows.dtype), state
@@ -87,14 +89,16 @@ def gla_tokens(
     normalizer: float,
     clamp_min: float | None,
     exact: bool = False,
+    planned: Plan | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(y ``[B * T, H, Dv]``, k ``[B, T, H, Dk]``, v ``[B, T, H, Dv]``, float32 log_decay
     ``[B, T, H, Dk]``) of T tokens of each row, one behind the other, from a state that stays.
 
-    streams: as of ``gla_token``, ``[B * T, ...]``.  exact: with the bits of a step of B * T rows.
+    streams, planned: as of ``gla_token``, ``[B * T, ...]``.  exact: with the bits of a step of
+        B * T rows.
     Raises as ``gla_token`` does.
     """
-    found = plan(streams, decay, norm, None, state, exact=exact)
+    found = planned or plan(streams, decay, norm, None, state, exact=exact)
     if is_empty(state):
         batch, heads, dk, dv = state.shape
         tokens, dtype = streams[0].rows.shape[0] // max(batch, 1), streams[0].rows.dtype
@@ -166,10 +170,17 @@ def plan(
     return step_kernel.divided(rows if exact else state.shape[0], *state.shape[1:])
 
 
-def fusible(*operands) -> bool:
-    """Has the kernel a plan for these operands of ``plan``, where they are?"""
-    *_, state = operands
-    return has_plan(lambda: plan(*operands), state)
+def own_token(
+    streams: Sequence[Columns],
+    decay: tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    lengths: jax.Array | None,
+    state: jax.Array,
+    *,
+    exact: bool = False,
+) -> Plan | None:
+    """``plan`` of these operands, or None where there is no kernel for them here."""
+    return own_plan(lambda: plan(streams, decay, norm, lengths, state, exact=exact), state)
 
 
 def _check(streams, decay, norm, lengths, state) -> None:

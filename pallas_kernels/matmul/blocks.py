@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Reason, choose_plan, has_plan, is_empty
+from pallas_kernels.dispatch import Reason, choose_plan, is_empty, own_plan
 from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.few_rows.plan import BlocksPlan, divide_blocks
@@ -55,17 +55,19 @@ def blocks_matmul(
     *,
     norm: tuple[jax.Array, float],
     out_dtype: DTypeLike | None = None,
+    plan: BlocksPlan | None = None,
 ) -> list[Columns]:
     """``x[..., K]`` and ``w_i[N_i, K]`` -> each ``[..., N_i]``, in x's dtype by default.
 
-    norm: (weight ``[K]``, eps) of the RMSNorm of x that comes first.
+    norm: (weight ``[K]``, eps) of the RMSNorm of x that comes first.  plan: ``own_blocks``'.
     Raises NotImplementedError, naming the fact, for what ``find_plan`` has no plan for.
     """
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     find = functools.partial(find_plan, x, weights, norm=norm, out_dtype=out_dtype)
-    plan = choose_plan("blocks_matmul", "mosaic", find, x, list(weights), has_xla=False)
+    find = find if plan is None else lambda: plan
+    made = choose_plan("blocks_matmul", "mosaic", find, x, list(weights), has_xla=False)
     (gamma, eps), rows, groups = norm, x.reshape(-1, x.shape[-1]), alike(weights)
-    outs = _blocks(Choice("mosaic"), (float(eps), out_dtype, plan), rows, groups, gamma)
+    outs = _blocks(Choice("mosaic"), (float(eps), out_dtype, made), rows, groups, gamma)
     columns = []
     for group, out in zip(groups, outs, strict=True):
         out, start = out.reshape(*x.shape[:-1], out.shape[-1]), 0
@@ -92,14 +94,14 @@ def _one_by_one(static: _Static, rows: jax.Array, groups: Any, gamma: jax.Array)
 _blocks = Op("blocks_matmul", _one_by_one, _kernel)
 
 
-def fusible(
+def own_blocks(
     x: jax.Array, weights: Sequence[Weight | RowBlocks], *, norm: tuple[jax.Array, float]
-) -> bool:
-    """Is ``blocks_matmul`` of these to be called here?"""
+) -> BlocksPlan | None:
+    """The plan of ``blocks_matmul`` of these, or None where it has none here."""
     whole = [w for w in weights if not isinstance(w, RowBlocks)]
     if len(whole) < len(weights):
-        return False
-    return has_plan(lambda: find_plan(x, whole, norm=norm), x, whole)
+        return None
+    return own_plan(lambda: find_plan(x, whole, norm=norm), x, whole)
 
 
 def find_plan(

@@ -18,7 +18,7 @@ else, so that no kernel knows of it.
 What stands around the product in a decoder may be part of the call: an RMSNorm of x before it,
 SwiGLU or an activation and a residual behind it.  Up to 16 rows of 16-bit floats it is then one
 kernel (but for the activation), float32 from the product to the only rounding; elsewhere the ops
-run one after the other.  ``fusible`` tells.
+run one after the other.  ``fused_matmul`` is the one kernel or None.
 A quantized x may bring a low-rank term (LoRA), which up to 64 rows is in the product's kernel.
 
 The XLA forms are in ``matmul.xla``, the kernels in ``few_rows`` (up to 16 rows of x) and
@@ -57,8 +57,8 @@ from pallas_kernels.dispatch import (
     Plan,
     Reason,
     choose_plan,
-    has_plan,
     is_empty,
+    own_plan,
 )
 from pallas_kernels.matmul import choice
 from pallas_kernels.matmul.call import Call
@@ -169,39 +169,51 @@ def quantized_matmul(
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
     fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
     call = Call.of(x, w, out_dtype, bias=bias, swiglu=swiglu, activation=activation, **fused)
-    find = functools.partial(choice.plan, call)
-    arrays = x, w, gamma, residual, pending
-    on_cpu = _cpu_plan(call, implementation)
-    plan = choose_plan("quantized_matmul", implementation, find, *arrays, cpu=on_cpu)
+    find, on_cpu = functools.partial(choice.plan, call), _cpu_plan(call, implementation)
+    operands = x, w, gamma, residual, pending
+    plan = choose_plan("quantized_matmul", implementation, find, *operands, cpu=on_cpu)
     if plan is None:
         parts = "xla" if is_empty(x, w) else implementation
         return _composed(call, parts, x, w, bias, gamma, residual, pending)
-    residual, pending = _flatten(residual), _flatten(pending)
-    made = chosen(plan, implementation)
-    out = _fused(made, (call, plan), _flatten(x), w, bias, gamma, residual, pending)
-    return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out)
+    return _run(chosen(plan, implementation), call, plan, bias, *operands)
 
 
-def fusible(
+def fused_matmul(
     x: jax.Array | QTensor,
     w: jax.Array | QTensor | RowBlocks | CpuWeight,
     *,
+    bias: jax.Array | None = None,
     out_dtype: DTypeLike | None = None,
     norm: tuple[jax.Array, float] | None = None,
     residual: jax.Array | None = None,
     swiglu: bool = False,
-    activation: _Activation = "silu",
+    activation: str = "silu",
     pending: jax.Array | None = None,
-) -> bool:
-    """Is ``quantized_matmul`` of these one kernel here, and the faster way?  Only shapes and dtypes
-    are looked at."""
+) -> Any:
+    """``quantized_matmul`` of these where one kernel does all of it here and is the faster way;
+    else None, and the caller computes the parts.  Raises ValueError as it does."""
     if isinstance(x, QTensor) or isinstance(w, RowBlocks):
-        return False
+        return None
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    _check(x, w, bias, out_dtype, norm, residual, swiglu, pending, None)
     gamma, eps = (None, None) if norm is None else (norm[0], float(norm[1]))
     fused = {"gamma": gamma, "eps": eps, "residual": residual, "pending": pending}
-    gated = {"swiglu": swiglu, "activation": activation}
-    call = Call.of(x, w, x.dtype if out_dtype is None else out_dtype, **fused, **gated)
-    return has_plan(lambda: choice.plan(call), x, w, cpu=_cpu_plan(call))
+    call = Call.of(x, w, out_dtype, bias=bias, swiglu=swiglu, activation=activation, **fused)
+    operands = x, w, gamma, residual, pending
+    plan = own_plan(functools.partial(choice.plan, call), x, w, cpu=_cpu_plan(call))
+    if plan is None:
+        return None
+    choose_plan("quantized_matmul", None, lambda: plan, *operands, cpu=lambda: plan)
+    return _run(chosen(plan, None), call, plan, bias, *operands)
+
+
+def _run(made: Choice, call: Call, plan: Plan, bias: jax.Array | None, x: jax.Array | QTensor,
+         w: Any, gamma: jax.Array | None, residual: jax.Array | None,
+         pending: jax.Array | None) -> Any:  # fmt: skip
+    """The kernel of a plan, with all that is fused."""
+    residual, pending = _flatten(residual), _flatten(pending)
+    out = _fused(made, (call, plan), _flatten(x), w, bias, gamma, residual, pending)
+    return jax.tree.map(lambda y: y.reshape(*x.shape[:-1], y.shape[-1]), out)
 
 
 def _cpu_plan(call: Call, implementation: Implementation | None = None) -> Find | None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import Implementation, Reason, choose_plan, has_plan
+from pallas_kernels.dispatch import Implementation, Reason, choose_plan, own_plan
 from pallas_kernels.operands import check, half_reason
 from pallas_kernels.transform import Op, chosen
 
@@ -50,6 +50,7 @@ def append_greedy(
     *,
     capacity: int | None,
     implementation: Implementation | None = None,
+    planned: Plan | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(rows, written) behind a step that took each row's newest token.
 
@@ -60,6 +61,7 @@ def append_greedy(
         place to write to.
     stop_ids int32 ``[stops]`` end a row.
     capacity: of the cache, None where it has none.
+    planned: ``own_append``'s plan, which is then not asked for again.
 
     Under jax's transformations as ``rms_norm``; what comes out are integers, without a derivative.
     Raises ValueError naming the operand for a wrong shape or dtype, NotImplementedError for a
@@ -67,15 +69,14 @@ def append_greedy(
     """
     operands = logits, rows, written, stop_ids
     check("append_greedy", _OPERANDS, **dict(zip(_OPERANDS, operands, strict=True)))
-    found = choose_plan(
-        "append_greedy", implementation, lambda: plan(logits, stop_ids), logits, rows, written
-    )
+    find = lambda: planned or plan(logits, stop_ids)  # noqa: E731
+    found = choose_plan("append_greedy", implementation, find, logits, rows, written)
     return _append_greedy(chosen(found, implementation), (capacity, found), *operands)
 
 
-def fusible(logits: jax.Array | jax.ShapeDtypeStruct, stop_ids: jax.Array) -> bool:
-    """Has ``append_greedy`` a kernel for such logits, where they are?"""
-    return has_plan(lambda: plan(logits, stop_ids), logits)
+def own_append(logits: jax.Array | jax.ShapeDtypeStruct, stop_ids: jax.Array) -> Plan | None:
+    """``append_greedy``'s plan for such logits, or None where there is no kernel for them here."""
+    return own_plan(lambda: plan(logits, stop_ids), logits)
 
 
 def plan(logits: jax.Array | jax.ShapeDtypeStruct, stop_ids: jax.Array) -> Plan | Reason:

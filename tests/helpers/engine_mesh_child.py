@@ -14,6 +14,7 @@ import sys
 import jax
 
 from jaxllama.language_model import LanguageModel
+from jaxllama.model.shardings import shard_params
 from jaxllama.parallel import mesh as parallel
 from jaxllama.sampling import Sampling
 from jaxllama.serving.engine.engine import Engine
@@ -58,7 +59,7 @@ def main() -> None:
     params = params_of(CFG)
     print(json.dumps(report(LanguageModel(CFG, params, None))), flush=True)
     for mesh in sys.argv[1:]:
-        placed = parallel.shard_params(CFG, params, parallel.make_mesh(mesh))
+        placed = shard_params(CFG, params, parallel.make_mesh(mesh))
         draft = "ngram" if "data" in mesh else None
         print(json.dumps(report(LanguageModel(*placed, None), draft)), flush=True)
 

@@ -32,6 +32,7 @@ from jaxllama.config import DeltaConfig, GLAConfig, ModelConfig
 from jaxllama.errors import JaxLlamaError
 from jaxllama.loading import load
 from jaxllama.model.cache import init_cache
+from jaxllama.model.shardings import fetch, gather_params, shard_params
 from jaxllama.parallel import mesh as parallel
 from jaxllama.quantization.quantize import quantize_params
 from jaxllama.quantization.random_params import random_params
@@ -90,6 +91,9 @@ FAMILIES = {
             gate_activation="sigmoid",
         ),
     ),
+    "short-conv": WIDE.replace(
+        n_layers=2, layer_types=("short_conv", "attention"), mixers={"short_conv": {"width": 64}}
+    ),
     "hybrid": WIDE.replace(n_layers=2, layer_types=("gla", "attention"), gla=GLA),
 }
 MESHES = ("1x2", "2x2", "1x4", "1x8", "2x4")
@@ -123,7 +127,7 @@ def decode(cfg, params, mesh, dtype, sampling, kv_dtype=None):
     else:
         loop = generation.advance.lower(cfg, *arguments).compile()
         state, text = loop(*arguments), loop.as_text()
-    return *parallel.fetch((state.tokens, state.logprobs)), text
+    return *fetch((state.tokens, state.logprobs)), text
 
 
 def collectives(text: str) -> dict[str, list[str]]:
@@ -159,7 +163,7 @@ def compare(family: str, scheme: str, meshes, sampled: bool, kv_dtype=None) -> N
     want = decode(cfg, params, None, dtype, sampling, kv_dtype)
     for name in meshes:
         mesh = mesh_of_name(name)
-        config, on_mesh = parallel.shard_params(cfg, params, mesh)
+        config, on_mesh = shard_params(cfg, params, mesh)
         got = decode(config, on_mesh, mesh, dtype, sampling, kv_dtype)
         report(
             case=f"{family}-{scheme}-{name}",
@@ -188,9 +192,9 @@ def packed() -> None:
     layer["mixer"]["qkv"]["weight"] = blocks
     tokens, lengths = tokens_of(cfg, 2, 9), jnp.asarray([9, 4], jnp.int32)
     want = np.asarray(generation.logits(cfg, params, tokens, lengths))
-    config, on_mesh = parallel.shard_params(cfg, params, mesh_of_name("2x4"))
+    config, on_mesh = shard_params(cfg, params, mesh_of_name("2x4"))
     got = np.asarray(generation.logits(config, on_mesh, tokens, lengths))
-    back = parallel.gather_params(cfg, on_mesh, 4)
+    back = gather_params(cfg, on_mesh, 4)
     same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), _floats(params), _floats(back))
     report(case="packed", error=float(np.max(np.abs(want - got)) / np.max(np.abs(want))),
            same=all(jax.tree.leaves(same)))  # fmt: skip
@@ -199,7 +203,7 @@ def packed() -> None:
 def one_row() -> None:
     """The collectives of the loop of one row, whose vocabulary has even shares."""
     cfg, mesh = FAMILIES["llama3-rope-even"], mesh_of_name("1x8")
-    config, params = parallel.shard_params(cfg, params_of(cfg), mesh)
+    config, params = shard_params(cfg, params_of(cfg), mesh)
     stacked, stop_ids = SamplingParams.stack([Sampling()], cfg.vocab_size), jnp.zeros(0, jnp.int32)
     state = generation.start(
         config, params, tokens_of(cfg, 1, 9), jnp.asarray([9], jnp.int32),
@@ -219,7 +223,7 @@ def random() -> None:
     """Weights drawn on a mesh, each device its part, beside one device's, cut."""
     cfg, key, mesh = FAMILIES["gqa"], jax.random.key(0), mesh_of_name("2x2")
     got = random_params(cfg, key, jnp.float32, "w4a16", mesh=mesh)
-    _, want = parallel.shard_params(cfg, random_params(cfg, key, jnp.float32, "w4a16"), mesh)
+    _, want = shard_params(cfg, random_params(cfg, key, jnp.float32, "w4a16"), mesh)
     worst = 0.0
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim), path
@@ -252,9 +256,9 @@ def gradients() -> None:
     want = jax.device_get(jax.jit(gradient)(params, tokens))
     for name, function in (("2x4", gradient), ("4x1", parallel.data_parallel(gradient))):
         mesh = mesh_of_name(name)
-        _, on_mesh = parallel.shard_params(cfg, params, mesh)
+        _, on_mesh = shard_params(cfg, params, mesh)
         value, grads = jax.jit(function)(on_mesh, tokens)
-        grads = parallel.gather_params(cfg, grads, mesh.shape["model"])
+        grads = gather_params(cfg, grads, mesh.shape["model"])
         off = jax.tree.map(
             lambda a, b: float(np.max(np.abs(a - b)) / np.max(np.abs(a))), want[1], grads
         )

@@ -12,8 +12,9 @@ import pytest
 import jaxllama as jl
 from jaxllama.config import LatentConfig, RopeConfig
 from jaxllama.model import cache as caches
-from jaxllama.model.attention import At, mix
 from jaxllama.model.decoder import positions_of
+from jaxllama.model.mixers.attention.mix import mix
+from jaxllama.model.records import new_tokens
 from pallas_kernels.dispatch import choices
 from tests.helpers.delta_cases import relative_rms
 from tests.helpers.models import IDENTITIES, LLAMA, params_of, relative_error, tokens_of
@@ -108,7 +109,8 @@ def test_heads_of_96_attend_as_in_float32(monkeypatch, batch, dtype, width):
     def mixed(qkv, cache, begin, fresh):
         length = qkv.shape[1]
         positions, rope = positions_of(cfg, begin, begin + length, length)
-        at = At(positions, jnp.full_like(begin, length), rope, fresh=fresh)
+        count = jnp.full_like(begin, length)
+        at = new_tokens(positions, count, rope, fresh=fresh, cached=True)
         return mix(cfg, {}, qkv, cache, at=at)
 
     def heads(dtype: str, kv_dtype: str, width: int) -> list[jax.Array]:

@@ -21,8 +21,8 @@ from jaxllama.generation import advance, init_params, start, verify
 from jaxllama.model import decoder
 from jaxllama.model.cache import cache_specs
 from jaxllama.model.lora import attach, for_rows
+from jaxllama.model.shardings import specs
 from jaxllama.parallel import mesh as parallel
-from jaxllama.parallel.shardings import specs
 from jaxllama.sampling import Sampling, SamplingParams
 from pallas_kernels import dispatch
 from tests.helpers import lora_cases

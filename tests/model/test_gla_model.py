@@ -21,10 +21,12 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import load_config
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import decode_step, logits, prefill
-from jaxllama.model.cache import GLAState, init_cache
+from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import mix_half, whole_rows
 from jaxllama.model.linear import Stream
+from jaxllama.model.mixers.recurrent import RecurrentState
 from jaxllama.model.params import param_table
+from jaxllama.model.records import new_tokens
 from tests.golden.make_gla_golden import CONFIGS, tokens, weights
 from tests.helpers.models import FAMILIES, GLA, LLAMA, params_of, relative_error, tokens_of
 
@@ -153,9 +155,10 @@ def test_a_row_without_a_token_keeps_its_state():
     lengths = jnp.asarray([0, 1], jnp.int32)
     for length in (1, 3):  # one step, and the chunkwise form
         tokens = jnp.asarray(np.pad(x, ((0, 0), (0, length - 1), (0, 0))))
-        at = whole_rows(cfg, 2, length)._replace(lengths=lengths)
+        whole = whole_rows(cfg, 2, length)
+        at = new_tokens(whole.positions, lengths, whole.rope, cached=True)
         y, after = run(cfg, "gla", params, Stream(tokens), state, at)
-        assert isinstance(after, GLAState)
+        assert isinstance(after, RecurrentState)
         for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
             old, new = np.asarray(old), np.asarray(new)
             np.testing.assert_array_equal(old[0], new[0])

@@ -14,9 +14,11 @@ import pytest
 
 from jaxllama.errors import JaxLlamaError
 from jaxllama.generation import decode_step, generate, logits, prefill
-from jaxllama.model.attention import attend, attend_cached
-from jaxllama.model.attention_sparse import sparse_decode
-from jaxllama.model.cache import Cache, GLAState, KVCache, init_cache, insert
+from jaxllama.model.cache import Cache, init_cache, insert
+from jaxllama.model.mixers.attention.mix import attend, attend_cached
+from jaxllama.model.mixers.attention.sparse import sparse_decode
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.mixers.recurrent import RecurrentState
 from jaxllama.sampling import Sampling
 from pallas_kernels.attention.rope_cache import to_cache_basis
 from pallas_kernels.qtensor import QTensor, dequantize
@@ -87,7 +89,7 @@ def poison(cache: Cache) -> Cache:
         ).astype(leaf.dtype)
 
     def layer_of(layer):
-        if isinstance(layer, GLAState):
+        if isinstance(layer, RecurrentState):
             return jax.tree.map(spoiled(lengths == 0), layer)
         return jax.tree.map(spoiled(np.arange(layer.k.shape[1]) >= lengths[:, None]), layer)
 
@@ -145,7 +147,7 @@ def test_nan_beyond_every_length_changes_nothing(family):
 
     def fresh(layer):
         """A poisoned GLA slot becomes usable by being replaced whole, as ``insert`` does."""
-        if not isinstance(layer, GLAState):
+        if not isinstance(layer, RecurrentState):
             return layer
         empty = np.isin(np.arange(ROWS), used)
         return jax.tree.map(

@@ -13,9 +13,10 @@ from jaxllama import generation
 from jaxllama.bench.evaluate import perplexity
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel, pad_rows
-from jaxllama.model.attention_sparse import quotas, sparse_decode
-from jaxllama.model.cache import KVCache, init_cache
+from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import forward
+from jaxllama.model.mixers.attention.sparse import quotas, sparse_decode
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.offload.loading import Placement
 from jaxllama.offload.planner.trial import random_run
 from jaxllama.offload.policy import Policy

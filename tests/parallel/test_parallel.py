@@ -23,15 +23,15 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import load_config, preset_names
 from jaxllama.errors import JaxLlamaError
 from jaxllama.language_model import LanguageModel
-from jaxllama.parallel import mesh as parallel
-from jaxllama.parallel.hosts import join
-from jaxllama.parallel.layout import (
+from jaxllama.model.split import (
     check_shards,
     local_config,
     natural_rows,
     row_order,
     split_axis,
 )
+from jaxllama.parallel import mesh as parallel
+from jaxllama.parallel.hosts import join
 from tests.helpers.compiling import environment
 from tests.helpers.models import FAMILIES, LLAMA
 from tests.helpers.seeded import seeded_params
@@ -48,6 +48,7 @@ FULL = [
     *(f"{family}:{scheme}:all:greedy" for family in ("gqa", "hybrid", "mha-tied-bias", "gla")
       for scheme in ("bfloat16", "w8a16", "w4a16", "w8a8", "fp8", "w4a8")),
     *(f"delta:{scheme}:all:greedy" for scheme in ("w8a16", "w4a16", "w8a8", "fp8")),
+    "short-conv:float32:all:sampled", "short-conv:w8a16:all:greedy",
     *(f"gqa:float32:2x4+1x8:greedy:{kv}" for kv in ("int8", "int4", "float8_e4m3fn")),
     "mqa-window:w4a16:all:greedy",
 ]  # fmt: skip

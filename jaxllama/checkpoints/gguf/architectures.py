@@ -15,7 +15,9 @@ from typing import Any
 
 from jaxllama.checkpoints.gguf.file import GGUFFile
 from jaxllama.config import ModelConfig
-from jaxllama.model.params import Names, Param, Path, param_table
+from jaxllama.model.names import Names
+from jaxllama.model.param import Param, Path
+from jaxllama.model.params import param_table
 
 _NAMES = Names(
     embed="token_embd", layer="blk.{}", mixer_norm="attn_norm", mixer="attn_",

@@ -32,8 +32,8 @@ from jaxllama.checkpoints.gguf.file import GGUFFile, opened
 from jaxllama.checkpoints.packed.module import fuse
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.model.params import Param, Source
-from jaxllama.model.params import Path as TreePath
+from jaxllama.model.param import Param, Source
+from jaxllama.model.param import Path as TreePath
 from jaxllama.progress import working
 
 if TYPE_CHECKING:

@@ -39,8 +39,9 @@ from jaxllama.checkpoints.peft import Factors
 from jaxllama.checkpoints.safetensors import SafetensorsFile, TensorInfo, parse_json
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
-from jaxllama.model import params as tensors
-from jaxllama.model.params import Param, Source, param_table
+from jaxllama.model import param as tensors
+from jaxllama.model.param import Param, Source
+from jaxllama.model.params import param_table
 from jaxllama.progress import working
 
 if TYPE_CHECKING:

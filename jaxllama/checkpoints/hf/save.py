@@ -25,8 +25,9 @@ from jaxllama.checkpoints.folding import unfold
 from jaxllama.checkpoints.hf.config import config_to_hf, generation_config
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model import params as tensors
-from jaxllama.model.params import Param, param_table
+from jaxllama.model import param as tensors
+from jaxllama.model.param import Param
+from jaxllama.model.params import param_table
 from jaxllama.progress import working
 
 if TYPE_CHECKING:

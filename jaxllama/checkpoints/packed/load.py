@@ -44,8 +44,8 @@ from jaxllama.checkpoints.packed.module import (
 )
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model import params as tensors
-from jaxllama.model.params import Param, Source
+from jaxllama.model import param as tensors
+from jaxllama.model.param import Param, Source
 from jaxllama.sampling import Sampling
 
 if TYPE_CHECKING:

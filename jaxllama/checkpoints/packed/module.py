@@ -17,7 +17,7 @@ import numpy as np
 from jaxllama.checkpoints import safetensors as safetensors_file
 from jaxllama.checkpoints.safetensors import SafetensorsFile, TensorInfo
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.params import Param, one
+from jaxllama.model.param import Param, one
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks

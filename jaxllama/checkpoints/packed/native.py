@@ -33,7 +33,7 @@ from jaxllama.checkpoints.packed.codes import (
 )
 from jaxllama.checkpoints.packed.module import FLOATS, Leaf, Module, Part, Tensors, plain
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.params import Param, Path
+from jaxllama.model.param import Param, Path
 
 if TYPE_CHECKING:
     from pallas_kernels.qtensor import QTensor, RowBlocks

@@ -43,12 +43,13 @@ from jaxllama.checkpoints.packed import native as packed_native
 from jaxllama.checkpoints.packed.codes import FP8, INT4, INT8, check_scale
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.params import Param, Source, param_table
+from jaxllama.model.param import Param, Source
+from jaxllama.model.params import param_table
 from jaxllama.sampling import Sampling
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize
 
 if TYPE_CHECKING:
-    from jaxllama.model.params import Path as Key
+    from jaxllama.model.param import Path as Key
 
 Tensors = dict[str, np.ndarray]
 Layout = dict[str, tuple[tuple[int, ...], np.dtype]]

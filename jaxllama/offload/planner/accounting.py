@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.cache import KVCache, init_cache
+from jaxllama.model.cache import init_cache
 from jaxllama.model.decoder import layer_config
 from jaxllama.model.linear import Stream
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.records import Hidden
 from jaxllama.offload import units as programs
 from jaxllama.offload.layer_cache import TAIL
 from jaxllama.offload.policy import Policy, Shares
@@ -261,7 +263,7 @@ def _programs(
             continue
         if unit.kind == "head":
             x = jax.ShapeDtypeStruct((size, cfg.d_model), dtype)
-            yield programs.head_logits.lower(cfg, weights, x)
+            yield programs.head_logits.lower(cfg, weights, Hidden(x))
             continue
         alike, kind = layer_config(cfg, unit.layer)
         if (alike, kind, unit.kind) in seen:

@@ -16,7 +16,9 @@ from jax.typing import DTypeLike
 from jaxllama import speculative
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.cache import QUANTIZED_CACHE, KVCache, init_pages
+from jaxllama.model.cache import init_pages
+from jaxllama.model.mixers.attention.state import KVCache
+from jaxllama.model.mixers.common import QUANTIZED_CACHE
 from jaxllama.text.rows import short
 from pallas_kernels.qtensor import tree_bytes
 

@@ -127,13 +127,13 @@ def run(
         if n_new == 1:
             hidden, cache = forward(
                 cfg, params, slots.token[:, None], live, slots.cache,
-                sparse=~slots.prompted[:, None], normed=False,
+                sparse=~slots.prompted[:, None],
             )  # fmt: skip
         else:
             inputs = jnp.concatenate([slots.token[:, None], drafted[:, :-1]], axis=1)
             count = live * (1 + draft.lengths)
             hidden, proposal = propose(cfg, params, inputs, count, slots.cache)
-        scores = logits(cfg, params, hidden.reshape(batch * n_new, -1), normed=False)
+        scores = logits(cfg, params, hidden.flat())
         by_place = scores.reshape(batch, n_new, -1)
         index = drawn.counts[:, None] + place  # of the call's tokens
         tokens, logprobs = lax.switch(

@@ -36,8 +36,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.cache import Cache, GLAState, KVCache, cache_shardings, init_pages
+from jaxllama.model.cache import Cache, LayerState, cache_shardings, init_pages
 from jaxllama.model.decoder import forward
+from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.parallel.mesh import traced_mesh
 from jaxllama.sampling import History, Sampling, SamplingParams
 from jaxllama.serving.engine import passes
@@ -57,20 +58,23 @@ class Drafting(NamedTuple):
     text: jax.Array
     pace: Pace
     read: jax.Array
-    layers: tuple[KVCache | GLAState, ...] = ()
+    layers: tuple[LayerState, ...] = ()
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """snapshots: of each GLA layer some states to begin with, each leaf ``[S, ...]``, None for
-    attention.  All else has a row for each slot.  token int32: the newest, not yet in the cache.
-    prompted: it is the prompt's last, which attends to everything, where generated tokens may
-    attend sparsely.  active: it has not ended.  remaining int32: tokens that may still be drawn.
-    ignore_eos: goes on past stop tokens.  drafting: None where no drafts are made."""
+    """snapshots: of each layer with a state some states to begin with, each leaf ``[S, ...]``, None
+    for attention.  All else has a row for each slot.
+
+    token int32: the newest, not yet in the cache.  prompted: it is the prompt's last, which attends
+    to everything, where generated tokens may attend sparsely.  active: it has not ended.  remaining
+    int32: tokens that may still be drawn.  ignore_eos: goes on past stop tokens.  drafting: None
+    where no drafts are made.
+    """
 
     cache: Cache
-    snapshots: tuple[GLAState | None, ...]
+    snapshots: tuple[LayerState | None, ...]
     token: jax.Array
     prompted: jax.Array
     active: jax.Array
@@ -184,7 +188,7 @@ def admit(slots: Slots, packed: jax.Array) -> Slots:
     return _constrained(admitted, slots)
 
 
-def _beginning(snapshots: GLAState, index: jax.Array) -> GLAState:
+def _beginning(snapshots: LayerState, index: jax.Array) -> LayerState:
     """These snapshots, ``[R, ...]``; at -1 the state of no tokens."""
 
     def one(leaf: jax.Array) -> jax.Array:

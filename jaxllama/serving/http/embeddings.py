@@ -20,7 +20,7 @@ import numpy as np
 from jaxllama.config import ModelConfig
 from jaxllama.generation import Params
 from jaxllama.language_model import LanguageModel
-from jaxllama.model.decoder import forward
+from jaxllama.model.decoder import final_norm, forward
 
 SMALLEST = 64
 
@@ -41,8 +41,9 @@ class Embedder:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pooled(cfg: ModelConfig, params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
-    hidden, _ = forward(cfg, params, tokens, length)  # [1, T, D]
+    hidden, _ = forward(cfg, params, tokens, length)
+    states = final_norm(cfg, params, hidden)[0]  # [T, D]
     valid = jnp.arange(tokens.shape[1]) < length[0]
-    total = jnp.sum(jnp.where(valid[:, None], hidden[0].astype(jnp.float32), 0.0), axis=0)
+    total = jnp.sum(jnp.where(valid[:, None], states.astype(jnp.float32), 0.0), axis=0)
     # The mean's direction is the sum's.
     return total / jnp.maximum(jnp.linalg.norm(total), jnp.float32(1e-20))

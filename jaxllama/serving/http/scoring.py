@@ -22,6 +22,7 @@ from jaxllama.generation import Params
 from jaxllama.language_model import LanguageModel
 from jaxllama.model.decoder import forward, logits
 from jaxllama.model.lora import for_rows
+from jaxllama.model.records import Hidden
 from jaxllama.serving.engine.request import MAX_LOGPROBS
 
 SMALLEST = 64
@@ -74,7 +75,7 @@ class Scorer:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _hidden(cfg: ModelConfig, params: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
+def _hidden(cfg: ModelConfig, params: Params, tokens: jax.Array, length: jax.Array) -> Hidden:
     return forward(cfg, params, tokens, length)[0]  # [1, T, D]
 
 
@@ -82,15 +83,15 @@ def _hidden(cfg: ModelConfig, params: Params, tokens: jax.Array, length: jax.Arr
 def _scores(
     cfg: ModelConfig,
     params: Params,
-    hidden: jax.Array,
+    hidden: Hidden,
     targets: jax.Array,
     begin: jax.Array,
     n_top: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Logprobs and ranks ``[1, B]`` of the targets, ids and logprobs of the likeliest
     ``[1, B, n_top]``, for the positions from ``begin`` on."""
-    size = min(BLOCK, hidden.shape[1])
-    hidden = lax.dynamic_slice_in_dim(hidden, begin, size, axis=1)
+    size = min(BLOCK, hidden.x.shape[1])
+    hidden = Hidden(lax.dynamic_slice_in_dim(hidden.x, begin, size, axis=1))
     targets = lax.dynamic_slice_in_dim(targets, begin, size, axis=1)
     scores = logits(cfg, params, hidden)
     total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)

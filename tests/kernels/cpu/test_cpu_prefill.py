@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllama.model.attention import attend, attend_cached
-from jaxllama.model.cache import KVCache
+from jaxllama.model.mixers.attention.mix import attend, attend_cached
+from jaxllama.model.mixers.attention.state import KVCache
 from pallas_kernels.cpu import attention, frame, jit, prefill
 from pallas_kernels.cpu.cache import Form
 from pallas_kernels.cpu.prefill import CpuPlan, Prefill

@@ -15,7 +15,7 @@ import pytest
 from pallas_kernels import gated_delta, gated_delta_step
 from pallas_kernels.gated_delta import chunked
 from pallas_kernels.gated_delta.reference import gated_delta_parallel, gated_delta_recurrent
-from pallas_kernels.gla import chunked as gla_chunked
+from pallas_kernels.recurrence import groups
 from tests.helpers.delta_cases import oracle
 from tests.kernels.gla.test_gla import BOUND, GATES, error, exponents_of, zeros
 
@@ -124,8 +124,7 @@ def test_equal_keys_that_are_not_exact():
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_what_a_gpu_takes(decay, monkeypatch):
     """Sums by products, unrolled scans."""
-    monkeypatch.setattr(gla_chunked, "on_gpu", lambda: True)
-    monkeypatch.setattr(chunked, "on_gpu", lambda: True)
+    monkeypatch.setattr(groups, "on_gpu", lambda: True)
     jax.clear_caches()
     given = hard(200, 48, 16, "float32", decay)
     d = cotangents(given[2], given[5])

@@ -32,7 +32,7 @@ if VERSION >= (0, 11, 2):
     from pallas_kernels.gated_delta import gradients_channels_products as products
     from pallas_kernels.gated_delta import gradients_channels_registers as registers
     from pallas_kernels.gated_delta import kernel_inverse
-    from pallas_kernels.gla import channels
+    from pallas_kernels.recurrence import channels
 
 C, BF16 = 64, ml_dtypes.bfloat16
 TILE, BASE = 8192, 1024

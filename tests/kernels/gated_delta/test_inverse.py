@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 if VERSION >= (0, 11, 2):
     from pallas_kernels.gated_delta import gradients_kernel_sums as sums
     from pallas_kernels.gated_delta import kernel_inverse, remainder
-    from pallas_kernels.gla import channels
+    from pallas_kernels.recurrence import channels
 
 TILES, SCRATCH, VECTORS, OUT, TABLE = 1024, 18432, 32768, 40960, 49152
 

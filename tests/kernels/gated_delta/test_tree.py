@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(
 if VERSION >= (0, 11, 2):
     from pallas_kernels.gated_delta import kernel_inverse
     from pallas_kernels.gated_delta import kernel_tree as tree
-    from pallas_kernels.gla import channels, gates_registers
+    from pallas_kernels.recurrence import channels
+    from pallas_kernels.recurrence import tree as gates_registers
 
 C, BF16 = 64, ml_dtypes.bfloat16
 BASE = 1024

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gla import chunked as gla_chunked
-from pallas_kernels.gla import decay as gla_decay
 from pallas_kernels.gla.op import gla, gla_step
 from pallas_kernels.gla.reference import gla_parallel, gla_recurrent
+from pallas_kernels.recurrence import decay as gla_decay
+from pallas_kernels.recurrence import groups
 
 BOUND = {"float32": 1e-5, "bfloat16": 5e-3}
 NAMES = ("o", "s", "dq", "dk", "dv", "dg", "ds")
@@ -140,7 +141,7 @@ def check_stability(t, d_k, d_v, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_stability_promise_with_the_gpu_s_choices(dtype, monkeypatch):
     """The branches that XLA takes on a GPU: 16-bit operands, sums by products, unrolled scans."""
-    monkeypatch.setattr(gla_chunked, "on_gpu", lambda: True)
+    monkeypatch.setattr(groups, "on_gpu", lambda: True)
     jax.clear_caches()
     check_stability(200, 48, 16, dtype)
     jax.clear_caches()

@@ -12,7 +12,7 @@ from pallas_kernels.matmul.blocks import (
     alike,
     blocks_matmul,
     find_plan,
-    fusible,
+    own_blocks,
     stacked,
 )
 from pallas_kernels.matmul.call import N_SM
@@ -98,10 +98,10 @@ def test_what_is_one_kernel(monkeypatch):
     assert "32, 24" in find_plan(x, [low, low[:24]], norm=norm).text
     with pytest.raises(NotImplementedError, match="17 tokens"):
         blocks_matmul(jnp.zeros((17, 2048), DTYPE), weights, norm=norm)
-    assert not fusible(x, weights, norm=norm)
+    assert own_blocks(x, weights, norm=norm) is None
     monkeypatch.setattr(dispatch, "hopper_reason", lambda *_: None)
-    assert fusible(x, weights, norm=norm)
-    assert not fusible(x, [RowBlocks((words, low)), low], norm=norm)
+    assert own_blocks(x, weights, norm=norm) is not None
+    assert own_blocks(x, [RowBlocks((words, low)), low], norm=norm) is None
 
 
 @newest

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import quantized_matmul
 from pallas_kernels.matmul.call import Call
 from pallas_kernels.matmul.few_rows import plan as planning
-from pallas_kernels.matmul.op import fusible
+from pallas_kernels.matmul.op import fused_matmul
 from pallas_kernels.qtensor import QTensor, RowBlocks
 from pallas_kernels.shapes import LLAMA_8B
 from tests.helpers.few_rows import run_tiles
@@ -109,7 +109,7 @@ def test_composition(name, kinds):
         given["residual"] = given["residual"][:, None]
     out = jax.jit(lambda x, w: quantized_matmul(x, w, bias=bias, **given))(x, w)
     check(out, fused_product(x, w, bias, **given), "float32")
-    assert not fusible(x, w, **given)
+    assert fused_matmul(x, w, **given) is None
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -158,7 +158,7 @@ def test_refusals():
     with pytest.raises(NotImplementedError, match="17 tokens"):
         many = jnp.ones((17, 512), jnp.bfloat16)
         quantized_matmul(many, w, norm=(jnp.ones(512), EPS), implementation="mosaic")
-    assert not fusible(x, RowBlocks((w, w)), swiglu=True)
+    assert fused_matmul(x, RowBlocks((w, w)), swiglu=True) is None
 
     def no(dtype, w, **fused):
         call = Call.of(jnp.zeros((1, 512), dtype), w, dtype, **fused)

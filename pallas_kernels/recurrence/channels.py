@@ -25,6 +25,8 @@ TILE = 8192  # bytes of a bf16 [64, 64] or an f32 [64, 32] tile
 # Tiles of 128-byte rows.  Without a tiling the copies accept any number of tokens (what is past the
 # end arrives as zeros, or is not written).
 ROWS = (plgpu.SwizzleTransform(128),)
+# In shared memory the bytes of ``ROWS``.
+BF16_TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def blocks_for(n_work: int, warpgroups: int) -> int:

@@ -25,38 +25,61 @@ gates of values, biases of the convolutions.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxllama.config import GLAConfig, ModelConfig
-from jaxllama.model.attention import At
-from jaxllama.model.cache import GLAState, GLATokens
 from jaxllama.model.linear import Params, linear
+from jaxllama.model.mixers.gla.parameters import widths
+from jaxllama.model.mixers.recurrent import (
+    RecurrentState,
+    empty_state,
+    gated_norm,
+    last_convolved,
+    moving,
+    short_convolution,
+    steps,
+)
+from jaxllama.model.records import At, Chunk, Draft, Step
+from pallas_kernels.brief import short_repr
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.gla.commit import fusible as fusible_commit
-from pallas_kernels.gla.commit import gla_commit
+from pallas_kernels.gla.commit import gla_commit, own_commit
 from pallas_kernels.gla.op import gla, gla_step
-from pallas_kernels.gla.token import fusible, gla_token, gla_tokens
+from pallas_kernels.gla.token import gla_token, gla_tokens, own_token
 from pallas_kernels.matmul.blocks import Columns
-from pallas_kernels.rows.rms_norm import rms_norm
 
 _LEAST = 1e-10  # what is added to a normalizer, as flash-linear-attention does
 
 
-def widths(cfg: ModelConfig) -> dict[str, int]:
-    """Of everything that is projected from the input, in order."""
-    gla = cfg.gla
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GLATokens:
+    """T tokens that a state may yet take: k, v and log_decay ``[B, T, H, D]``, and what the short
+    convolutions read, each ``[B, T, features]``."""
+
+    kind: ClassVar[str] = "gla"
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    conv: tuple[jax.Array, ...] = ()
+
+    __repr__ = short_repr
+
+
+def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> RecurrentState:
+    """Of no tokens; it does not grow with a row's ``length``."""
+    del length, width
+    gla, (d_k, d_v) = cfg.gla, cfg.gla_head_dims
     assert gla is not None
-    d_k, d_v = cfg.gla_head_dims
-    sizes = {"q": gla.n_heads * d_k, "k": gla.n_kv_heads * d_k, "v": gla.n_kv_heads * d_v}
-    if gla.use_output_gate:
-        sizes["g"] = gla.n_heads * d_v
-    decay = {"channel": {"gk_0": gla.gate_low_rank_dim}, "head": {"gk": gla.n_heads}, "none": {}}
-    return {**sizes, **decay[gla.decay]}
+    features = gla.n_heads * d_k, gla.n_kv_heads * d_k, gla.n_kv_heads * d_v
+    taps = gla.conv_size if gla.use_short_conv else 0
+    # The keys' sum is a column of the state.
+    return empty_state(rows, gla.n_heads, d_k, d_v + gla.normalizer, taps, features, dtype)
 
 
 def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
@@ -65,11 +88,11 @@ def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
 
 
 def mix(
-    cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: GLAState | None, at: At
-) -> tuple[jax.Array, GLAState | GLATokens | None]:
+    cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: RecurrentState | None, at: At
+) -> tuple[jax.Array, RecurrentState | GLATokens | None]:
     """The projections of ``inputs``, columns of ``[B, T, n]`` -> (gated heads ``[B, T, H Dv]``,
     state); a state of None starts from zero and is not returned.  Where tokens are verified
-    (``at.drafted``) they are returned instead: ``commit`` adds those that stay.
+    (``records.Draft``) they are returned instead: ``commit`` adds those that stay.
 
     Tokens beyond ``at.lengths`` are padding: it reaches neither the valid tokens' heads nor the
     state, and its own heads mean nothing.  The recursion itself knows the order: positions are not
@@ -84,27 +107,28 @@ def mix(
         past = (None,) * 3 if state is None or state.conv is None else state.conv
         new = []
         for name, old in zip(("q", "k", "v"), past, strict=True):
-            x, weight = by_row(streams[name].value, at), p[f"{name}_conv"]["weight"]
-            y, last = short_convolution(x, weight, old, at.lengths[:: at.drafted or 1])
+            x, weight = at.by_row(streams[name].value), p[f"{name}_conv"]["weight"]
+            y, last = short_convolution(x, weight, old, at.row_lengths())
             streams[name] = Columns(y.reshape(batch, n_new, -1), 0, y.shape[-1])
             new.append(last)
             read.append(x)
         conv_state = tuple(new)
-    if at.drafted is not None:
+    if isinstance(at, Draft):
         assert state is not None
         fused = _fused(cfg, p, streams, at, state.state)
         o, tokens = _verify(cfg, p, streams, at, state.state) if fused is None else fused
         return o.reshape(batch, n_new, -1), GLATokens(*tokens, tuple(read))
     before = None if state is None else state.state
     fused = None
-    if n_new == 1 and before is not None:
+    if isinstance(at, Step):
+        assert before is not None
         fused = _fused(cfg, p, streams, at, before)
-    o, after = _recur(cfg, p, streams, at.lengths, before) if fused is None else fused
-    return o.reshape(batch, n_new, -1), None if state is None else GLAState(after, conv_state)
+    o, after = _recur(cfg, p, streams, at, before) if fused is None else fused
+    return o.reshape(batch, n_new, -1), None if state is None else RecurrentState(after, conv_state)
 
 
 def _fused(
-    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: At, before: jax.Array
+    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Step | Draft, before: jax.Array
 ) -> tuple[jax.Array, Any] | None:
     """``_recur`` of one token, or ``_verify``, as one kernel, or None where there is none."""
     gla = cfg.gla
@@ -116,14 +140,17 @@ def _fused(
     names = ("q", "k", "v", "gk_0", "g")[: 5 if gla.use_output_gate else 4]
     rows = [streams[name]._replace(rows=streams[name].rows[:, 0]) for name in names]
     weights = (p["gk_1"]["weight"], p["gk_1"]["bias"]), p["g_norm"]["weight"]
-    lengths = at.lengths if at.drafted is None else None
-    if not fusible(rows, *weights, lengths, before):
+    lengths, exact = (at.lengths, False) if isinstance(at, Step) else (None, at.exact)
+    plan = own_token(rows, *weights, lengths, before, exact=exact)
+    if plan is None:
         return None
-    options: dict[str, Any] = {"eps": gla.norm_eps, "normalizer": gla.gate_logit_normalizer,
-                               "clamp_min": gla.clamp_min}  # fmt: skip
+    options: dict[str, Any] = {
+        "eps": gla.norm_eps, "normalizer": gla.gate_logit_normalizer, "clamp_min": gla.clamp_min,
+        "planned": plan,
+    }  # fmt: skip
     if lengths is not None:
         return gla_token(rows, *weights, lengths, before, **options)
-    o, *tokens = gla_tokens(rows, *weights, before, **options, exact=at.exact)
+    o, *tokens = gla_tokens(rows, *weights, before, **options, exact=exact)
     return o, tokens
 
 
@@ -131,20 +158,21 @@ def _recur(
     cfg: ModelConfig,
     p: Params,
     streams: dict[str, Columns],
-    lengths: jax.Array,
+    at: Chunk | Step,
     before: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(gated heads ``[B, T, H, Dv]``, state) of any number of tokens."""
+    """(gated heads ``[B, T, H, Dv]``, state) of a step, or of any number of tokens."""
     q, k, v, log_decay = _heads(cfg, p, streams)
-    if q.shape[1] == 1 and before is not None:
-        o, after = _gla_step(*(x[:, 0] for x in (q, k, v, log_decay)), lengths > 0, before)
+    if isinstance(at, Step):
+        assert before is not None
+        o, after = _gla_step(*(x[:, 0] for x in (q, k, v, log_decay)), at.lengths > 0, before)
         o = o[:, None]
     else:
         # Padding comes last and so reaches no valid o; only a state to return must be kept
         # from it, at the price of masking every operand.
         o, after = gla(
             q, k, v, log_decay, initial_state=before,
-            lengths=None if before is None else lengths, return_state=before is not None,
+            lengths=None if before is None else at.lengths, return_state=before is not None,
         )  # fmt: skip
     return _gated(cfg, p, streams, o), after
 
@@ -221,15 +249,6 @@ def _one_of_several(exact: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return functools.partial(_gla_step, form="xla" if fuses else None)
 
 
-def moving(moves: jax.Array, *operands: jax.Array) -> Iterator[jax.Array]:
-    """Operands ``[B, ...]`` with zeros for the rows that stand still: no decay and nothing added,
-    so that a step can update the state in place without a second copy of it to choose from.  They
-    are arrays then, too, and no slices of one, which a kernel refuses where they are not aligned.
-    """
-    for x in operands:
-        yield jnp.where(moves.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
-
-
 def _gated(cfg: ModelConfig, p: Params, streams: dict[str, Columns], o: jax.Array) -> jax.Array:
     """The recursion's answers ``[B, T, H, Dv]`` between it and the output's product."""
     gla, dtype = cfg.gla, streams["q"].rows.dtype
@@ -244,112 +263,29 @@ def _gated(cfg: ModelConfig, p: Params, streams: dict[str, Columns], o: jax.Arra
     return gated_norm(o, weight, gla.norm_eps, gate).astype(dtype)
 
 
-def by_row(x: jax.Array, at: At) -> jax.Array:
-    """``[B, 1, ...]`` with the tokens of a row of the cache side by side, where they are rows."""
-    return x if at.drafted is None else x.reshape(-1, at.drafted, *x.shape[2:])
-
-
 def _verify(
-    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: At, before: jax.Array
+    cfg: ModelConfig, p: Params, streams: dict[str, Columns], at: Draft, before: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """``_recur`` of the tokens of a draft, from a state that stays as it is: (gated heads,
     (k, v, log_decay) by rows of the cache)."""
-    q, *kept = (by_row(x, at) for x in _heads(cfg, p, streams))
-    count = jnp.sum(by_row(at.lengths[:, None], at), axis=1)
+    q, *kept = (at.by_row(x) for x in _heads(cfg, p, streams))
+    count = at.row_lengths()
     o, _ = steps(_one_of_several(at.exact), (q, *kept), before, count, at.exact)
     return _gated(cfg, p, streams, o.reshape(-1, 1, *o.shape[2:])), tuple(kept)
 
 
 def commit(
-    states: Sequence[GLAState], tokens: Sequence[GLATokens], count: jax.Array, exact: bool
-) -> Iterator[GLAState]:
+    states: Sequence[RecurrentState], tokens: Sequence[GLATokens], count: jax.Array, exact: bool
+) -> Iterator[RecurrentState]:
     """Of several layers the state after the first ``count[B]`` of the tokens."""
     before = tuple(state.state for state in states)
     kept = [tuple(getattr(of, name) for of in tokens) for name in ("k", "v", "log_decay")]
-    if fusible_commit(before, *kept, count):
-        after = gla_commit(before, *kept, count)
+    plan = own_commit(before, *kept, count)
+    if plan is not None:
+        after = gla_commit(before, *kept, count, planned=plan)
     else:
         one = _one_of_several(exact)
         chains = zip(before, *kept, strict=True)
         after = [steps(one, (k, k, v, g), state, count, exact)[1] for state, k, v, g in chains]
     for old, of, state in zip(states, tokens, after, strict=True):
-        yield GLAState(state, last_convolved(old, of, count))
-
-
-def last_convolved(
-    state: GLAState, tokens: GLATokens, count: jax.Array
-) -> tuple[jax.Array, ...] | None:
-    """What the convolutions read after the first ``count[B]`` of the tokens."""
-    if state.conv is None:
-        return None
-    read = zip(state.conv, tokens.conv, strict=True)
-    return tuple(_last_inputs(past, x, count) for past, x in read)
-
-
-def steps(
-    one: Callable[..., tuple[jax.Array, jax.Array]],
-    operands: Sequence[jax.Array],
-    state: jax.Array,
-    count: jax.Array,
-    exact: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """A decoder's steps, of operands ``[B, T, ...]`` the first ``count[B]``: (``o [B, T, H, Dv]``,
-    state).  one: ``one(*operands at t, moves[B], state=)`` -> (o, state).
-
-    A CPU takes them in a loop, since of a chain its compiler rounds other products; a GPU fuses
-    the chain, and passes over the state once.  exact: in a step of B * T rows, most of them empty.
-    """
-    is_cpu, (batch, width) = jax.default_backend() == "cpu", operands[0].shape[:2]
-    if exact and is_cpu:
-        *operands, state, count = (
-            jnp.pad(x, ((0, batch * (width - 1)), *((0, 0),) * (x.ndim - 1)))
-            for x in (*operands, state, count)
-        )
-
-    def step(state: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        o, state = one(*now, state=state)
-        return state, o
-
-    moves = jnp.arange(width, dtype=count.dtype)[:, None] < count[None, :]
-    tokens = *(jnp.moveaxis(x, 1, 0) for x in operands), moves
-    state, o = jax.lax.scan(step, state, tokens, unroll=not is_cpu)
-    return jnp.moveaxis(o, 0, 1)[:batch], state[:batch]
-
-
-def gated_norm(
-    o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None, activation: str = "silu"
-) -> jax.Array:
-    """``rms_norm(o) * activation(gate)`` over the last axis, in float32 with one cast to o's dtype;
-    activation: "silu" or "sigmoid"."""
-    y = rms_norm(o, weight, eps, out_dtype=jnp.float32)
-    if gate is not None:
-        y = y * getattr(jax.nn, activation)(gate.astype(jnp.float32))
-    return y.astype(o.dtype)
-
-
-def short_convolution(
-    x: jax.Array, weight: jax.Array, past: jax.Array | None, lengths: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """``silu`` of a causal depthwise convolution over time: ``y_t = silu(sum_w weight[:, w] *
-    x_{t - W + 1 + w})``.
-
-    ``x[B, T, features]``, ``weight[features, W]``, past ``[B, W - 1, features]`` (None: zeros) ->
-    (y, the last W - 1 inputs after each row's ``lengths[B]`` valid ones).
-    """
-    (features, width), (batch, n_new, _) = weight.shape, x.shape
-    if past is None:
-        past = jnp.zeros((batch, width - 1, features), x.dtype)
-    inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
-    taps = weight.astype(jnp.float32)
-    y = jnp.zeros(x.shape, jnp.float32)
-    for tap in range(width):
-        y = y + inputs[:, tap : tap + n_new].astype(jnp.float32) * taps[:, tap]
-    return jax.nn.silu(y).astype(x.dtype), _last_inputs(past, x, lengths)
-
-
-def _last_inputs(past: jax.Array, x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """What a convolution's next token reads: as many inputs as ``past [B, W - 1, features]`` has,
-    up to the first ``lengths[B]`` of ``x [B, T, features]``."""
-    inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
-    last = lengths[:, None] + jnp.arange(past.shape[1], dtype=lengths.dtype)[None, :]
-    return jnp.take_along_axis(inputs, last[:, :, None], axis=1).astype(past.dtype)
+        yield RecurrentState(state, last_convolved(old, of, count))

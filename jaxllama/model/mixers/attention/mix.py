@@ -7,15 +7,15 @@ at positions s <= p (and > p - window).  Two forms:
   blocks, so memory is linear in the sequence.
 * ``attend_cached`` over a cache for several new tokens: ``attention.blockwise``, queries in blocks.
 
-On a GPU in 16-bit both are cuDNN's kernels (``model.attention_cudnn``), unless scores are capped;
+On a GPU in 16-bit both are cuDNN's kernels (``mixers.attention.cudnn``), unless scores are capped;
 on a CPU both are one handler (``pallas_kernels.cpu.prefill``).
 
 One new token per row goes to ``pallas_kernels.attention.rope_attention``: RoPE, cache write and
-attention.  Tokens to be verified (``At.drafted``) are such rows too, several of one cache row: all
-are written first, and then read the row together (``decode_attention`` of several tokens; more of
-them than its kernel takes, and exact ones, each by itself).
+attention.  Tokens to be verified (``records.Draft``) are such rows too, several of one cache row:
+all are written first, and then read the row together (``decode_attention`` of several tokens; more
+of them than its kernel takes, and exact ones, each by itself).
 
-Which tokens read V sparsely (``ModelConfig.attn_sparsity``, ``model.attention_sparse``) the caller
+Which tokens read V sparsely (``ModelConfig.attn_sparsity``, ``mixers.attention.sparse``) the caller
 says, because it is a matter of what a token is, not of how many come at once: generated tokens do,
 a prompt's do not.
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,12 @@ import numpy as np
 from jax import lax
 
 from jaxllama.config import ModelConfig
-from jaxllama.model.attention_cudnn import causal, extend, has_cudnn
-from jaxllama.model.attention_sparse import sparse_attend
-from jaxllama.model.cache import KVCache
 from jaxllama.model.linear import Params, linear
-from jaxllama.model.rope import Ropes, apply_rope, narrowed, widened
+from jaxllama.model.mixers.attention.cudnn import causal, extend, has_cudnn
+from jaxllama.model.mixers.attention.sparse import sparse_attend
+from jaxllama.model.mixers.attention.state import KVCache, init_state
+from jaxllama.model.records import At, Chunk, Draft, Step
+from jaxllama.model.rope import apply_rope, narrowed, widened
 from pallas_kernels.attention.blockwise import (
     CPU_DECODE_BLOCK,
     attention_scores,
@@ -65,29 +66,9 @@ from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rows.rms_norm import rms_norm
 from pallas_kernels.transform import Op, chosen
 
+__all__ = ["init_state", "inputs", "mix"]
 _Static = tuple[int | None, float | None, Any]  # window, softcap, the handler's plan
 QUERY_BLOCK = 512
-
-
-class At(NamedTuple):
-    """Where a call's new tokens stand.
-
-    positions int32 ``[B, T]``; lengths int32 ``[B]``: valid new tokens of each row; rope: tables
-    for the layers' kinds of positions, None where no layer is attention; sparse: which tokens read
-    the share ``cfg.attn_sparsity`` of V: none, all, or bool ``[B, T]``; table: the cache's;
-    fresh: every row begins here, so its cache need not be read.
-    drafted: None, or T: a row of the cache has T consecutive rows of the batch, one token each,
-    which verify a draft (``decoder.propose``); exact: as its ``exact``.
-    """
-
-    positions: jax.Array
-    lengths: jax.Array
-    rope: Ropes | None
-    sparse: bool | jax.Array = False
-    table: jax.Array | None = None
-    fresh: bool = False
-    drafted: int | None = None
-    exact: bool = False
 
 
 def inputs(cfg: ModelConfig, p: Params) -> Params | list[Params]:
@@ -107,12 +88,12 @@ def mix(
         heads, rope = widened(split_heads(cfg, p, qkv), at.rope, width)
         qkv, at = heads.reshape(batch, n_new, -1), at._replace(rope=rope)
         cfg = cfg.replace(head_dim=width, qk_norm="none", latent=None)
-    if cache is not None and at.drafted is not None:
-        out, cache = _verify(cfg, p, qkv, cache, at, at.drafted)
-    elif cache is not None and n_new == 1:
-        out, cache = _decode(cfg, p, qkv, cache, at)
-    else:
+    if isinstance(at, Chunk):
         out, cache = _extend(cfg, p, qkv, cache, at)
+    else:
+        assert cache is not None
+        of = _decode if isinstance(at, Step) else _verify
+        out, cache = of(cfg, p, qkv, cache, at)
     heads = narrowed(out.reshape(batch, n_new, -1, width), model.head_dim)
     return finished(model, heads, gate), cache
 
@@ -171,20 +152,20 @@ def _norms(p: Params) -> tuple[jax.Array, jax.Array]:
 
 
 def _extend(
-    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache | None, at: At
+    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache | None, at: Chunk
 ) -> tuple[jax.Array, KVCache | None]:
     """Any number of tokens: ``qkv [B, T, (N + 2K) H]`` -> (heads ``[B, T, N, H]``, cache)."""
     n, n_kv, window = cfg.n_heads, cfg.n_kv_heads, cfg.sliding_window
-    positions, lengths, ropes, _, table, fresh, *_ = at
-    assert ropes is not None
-    rope, cap = ropes.of(cfg.rope), cfg.attn_softcap
+    positions, lengths, table = at.positions, at.lengths, at.table
+    assert at.rope is not None
+    rope, cap = at.rope.of(cfg.rope), cfg.attn_softcap
     if cache is None:
         qkv = split_heads(cfg, p, qkv)
         q, k, v = jnp.split(qkv, (n, n + n_kv), axis=2)
         return attend(apply_rope(q, *rope), apply_rope(k, *rope), v, positions, window, cap), None
     is_new = jnp.arange(qkv.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
     slots = jnp.where(is_new, positions, capacity_of(cache.k, table))
-    if cap is None and (at.sparse is False or cfg.attn_sparsity == 1.0):
+    if cap is None and _is_dense(cfg, at):
         heads, norm = _with_norm(cfg, p, qkv)
         if tokens_have_a_steps_bits(heads, cache.k, table):
             out, *kv = rope_and_attend(
@@ -196,7 +177,7 @@ def _extend(
     cache = KVCache(*kv)
 
     def dense() -> jax.Array:
-        if fresh:
+        if at.fresh:
             out = attend(q, k, v, positions, window, cap)
         elif has_cudnn(q) and cap is None:
             # What a row without new tokens holds need not be read.
@@ -210,14 +191,14 @@ def _extend(
 
 
 def _decode(
-    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: At
+    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: Step
 ) -> tuple[jax.Array, KVCache]:
     """One token per row: ``qkv [B, 1, (N + 2K) H]`` -> (heads ``[B, N, H]``, cache)."""
     assert at.rope is not None
     window, position, table = cfg.sliding_window, at.positions[:, 0], at.table
     slots = jnp.where(at.lengths > 0, position, capacity_of(cache.k, table))
     where = (*(turns[:, 0] for turns in at.rope.of(cfg.rope)), cache.k, cache.v, slots)
-    if cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0):
+    if cfg.attn_softcap is None and _is_dense(cfg, at):
         heads, norm = _with_norm(cfg, p, qkv)
         # A row without a new token sees nothing and gives zeros.
         out, *kv = rope_and_attend(heads[:, 0], *where, norm=norm, window=window, table=table)
@@ -227,7 +208,7 @@ def _decode(
     return _query(cfg, q, cache, at), cache
 
 
-def _query(cfg: ModelConfig, q: jax.Array, cache: KVCache, at: At) -> jax.Array:
+def _query(cfg: ModelConfig, q: jax.Array, cache: KVCache, at: Step) -> jax.Array:
     """One query a row, ``q [B, N, H]``, over the cache that holds its token already; a row without
     a new token sees nothing."""
     window, position, table = cfg.sliding_window, at.positions[:, 0], at.table
@@ -246,20 +227,18 @@ def _query(cfg: ModelConfig, q: jax.Array, cache: KVCache, at: At) -> jax.Array:
 
 
 def _verify(
-    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: At, drafted: int
+    cfg: ModelConfig, p: Params, qkv: jax.Array, cache: KVCache, at: Draft
 ) -> tuple[jax.Array, KVCache]:
-    """``_decode`` where ``drafted`` consecutive rows are tokens of one row of the cache."""
+    """``_decode`` where ``at.width`` consecutive rows are tokens of one row of the cache."""
     assert at.rope is not None
-    n_rows = qkv.shape[0] // drafted
-    by_row = lambda x: x.reshape(n_rows, drafted, *x.shape[1:])  # noqa: E731
-    has_kernel = cfg.attn_softcap is None and (at.sparse is False or cfg.attn_sparsity == 1.0)
+    positions, is_new = at.by_row(at.positions), at.by_row(at.lengths[:, None])
+    has_kernel = cfg.attn_softcap is None and cfg.attn_sparsity == 1.0
     if has_kernel:
         heads, norm = _with_norm(cfg, p, qkv)
-        heads = by_row(heads[:, 0])
+        heads = at.by_row(heads)
         if tokens_have_a_steps_bits(heads, cache.k, at.table):
-            turns = (by_row(table[:, 0]) for table in at.rope.of(cfg.rope))
-            capacity = capacity_of(cache.k, at.table)
-            slots = by_row(jnp.where(at.lengths > 0, at.positions[:, 0], capacity))
+            turns = (at.by_row(table) for table in at.rope.of(cfg.rope))
+            slots = jnp.where(is_new > 0, positions, capacity_of(cache.k, at.table))
             out, *kv = rope_and_attend(
                 heads, *turns, cache.k, cache.v, slots, norm=norm, window=cfg.sliding_window,
                 table=at.table,
@@ -268,13 +247,13 @@ def _verify(
     if at.table is None:
         pages, table = _as_pages(cache)
         # A constant: no layer has a kernel that makes it.
-        shared = jnp.asarray(np.repeat(table, drafted, axis=0))
+        shared = jnp.asarray(np.repeat(table, at.width, axis=0))
     else:
-        pages, shared = cache, jnp.repeat(at.table, drafted, axis=0)
+        pages, shared = cache, jnp.repeat(at.table, at.width, axis=0)
+    each = Step(at.positions, at.lengths, at.rope, table=shared)
     if at.exact and has_kernel:
         # A step writes and attends in one kernel, with roundings of its own: so all tokens are
         # written by the first call, and each finds those before it in the second.
-        each = at._replace(table=shared)
         _, pages = _decode(cfg, p, qkv, pages, each)
         out, pages = _decode(cfg, p, qkv, pages, each)
         return out, jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
@@ -285,12 +264,12 @@ def _verify(
     )
     pages = KVCache(*kv)
     cache = jax.tree.map(lambda new, old: new.reshape(old.shape), pages, cache)
-    too_many = drafted * cfg.n_heads > MOST_ROWS * cfg.n_kv_heads
+    too_many = at.width * cfg.n_heads > MOST_ROWS * cfg.n_kv_heads
     if at.exact or (too_many and has_kernel and jax.default_backend() == "gpu"):
-        return _query(cfg, q, pages, at._replace(table=shared)), cache
+        return _query(cfg, q, pages, each), cache
 
-    q, positions, is_new = (by_row(x) for x in (q, at.positions[:, 0], at.lengths))
-    own = at._replace(positions=positions, lengths=jnp.sum(is_new, axis=1), table=at.table)
+    q = at.by_row(q[:, None])
+    own = Chunk(positions, at.row_lengths(), at.rope, sparse=True, table=at.table)
     seen = jnp.where(is_new > 0, positions + 1, 0)
     window, cap = cfg.sliding_window, cfg.attn_softcap
 
@@ -315,13 +294,19 @@ def _as_pages(cache: KVCache) -> tuple[KVCache, np.ndarray]:
     return pages, np.arange(rows * (capacity // page), dtype=np.int32).reshape(rows, -1)
 
 
+def _is_dense(cfg: ModelConfig, at: Chunk | Step) -> bool:
+    """Whether every token reads all of V."""
+    return cfg.attn_sparsity == 1.0 or at.sparse is False
+
+
 def _mixed(
-    cfg: ModelConfig, dense: Callable[[], jax.Array], q: jax.Array, cache: KVCache, at: At
-) -> jax.Array:
+    cfg: ModelConfig, dense: Callable[[], jax.Array], q: jax.Array, cache: KVCache,
+    at: Chunk | Step,
+) -> jax.Array:  # fmt: skip
     """``[B, T, N, H]``: sparse attention of q over the cache for the tokens that ``at.sparse``
     names, ``dense()`` for the others; each runs only where some token wants it."""
     share, window = cfg.attn_sparsity, cfg.sliding_window
-    positions, lengths, _, sparse, table, *_ = at
+    positions, lengths, sparse, table = at.positions, at.lengths, at.sparse, at.table
     if share == 1.0:
         return dense()
 

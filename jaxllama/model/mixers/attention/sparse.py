@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxllama.model.cache import KVCache
+from jaxllama.model.mixers.attention.state import KVCache
 from pallas_kernels.attention.blockwise import attention_scores, floats, is_visible, load
 from pallas_kernels.qtensor import QTensor
 

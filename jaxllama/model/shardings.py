@@ -29,8 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxllama.config import ModelConfig
-from jaxllama.parallel.collectives import MODEL_AXIS
-from jaxllama.parallel.layout import (
+from jaxllama.model.split import (
     Path,
     check_shards,
     natural_rows,
@@ -38,6 +37,7 @@ from jaxllama.parallel.layout import (
     row_order,
     split_axis,
 )
+from jaxllama.parallel.collectives import MODEL_AXIS
 from pallas_kernels.qtensor import QTensor, RowBlocks
 
 # read(start, out): fill the flat ``out`` with the parameter's elements from ``start`` on.

@@ -12,8 +12,8 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels import ptx as p
-from pallas_kernels.gla.channels import TILE, Place, half_products, zero_acc
 from pallas_kernels.ptx import LOG2E
+from pallas_kernels.recurrence.channels import TILE, Place, half_products, zero_acc
 
 
 class Lane(Place):

@@ -20,38 +20,72 @@ the convolutions.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxllama.config import DeltaConfig, ModelConfig
-from jaxllama.model.attention import At
-from jaxllama.model.cache import GLAState, GLATokens
-from jaxllama.model.gla import by_row, gated_norm, last_convolved, moving, short_convolution, steps
 from jaxllama.model.linear import Params, linear
-from pallas_kernels.gated_delta.commit import fusible as fusible_commit
-from pallas_kernels.gated_delta.commit import gated_delta_commit
+from jaxllama.model.mixers.delta.parameters import INPUTS
+from jaxllama.model.mixers.recurrent import (
+    RecurrentState,
+    empty_state,
+    gated_norm,
+    last_convolved,
+    moving,
+    short_convolution,
+    steps,
+)
+from jaxllama.model.records import At, Chunk, Draft, Step
+from pallas_kernels.brief import short_repr
+from pallas_kernels.gated_delta.commit import gated_delta_commit, own_commit
 from pallas_kernels.gated_delta.op import gated_delta, gated_delta_step
-from pallas_kernels.gated_delta.token import fusible, gated_delta_token, gated_delta_tokens
+from pallas_kernels.gated_delta.token import gated_delta_token, gated_delta_tokens, own_token
 from pallas_kernels.matmul.blocks import Columns
 
-_INPUTS = ("qkvz", "ba", "f_0", "g_0")
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeltaTokens:
+    """T tokens that a state may yet take: k ``[B, T, Hk, Dk]``, v ``[B, T, H, Dv]``, log_decay
+    ``[B, T, H]`` or ``[B, T, H, Dk]``, beta ``[B, T, H]``, and what the short convolution read,
+    ``[B, T, features]``."""
+
+    kind: ClassVar[str] = "delta"
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    beta: jax.Array
+    conv: tuple[jax.Array, ...] = ()
+
+    __repr__ = short_repr
+
+
+def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> RecurrentState:
+    """Of no tokens; it does not grow with a row's ``length``."""
+    del length, width
+    delta = cfg.delta
+    assert delta is not None
+    features = (_qkv_width(delta),)
+    return empty_state(rows, delta.n_heads, delta.d_k, delta.d_v, delta.conv_size, features, dtype)
 
 
 def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
     """What reads the layer's input."""
-    return [p[name] for name in _INPUTS if name in p]
+    return [p[name] for name in INPUTS if name in p]
 
 
 def mix(
-    cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: GLAState | None, at: At
-) -> tuple[jax.Array, GLAState | GLATokens | None]:
+    cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: RecurrentState | None, at: At
+) -> tuple[jax.Array, RecurrentState | DeltaTokens | None]:
     """The projections of ``inputs``, columns of ``[B, T, n]`` -> (gated heads ``[B, T, H Dv]``,
     state); None, padding and tokens that are verified as in ``gla.mix``."""
     delta = cfg.delta
     assert delta is not None
-    names = (name for name in _INPUTS if name in p)
+    names = (name for name in INPUTS if name in p)
     columns = dict(zip(names, projected, strict=True))
     fused = _fused(cfg, p, columns, state, at)
     if fused is not None:
@@ -59,10 +93,10 @@ def mix(
     streams = {name: x.value for name, x in columns.items()}
     qkv, z = jnp.split(streams["qkvz"], (_qkv_width(delta),), axis=-1)
     batch, n_new, _ = qkv.shape
-    read, conv = by_row(qkv, at), None
+    read, conv = at.by_row(qkv), None
     if delta.conv_size:
         past = None if state is None or state.conv is None else state.conv[0]
-        lengths = at.lengths[:: at.drafted or 1]
+        lengths = at.row_lengths()
         y, last = short_convolution(read, p["conv"]["weight"], past, lengths)
         qkv, conv = y.reshape(qkv.shape), (last,)
     else:
@@ -72,17 +106,17 @@ def mix(
     q, k = (x.reshape(batch, n_new, delta.n_k_heads, delta.d_k) for x in (q, k))
     v = v.reshape(batch, n_new, delta.n_heads, delta.d_v)
     log_decay, beta = _gates(delta, p, streams)
-    new: GLAState | GLATokens | None = None
-    if at.drafted is not None:
+    new: RecurrentState | DeltaTokens | None = None
+    if isinstance(at, Draft):
         assert state is not None
-        q, k, v, log_decay, beta = (by_row(x, at) for x in (q, k, v, log_decay, beta))
-        count = jnp.sum(by_row(at.lengths[:, None], at), axis=1)
+        q, k, v, log_decay, beta = (at.by_row(x) for x in (q, k, v, log_decay, beta))
+        count = at.row_lengths()
         o, _ = steps(_step, (q, k, v, log_decay, beta), state.state, count, at.exact)
         o = o.reshape(batch, 1, *o.shape[2:])
-        new = GLATokens(k, v, log_decay, (read,) if delta.conv_size else (), beta)
+        new = DeltaTokens(k, v, log_decay, beta, (read,) if delta.conv_size else ())
     else:
-        o, after = _recur(q, k, v, log_decay, beta, at.lengths, state)
-        new = None if after is None else GLAState(after, conv)
+        o, after = _recur((q, k, v, log_decay, beta), at, state)
+        new = None if after is None else RecurrentState(after, conv)
     gate = z if delta.gate == "full" else None
     if delta.gate == "low_rank":
         gate = linear(streams["g_0"], p["g_1"])
@@ -92,13 +126,13 @@ def mix(
 
 
 def _fused(
-    cfg: ModelConfig, p: Params, columns: dict[str, Columns], state: GLAState | None, at: At
-) -> tuple[jax.Array, GLAState | GLATokens] | None:
+    cfg: ModelConfig, p: Params, columns: dict[str, Columns], state: RecurrentState | None, at: At
+) -> tuple[jax.Array, RecurrentState | DeltaTokens] | None:
     """``mix`` of one token, or of a draft's, as one kernel, or None where there is none."""
     delta = cfg.delta
     assert delta is not None
-    batch, n_new, _ = columns["qkvz"].rows.shape
-    if n_new > 1 or state is None or state.conv is None:
+    batch = columns["qkvz"].rows.shape[0]
+    if isinstance(at, Chunk) or state is None or state.conv is None:
         return None
     plain = delta.decay == "head" and (
         delta.gate == "none" or (delta.gate, delta.gate_activation) == ("full", "silu")
@@ -109,20 +143,23 @@ def _fused(
     decay = p["decay"]["a_log"], p["decay"]["dt_bias"]
     weights = p["conv"]["weight"], decay, p["o_norm"]["weight"]
     before = state.state, state.conv[0]
-    lengths = at.lengths if at.drafted is None else None
-    if not fusible(rows, *weights, lengths, *before):
+    lengths = at.lengths if isinstance(at, Step) else None
+    plan = own_token(rows, *weights, lengths, *before)
+    if plan is None:
         return None
-    options = {"eps": delta.norm_eps, "beta_max": delta.beta_max}
+    options: dict[str, Any] = {
+        "eps": delta.norm_eps, "beta_max": delta.beta_max, "planned": plan,
+    }  # fmt: skip
     if lengths is not None:
         o, after, last = gated_delta_token(rows, *weights, lengths, *before, **options)
-        return o.reshape(batch, 1, -1), GLAState(after, (last,))
+        return o.reshape(batch, 1, -1), RecurrentState(after, (last,))
     o, k, v, log_decay, beta, read = gated_delta_tokens(rows, *weights, *before, **options)
-    return o.reshape(batch, 1, -1), GLATokens(k, v, log_decay, (read,), beta)
+    return o.reshape(batch, 1, -1), DeltaTokens(k, v, log_decay, beta, (read,))
 
 
 def commit(
-    states: Sequence[GLAState], tokens: Sequence[GLATokens], count: jax.Array, exact: bool
-) -> Iterator[GLAState]:
+    states: Sequence[RecurrentState], tokens: Sequence[DeltaTokens], count: jax.Array, exact: bool
+) -> Iterator[RecurrentState]:
     """``gla.commit`` of the delta rule."""
     both = list(zip(states, tokens, strict=True))
     layers = [
@@ -130,15 +167,15 @@ def commit(
         for old, of in both
     ]
     plain = all(len(layer) == 7 and layer[4].ndim == 3 for layer in layers)  # a decay a head
-    if plain and fusible_commit(layers, count):
-        for state, last in zip(*gated_delta_commit(layers, count), strict=True):
-            yield GLAState(state, (last,))
+    plan = own_commit(layers, count) if plain else None
+    if plan is not None:
+        for state, last in zip(*gated_delta_commit(layers, count, planned=plan), strict=True):
+            yield RecurrentState(state, (last,))
         return
     for state, of in both:
-        assert of.beta is not None
         operands = of.k, of.k, of.v, of.log_decay, of.beta
         _, after = steps(_step, operands, state.state, count, exact)
-        yield GLAState(after, last_convolved(state, of, count))
+        yield RecurrentState(after, last_convolved(state, of, count))
 
 
 def _qkv_width(delta: DeltaConfig) -> int:
@@ -164,23 +201,18 @@ def _gates(
 
 
 def _recur(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    beta: jax.Array,
-    lengths: jax.Array,
-    state: GLAState | None,
+    operands: tuple[jax.Array, ...], at: Chunk | Step, state: RecurrentState | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(heads ``[B, T, H, Dv]``, state) of any number of tokens ``[B, T, H, D]``."""
-    operands = q, k, v, log_decay, beta
-    if q.shape[1] == 1 and state is not None:
-        o, after = _step(*(x[:, 0] for x in operands), lengths > 0, state=state.state)
+    """(heads ``[B, T, H, Dv]``, state) of q, k, v ``[B, T, H, D]``, log_decay and beta."""
+    if isinstance(at, Step):
+        assert state is not None
+        o, after = _step(*(x[:, 0] for x in operands), at.lengths > 0, state=state.state)
         return o[:, None], after
+    q, k, v, log_decay, beta = operands
     o, after = gated_delta(
-        *operands, normalize_qk=True,
+        q, k, v, log_decay, beta, normalize_qk=True,
         initial_state=None if state is None else state.state,
-        lengths=None if state is None else lengths,
+        lengths=None if state is None else at.lengths,
     )  # fmt: skip
     return o, None if state is None else after
 

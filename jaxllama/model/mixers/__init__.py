@@ -1,0 +1,69 @@
+"""The kinds of layers.  ``MIXERS[kind]`` is the only list of them; a kind is a folder.
+
+    MIXERS[kind].parameters    what a layer has; imports no jax
+        table(cfg, layer, names, present) -> {path: Param}      SPLIT: {parameter's name: axis}
+        KEEPS_TOKENS: its cache grows with the context
+        heads, obstacle, replicated, shard, fused_heads          what a mesh asks
+        sites(cfg)                                               what calibration asks
+        flops(cfg, index, sequence_length)
+    MIXERS[kind].mix           what it computes
+        inputs(cfg, p) -> what reads the layer's input
+        mix(cfg, p, projected, state, at) -> (heads, state)
+        init_state(cfg, rows, length, width, dtype) -> state
+        commit(states, tokens, count, exact) -> states           where a draft's tokens are kept
+
+A layer's state is a ``KVCache``, or any pytree of arrays ``[B, ...]`` of fixed size.  Its method
+``specs(rows)`` says how a mesh splits it.  For a ``records.Draft`` ``mix`` leaves a state of fixed
+size as it is and returns the tokens that it would take, a type with the ``kind``; ``commit`` takes
+some of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from jaxllama.config import ModelConfig
+from jaxllama.model.mixers.common import Heads, Sites
+from jaxllama.model.names import Names
+from jaxllama.model.param import Param, Path
+
+
+class Parameters(Protocol):
+    """``mixers/<kind>/parameters.py``."""
+
+    KEEPS_TOKENS: bool
+    SPLIT: Mapping[str, int]
+
+    def table(
+        self, cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
+    ) -> dict[Path, Param]: ...
+    def heads(self, cfg: ModelConfig) -> int: ...
+    def obstacle(self, cfg: ModelConfig, n: int) -> str | None: ...
+    def replicated(self, cfg: ModelConfig, n: int) -> dict[str, Any]: ...
+    def shard(self, cfg: ModelConfig, n: int) -> dict[str, Any]: ...
+    def fused_heads(self, cfg: ModelConfig, name: str, n: int) -> Heads | None: ...
+    def sites(self, cfg: ModelConfig) -> Sites: ...
+    def flops(self, cfg: ModelConfig, index: int, sequence_length: int) -> float: ...
+
+
+class Mixer:
+    """One kind of layer: its two modules, imported when they are asked for."""
+
+    def __init__(self, kind: str) -> None:
+        self._folder = f"{__name__}.{kind}"
+
+    @functools.cached_property
+    def parameters(self) -> Parameters:
+        return importlib.import_module(f"{self._folder}.parameters")  # type: ignore[return-value]
+
+    @functools.cached_property
+    def mix(self) -> Any:
+        return importlib.import_module(f"{self._folder}.mix")
+
+
+MIXERS: dict[str, Mixer] = {
+    kind: Mixer(kind) for kind in ("attention", "gla", "delta", "short_conv")
+}

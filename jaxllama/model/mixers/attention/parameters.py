@@ -1,0 +1,129 @@
+"""An attention layer's parameters, and what follows from them.
+
+How a mesh splits them, where a scale can be absorbed, how many operations a token takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from jaxllama.config import ModelConfig
+from jaxllama.model.mixers.common import Heads, Sites, heads_obstacle
+from jaxllama.model.names import Names
+from jaxllama.model.param import Param, Path, Turned, fused, one, written
+
+KEEPS_TOKENS = True
+SPLIT = dict.fromkeys(("qkv", "q", "kv_b"), 0)
+
+
+def table(
+    cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
+) -> dict[Path, Param]:
+    """q, k and v fused by rows, before them q's gate, the norms of q and k, and o; or q, and what
+    makes k and v of latents."""
+    del present
+    prefix = f"{layer}{names.mixer}"
+    if cfg.latent is not None:
+        return _latent(cfg, prefix, names)
+    h, stored = cfg.head_dim, cfg.stored
+    q, kv = cfg.n_heads * h, cfg.n_kv_heads * h
+    n_rows = (2 * q if cfg.attn_gate else q), kv, kv
+    partial = next((r.rotary_dim for r in cfg.ropes if r.rotary_dim), h)
+    turned = functools.partial(
+        Turned, head_dim=h, rotary_dim=partial, interleaved=stored.interleaved
+    )
+    moves = partial != h or stored.interleaved
+    scales = (stored.query if cfg.qk_norm == "none" else 1.0, 1.0, 1.0)
+    heads = (cfg.n_heads, cfg.n_kv_heads, 0)
+    if len(names.qkv) == 1:
+        assert scales[0] == 1.0, "a multiplier of q, which is one tensor with k and v"
+        n_rows, heads = (sum(n_rows),), (cfg.n_heads + cfg.n_kv_heads,)
+    folds = [
+        {"scale": scale, "turned": turned(count) if moves and count else None}
+        for scale, count in zip(scales, heads, strict=False)
+    ]
+    if cfg.attn_gate:
+        assert scales[0] == 1.0 and len(names.qkv) == 3, (
+            "a gate that is multiplied, or with k and v"
+        )
+        folds[0] = {"turned": turned(cfg.n_heads, gated=True)}
+    sources = [f"{prefix}{name}" for name in names.qkv]
+    parts = list(zip(sources, n_rows, folds, strict=False))
+    table = fused("qkv", parts, cfg.d_model, cfg.qkv_bias)
+    if cfg.qk_norm != "none":
+        for name, width, scale in (("q_norm", q, stored.query), ("k_norm", kv, 1.0)):
+            width = h if cfg.qk_norm == "head" else width
+            fold = {"scale": scale, "offset": scale * stored.norm_offset,
+                    "turned": turned(width // h) if moves else None}  # fmt: skip
+            table[name, "weight"] = one(
+                f"{prefix}{name}.weight", width, mean=1.0, std=0.0, fold=fold
+            )
+    o = written("o", f"{prefix}{names.o}", cfg.d_model, q, cfg.o_bias, stored.residual)
+    return table | o
+
+
+def _latent(cfg: ModelConfig, prefix: str, names: Names) -> dict[Path, Param]:
+    latent, d, n = cfg.latent, cfg.d_model, cfg.n_heads
+    assert latent is not None
+    rank, width = latent.kv_rank, n * (latent.d_nope + latent.d_v)
+    table = {
+        ("q", "weight"): one(f"{prefix}q_proj.weight", n * cfg.head_dim, d),
+        ("kv_a", "weight"): one(f"{prefix}kv_a_proj_with_mqa.weight", rank + latent.d_rope, d),
+        ("kv_norm", "weight"): one(f"{prefix}kv_a_layernorm.weight", rank, mean=1.0, std=0.0),
+        ("kv_b", "weight"): one(f"{prefix}kv_b_proj.weight", width, rank),
+    }
+    return table | written("o", f"{prefix}{names.o}", d, n * latent.d_v, cfg.o_bias)
+
+
+def heads(cfg: ModelConfig) -> int:
+    """Shards of which each has a head."""
+    return cfg.n_heads
+
+
+def obstacle(cfg: ModelConfig, n: int) -> str | None:
+    """What ``n`` shards do not divide."""
+    return heads_obstacle("", cfg.n_heads, cfg.n_kv_heads, n)
+
+
+def replicated(cfg: ModelConfig, n: int) -> dict[str, Any]:
+    """Changes of the config where each of ``n`` shards has its own kv head."""
+    return {"n_kv_heads": max(cfg.n_kv_heads, n)}
+
+
+def shard(cfg: ModelConfig, n: int) -> dict[str, Any]:
+    """Changes of the config, ``replicated``'s, that make it one of ``n`` shards'."""
+    return {"n_heads": cfg.n_heads // n, "n_kv_heads": cfg.n_kv_heads // n}
+
+
+def fused_heads(cfg: ModelConfig, name: str, n: int) -> Heads | None:
+    """(heads, rows a head) of the parts that a parameter's rows are, None where none moves."""
+    del n
+    if name != "qkv":
+        return None
+    counts = (cfg.n_heads,) * (1 + cfg.attn_gate) + (cfg.n_kv_heads,) * 2
+    return [(count, cfg.head_dim) for count in counts]
+
+
+def sites(cfg: ModelConfig) -> Sites:
+    """With GQA each v channel is read by the query heads of its group, which share its scale."""
+    if cfg.latent is not None:
+        return Sites(("q", "kv_a"), "", None, np.arange(cfg.n_heads * cfg.latent.d_v))
+    n, n_kv, h = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
+    shared = np.arange(n_kv * h).reshape(n_kv, 1, h)
+    channel = np.broadcast_to(shared, (n_kv, n // n_kv, h)).reshape(-1)
+    before_k = n * (1 + cfg.attn_gate)
+    rows = ((before_k + n_kv) * h, (before_k + 2 * n_kv) * h)
+    return Sites(("qkv",), "qkv", rows, channel)
+
+
+def flops(cfg: ModelConfig, index: int, sequence_length: int) -> float:
+    """A token's operations beside its products with weights, the mean over a sequence."""
+    window = cfg.window_of(index) or sequence_length
+    # The mean number of keys a query sees: half of T, or nearly the window.
+    seen = min(window, sequence_length)
+    keys = seen - seen * seen / (2.0 * sequence_length)
+    return 4.0 * cfg.n_heads * cfg.head_dim * keys

@@ -1,0 +1,156 @@
+"""A gated delta layer's parameters, and what follows from them.
+
+How a mesh splits them, where a scale can be absorbed, how many operations a token takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllama.config import ModelConfig
+from jaxllama.model.mixers.common import Heads, Sites
+from jaxllama.model.names import Names
+from jaxllama.model.param import Grouped, Param, Path, Source, one, rows, written
+
+KEEPS_TOKENS = False
+SPLIT = dict.fromkeys(("qkvz", "ba", "conv", "decay", "f_1", "g_1"), 0)
+INPUTS = ("qkvz", "ba", "f_0", "g_0")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNames:
+    """Of a gated delta layer; ``mixer`` goes before them.
+
+    inputs, gates, conv: the tensors of q|k|v|output gate, of beta|decay and of the convolutions,
+    each with how many of those parts it is.  grouped: the first two have the parts of each key head
+    together.  low_rank: of decay and output gate, each two tensors.  rate: A_log's shape, -1 for
+    the heads.
+    """
+
+    mixer: str = "linear_attn."
+    inputs: tuple[tuple[str, int], ...] = (("in_proj_qkv", 3), ("in_proj_z", 1))
+    gates: tuple[tuple[str, int], ...] = (("in_proj_b", 1), ("in_proj_a", 1))
+    conv: tuple[tuple[str, int], ...] = (("conv1d", 3),)
+    grouped: bool = False
+    low_rank: tuple[tuple[str, str], ...] = ()
+    rate: tuple[int, ...] = (-1,)
+    norm: str = "norm"
+    o: str = "out_proj"
+
+
+FLA = DeltaNames(
+    mixer="attn.",
+    inputs=tuple((f"{name}_proj", 1) for name in "qkvg"),
+    gates=(("b_proj", 1), ("a_proj", 1)),
+    conv=tuple((f"{name}_conv1d", 1) for name in "qkv"),
+    low_rank=(("f_proj.0", "f_proj.1"), ("g_proj.0", "g_proj.1")),
+    norm="o_norm",
+    o="o_proj",
+)
+
+
+def table(
+    cfg: ModelConfig, layer: str, names: Names, present: Collection[str]
+) -> dict[Path, Param]:
+    """The parameters of one gated delta mixer."""
+    del present
+    delta, own = cfg.delta, names.of("delta", FLA)
+    assert delta is not None
+    prefix, d, rank = f"{layer}{own.mixer}", cfg.d_model, delta.d_v
+    k, v, heads = delta.n_k_heads * delta.d_k, delta.n_heads * delta.d_v, delta.n_heads
+
+    def fused(tensors: Sequence[tuple[str, int]], sizes: Sequence[int], *rest: int) -> Param:
+        parts, at = [], 0
+        for name, count in tensors:
+            one, at = tuple(sizes[at : at + count]), at + count
+            if one:
+                groups = delta.n_k_heads
+                turned = Grouped(groups, tuple(n // groups for n in one)) if own.grouped else None
+                turned = turned if rest == (d,) else None
+                parts.append(Source(f"{prefix}{name}.weight", (sum(one), *rest), turned=turned))
+        return rows(parts)
+
+    full = delta.gate == "full"
+    table = {("qkvz", "weight"): fused(own.inputs, (k, k, v, v) if full else (k, k, v), d)}
+    table["ba", "weight"] = fused(own.gates, (heads,) * (1 + (delta.decay == "head")), d)
+    if delta.conv_size:
+        conv = fused(own.conv, (k, k, v), 1, delta.conv_size)
+        # The checkpoint's [features, 1, W] is the same memory.
+        table["conv", "weight"] = dataclasses.replace(
+            conv, shape=(2 * k + v, delta.conv_size), std=delta.conv_size**-0.5
+        )
+    low_rank = (("f", delta.decay == "channel", heads * delta.d_k),
+                ("g", delta.gate == "low_rank", v))  # fmt: skip
+    for index, (name, there, width) in enumerate(low_rank):
+        if there:
+            first, second = (f"{prefix}{tensor}" for tensor in own.low_rank[index])
+            table[f"{name}_0", "weight"] = one(f"{first}.weight", rank, d)
+            table[f"{name}_1", "weight"] = one(f"{second}.weight", width, rank)
+            if name == "g" and delta.gate_bias:
+                table["g_1", "bias"] = one(f"{second}.bias", width, std=0.0)
+    if delta.decay != "none":
+        n_rates = heads * delta.d_k if delta.decay == "channel" else heads
+        rate = Source(f"{prefix}A_log", tuple(heads if n < 0 else n for n in own.rate))
+        table["decay", "a_log"] = Param((rate,), (heads,), mean=2.0, std=0.5)
+        table["decay", "dt_bias"] = one(f"{prefix}dt_bias", n_rates, mean=-4.6, std=1.0)
+    table["o_norm", "weight"] = one(f"{prefix}{own.norm}.weight", delta.d_v, mean=1.0, std=0.0)
+    return table | written("o", f"{prefix}{own.o}", d, v, False)
+
+
+def heads(cfg: ModelConfig) -> int:
+    """Shards of which each has a head."""
+    assert cfg.delta is not None
+    return cfg.delta.n_k_heads
+
+
+def obstacle(cfg: ModelConfig, n: int) -> str | None:
+    """What ``n`` shards do not divide."""
+    assert cfg.delta is not None
+    count = cfg.delta.n_k_heads
+    return f"the {count} key heads of the delta rule" if count % n else None
+
+
+def replicated(cfg: ModelConfig, n: int) -> dict[str, Any]:
+    """No changes: each of ``n`` shards has key heads of its own."""
+    del cfg, n
+    return {}
+
+
+def shard(cfg: ModelConfig, n: int) -> dict[str, Any]:
+    """Changes of the config that make it one of ``n`` shards'."""
+    assert cfg.delta is not None
+    count, k_count = cfg.delta.n_heads // n, cfg.delta.n_k_heads // n
+    return {"delta": dataclasses.replace(cfg.delta, n_heads=count, n_k_heads=k_count)}
+
+
+def fused_heads(cfg: ModelConfig, name: str, n: int) -> Heads | None:
+    """(heads, rows a head) of the parts that a parameter's rows are, None where none moves."""
+    del n
+    assert cfg.delta is not None
+    if name == "ba":
+        return [(cfg.delta.n_heads, 1)] * (1 + (cfg.delta.decay == "head"))
+    if name not in ("qkvz", "conv"):
+        return None
+    k, v = (cfg.delta.n_k_heads, cfg.delta.d_k), (cfg.delta.n_heads, cfg.delta.d_v)
+    return [k, k, v] + [v] * (name == "qkvz" and cfg.delta.gate == "full")
+
+
+def sites(cfg: ModelConfig) -> Sites:
+    """All heads share o_norm's weight, and so a scale."""
+    assert cfg.delta is not None
+    low_rank = cfg.delta.decay == "channel", cfg.delta.gate == "low_rank"
+    there = (True, True, *low_rank)
+    inputs = tuple(name for name, is_there in zip(INPUTS, there, strict=True) if is_there)
+    value = np.tile(np.arange(cfg.delta.d_v), cfg.delta.n_heads)
+    return Sites(inputs, "o_norm", None, value)
+
+
+def flops(cfg: ModelConfig, index: int, sequence_length: int) -> float:
+    """A token's operations beside its products with weights."""
+    del index, sequence_length
+    assert cfg.delta is not None
+    return 6.0 * cfg.delta.n_heads * cfg.delta.d_k * cfg.delta.d_v

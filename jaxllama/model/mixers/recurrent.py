@@ -1,0 +1,150 @@
+"""What GLA and the delta rule share: a state of fixed size that moves token by token, the short
+convolutions before it and the gated norm behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxllama.model.mixers.common import QUANTIZED_CACHE
+from jaxllama.parallel.collectives import MODEL_AXIS
+from pallas_kernels.brief import short_repr
+from pallas_kernels.rows.rms_norm import rms_norm
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecurrentState:
+    """The state of GLA or the delta rule, float32 ``[B, H, Dk, Dv]``, and, with short convolutions,
+    the last ``W - 1`` inputs of the q, k and v streams (of the delta rule's, which are one), each
+    ``[B, W - 1, features]``."""
+
+    state: jax.Array
+    conv: tuple[jax.Array, ...] | None = None
+
+    __repr__ = short_repr
+
+    def specs(self, rows: str | None) -> RecurrentState:
+        """How it is split on a mesh: rows over the axis ``rows``, heads over the model's."""
+        conv: Any = jax.tree.map(lambda _: P(rows, None, MODEL_AXIS), self.conv)
+        state: Any = P(rows, MODEL_AXIS)
+        return RecurrentState(state, conv)
+
+
+class Convolved(Protocol):
+    """Tokens of a draft: what the short convolutions read of them, each ``[B, T, features]``."""
+
+    @property
+    def conv(self) -> tuple[jax.Array, ...]: ...
+
+
+def empty_state(
+    rows: int, heads: int, d_k: int, d_v: int, taps: int, features: Sequence[int], dtype: str
+) -> RecurrentState:
+    """Of no tokens.  taps: of the convolutions, 0 for none; features of each.  dtype: of a cache; a
+    quantized one keeps these few rows in float32: they are inputs, not history."""
+    state = jnp.zeros((rows, heads, d_k, d_v), jnp.float32)
+    if not taps:
+        return RecurrentState(state)
+    dtype = "float32" if dtype in QUANTIZED_CACHE else dtype
+    return RecurrentState(state, tuple(jnp.zeros((rows, taps - 1, n), dtype) for n in features))
+
+
+def moving(moves: jax.Array, *operands: jax.Array) -> Iterator[jax.Array]:
+    """Operands ``[B, ...]`` with zeros for the rows that stand still: no decay and nothing added,
+    so that a step can update the state in place without a second copy of it to choose from.  They
+    are arrays then, too, and no slices of one, which a kernel refuses where they are not aligned.
+    """
+    for x in operands:
+        yield jnp.where(moves.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype))
+
+
+def last_convolved(
+    state: RecurrentState, tokens: Convolved, count: jax.Array
+) -> tuple[jax.Array, ...] | None:
+    """What the convolutions read after the first ``count[B]`` of the tokens."""
+    if state.conv is None:
+        return None
+    read = zip(state.conv, tokens.conv, strict=True)
+    return tuple(last_inputs(past, x, count) for past, x in read)
+
+
+def steps(
+    one: Callable[..., tuple[jax.Array, jax.Array]],
+    operands: Sequence[jax.Array],
+    state: jax.Array,
+    count: jax.Array,
+    exact: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """A decoder's steps, of operands ``[B, T, ...]`` the first ``count[B]``: (``o [B, T, H, Dv]``,
+    state).  one: ``one(*operands at t, moves[B], state=)`` -> (o, state).
+
+    A CPU takes them in a loop, since of a chain its compiler rounds other products; a GPU fuses
+    the chain, and passes over the state once.  exact: in a step of B * T rows, most of them empty.
+    """
+    is_cpu, (batch, width) = jax.default_backend() == "cpu", operands[0].shape[:2]
+    if exact and is_cpu:
+        *operands, state, count = (
+            jnp.pad(x, ((0, batch * (width - 1)), *((0, 0),) * (x.ndim - 1)))
+            for x in (*operands, state, count)
+        )
+
+    def step(state: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        o, state = one(*now, state=state)
+        return state, o
+
+    moves = jnp.arange(width, dtype=count.dtype)[:, None] < count[None, :]
+    tokens = *(jnp.moveaxis(x, 1, 0) for x in operands), moves
+    state, o = jax.lax.scan(step, state, tokens, unroll=not is_cpu)
+    return jnp.moveaxis(o, 0, 1)[:batch], state[:batch]
+
+
+def gated_norm(
+    o: jax.Array, weight: jax.Array, eps: float, gate: jax.Array | None, activation: str = "silu"
+) -> jax.Array:
+    """``rms_norm(o) * activation(gate)`` over the last axis, in float32 with one cast to o's dtype;
+    activation: "silu" or "sigmoid"."""
+    y = rms_norm(o, weight, eps, out_dtype=jnp.float32)
+    if gate is not None:
+        y = y * getattr(jax.nn, activation)(gate.astype(jnp.float32))
+    return y.astype(o.dtype)
+
+
+def short_convolution(
+    x: jax.Array, weight: jax.Array, past: jax.Array | None, lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``silu`` of ``causal_convolution``, and the last inputs."""
+    y, last = causal_convolution(x, weight, past, lengths)
+    return jax.nn.silu(y).astype(x.dtype), last
+
+
+def causal_convolution(
+    x: jax.Array, weight: jax.Array, past: jax.Array | None, lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """A causal depthwise convolution over time: ``y_t = sum_w weight[:, w] * x_{t - W + 1 + w}``.
+
+    ``x[B, T, features]``, ``weight[features, W]``, past ``[B, W - 1, features]`` (None: zeros) ->
+    (float32 y, the last W - 1 inputs after each row's ``lengths[B]`` valid ones).
+    """
+    (features, width), (batch, n_new, _) = weight.shape, x.shape
+    if past is None:
+        past = jnp.zeros((batch, width - 1, features), x.dtype)
+    inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
+    taps = weight.astype(jnp.float32)
+    y = jnp.zeros(x.shape, jnp.float32)
+    for tap in range(width):
+        y = y + inputs[:, tap : tap + n_new].astype(jnp.float32) * taps[:, tap]
+    return y, last_inputs(past, x, lengths)
+
+
+def last_inputs(past: jax.Array, x: jax.Array, lengths: jax.Array) -> jax.Array:
+    """What a convolution's next token reads: as many inputs as ``past [B, W - 1, features]`` has,
+    up to the first ``lengths[B]`` of ``x [B, T, features]``."""
+    inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
+    last = lengths[:, None] + jnp.arange(past.shape[1], dtype=lengths.dtype)[None, :]
+    return jnp.take_along_axis(inputs, last[:, :, None], axis=1).astype(past.dtype)

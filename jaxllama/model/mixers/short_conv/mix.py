@@ -1,0 +1,94 @@
+"""A gated short convolution: the mixer of LFM2's convolution layers.
+
+    b, c, x = products of the layer's input
+    y_t     = c_t * sum_w weight[w] (b x)_{t - W + 1 + w}        a feature by itself
+    out     = o(y)
+
+A row's state is the last ``W - 1`` products b x.  No positions.  Nothing here is a kernel of its
+own: the products around it are, and what is between them XLA makes one loop of.
+
+Source: LFM2 (arXiv 2511.23404); transformers' ``lfm2`` has the parameters' names.  This folder is
+also the example of a mixer: ``examples/new_layer.py`` runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxllama.config import ModelConfig
+from jaxllama.model.linear import Params
+from jaxllama.model.mixers.common import QUANTIZED_CACHE
+from jaxllama.model.mixers.recurrent import causal_convolution, last_inputs
+from jaxllama.model.mixers.short_conv.parameters import options
+from jaxllama.model.records import At, Draft
+from jaxllama.parallel.collectives import MODEL_AXIS
+from pallas_kernels.matmul.blocks import Columns
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ShortConvState:
+    """last ``[B, W - 1, features]``: what the next tokens' convolution reads."""
+
+    last: jax.Array
+
+    def specs(self, rows: str | None) -> ShortConvState:
+        """How it is split on a mesh."""
+        of_last: Any = P(rows, None, MODEL_AXIS)
+        return ShortConvState(of_last)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ShortConvTokens:
+    """read ``[B, T, features]``: what T tokens that may not stay would add."""
+
+    kind: ClassVar[str] = "short_conv"
+    read: jax.Array
+
+
+def init_state(cfg: ModelConfig, rows: int, length: int, width: int, dtype: str) -> ShortConvState:
+    """Of no tokens; it does not grow with a row's ``length``."""
+    del length, width
+    own = options(cfg)
+    dtype = "float32" if dtype in QUANTIZED_CACHE else dtype
+    return ShortConvState(jnp.zeros((rows, own.taps - 1, own.width), dtype))
+
+
+def inputs(cfg: ModelConfig, p: Params) -> list[Params]:
+    """What reads the layer's input."""
+    del cfg
+    return [p["bcx"]]
+
+
+def mix(
+    cfg: ModelConfig, p: Params, projected: Sequence[Columns], state: ShortConvState | None, at: At
+) -> tuple[jax.Array, ShortConvState | ShortConvTokens | None]:
+    """The products of ``inputs``, columns of ``[B, T, 3 n]`` -> (``[B, T, n]``, state)."""
+    del cfg
+    b, c, x = jnp.split(projected[0].value, 3, axis=-1)
+    read = at.by_row(b * x)
+    past = None if state is None else state.last
+    y, last = causal_convolution(read, p["conv"]["weight"], past, at.row_lengths())
+    out = (c.astype(jnp.float32) * y.reshape(c.shape)).astype(c.dtype)
+    if isinstance(at, Draft):
+        return out, ShortConvTokens(read)
+    return out, None if state is None else ShortConvState(last)
+
+
+def commit(
+    states: Sequence[ShortConvState],
+    tokens: Sequence[ShortConvTokens],
+    count: jax.Array,
+    exact: bool,
+) -> Iterator[ShortConvState]:
+    """Of several layers the state after the first ``count[B]`` of the tokens."""
+    del exact
+    for state, of in zip(states, tokens, strict=True):
+        yield ShortConvState(last_inputs(state.last, of.read, count))

@@ -1,0 +1,36 @@
+"""What a checkpoint family calls the parts of a decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """What a checkpoint family calls the parts of a decoder; ``layer`` takes the index.  ``mixer``
+    and ``mlp`` go before their tensors' names; ``other_mlp`` is another prefix that files may have
+    in the place of ``mlp``.  One name for ``qkv`` or ``gate_up``: the file has
+    them in one tensor.  mixers: by kind, what a mixer's own names are, in a type of that mixer."""
+
+    embed: str = "model.embed_tokens"
+    layer: str = "model.layers.{}"
+    mixer_norm: str = "input_layernorm"
+    mixer: str = "self_attn."
+    mixer_out_norm: str = "post_self_attn_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp."
+    other_mlp: str = ""
+    mlp_out_norm: str = "post_mlp_layernorm"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    o: str = "o_proj"
+    down: str = "down_proj"
+    mixers: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    def of(self, kind: str, default: Any) -> Any:
+        """The names of a mixer of this kind; default: where the family has none of its own."""
+        return self.mixers.get(kind, default)

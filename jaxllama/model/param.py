@@ -1,0 +1,149 @@
+"""One parameter of a model: its shape, what it is drawn from, and where a checkpoint has it.
+
+A ``Param``'s memory is its ``Source`` tensors' memory, one after the other.  Fusion (q|k|v,
+gate|up) is therefore data.  This file imports no jax: who only reads a checkpoint does without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Path = tuple[str, ...]
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """Rows that RoPE turns, as a checkpoint orders them: the first ``heads`` heads of ``head_dim``
+    rows each, of which ``rotary_dim`` turn, two that are neighbours or half of them apart.
+
+    Ours are a head's two halves, row i turning with row i + head_dim / 2; rows that do not turn
+    stand behind those that do in each half.  gated: behind each head are as many rows of its gate,
+    which in ours stand before all heads.
+    """
+
+    heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+    gated: bool = False
+
+    @property
+    def block(self) -> int:
+        """Rows that change places only among themselves."""
+        return 2 * self.heads * self.head_dim if self.gated else self.head_dim
+
+    def rows(self) -> np.ndarray:
+        """For each of our rows the checkpoint's."""
+        turning, rest = np.arange(self.rotary_dim), np.arange(self.rotary_dim, self.head_dim)
+        halves = (turning[0::2], turning[1::2]) if self.interleaved else np.split(turning, 2)
+        head = np.concatenate([halves[0], *np.split(rest, 2)[:1], halves[1], np.split(rest, 2)[1]])
+        starts = np.arange(self.heads)[:, None] * self.head_dim
+        if not self.gated:
+            return (starts + head).reshape(-1)
+        gates = 2 * starts + self.head_dim + np.arange(self.head_dim)
+        return np.concatenate([gates.reshape(-1), (2 * starts + head).reshape(-1)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """Rows of several ``parts`` (rows a group), of which a checkpoint has all of one group together
+    and we have all groups of one part."""
+
+    groups: int
+    parts: tuple[int, ...]
+
+    @property
+    def block(self) -> int:
+        return self.groups * sum(self.parts)
+
+    def rows(self) -> np.ndarray:
+        theirs = np.arange(self.block).reshape(self.groups, -1)
+        ends = np.cumsum(self.parts)[:-1]
+        return np.concatenate([part.reshape(-1) for part in np.split(theirs, ends, axis=1)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A tensor as the checkpoint has it; the parameter's rows are ``scale * tensor + offset``, in
+    our order of what RoPE turns, or of what is fused in groups."""
+
+    name: str
+    shape: Shape
+    scale: float = 1.0
+    offset: float = 0.0
+    turned: Turned | Grouped | None = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_folded(self) -> bool:
+        return (self.scale, self.offset) != (1.0, 0.0) or self.turned is not None
+
+    def row_order(self, inverse: bool = False) -> np.ndarray | None:
+        """For each row of the parameter the tensor's (inverse: the other way), None where they are
+        the same."""
+        if self.turned is None:
+            return None
+        rows, turned = np.arange(self.shape[0]), self.turned.rows()
+        rows[: turned.size] = turned
+        return np.argsort(rows) if inverse else rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """A parameter of ``shape`` whose memory is its ``sources``' memory, one after the other.
+
+    mean, std: of the normal distribution that it is drawn from.
+    """
+
+    sources: tuple[Source, ...]
+    shape: Shape
+    mean: float = 0.0
+    std: float = 0.02
+
+    def __post_init__(self) -> None:
+        assert sum(source.size for source in self.sources) == math.prod(self.shape), self
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def one(name: str, *shape: int, fold: Mapping[str, Any] | None = None, **facts: Any) -> Param:
+    """A parameter that is one tensor; fold: of its ``Source``."""
+    return Param((Source(name, shape, **(fold or {})),), shape, **facts)
+
+
+def rows(parts: Sequence[Source], **facts: Any) -> Param:
+    """A parameter that stacks tensors ``[rows_i, ...]``."""
+    rest = parts[0].shape[1:]
+    return Param(tuple(parts), (sum(part.shape[0] for part in parts), *rest), **facts)
+
+
+def fused(
+    name: str, parts: list[tuple[str, int, dict[str, Any]]], width: int, bias: bool
+) -> dict[Path, Param]:
+    """A product that reads the residual stream."""
+    table = {(name, "weight"): rows([Source(f"{n}.weight", (r, width), **f) for n, r, f in parts])}
+    if bias:
+        table[name, "bias"] = rows([Source(f"{n}.bias", (r,), **f) for n, r, f in parts], std=0.0)
+    return table
+
+
+def written(
+    name: str, source: str, d: int, width: int, bias: bool, scale: float = 1.0
+) -> dict[Path, Param]:
+    """A product that writes it; its bias is added once, to the sum."""
+    fold = {"scale": scale}
+    table = {(name, "weight"): one(f"{source}.weight", d, width, fold=fold)}
+    if bias:
+        table[name, "bias"] = one(f"{source}.bias", d, std=0.0, fold=fold)
+    return table

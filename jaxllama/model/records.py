@@ -1,0 +1,131 @@
+"""What passes between the rooms of a model: where new tokens stand, and what leaves the layers.
+
+    at = Chunk(...) | Step(...) | Draft(...)      what a call's tokens are; every mixer takes one
+    hidden = Hidden(x)                            before the last norm; ``decoder.logits`` reads it
+
+A ``Chunk`` is any number of consecutive tokens of each row: a prompt, a piece of it, or a whole
+sequence without a cache.  A ``Step`` is one generated token of each row.  A ``Draft`` is several
+tokens of each row that may not stay.  A mixer asks which of them it has, never how many tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxllama.model.rope import Ropes
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of every row.
+
+    positions int32 ``[B, T]``; lengths int32 ``[B]``: valid new tokens of each row; rope: tables
+    for the layers' kinds of positions, None where no layer is attention; sparse: which tokens read
+    the share ``cfg.attn_sparsity`` of V: none, all, or bool ``[B, T]``; table: the cache's;
+    fresh: every row begins here, so its cache need not be read.
+    """
+
+    positions: jax.Array
+    lengths: jax.Array
+    rope: Ropes | None
+    sparse: bool | jax.Array = False
+    table: jax.Array | None = None
+    fresh: bool = False
+
+    def row_lengths(self) -> jax.Array:
+        """Valid tokens of each row of the cache, int32 ``[B]``."""
+        return self.lengths
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """``x[B, T, ...]`` with the tokens of a row of the cache side by side."""
+        return x
+
+
+class Step(NamedTuple):
+    """One token of every row, behind its cache: a ``Chunk``'s fields with T = 1.  lengths: 1 where
+    a row has a token, else 0."""
+
+    positions: jax.Array
+    lengths: jax.Array
+    rope: Ropes | None
+    sparse: bool | jax.Array = True
+    table: jax.Array | None = None
+
+    def row_lengths(self) -> jax.Array:
+        """As ``Chunk``'s."""
+        return self.lengths
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """As ``Chunk``'s."""
+        return x
+
+
+class Draft(NamedTuple):
+    """``width`` tokens of every row of the cache that ``decoder.commit`` may keep: each is a row of
+    the batch, ``positions[B width, 1]`` and ``lengths[B width]``, as in a step of so many rows.
+
+    exact: with the bits of such a step, as ``decoder.propose`` says.
+    """
+
+    positions: jax.Array
+    lengths: jax.Array
+    rope: Ropes | None
+    width: int
+    table: jax.Array | None = None
+    exact: bool = False
+
+    def row_lengths(self) -> jax.Array:
+        """Tokens of each row of the cache, int32 ``[B]``; those of a row stand first."""
+        return self.lengths.reshape(-1, self.width).sum(axis=1, dtype=self.lengths.dtype)
+
+    def by_row(self, x: jax.Array) -> jax.Array:
+        """``[B width, 1, ...]`` -> ``[B, width, ...]``."""
+        return x.reshape(-1, self.width, *x.shape[2:])
+
+
+At = Chunk | Step | Draft
+
+
+def new_tokens(
+    positions: jax.Array,
+    lengths: jax.Array,
+    rope: Ropes | None,
+    sparse: bool | jax.Array = False,
+    table: jax.Array | None = None,
+    fresh: bool = False,
+    *,
+    cached: bool,
+) -> Chunk | Step:
+    """The record of ``T`` new tokens a row.  cached: they stand behind a cache; there one token is
+    a ``Step``, whatever it came from."""
+    if cached and positions.shape[1] == 1:
+        return Step(positions, lengths, rope, sparse, table)
+    return Chunk(positions, lengths, rope, sparse, table, fresh)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    """Hidden states ``x[..., D]`` behind the last layer, before the last norm.
+
+    ``hidden[index]`` picks tokens, ``flat()`` makes them rows, ``last`` takes one of each row.
+    """
+
+    x: jax.Array
+
+    def __getitem__(self, index: Any) -> Hidden:
+        return Hidden(self.x[index])
+
+    def last(self, lengths: jax.Array, before: Hidden | None = None) -> Hidden:
+        """Of each row's last valid token, ``[B, D]``; a row of no tokens keeps ``before``'s."""
+        picked = self.x[jnp.arange(self.x.shape[0]), jnp.maximum(lengths - 1, 0)]
+        if before is None:
+            return Hidden(picked)
+        return Hidden(jnp.where((lengths > 0)[:, None], picked, before.x))
+
+    def flat(self) -> Hidden:
+        """``[N, D]``."""
+        return Hidden(self.x.reshape(-1, self.x.shape[-1]))

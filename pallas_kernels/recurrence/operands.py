@@ -1,0 +1,34 @@
+"""What the kernels of both recurrences take, and how operands are made to fit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.recurrence.states import VALUE_BLOCK
+
+WIDTHS = 64, 128, 256, 512  # of keys
+
+
+def shapes_reason(q: jax.Array, v: jax.Array, block: int) -> str | None:
+    """What GLA's kernels cannot take of q and v, whose value channels come by ``block``."""
+    if q.shape[-1] not in WIDTHS:
+        return f"q has Dk = {q.shape[-1]}, which is not 64, 128, 256 or 512"
+    if v.shape[-1] % block:
+        return f"v has Dv = {v.shape[-1]}, not a multiple of {block}"
+    return None
+
+
+def operands_reason(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> str | None:
+    """What kernels that multiply the state in 16 bits cannot take: float16 ends at 65,504."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != jnp.bfloat16:
+            return f"{name} is {x.dtype}, the kernel takes bfloat16"
+    return shapes_reason(q, v, block)
+
+
+def padded(x: jax.Array | None) -> jax.Array | None:
+    """Zero channels up to whole blocks: they are a state of zeros that nothing else reads."""
+    if x is None or x.shape[-1] % VALUE_BLOCK == 0:
+        return x
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % VALUE_BLOCK)])

@@ -1,0 +1,107 @@
+"""A state between device memory and wgmma's registers, and rows of one back, without staging."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import ptx as p
+from pallas_kernels.recurrence.channels import CHUNK, thread_in_warpgroup
+
+VALUE_BLOCK = 128  # value channels of a block: two warpgroups of 64
+_WGMMA = plgpu.Layout.WGMMA
+
+
+def _state_pointer(ref, column: int, rows_stride: int):
+    """Device address of the thread's element (channel ``column`` + its pair offset, its row)."""
+    i64 = ir.IntegerType.get_signless(64)
+    thread = thread_in_warpgroup()
+    warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
+    row = p.add(p.shift_left(warp, 4), p.shift_right(lane, 2))
+    dk = p.shift_left(p.masked(lane, 3), 1)
+    offset = arith.addi(arith.muli(p.add(dk, column), p.ci(rows_stride)), row)
+    return arith.addi(p.address(ref), arith.extui(i64, p.shift_left(offset, 2)))
+
+
+def read_state(dk: int, dv: int):
+    """S^T [64, Dk] in WGMMA registers from a device slice [Dk, 64] of a [.., Dk, Dv] array."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((CHUNK, dk), jnp.float32, layout=_WGMMA),
+    )
+    def read(ctx, ref):
+        del ctx
+        layout = _WGMMA.to_mgpu()
+        zero = mgpu.FragmentedArray.splat(p.cf(0.0), (CHUNK, dk), layout, is_signed=None)
+        registers = zero.registers.copy()
+        flat = registers.reshape(-1)
+        base = _state_pointer(ref, 0, dv)
+        kind = ir.VectorType.get((2,), p.f32())
+        for i in range(flat.size):
+            tile, half = i // 2, i % 2
+            values = [
+                mgpu.utils.inline_ptx(
+                    f"ld.global.nc.f32 $0, [$1+{4 * ((8 * tile + e) * dv + 8 * half)}];",
+                    base,
+                    result_types=p.f32(),
+                    has_side_effects=True,
+                )
+                for e in range(2)
+            ]
+            flat[i] = vector.from_elements(kind, values)
+        return mgpu.FragmentedArray(
+            _registers=flat.reshape(registers.shape), _layout=layout, _is_signed=None
+        )
+
+    return read
+
+
+def write_state(dv: int):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
+    def write(ctx, ref, state):
+        del ctx
+        base = _state_pointer(ref, 0, dv)
+        for i, register in enumerate(state.registers.reshape(-1)):
+            tile, half = i // 2, i % 2
+            for e in range(2):
+                value = llvm.extractelement(register, p.ci(e))
+                p.store_global(base, [value], 4 * ((8 * tile + e) * dv + 8 * half))
+
+    return write
+
+
+def write_rows(width: int, dk: int):
+    """A bf16 [64, width] array in WGMMA registers to rows of Dk on the device, without staging.
+
+    The four lanes of a row hold two columns each of every 8-column tile; a 4x4 transpose by
+    shuffles gives each lane one whole tile of four, so that stores are 16 bytes.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
+    def write(ctx, ref, rows):
+        del ctx
+        i64 = ir.IntegerType.get_signless(64)
+        thread = thread_in_warpgroup()
+        warp, lane = p.shift_right(thread, 5), p.masked(thread, 31)
+        row = p.add(p.shift_left(warp, 4), p.shift_right(lane, 2))
+        c = p.masked(lane, 3)
+        offset = p.add(arith.muli(row, p.ci(2 * dk)), p.shift_left(c, 4))
+        base = arith.addi(p.address(ref), arith.extui(i64, offset))
+        words = [mgpu.utils.bitcast(x, p.i32()) for x in rows.registers.reshape(-1)]
+        for half in range(2):
+            for first in range(0, width // 8, 4):
+                w = [words[2 * (first + n) + half] for n in range(4)]
+                for step in range(2):
+                    side = p.bit(c, step)
+                    for a in (0, 1) if step else (0, 2):
+                        b = a + (1 << step)
+                        x, y = w[a], w[b]
+                        other = p.shuffle_xor(arith.select(side, x, y), 1 << step)
+                        w[a], w[b] = arith.select(side, other, x), arith.select(side, y, other)
+                p.store_global(base, w, 16 * first + 16 * dk * half)
+
+    return write
