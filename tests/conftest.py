@@ -79,6 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=no_gpu))
         return
+    if config.getoption("-m") == "core":  # which takes the place of "not slow"
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     left_out = [item for item in items if cannot_run(item, no_gpu)]
     config.stash[LEFT_OUT] = len(left_out)
     if hasattr(config, "workeroutput"):
