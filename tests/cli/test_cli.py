@@ -339,7 +339,6 @@ def test_model_without_a_template_cannot_chat(run, model, tmp_path):
 # bench, eval, doctor
 
 
-@pytest.mark.core
 def test_a_draft_changes_no_text(run, model):
     words = ("generate", "abcabcab", "--max-new-tokens", "12", "--json")
     [plain] = json.loads(run(*words)[1])["generations"]
@@ -354,7 +353,6 @@ def test_a_draft_changes_no_text(run, model):
     assert_error(run("bench", "--draft", "ngram", "--batch", "2"), "--batch and --draft exclude")
 
 
-@pytest.mark.core
 def test_eval_is_the_mean_of_the_models_own_logprobs(run, model, tmp_path):
     text = "The quick brown fox jumps over the lazy dog."
     path = tmp_path / "text.txt"

@@ -35,7 +35,7 @@ from jaxllama.serving.journal import Journal
 from tests.helpers.http_server import client, serve, tiny_checkpoint
 
 # Long enough that a signal arrives in the middle.
-LONG = {"model": "tiny", "prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "logprobs": 0}
+LONG = {"model": "tiny", "prompt": "Once", "max_tokens": 600, "ignore_eos": True, "logprobs": 0}
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,9 @@ def tokens_of(chunks: list[dict]) -> list[str]:
     return [token for chunk in chunks for token in chunk["choices"][0]["logprobs"]["tokens"]]
 
 
-@pytest.mark.core
 def test_killed_restarted_drained(folder, capsys):
     state = ("--state", str(folder / "state"))
-    sizes = ("--max-slots", "1", "--max-len", "2048", "--deterministic")
+    sizes = ("--max-slots", "1", "--max-len", "1024", "--deterministic")
     with serve(folder, *sizes, *state) as (process, url, _), client(url) as http:
         ask = http.stream("POST", "/v1/completions", json={**LONG, "stream": True})
         with contextlib.suppress(httpx.HTTPError), ask as reply:

@@ -35,7 +35,6 @@ def lm() -> OffloadedModel:
     return place.model(resident.config, params, resident.tokenizer)
 
 
-@pytest.mark.core
 def test_requests_get_the_tokens_of_generate_in_blocks_of_one_shape(lm, monkeypatch):
     began = []
     begin = blocks.BlockRunner._begin

@@ -97,7 +97,6 @@ def small() -> LanguageModel:
     return LanguageModel(cfg, params_of(cfg), model("llama").tokenizer)
 
 
-@pytest.mark.core
 def test_the_warm_up_compiles_all_and_a_second_engine_takes_it(small, tmp_path, monkeypatch):
     """Every sampling feature; counted by jax itself."""
 

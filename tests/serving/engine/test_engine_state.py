@@ -42,7 +42,6 @@ def one_size():
         yield
 
 
-@pytest.mark.core
 def test_tokens_are_those_of_the_request_alone():
     search(FAMILY, 6)
     assert engine(FAMILY).stats().preemptions > 0
@@ -174,7 +173,6 @@ def told(events: dict[str, list[Event]]) -> dict[str, tuple]:
     return {key: (*written(value), value[-1].finish_reason) for key, value in events.items()}
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("draft", [None, "ngram"])
 def test_a_journal_replays_bit_for_bit(tmp_path, draft):
     eng = Engine(model(FAMILY), state=tmp_path, draft=draft, **OPTIONS)
