@@ -14,17 +14,17 @@ def _flat(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def each_once(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+def each_once(first: Sequence[Any], second: Sequence[Any], marks: Any = ()) -> list[Any]:
     """Return the product of two axes as parameters, of which the default suite runs a diagonal.
 
-    Every value of both axes is on the diagonal. The other pairs are marked ``slow``. A tuple stands
-    for several arguments.
+    Every value of both axes is on the diagonal, which has the ``marks``. The other pairs are marked
+    ``slow``. A tuple stands for several arguments.
     """
     size = max(len(first), len(second))
     quick = {(index % len(first), index % len(second)) for index in range(size)}
     return [
         pytest.param(
-            *_flat(one), *_flat(other), marks=() if (row, column) in quick else pytest.mark.slow
+            *_flat(one), *_flat(other), marks=marks if (row, column) in quick else pytest.mark.slow
         )
         for row, one in enumerate(first)
         for column, other in enumerate(second)

@@ -98,8 +98,7 @@ def by_hand(q, k, v, lengths, table=None, window=None, threads=1, on=None, place
 SHAPES = [(HEADS, None), ((6, 2, 32), 300), ((14, 2, 96), 1), ((8, 1, 128), None)]
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(("cache", "heads", "window"), each_once(CACHES, SHAPES))
+@pytest.mark.parametrize(("cache", "heads", "window"), each_once(CACHES, SHAPES, pytest.mark.core))
 def test_it_is_a_float64_softmax(cache, heads, window):
     q, k, v, lengths = heads_of(7, 2 * PART + 71, *heads, cache)
     want = softmax(q, k, v, lengths, window)

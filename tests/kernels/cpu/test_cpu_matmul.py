@@ -46,8 +46,7 @@ def run(x, w, **options):
     return np.asarray(quantized_matmul(jnp.asarray(x), jax.device_put(w), **options))
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(("scheme", "rows"), each_once(list(SCHEMES), [1, 3, 11]))
+@pytest.mark.parametrize(("scheme", "rows"), each_once(list(SCHEMES), [1, 3, 11], pytest.mark.core))
 def test_the_product_is_the_oracles(scheme, rows):
     w, x = weight(scheme, 40, 256), floats(rows, 256)
     found = run(x, prepared(w), implementation="cpu")

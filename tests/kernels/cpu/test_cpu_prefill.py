@@ -74,8 +74,7 @@ def by_hand(q, k, v, positions, table=None, window=None, threads=1, on=None, pla
 HEADS = [((4, 4, 64), None), ((6, 2, 32), 40), ((7, 1, 96), 1), ((8, 2, 128), None)]
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(("cache", "heads", "window"), each_once(CACHES, HEADS))
+@pytest.mark.parametrize(("cache", "heads", "window"), each_once(CACHES, HEADS, pytest.mark.core))
 def test_it_is_a_float64_softmax(cache, heads, window):
     q, k, v, positions = case(cache, heads, 70, 224, [0, 130, 99])
     positions = np.array(positions)

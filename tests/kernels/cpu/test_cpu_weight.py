@@ -29,9 +29,10 @@ def _same(a: QTensor, b: QTensor) -> None:
         np.testing.assert_array_equal(x.astype(np.int32), y.astype(np.int32))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
-    ("scheme", "shape"), each_once(list(SCHEMES), [(shape,) for shape in SHAPES]), ids=str
+    ("scheme", "shape"),
+    each_once(list(SCHEMES), [(shape,) for shape in SHAPES], pytest.mark.core),
+    ids=str,
 )
 def test_restore_is_the_inverse_to_the_bit(scheme, shape):
     w = weight(scheme, *shape)
