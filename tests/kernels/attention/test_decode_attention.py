@@ -200,12 +200,17 @@ def test_a_plan_fits_the_gpu_and_takes_every_token(cache, sms, monkeypatch):
     shape = jax.ShapeDtypeStruct
     dtype = jnp.float16 if cache == "float16" else jnp.bfloat16
     n_seen = 0
+    types = {
+        h: jax.eval_shape(lambda h=h: as_cache(jnp.zeros((1, 1, 1, h)), cache))
+        for h in (64, 128, 256)
+    }
     heads = [(32, 8, 128), (9, 3, 64), (16, 1, 256), (8, 8, 128), (64, 1, 64), (6, 6, 256)]
     for batch, capacity, tokens, (n, n_kv, h) in itertools.product(
         (1, 3, 64, 900), (1, 90, 1152, 8192, 131072), (None, 5), heads
     ):
-        kv = jax.eval_shape(lambda s=(1, 64, n_kv, h): as_cache(jnp.zeros(s, dtype), cache))
-        kv = jax.tree.map(lambda x, b=(batch, capacity): shape((*b, *x.shape[2:]), x.dtype), kv)
+        kv = jax.tree.map(
+            lambda x, b=(batch, capacity, n_kv): shape((*b, *x.shape[3:]), x.dtype), types[h]
+        )
         q = shape((batch, n, h) if tokens is None else (batch, tokens, n, h), dtype)
         group = n // n_kv * (tokens or 1)
         found = plan(q, kv, kv)
