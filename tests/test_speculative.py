@@ -106,9 +106,7 @@ def test_300_prompts(family, kv_dtype, draft):
             check(lm, DRAFTS[draft](lm), draft_tokens, count=300, kv_dtype=kv_dtype)
 
 
-@pytest.mark.parametrize(
-    "family", ["gqa", pytest.param("gla-conv-groups", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("family", ["gqa", pytest.param("gla-conv-groups", marks=pytest.mark.slow)])
 def test_a_deterministic_model_gives_the_same_bits(family):
     lm = model(family, deterministic=True)
     prompts, sampling = prompts_of(4), SAMPLING[1]
