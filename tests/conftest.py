@@ -30,12 +30,14 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # Half of the suite's time, the longest first, so that no worker ends with one of them.
 LONG = [
-    "model/test_parity", "model/test_model", "parallel/test_parallel", "offload/test_offload",
-    "kernels/test_op_transformations", "cli/test_cli", "test_language_model",
-    "kernels/gla/test_gla", "kernels/matmul/test_quantized_matmul", "training/test_training",
-    "offload/test_offload_bytes", "training/test_training_goals", "model/test_sparse_attention",
-    "checkpoints/test_gguf", "quantization/test_calibration", "test_examples",
-    "kernels/test_op_operands", "quantization/test_quantization",
+    "parallel/test_parallel", "offload/test_offload", "model/test_model", "model/test_parity",
+    "serving/engine/test_engine", "kernels/test_op_transformations", "training/test_training",
+    "serving/engine/test_engine_state", "training/test_training_goals", "quantization/test_tune",
+    "kernels/test_op_operands", "cli/test_serve_command", "serving/http/test_front_ends",
+    "kernels/gla/test_gla", "kernels/gated_delta/test_gated_delta", "test_language_model",
+    "offload/test_offload_bytes", "bench/test_evaluate", "test_loading", "cli/test_cli",
+    "experiments/test_experiments", "model/test_sparse_attention", "model/test_verify_step",
+    "kernels/test_assembled",
 ]  # fmt: skip
 
 
