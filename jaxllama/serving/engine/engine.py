@@ -15,7 +15,8 @@ they are equal up to rounding (``model/README.md``).  A ``deterministic`` model 
 same bits whatever runs beside it, and up to 32 slots those of ``lm.generate``.  Every request gets
 exactly one Event with a ``finish_reason``, its last.  An error in a request's own text, grammar or
 listener ends that request with an "error" and nothing else.  An error in a step itself ends the
-engine: every listener hears so (``EngineFailed``), and ``failure`` says why.  After ``warm_up`` nothing is compiled.  The
+engine: every listener hears so (``EngineFailed``), and ``failure`` says why.  After ``warm_up``
+nothing is compiled.  The
 same requests and cancellations at the same steps give the same bits: with a ``state`` folder
 everything that comes in is written to its ``journal``, and ``restore`` does it again.
 
