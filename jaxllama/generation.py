@@ -465,27 +465,63 @@ def _check_values(
             )
 
 
+class Alone(NamedTuple):
+    """The shapes in which a deterministic model reads prompts, those of an engine.
+
+    rows: tokens of every decode step.  widths: tokens of the programs that read a row's prompt
+    without its last token, one after the other (``text.rows.pieces_of``).
+    """
+
+    rows: int
+    widths: tuple[int, ...]
+
+
 def _prefill_alone(
     cfg: ModelConfig,
     params: Params,
     tokens: jax.Array,
     lengths: jax.Array,
     cache: Cache,
-    chunk: int | None,
+    alone: Alone,
 ) -> tuple[jax.Array, Cache]:
-    """``fill_rows``, one row after the other; rows of length 0 cost nothing."""
+    """``fill_rows`` of an empty cache: prompts without their last tokens one row after the other,
+    and these in a decode step of all rows.  Rows of length 0 cost nothing."""
+    width = max(sum(alone.widths), tokens.shape[1])
+    padded = jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
+    firsts = np.cumsum([0, *alone.widths]).tolist()
 
-    def one(row: tuple[Any, ...]) -> tuple[jax.Array, Cache]:
+    def one(row: tuple[Any, ...]) -> Cache:
         tokens, length, cache, adapter = jax.tree.map(lambda leaf: leaf[None], row)
         own = params if adapter is None else for_rows(params, adapter)
-        scores, cache = fill_rows(cfg, own, tokens, length, cache, chunk=chunk)
-        return scores[0], jax.tree.map(lambda leaf: leaf[0], cache)
 
-    def none(row: tuple[Any, ...]) -> tuple[jax.Array, Cache]:
-        return jnp.zeros((cfg.vocab_size,), jnp.float32), row[2]
+        def read(cache: Cache, first: Any, width: int, fresh: bool = False) -> Cache:
+            piece = lax.dynamic_slice_in_dim(tokens, first, width, axis=1)
+            n_new = jnp.clip(length - 1 - first, 0, width)
+            _, after = decoder.forward(cfg, own, piece, n_new, cache, length, fresh=fresh)
+            assert after is not None
+            return after
 
-    rows = tokens, lengths, cache, params.get(ROWS)
-    return lax.map(lambda row: lax.cond(row[1] > 0, one, none, row), rows)
+        if alone.widths:
+            cache = read(cache, 0, alone.widths[0], fresh=True)
+        if len(alone.widths) > 2:  # all but the first and the last have the same width
+            middle = lambda cache, first: (read(cache, first, alone.widths[1]), None)  # noqa: E731
+            cache, _ = lax.scan(middle, cache, jnp.asarray(firsts[1:-2], jnp.int32))
+        if len(alone.widths) > 1:
+            cache = read(cache, firsts[-2], alone.widths[-1])
+        return jax.tree.map(lambda leaf: leaf[0], cache)
+
+    rows = padded, lengths, cache, params.get(ROWS)
+    cache = lax.map(lambda row: lax.cond(row[1] > 0, one, lambda row: row[2], row), rows)
+    newest = jnp.take_along_axis(tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)
+    live, width = (lengths > 0).astype(jnp.int32), alone.rows // tokens.shape[0]
+    if width == 1:
+        hidden, after = _forward(cfg, params, newest, live, cache)
+        return _logits(cfg, params, hidden[:, 0], cache, live), after
+    # Fewer rows, each with a draft, have a step's shapes as tokens to be verified.
+    newest = jnp.pad(newest, ((0, 0), (0, width - 1)))
+    hidden, proposal = decoder.propose(cfg, params, newest, live, cache, exact=True, sparse=False)
+    scores = decoder.logits(cfg, params, hidden.flat())[::width]
+    return scores, decoder.commit(proposal, live, exact=True)
 
 
 @donated(4, static_argnums=0, static_argnames=("max_new_tokens", "chunk", "alone"))
@@ -500,16 +536,16 @@ def start(
     *,
     max_new_tokens: int,
     chunk: int | None = None,
-    alone: bool = False,
+    alone: Alone | None = None,
 ) -> GenerateState:
     """Prefill and the first new token, in a state with room for ``max_new_tokens``.
 
-    A row of length 0 is empty: done from the beginning.  alone: rows are prefilled one after the
-    other, so that their bits depend on no batch size.
+    A row of length 0 is empty: done from the beginning.  alone: the cache is empty, and its rows
+    are read in these shapes whatever the batch and ``chunk``.
     """
     tokens, lengths = _int32(tokens, lengths)
-    if alone:
-        scores, cache = _prefill_alone(cfg, params, tokens, lengths, cache, chunk)
+    if alone is not None:
+        scores, cache = _prefill_alone(cfg, params, tokens, lengths, cache, alone)
     else:
         scores, cache = fill_rows(cfg, params, tokens, lengths, cache, chunk=chunk)
     return _first_token(cfg, tokens, lengths, scores, cache, sampling, stop_ids, max_new_tokens)

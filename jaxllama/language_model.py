@@ -42,6 +42,7 @@ from jaxllama.text.rows import (
     Reader,
     ids_of,
     pad_rows,
+    pieces_of,
     sampling_of,
     shapes_of,
     short,
@@ -75,8 +76,8 @@ class LanguageModel:
     where nobody names another; None where the checkpoint says nothing.
     deterministic: a row's logits are the same bits whatever the batch and its place in it.  Sums
     are taken in an order that the compiler chooses by shape, so shapes are what this fixes: prompts
-    are prefilled one by one and decoded in programs of exactly 32 rows, each with rows that need
-    the same room.
+    are prefilled one by one in pieces of fixed widths, whatever ``chunk`` says, and decoded in
+    programs of exactly 32 rows, each with rows that need the same room.  An engine does the same.
     adapters: names of the LoRA adapters that lie in params (``model.lora``), in their order.
     exact: on a CPU, quantized weights keep exact float32 products.  Otherwise they are laid out for
         the CPU's handlers (``model.cpu_layout``), which round activations to 8 bits.
@@ -354,10 +355,10 @@ class LanguageModel:
         shapes wherever else they run."""
         if not self.deterministic:
             return [list(range(len(rows)))]
-        alike: dict[tuple[int, int], list[int]] = {}
+        alike: dict[tuple[Any, ...], list[int]] = {}
         for index, row in enumerate(rows):
             shapes = shapes_of([row], options.max_new_tokens)
-            alike.setdefault(shapes[:2], []).append(index)
+            alike.setdefault((*shapes[:2], _pieces(len(row))), []).append(index)
         size = options.deterministic_rows
         return [
             members[first : first + size]
@@ -435,8 +436,12 @@ class LanguageModel:
         options: _Options,
     ) -> generation.GenerateState:
         """Prefill and the first token; offloading has its own."""
-        rows = 1 if self.deterministic else tokens.shape[0]  # at once
-        chunk = options.chunk or generation.prefill_chunk(rows, tokens.shape[1])
+        chunk, alone = options.chunk, None
+        if self.deterministic:
+            chunk, longest = None, int(jax.device_get(lengths).max())
+            alone = generation.Alone(DETERMINISTIC_ROWS, _pieces(longest))
+        elif chunk is None:
+            chunk = generation.prefill_chunk(*tokens.shape)
         new_cache = functools.partial(
             init_cache, self.config, tokens.shape[0], capacity, options.kv_dtype, mesh=self.mesh
         )
@@ -446,9 +451,7 @@ class LanguageModel:
                 self.config, self.params, tokens, lengths, new_cache(), sampling, stop_ids,
                 max_new_tokens=room, chunk=chunk, on_prompt=on_prompt,
             )  # fmt: skip
-        static: dict[str, Any] = {
-            "max_new_tokens": room, "alone": self.deterministic, "chunk": chunk
-        }  # fmt: skip
+        static: dict[str, Any] = {"max_new_tokens": room, "alone": alone, "chunk": chunk}
         programs = self._programs
         if programs is None:
             return generation.start(
@@ -647,6 +650,12 @@ class _Options:
     def deterministic_rows(self) -> int:
         """That run at once so that a pass over the model is of ``DETERMINISTIC_ROWS`` tokens."""
         return DETERMINISTIC_ROWS // (self.drafting.plan.widths[0] if self.drafting else 1)
+
+
+def _pieces(length: int) -> tuple[int, ...]:
+    """Widths in which a deterministic model reads a prompt of ``length`` tokens but its last, which
+    the first decode step takes."""
+    return pieces_of(length - 1, jax.default_backend() == "cpu")
 
 
 def _parts(state: Any) -> tuple[Any, ...]:

@@ -311,7 +311,7 @@ def sample(
         scores = _noisy(_clean(scores), params, positions)
     if scores is logits:
         return lax.platform_dependent(logits, cuda=_likeliest, default=lambda x: _pick(x, x))
-    return _pick(scores, logits)
+    return lax.platform_dependent(scores, logits, cuda=_pick_likeliest, default=_pick)
 
 
 def _pick(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -325,8 +325,23 @@ def _pick(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``_pick(logits, logits)`` in one reduction, of two kernels on a GPU where that takes seven;
-    on a CPU it is slower.  What is reduced: a logit, its token, and the sum of exponentials that
-    go with it, relative to that logit."""
+    on a CPU it is slower."""
+    best, tokens, total = _summed(logits)
+    return tokens, jnp.where(best == -jnp.inf, jnp.nan, -jnp.log(total))
+
+
+def _pick_likeliest(scores: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``_pick``, which gives the likeliest token the log-probability that ``_likeliest`` gives."""
+    tokens = _argmax(scores)
+    best, _, total = _summed(logits)
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    chosen = jnp.max(jnp.where(ids == tokens[:, None], logits, -jnp.inf), axis=1)
+    return tokens, jnp.where(best == -jnp.inf, jnp.nan, (chosen - best) - jnp.log(total))
+
+
+def _summed(logits: jax.Array) -> tuple[jax.Array, ...]:
+    """Of each row the largest logit, its token, and the sum of all exponentials relative to it, in
+    one reduction."""
 
     def merge(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         (logit_a, id_a, sum_a), (logit_b, id_b, sum_b) = a, b
@@ -338,8 +353,7 @@ def _likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     none = jnp.float32(-jnp.inf), jnp.int32(logits.shape[1]), jnp.float32(0.0)
-    best, tokens, total = lax.reduce((logits, ids, jnp.ones_like(logits)), none, merge, (1,))
-    return tokens, jnp.where(best == -jnp.inf, jnp.nan, -jnp.log(total))
+    return lax.reduce((logits, ids, jnp.ones_like(logits)), none, merge, (1,))
 
 
 def _clean(x: jax.Array) -> jax.Array:

@@ -43,48 +43,52 @@ H200 = Gpu(
     product_rates={"int8": 1512e12, "float8_e4m3fn": 1570e12, "bfloat16": 799e12},
     costs={
         "between kernels": Cost(1.3),  # in a CUDA graph; not fitted
-        "pair float": Cost(start=0.679, serial=(0.733, 0.0303, 0.573), shared=(0.201, 5.69, 155.0)),
+        "pair float": Cost(start=3.28, serial=(0.0, 0.406, 0.382), shared=(0.179, 9.26, 127.0)),
         "pair float8_e4m3fn": Cost(
-            start=2.74, serial=(0.867, 0.787, 0.847), shared=(0.144, 1.65, 101.0)
+            start=2.7, serial=(0.445, 1.08, 0.963), shared=(0.178, 6.63, 69.5)
         ),
-        "pair int8": Cost(start=2.82, serial=(0.0, 0.896, 0.0), shared=(0.188, 9.4, 98.1)),
-        "row float": Cost(start=1.74, serial=(0.0, 0.0, 0.00433), shared=(0.207, 0.226)),
-        "row int4": Cost(start=2.81, serial=(0.0, 0.0, 0.0), shared=(0.166, 0.381)),
-        "row int8": Cost(start=1.8, serial=(0.605, 0.0, 0.0272), shared=(0.143, 0.378)),
+        "pair int8": Cost(start=2.85, serial=(0.219, 0.92, 0.354), shared=(0.188, 5.95, 94.9)),
+        "row float": Cost(start=1.81, serial=(0.758, 0.0, 0.0617), shared=(0.214, 0.145)),
+        "row int4": Cost(start=2.69, serial=(0.117, 0.0837, 0.0442), shared=(0.208, 0.284)),
+        "row int8": Cost(start=2.14, serial=(0.42, 0.0, 0.0275), shared=(0.21, 0.245)),
         "tile float": Cost(
-            start=1.69, serial=(0.0, 0.0103, 0.0431, 0.0), shared=(0.221, 8.23, 7.69e-06)
+            start=1.89, serial=(0.655, 0.0125, 0.0197, 0.0), shared=(0.248, 4.51, 0.0)
         ),
         "tile int4": Cost(
-            start=2.24, serial=(0.0605, 0.0499, 0.027, 0.0), shared=(0.0743, 4.2, 0.0)
+            start=2.61, serial=(0.211, 0.046, 0.0156, 0.0), shared=(0.18, 3.21, 1.15)
         ),
         "tile int4 fold": Cost(
-            start=2.73, serial=(0.871, 0.0482, 0.0, 0.0), shared=(0.166, 4.55, 0.0)
+            start=2.52, serial=(0.0, 0.0318, 0.0, 1.84), shared=(0.193, 4.58, 2.04)
         ),
         "tile int8": Cost(
-            start=2.15, serial=(0.0878, 0.0686, 0.0216, 229.0), shared=(0.189, 5.73, 0.0)
+            start=2.29, serial=(0.172, 0.0634, 0.0135, 0.365), shared=(0.21, 5.35, 0.0)
+        ),
+        "tile int8 fold": Cost(
+            start=2.31, serial=(0.957, 0.0151, 0.0137, 0.0), shared=(0.244, 5.86, 1.1)
         ),
         "weight int4": Cost(
-            start=2.91, serial=(1.97, 2.66, 2.88, 1.56, 5.92, 17.6, 0.0), shared=(0.174,)
+            start=4.05, serial=(0.362, 2.59, 2.36, 0.0, 12.9, 9.54, 3.26), shared=(0.0361,)
         ),
         "weight int4 x 8 bits": Cost(
-            start=4.05, serial=(0.851, 24.9, 237.0, 2.61, 10.1, 11.4, 0.0), shared=(0.106,)
+            start=3.93, serial=(0.949, 0.946, 2.36, 0.0, 8.61, 16.5, 0.0), shared=(0.123,)
         ),
         "weight int8": Cost(
-            start=1.97, serial=(2.7, 2.92, 0.0, 5.23, 11.4, 12.8, 0.0), shared=(0.0586,)
+            start=4.4, serial=(0.545, 0.946, 7.57, 1.74, 12.3, 13.3, 0.107), shared=(0.0317,)
         ),
-        "xla 8 bits": Cost(start=3.71, serial=(2.11, 5.7), shared=(0.313, 3.35, 0.341)),
-        "xla copy": Cost(start=4.29, serial=(0.0, 7.84), shared=(0.35, 3.72)),
-        "xla float": Cost(start=5.21, serial=(3.07, 69.0), shared=(0.201, 0.0, 0.0)),
-        "xla row float": Cost(start=1.44, serial=(0.0486, 0.0641), shared=(0.263,)),
-        "xla row float8_e4m3fn": Cost(start=2.98, serial=(0.0, 0.0), shared=(0.355,)),
-        "xla row int8": Cost(start=2.62, serial=(0.0381, 0.0324), shared=(0.316,)),
-        "xla row sums": Cost(start=3.16, serial=(1.87, 2.86, 0.0), shared=(0.248, 0.367, 12.1)),
-        "xla sums": Cost(start=4.57, serial=(0.0, 0.0, 30.9, 4.05, 2.81), shared=(0.181, 21.1)),
-        "xla w4a8 row": Cost(start=2.13, serial=(0.272,), shared=(1.01,)),
-        "xla words": Cost(start=4.45, serial=(0.0,), shared=(0.292, 191.0)),
-        "xla around": Cost(start=0.0, serial=(1.88, 0.0, 0.863, 2.08), shared=()),
-        "xla widened": Cost(start=0.0, serial=(3.13,), shared=()),
-        "xla zeros": Cost(start=4.77, serial=(), shared=()),
+        "xla copy": Cost(start=5.61, serial=(0.0, 0.48), shared=(0.354, 6.11)),
+        "xla float": Cost(start=4.01, serial=(2.72,), shared=(0.229, 4.82, 0.183)),
+        "xla float8_e4m3fn": Cost(start=3.88, serial=(13.9,), shared=(0.264, 0.0, 0.0)),
+        "xla int8": Cost(start=3.36, serial=(17.7,), shared=(0.264, 2.05, 0.0)),
+        "xla row float": Cost(start=1.58, serial=(0.0686, 0.0), shared=(0.244,)),
+        "xla row float8_e4m3fn": Cost(start=2.9, serial=(0.105, 0.0), shared=(0.294,)),
+        "xla row int8": Cost(start=2.8, serial=(0.0162, 0.00198), shared=(0.341,)),
+        "xla row sums": Cost(start=4.64, serial=(0.0, 6.38, 0.0744), shared=(0.32, 0.0, 7.14)),
+        "xla sums": Cost(start=4.84, serial=(0.255, 0.103, 12.6, 6.22, 3.66), shared=(0.253, 9.0)),
+        "xla w4a8 row": Cost(start=2.43, serial=(0.00912,), shared=(1.29,)),
+        "xla words": Cost(start=2.88, serial=(0.23,), shared=(0.0, 248.0)),
+        "xla around": Cost(start=0.0, serial=(1.81, 0.717, 0.782, 0.0), shared=()),
+        "xla widened": Cost(start=0.0, serial=(3.12,), shared=()),
+        "xla zeros": Cost(start=3.33, serial=(), shared=()),
     },
 )
 TABLES = {"NVIDIA H200": H200}  # by the device's kind

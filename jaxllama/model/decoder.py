@@ -277,18 +277,20 @@ def propose(
     lengths: jax.Array,
     cache: Cache,
     exact: bool = False,
+    sparse: bool = True,
 ) -> tuple[Hidden, Proposal]:
     """``forward`` of tokens ``[B, T]`` that may not stay -> (hidden states ``[B, T, D]``, what
     ``commit`` makes a cache of).
 
     They are T decode steps in one: each is a row of every product, as a step of B * T rows has
     them, and sees the tokens before it.  exact: attention and states are in the shapes of such a
-    step, too, and so have its bits; dearer where XLA does a CPU's attention.
+    step, too, and so have its bits; dearer where XLA does a CPU's attention.  sparse: whether they
+    read the share ``cfg.attn_sparsity`` of the cache's values, as generated tokens do.
     """
     mesh = traced_mesh(params)
     if mesh is not None:
         return over_mesh(
-            propose, mesh, cfg, params, tokens, lengths, cache, exact=exact,
+            propose, mesh, cfg, params, tokens, lengths, cache, exact=exact, sparse=sparse,
             out=lambda rows: (P(rows), proposal_specs(cache, rows)),
         )  # fmt: skip
     check(cfg, params)
@@ -299,7 +301,7 @@ def propose(
         params = for_rows(params, jnp.repeat(params[ROWS], width))
     params = chosen(params)
     positions, is_new, rope = places_of(cfg, cache.lengths, lengths, width)
-    at = Draft(positions, is_new, rope, width, cache.table, exact)
+    at = Draft(positions, is_new, rope, width, cache.table, exact, sparse)
     stream = Stream(embed_tokens(cfg, params, tokens.reshape(-1, 1), activation_dtype(params)))
     stream, states = walk(cfg, params, stream, cache.layers, at, block_once)
     hidden = Hidden(stream.total.reshape(batch, width, -1))

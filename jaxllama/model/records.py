@@ -67,7 +67,7 @@ class Draft(NamedTuple):
     """``width`` tokens of every row of the cache that ``decoder.commit`` may keep: each is a row of
     the batch, ``positions[B width, 1]`` and ``lengths[B width]``, as in a step of so many rows.
 
-    exact: with the bits of such a step, as ``decoder.propose`` says.
+    exact: with the bits of such a step; sparse: whether they read V sparsely (``decoder.propose``).
     """
 
     positions: jax.Array
@@ -76,6 +76,7 @@ class Draft(NamedTuple):
     width: int
     table: jax.Array | None = None
     exact: bool = False
+    sparse: bool = True
 
     def row_lengths(self) -> jax.Array:
         """Tokens of each row of the cache, int32 ``[B]``; those of a row stand first."""

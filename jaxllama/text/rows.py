@@ -114,6 +114,37 @@ def bucket(size: int, smallest: int = 16) -> int:
     return bucket
 
 
+def chunk_widths(chunk: int, on_cpu: bool) -> tuple[int, ...]:
+    """Tokens a row of the programs that read up to ``chunk`` tokens: 32, 128, 512, 1024, ...,
+    chunk; on a CPU, where padding costs as much as tokens do, from 16 on."""
+    narrow = (16, 32, 128, 512) if on_cpu else (32, 128, 512)
+    return tuple(width for width in narrow if width < chunk) + powers_of(2, 1024, chunk)
+
+
+def powers_of(base: int, first: int, last: int) -> tuple[int, ...]:
+    """first, base first, base^2 first, ... below last, and last."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= base
+    return (*sizes, last)
+
+
+def default_chunk(on_cpu: bool) -> int:
+    """Tokens of a prompt that an engine reads between two decode steps: enough to fill a GPU, and a
+    short stall for the rows that decode."""
+    return 64 if on_cpu else 2048
+
+
+def pieces_of(n_tokens: int, on_cpu: bool) -> tuple[int, ...]:
+    """Widths of the programs through which an engine with the default chunk reads ``n_tokens``:
+    whole chunks, then the narrowest that holds the rest."""
+    chunk = default_chunk(on_cpu)
+    whole, rest = divmod(n_tokens, chunk)
+    last = [width for width in chunk_widths(chunk, on_cpu) if width >= rest][:1] if rest else []
+    return (chunk,) * whole + tuple(last)
+
+
 def ids_of(index: int, prompt: Any) -> list[int]:
     """Token ids as ints.  Raises JaxLlamaError for what is no list of whole numbers."""
     try:

@@ -23,7 +23,7 @@ import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,9 @@ SCHEMES = {  # codes, columns of a group (0: a row), zeros, codes of x
     "w8a8": ("int8", 0, None, "int8"),
     "fp8": ("float8_e4m3fn", 0, None, "float8_e4m3fn"),
     "w4a8": ("int4", 128, "int8", "int8"),
+    "w8a16-g32": ("int8", 32, None, None),
 }
+DRAWN = tuple(SCHEMES)[:-1]  # the last one's kernels are the others', but for one family
 FUSED = ("", "", "", "n", "r", "ng", "np")  # norm, residual, gate, pending
 MOST_VALUES = 1 << 27
 FLUSHED = 192 << 20  # bytes, more than three times an H200's L2
@@ -88,10 +90,10 @@ class Case:
 
 
 def cases(seed: int, count: int) -> list[Case]:
-    """Random cases: all schemes, M of 1 to 256, logarithmic in every size."""
+    """Random cases: the ``DRAWN`` schemes, M of 1 to 256, logarithmic in every size."""
     draw, made = random.Random(seed), []
     while len(made) < count:
-        scheme = list(SCHEMES)[len(made) % len(SCHEMES)]
+        scheme = DRAWN[len(made) % len(DRAWN)]
         m = 1 if draw.random() < 0.3 else round(2 ** draw.uniform(1, 8))
         unit = draw.choice([1024, 1024, 512, 256])
         k = max(1024, round(2 ** draw.uniform(10, 14)) // unit * unit)
@@ -331,6 +333,10 @@ def fit(times: dict[Case, dict[str, float]]) -> dict[str, Cost]:
                 work = predict.form_work(name.removeprefix("xla "), call)
             found.setdefault(work.family, []).extend([(work, us)] * _weight(case))
     costs = {family: fit_family(rows) for family, rows in sorted(found.items())}
+    for family, rows in found.items():
+        kind = family.split()[0]
+        kindred = [cost for name, cost in costs.items() if name.split()[0] == kind != "xla"]
+        costs[family] = fit_family(rows, kindred)
     return costs | fit_around(times, costs)
 
 
@@ -346,14 +352,27 @@ def _has_more(name: str, call: Call) -> bool:
     return call.quantized_x and call.w.dtype == jnp.int4 and call.m > 1
 
 
-def fit_family(rows: list[tuple[predict.Work, float]]) -> Cost:
+# Chosen by cross-validation: a start is at least this share of a family's shortest time, and from
+# this relative error on an outlier counts less.
+LEAST_START, OUTLIER = 0.5, 0.05
+# Calls that a cost needs: with fewer it is the median of the kindred families'.
+LEAST_CALLS = 2
+
+
+def fit_family(rows: list[tuple[predict.Work, float]], kindred: Sequence[Cost] = ()) -> Cost:
+    """kindred: costs of families with the same amounts, for what too few of these rows have."""
     from scipy.optimize import least_squares
 
     serial = np.array([[1.0, *work.serial] for work, _ in rows])
     shared = np.array([work.shared for work, _ in rows])
     us, split = np.array([us for _, us in rows]), serial.shape[1]
+    given = np.array([[1.0, *cost.serial, *cost.shared] for cost in kindred])
+    amounts = np.concatenate([serial, shared], axis=1)
+    rare = np.count_nonzero(amounts, axis=0) < LEAST_CALLS
+    fixed = np.median(given, axis=0) if len(given) else np.zeros(len(rare))
 
     def errors(costs: np.ndarray) -> np.ndarray:
+        costs = np.where(rare, fixed, costs)
         longest = np.sqrt(((shared * costs[split:]) ** 2).sum(axis=1))
         return np.log(np.maximum(serial @ costs[:split] + longest, 1e-3) / us)
 
@@ -362,10 +381,14 @@ def fit_family(rows: list[tuple[predict.Work, float]]) -> Cost:
         draw = np.random.default_rng(seed)
         each = np.median(us) / np.maximum(np.median(shared, axis=0), 1e-6) / 2
         begin = [2.0, *draw.uniform(0.01, 0.5, split - 1), *draw.uniform(0.1, 1, len(each)) * each]
-        bounds = 0, np.inf
-        found = least_squares(errors, begin, bounds=bounds, loss="soft_l1", f_scale=0.1)
+        least = [LEAST_START * us.min(), *[0.0] * (len(begin) - 1)]
+        begin = np.maximum(begin, np.add(least, 1e-9))
+        found = least_squares(
+            errors, begin, bounds=(least, np.inf), loss="soft_l1", f_scale=OUTLIER
+        )
         best = found if best is None or found.cost < best.cost else best
-    start, *others = (float(f"{cost:.3g}") if cost > 1e-6 else 0.0 for cost in best.x)
+    made = np.where(rare, fixed, best.x)
+    start, *others = (float(f"{cost:.3g}") if cost > 1e-6 else 0.0 for cost in made)
     return Cost(start, tuple(others[: split - 1]), tuple(others[split - 1 :]))
 
 
@@ -408,18 +431,20 @@ def table(costs: dict[str, Cost]) -> Iterator[None]:
 
 def lost(case: Case, programs: dict[str, float]) -> tuple[float, str] | None:
     """Share of time that the choice loses beside the measured best, and the choice.  None where
-    there is nothing to choose."""
+    there is nothing to choose, or the choice was not measured."""
     call = case.call()
     if len(programs) < 2:
         return None
     found = choice.plan(call)
     if isinstance(found, Reason):
         forms = [name for name in programs if name.startswith("xla")]
-        chosen = forms[0]
+        chosen = forms[0] if forms else "xla"
         if len(forms) > 1:
             chosen = min(forms, key=lambda name: predict.form_us(name.removeprefix("xla "), call))
     else:
         chosen = found.kernel
+    if chosen not in programs:
+        return None
     return programs[chosen] / min(programs.values()) - 1, chosen
 
 

@@ -204,9 +204,10 @@ def product_work(call: Call) -> Work:
     item = 2 if call.plain else 1
     if is_int4:
         stored = n * k / 1e6  # a copy in 8 bits
-    fp8 = float(call.x == jnp.float8_e4m3fn) * m * k / 1e6
     shared = stored, m * n * k / 1e9, _rounds(m, n, 64) * k * item / 1e3
-    return Work("xla float" if call.plain else "xla 8 bits", (m * k * item / 1e6, fp8), shared)
+    # XLA's products of int8 and of float8 are other libraries' kernels.
+    family = "xla float" if call.plain else f"xla {call.x.name}"
+    return Work(family, (m * k * item / 1e6,), shared)
 
 
 def _fitted(call: Call) -> tuple[Call, float]:

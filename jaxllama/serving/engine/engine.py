@@ -12,10 +12,11 @@ fill, decode), read what the step before has written.
 Contract.  A request's tokens are those that ``lm.generate`` gives it alone, whatever else runs and
 in whatever order.  On a CPU with weights in the handlers' layout they are the same bits; elsewhere
 they are equal up to rounding (``model/README.md``).  A ``deterministic`` model gives a request the
-same bits whatever runs beside it in this engine (``EngineOptions``).  Every request gets exactly
-one Event with a ``finish_reason``, its last.  What a request's own text, grammar or listener raises
-ends that request with an "error" and nothing else; what a step itself raises ends the engine: all
-are told (``EngineFailed``), and ``failure`` says why.  After ``warm_up`` nothing is compiled.  The
+same bits whatever runs beside it, and up to 32 slots those of ``lm.generate``.  Every request gets
+exactly one Event with a ``finish_reason``, its last.  An error in a request's own text, grammar or
+listener ends that request with an "error" and nothing else.  An error in a step itself ends the
+engine: every listener hears so (``EngineFailed``), and ``failure`` says why.  After ``warm_up``
+nothing is compiled.  The
 same requests and cancellations at the same steps give the same bits: with a ``state`` folder
 everything that comes in is written to its ``journal``, and ``restore`` does it again.
 

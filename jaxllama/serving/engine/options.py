@@ -16,10 +16,11 @@ from jax.typing import DTypeLike
 from jaxllama import speculative
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError
+from jaxllama.language_model import DETERMINISTIC_ROWS
 from jaxllama.model.cache import init_pages
 from jaxllama.model.mixers.attention.state import KVCache
 from jaxllama.model.mixers.common import QUANTIZED_CACHE
-from jaxllama.text.rows import short
+from jaxllama.text.rows import chunk_widths, default_chunk, powers_of, short
 from pallas_kernels.qtensor import tree_bytes
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *QUANTIZED_CACHE)
@@ -63,9 +64,9 @@ class EngineOptions:
         host's work on it (10 to 20 ms for hundreds of rows).
     deterministic: a request's tokens and logprobs are the same bits whatever runs beside it and in
         whichever slot; the model's own flag by default.  As ``LanguageModel`` does it, shapes are
-        fixed: prompts are prefilled one by one, rows decoded in one program of max_slots rows, a
-        prefix is taken over in whole chunks, and no row that has written is preempted (what it
-        wrote would be computed again by another program).
+        fixed: prompts are prefilled one by one, rows decoded in one program of 32 rows (or
+        max_slots, where that is more), a prefix is taken over in whole chunks, and no row that has
+        written is preempted (what it wrote would be computed again by another program).
     draft: "ngram": what followed a row's last tokens where they stood before is verified several
         tokens a pass (``jaxllama.speculative``): the same tokens, sooner where text repeats.  A row
         whose drafts are wrong asks for fewer, and for none; so do all where there are too many rows
@@ -131,7 +132,7 @@ class EngineOptions:
         tokens = self.cache_tokens or self._affordable(cfgs, kv_dtype, devices)
         share = tokens // self.max_slots if self.deterministic else tokens
         max_len = self.max_len or max(min(cfg.max_position, share), 2)
-        chunk = self.prefill_chunk or min(64 if on_cpu else 2048, max_len)
+        chunk = self.prefill_chunk or min(default_chunk(on_cpu), max_len)
         has_states = any(one.has_states for one in cfgs)
         is_dynamic = cfg.rope.scaling == "dynamic"
         page = self.page_size or min(16 if on_cpu else 64, chunk)
@@ -286,9 +287,10 @@ class ResolvedOptions:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of rows that are decoded at once: 1, 4, 16, 64, 128, 256, 384, ..., max_slots."""
+        """Numbers of rows that are decoded at once: 1, 4, 16, 64, 128, 256, 384, ..., max_slots.  A
+        deterministic engine has one program, of as many rows as ``LanguageModel.generate``'s."""
         if self.deterministic:
-            return (self.max_slots,)
+            return (max(self.max_slots, DETERMINISTIC_ROWS),)
         sizes = (1, 4, 16, 64, *range(128, self.max_slots, 128))
         return (*(size for size in sizes if size < self.max_slots), self.max_slots)
 
@@ -321,7 +323,7 @@ class ResolvedOptions:
     @property
     def history_widths(self) -> tuple[int, ...]:
         """Tokens of a newcomer that its sampling depends on: none, 128, 512, ..., max_len."""
-        return (0, *_powers_of(4, 128, self.max_len))
+        return (0, *powers_of(4, 128, self.max_len))
 
 
 def _rows(most: int, width: int, tokens: int) -> int:
@@ -330,17 +332,7 @@ def _rows(most: int, width: int, tokens: int) -> int:
 
 
 def _widths(chunk: int) -> tuple[int, ...]:
-    """Finer where padding costs most."""
-    narrow = (16, 32, 128, 512) if jax.default_backend() == "cpu" else (32, 128, 512)
-    return tuple(width for width in narrow if width < chunk) + _powers_of(2, 1024, chunk)
-
-
-def _powers_of(base: int, first: int, last: int) -> tuple[int, ...]:
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= base
-    return (*sizes, last)
+    return chunk_widths(chunk, jax.default_backend() == "cpu")
 
 
 def checked_names(options: Iterable[str]) -> None:

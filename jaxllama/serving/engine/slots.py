@@ -290,7 +290,7 @@ def decode(
     """
     told, every = orders[3:].reshape(n, -1), slots
     rows, limits = told[:, 0], told[:, 1]
-    if n < every.size:
+    if n != every.size:
         slots = _of_rows(every, rows)
     is_live = rows < every.size
     cache = _with_pages(slots.cache, told[:, 2], told[:, 3:])
@@ -305,13 +305,15 @@ def decode(
     slots, drawn, top = passes.run(
         cfg, params, slots, limits, orders[:3], masks, stop_ids, width, widths, draft, draft_params
     )
-    active, drafting = jnp.where(is_live, slots.active, every.active[:n]), slots.drafting
+    active, drafting = slots.active, slots.drafting
+    if n == every.size:
+        active = jnp.where(is_live, active, every.active)
     layers = slots.cache.layers
     if drafting is not None:
         layers, drafting = (*layers, *drafting.layers), drafting._replace(layers=())
     cache = dataclasses.replace(slots.cache, layers=layers, table=table)
     slots = dataclasses.replace(slots, cache=cache, active=active, drafting=drafting)
-    if n < every.size:
+    if n != every.size:
         slots = _to_rows(every, rows, slots)
     return _constrained(slots, every), drawn, top
 

@@ -232,7 +232,7 @@ def _verify(
     """``_decode`` where ``at.width`` consecutive rows are tokens of one row of the cache."""
     assert at.rope is not None
     positions, is_new = at.by_row(at.positions), at.by_row(at.lengths[:, None])
-    has_kernel = cfg.attn_softcap is None and cfg.attn_sparsity == 1.0
+    has_kernel = cfg.attn_softcap is None and _is_dense(cfg, at)
     if has_kernel:
         heads, norm = _with_norm(cfg, p, qkv)
         heads = at.by_row(heads)
@@ -250,7 +250,7 @@ def _verify(
         shared = jnp.asarray(np.repeat(table, at.width, axis=0))
     else:
         pages, shared = cache, jnp.repeat(at.table, at.width, axis=0)
-    each = Step(at.positions, at.lengths, at.rope, table=shared)
+    each = Step(at.positions, at.lengths, at.rope, at.sparse, shared)
     if at.exact and has_kernel:
         # A step writes and attends in one kernel, with roundings of its own: so all tokens are
         # written by the first call, and each finds those before it in the second.
@@ -269,7 +269,7 @@ def _verify(
         return _query(cfg, q, pages, each), cache
 
     q = at.by_row(q[:, None])
-    own = Chunk(positions, at.row_lengths(), at.rope, sparse=True, table=at.table)
+    own = Chunk(positions, at.row_lengths(), at.rope, at.sparse, at.table)
     seen = jnp.where(is_new > 0, positions + 1, 0)
     window, cap = cfg.sliding_window, cfg.attn_softcap
 
@@ -294,7 +294,7 @@ def _as_pages(cache: KVCache) -> tuple[KVCache, np.ndarray]:
     return pages, np.arange(rows * (capacity // page), dtype=np.int32).reshape(rows, -1)
 
 
-def _is_dense(cfg: ModelConfig, at: Chunk | Step) -> bool:
+def _is_dense(cfg: ModelConfig, at: At) -> bool:
     """Whether every token reads all of V."""
     return cfg.attn_sparsity == 1.0 or at.sparse is False
 
