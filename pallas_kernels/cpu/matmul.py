@@ -19,7 +19,7 @@ other than SiLU, halves of a gate that are no whole tiles.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -44,6 +44,10 @@ ALONE_BYTES = 1 << 15  # of w that are not worth another thread
 # rate at which one thread reads memory, int8 from 88 to 97%; with 4 and 8 rows SmolLM2's products
 # take 26% and 16% less; 2 to 8 KB are alike, and 512 rows do not mind.
 AHEAD = 4096
+# AVX2 has 16 registers: codes of 4 bits of 8 outputs and 32 columns take eight, and stay there while
+# so many rows of x pass by; their sums lie in the first-level cache.  With fewer rows it does not
+# pay.
+HELD_ROWS, LEAST_HELD = 32, 4
 _LARGEST = 3.4028234663852886e38  # finite float32
 PREPARED_ROWS = 4  # of x in a chunk of the first phase, where there are many
 
@@ -77,13 +81,20 @@ def plan(call: Call) -> CpuPlan | Reason:
         scale=w.scale.dtype.name,
         zero=None if w.zero is None else w.zero.dtype.name,
         minimum=w.form.minimum,
-        rows=next(r for r in (1, 2, 4, 8) if r >= min(call.m, target.rows)),
+        rows=shared_rows(call.m, w.form.bits, target),
         norm=call.norm is not None,
         bias=call.bias,
         swiglu=call.swiglu,
         residual=call.residual is not None,
     )
     return MatmulPlan(program, target.name)
+
+
+def shared_rows(m: int, bits: int, target: Target) -> int:
+    """How many of m rows of x share a vector of w that is unpacked."""
+    if target.name == "avx2" and bits == 4 and m >= LEAST_HELD:
+        return HELD_ROWS
+    return next(r for r in (1, 2, 4, 8) if r >= min(m, target.rows))
 
 
 def run(call: Call, plan: CpuPlan, x, w: CpuWeight, bias, gamma, residual) -> jax.Array:
@@ -306,6 +317,9 @@ class _Multiply(_Body):
         e, b, rows = self.e, self.e.b, self.p.rows
         first = b.mul(i, self.run)
         end = e.least(b.add(first, self.run), self.tiles)
+        if rows == HELD_ROWS:
+            self._held_chunk(first, end)
+            return
 
         def some_rows(r: Value) -> None:
             # The last ones stand in for rows that there are not: they compute and store it again.
@@ -316,12 +330,20 @@ class _Multiply(_Body):
         e.loop(self.n_rows, some_rows, step=rows)
 
     def tile(self, tile: Value, rows: list[Value]) -> None:
-        e, b, p = self.e, self.e.b, self.p
-        sums = self.products(tile, rows)
-        sums = self._biased(sums, tile)
+        b, p = self.e.b, self.p
+        sums, up = self.products(tile, rows), None
         if p.swiglu:
-            up_tile = b.add(tile, self.tiles)
-            up = self._biased(self.products(up_tile, rows), up_tile)
+            up = self.products(b.add(tile, self.tiles), rows)
+        self._store(tile, rows, sums, up)
+
+    def _store(
+        self, tile: Value, rows: list[Value], sums: list[Value], up: list[Value] | None
+    ) -> None:
+        """Rows of a tile's results, of the products (the gate's and up's, if there are two)."""
+        e, b, p = self.e, self.e.b, self.p
+        sums = self._biased(sums, tile)
+        if up is not None:
+            up = self._biased(up, b.add(tile, self.tiles))
             sums = [b.fmul(_silu(e, g), u) for g, u in zip(sums, up, strict=True)]
         column = b.mul(tile, e.i64(TILE))
         n = self.call.result_dim(0, 1)
@@ -342,6 +364,120 @@ class _Multiply(_Body):
         pointer = e.at(self.call.argument(self.p.fused + self.p.norm), b.mul(column, e.i64(4)))
         bias = e.load_part(pointer, b.sub(n, column))
         return [b.fadd(total, bias) for total in sums]
+
+    def _held_chunk(self, first: Value, end: Value) -> None:
+        """The same for many rows on AVX2: w's codes stay in registers, sums go through memory.
+        Every number is computed as ``products`` does it, so it has the same bits."""
+        e, b, p = self.e, self.e.b, self.p
+        sums = [e.room(HELD_ROWS * TILE * 4) for _ in range(1 + p.swiglu)]
+
+        def some_rows(start: Value) -> None:
+            count = e.least(e.i64(HELD_ROWS), b.sub(self.n_rows, start))
+
+            def tile(tile: Value) -> None:
+                self._held_products(tile, start, count, sums[0])
+                if p.swiglu:
+                    self._held_products(b.add(tile, self.tiles), start, count, sums[1])
+
+                def row(j: Value) -> None:
+                    at = b.mul(j, e.i64(TILE * 4))
+                    found = [e.load(s, e.vector(e.F32), at, align=64) for s in sums]
+                    self._store(tile, [b.add(start, j)], found[:1], found[1:] or None)
+
+                e.loop(count, row)
+
+            e.loop(end, tile, start=first)
+
+        e.loop(self.n_rows, some_rows, step=HELD_ROWS)
+
+    def _held_products(self, tile: Value, start: Value, count: Value, totals: Value) -> None:
+        """16 outputs of ``count`` rows from ``start`` on, into ``totals[HELD_ROWS, 16]``."""
+        e, b, p = self.e, self.e.b, self.p
+        wide = TILE // 2
+        q = e.at(self.q, b.mul(tile, self.tile_bytes))
+        first_group = b.mul(tile, self.groups)
+        many = self.blocks_of_group
+        parts = totals if many == 1 else e.room(HELD_ROWS * TILE * 4)
+        zeros = e.splat(e.f32(0.0), wide)
+
+        def clear(pointer: Value) -> None:
+            zero = e.floats(0.0)
+            e.loop(count, lambda j: e.store(zero, pointer, b.mul(j, e.i64(TILE * 4)), align=64))
+
+        def group(g: Value, half: int) -> None:
+            at = b.mul(b.add(first_group, g), e.i64(TILE))
+            at = b.add(at, e.i64(half * wide))
+            scale = self._numbers(2, p.scale, at, wide)
+            zero = None if p.zero is None else self._numbers(3, p.zero, at, wide)
+
+            def added(j: Value, found: Value) -> None:
+                """A group's sum to the total of a row."""
+                place = b.add(b.mul(j, e.i64(TILE * 4)), e.i64(half * wide * 4))
+                total = e.load(totals, e.vector(e.F32, wide), place, align=32)
+                if zero is not None:
+                    index = b.add(b.mul(b.add(start, j), self.groups), g)
+                    x_sum = e.splat(self._word(self.group_sums, index), wide)
+                    if p.zero == "int8":
+                        found = e.fma(b.fneg(zero), x_sum, found)
+                    else:
+                        total = e.fma(zero, x_sum, total)
+                e.store(e.fma(scale, found, total), totals, place, align=32)
+
+            if many == 1:
+                self._held_block(q, g, half, start, count, lambda j: zeros, added)
+                return
+            blocks = e.i64(many) if isinstance(many, int) else many
+
+            def part(j: Value) -> Value:
+                return e.at(parts, b.add(b.mul(j, e.i64(TILE * 4)), e.i64(half * wide * 4)))
+
+            def before(j: Value) -> Value:
+                return e.load(part(j), e.vector(e.F32, wide), align=32)
+
+            def keep(j: Value, found: Value) -> None:
+                e.store(found, part(j), align=32)
+
+            e.loop(count, lambda j: keep(j, zeros))
+            block = b.mul(g, blocks)
+            e.loop(b.add(block, blocks),
+                   lambda i: self._held_block(q, i, half, start, count, before, keep),
+                   start=block)  # fmt: skip
+            e.loop(count, lambda j: added(j, before(j)))
+
+        clear(totals)
+        for half in range(2):
+            e.loop(self.groups, lambda g, half=half: group(g, half))
+
+    def _held_block(
+        self, q: Value, block: Value, half: int, start: Value, count: Value,
+        before: Callable[[Value], Value], keep: Callable[[Value, Value], None],
+    ) -> None:  # fmt: skip
+        """``keep(j, before(j) + the sum of a block of 8 outputs and row start + j)``."""
+        e, b, p = self.e, self.e.b, self.p
+        column = b.mul(block, e.i64(p.block))
+        at = e.at(q, b.mul(column, e.i64(TILE * p.bits // 8)))
+        codes: list[Value] = []
+        low, four = (e.splat(e.i32(v), TILE // 2) for v in (0x0F0F0F0F, 4))
+        for unit in range(0, p.block * TILE * p.bits // 8, 64):
+            e.prefetch(at, unit + AHEAD)
+            word = e.load(at, e.vector(e.I32, TILE // 2), unit + 32 * half)
+            codes += [b.bitcast(b.and_(v, low), e.vector(e.I8, 32))
+                      for v in (word, b.lshr(word, four))]  # fmt: skip
+
+        def row(j: Value) -> None:
+            r = b.add(start, j)
+            x = e.at(self.codes, b.add(b.mul(r, self.padded_k), column))
+            fours = (e.load(x, e.I32, 4 * i) for i in range(len(codes)))
+            xs = (b.bitcast(e.splat(v, TILE // 2), e.vector(e.I8, 32)) for v in fours)
+            index = b.add(b.mul(r, self.blocks), block)
+            preset = self._word(self.presets, index, e.I32) if self.offset else e.i32(0)
+            pairs = list(zip(codes, xs, strict=True))
+            found = e.half_dots(e.splat(preset, TILE // 2), pairs, p.bits)
+            found = b.sitofp(found, e.vector(e.F32, TILE // 2))
+            scale = e.splat(self._word(self.x_scales, index), TILE // 2)
+            keep(j, e.fma(found, scale, before(j)))
+
+        e.loop(count, row)
 
     def products(self, tile: Value, rows: list[Value]) -> list[Value]:
         """16 outputs of each row."""
@@ -415,13 +551,13 @@ class _Multiply(_Body):
     def _word(self, pointer: Value, index: Value, kind: object = None) -> Value:
         return self.e.load(pointer, kind or self.e.F32, self.e.b.mul(index, self.e.i64(4)))
 
-    def _numbers(self, argument: int, dtype: str, index: Value) -> Value:
-        """16 scales or zeros as float32."""
+    def _numbers(self, argument: int, dtype: str, index: Value, lanes: int = TILE) -> Value:
+        """Scales or zeros as float32."""
         e = self.e
         kind = {"float32": e.F32, "float16": e.F16, "bfloat16": e.I16, "int8": e.I8}
         size = np.dtype(jnp.dtype(dtype)).itemsize
         at = e.b.mul(index, e.i64(size))
-        return e.widen(e.load(self.call.argument(argument), e.vector(kind[dtype]), at))
+        return e.widen(e.load(self.call.argument(argument), e.vector(kind[dtype], lanes), at))
 
 
 @dataclasses.dataclass(frozen=True)

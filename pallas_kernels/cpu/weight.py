@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.brief import short_repr
+from pallas_kernels.cpu import pages
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor, RowBlocks, tree_bytes
 
@@ -136,7 +137,7 @@ def prepare(w: QTensor) -> CpuWeight | Reason:
     parts += [None if v is None else _by_tile(v) for v in (kept_scale, kept_zero)]
     parts.append(None if w.unit is None else _aligned_copy(np.asarray(w.unit)))
     if not isinstance(w.q, np.ndarray):
-        parts = [None if v is None else jnp.asarray(v) for v in parts]
+        parts = [None if v is None else jax.device_put(v) for v in parts]
     q, scale, zero, unit = parts
     return CpuWeight(q, scale, zero, w.columns, w.input_scale, unit, form)
 
@@ -251,16 +252,8 @@ def _narrow(v: np.ndarray) -> np.ndarray:
     return half if np.array_equal(_bits(half.astype(v.dtype)), _bits(v)) else v
 
 
-def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Empty, from a multiple of 64 bytes on: jax takes such an array without a copy."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    room = np.empty(size + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    return room[start : start + size].view(dtype).reshape(shape)
-
-
 def _aligned_copy(v: np.ndarray) -> np.ndarray:
-    out = _aligned(v.shape, v.dtype)
+    out = pages.empty(v.shape, v.dtype)
     out[...] = v
     return out
 
@@ -269,7 +262,7 @@ def _by_tile(v: np.ndarray) -> np.ndarray:
     """``[N, groups]`` -> ``[tiles, groups, 16]``."""
     n, groups = v.shape
     tiles = -(-n // TILE)
-    out = _aligned((tiles, groups, TILE), v.dtype)
+    out = pages.empty((tiles, groups, TILE), v.dtype)
     out[-1] = 0
     whole = n // TILE
     out[:whole] = v[: whole * TILE].reshape(whole, TILE, groups).swapaxes(1, 2)
@@ -282,7 +275,7 @@ def _packed(q: np.ndarray, form: Form, groups: int) -> np.ndarray:
     tiles = -(-form.n // TILE)
     block = block_size(form.k, groups)
     k = -(-form.k // block) * block
-    out = _aligned((tiles, k * TILE * form.bits // 8 // 64, TILE), np.uint32)
+    out = pages.empty((tiles, k * TILE * form.bits // 8 // 64, TILE), np.uint32)
     for first in range(0, form.n, _ROWS):
         rows = q[first : first + _ROWS].view(np.int8)  # of int4 the upper bits are anything
         count = -(-len(rows) // TILE)
