@@ -44,11 +44,11 @@ ALONE_BYTES = 1 << 15  # of w that are not worth another thread
 # rate at which one thread reads memory, int8 from 88 to 97%; with 4 and 8 rows SmolLM2's products
 # take 26% and 16% less; 2 to 8 KB are alike, and 512 rows do not mind.
 AHEAD = 4096
-# AVX2 has 16 registers: codes of 4 bits of 8 outputs and 32 columns take eight, and stay there while
-# so many rows of x pass by; their sums lie in the first-level cache.  With fewer rows it does not
-# pay.
-HELD_ROWS, LEAST_HELD = 32, 4
+# AVX2 has 16 registers, so that sums of many rows lie in the first-level cache, and beside them w's
+# codes, unpacked once for so many rows.  Four rows at a time share what is loaded of the codes.
+HELD_ROWS, AT_ONCE, LEAST_HELD = 64, 4, 4
 _LARGEST = 3.4028234663852886e38  # finite float32
+_SUMS = TILE * 4  # bytes of a row's
 PREPARED_ROWS = 4  # of x in a chunk of the first phase, where there are many
 
 
@@ -366,22 +366,22 @@ class _Multiply(_Body):
         return [b.fadd(total, bias) for total in sums]
 
     def _held_chunk(self, first: Value, end: Value) -> None:
-        """The same for many rows on AVX2: w's codes stay in registers, sums go through memory.
+        """The same for many rows on AVX2: codes are unpacked to memory, and sums lie there too.
         Every number is computed as ``products`` does it, so it has the same bits."""
         e, b, p = self.e, self.e.b, self.p
-        sums = [e.room(HELD_ROWS * TILE * 4) for _ in range(1 + p.swiglu)]
+        sums = [e.room(HELD_ROWS * _SUMS) for _ in range(1 + p.swiglu)]
+        held = _Held(e.room(p.block * TILE), e.room(HELD_ROWS * _SUMS))
 
         def some_rows(start: Value) -> None:
             count = e.least(e.i64(HELD_ROWS), b.sub(self.n_rows, start))
 
             def tile(tile: Value) -> None:
-                self._held_products(tile, start, count, sums[0])
+                self._held_products(tile, start, count, sums[0], held)
                 if p.swiglu:
-                    self._held_products(b.add(tile, self.tiles), start, count, sums[1])
+                    self._held_products(b.add(tile, self.tiles), start, count, sums[1], held)
 
                 def row(j: Value) -> None:
-                    at = b.mul(j, e.i64(TILE * 4))
-                    found = [e.load(s, e.vector(e.F32), at, align=64) for s in sums]
+                    found = [self._sums(s, j) for s in sums]
                     self._store(tile, [b.add(start, j)], found[:1], found[1:] or None)
 
                 e.loop(count, row)
@@ -390,94 +390,115 @@ class _Multiply(_Body):
 
         e.loop(self.n_rows, some_rows, step=HELD_ROWS)
 
-    def _held_products(self, tile: Value, start: Value, count: Value, totals: Value) -> None:
+    def _sums(self, pointer: Value, row: Value) -> Value:
+        at = self.e.b.mul(row, self.e.i64(_SUMS))
+        return self.e.load(pointer, self.e.vector(self.e.F32), at, align=64)
+
+    def _held_products(
+        self, tile: Value, start: Value, count: Value, totals: Value, held: _Held
+    ) -> None:
         """16 outputs of ``count`` rows from ``start`` on, into ``totals[HELD_ROWS, 16]``."""
         e, b, p = self.e, self.e.b, self.p
-        wide = TILE // 2
         q = e.at(self.q, b.mul(tile, self.tile_bytes))
         first_group = b.mul(tile, self.groups)
         many = self.blocks_of_group
-        parts = totals if many == 1 else e.room(HELD_ROWS * TILE * 4)
-        zeros = e.splat(e.f32(0.0), wide)
+        blocks = e.i64(many) if isinstance(many, int) else many
+        last = b.sub(count, e.i64(1))
 
-        def clear(pointer: Value) -> None:
-            zero = e.floats(0.0)
-            e.loop(count, lambda j: e.store(zero, pointer, b.mul(j, e.i64(TILE * 4)), align=64))
+        def put(value: Value, pointer: Value, row: Value) -> None:
+            e.store(value, pointer, b.mul(row, e.i64(_SUMS)), align=64)
 
-        def group(g: Value, half: int) -> None:
+        def each(body: Callable[[list[Value]], None]) -> None:
+            """Four rows at a time; the last one stands for those that there are not.  All of them
+            are read before one is written, so that it is computed again and not added twice."""
+            e.loop(count, lambda j: body([e.least(b.add(j, e.i64(i)), last)
+                                          for i in range(AT_ONCE)]), step=AT_ONCE)  # fmt: skip
+
+        def group(g: Value) -> None:
             at = b.mul(b.add(first_group, g), e.i64(TILE))
-            at = b.add(at, e.i64(half * wide))
-            scale = self._numbers(2, p.scale, at, wide)
-            zero = None if p.zero is None else self._numbers(3, p.zero, at, wide)
+            scale = self._numbers(2, p.scale, at)
+            zero = None if p.zero is None else self._numbers(3, p.zero, at)
 
-            def added(j: Value, found: Value) -> None:
-                """A group's sum to the total of a row."""
-                place = b.add(b.mul(j, e.i64(TILE * 4)), e.i64(half * wide * 4))
-                total = e.load(totals, e.vector(e.F32, wide), place, align=32)
-                if zero is not None:
-                    index = b.add(b.mul(b.add(start, j), self.groups), g)
-                    x_sum = e.splat(self._word(self.group_sums, index), wide)
-                    if p.zero == "int8":
-                        found = e.fma(b.fneg(zero), x_sum, found)
-                    else:
-                        total = e.fma(zero, x_sum, total)
-                e.store(e.fma(scale, found, total), totals, place, align=32)
+            def add(rows: list[Value], sums: list[Value]) -> None:
+                """A group's sums to the rows' totals."""
+                made = []
+                before = [self._sums(totals, j) for j in rows]
+                for j, found, total in zip(rows, sums, before, strict=True):
+                    if zero is not None:
+                        index = b.add(b.mul(b.add(start, j), self.groups), g)
+                        x_sum = e.splat(self._word(self.group_sums, index))
+                        if p.zero == "int8":
+                            found = e.fma(b.fneg(zero), x_sum, found)
+                        else:
+                            total = e.fma(zero, x_sum, total)
+                    made.append(e.fma(scale, found, total))
+                for j, total in zip(rows, made, strict=True):
+                    put(total, totals, j)
+
+            def only_block(rows: list[Value]) -> None:
+                zeros = [e.floats(0.0)] * AT_ONCE
+                add(rows, self._held_block(held.codes, g, start, rows, zeros))
+
+            def block(i: Value) -> None:
+                self._unpack(q, i, held.codes)
+
+                def some(rows: list[Value]) -> None:
+                    before = [self._sums(held.parts, j) for j in rows]
+                    found = self._held_block(held.codes, i, start, rows, before)
+                    for j, part in zip(rows, found, strict=True):
+                        put(part, held.parts, j)
+
+                each(some)
 
             if many == 1:
-                self._held_block(q, g, half, start, count, lambda j: zeros, added)
+                self._unpack(q, g, held.codes)
+                each(only_block)
                 return
-            blocks = e.i64(many) if isinstance(many, int) else many
+            e.loop(count, lambda j: put(e.floats(0.0), held.parts, j))
+            e.loop(b.mul(b.add(g, e.i64(1)), blocks), block, start=b.mul(g, blocks))
+            each(lambda rows: add(rows, [self._sums(held.parts, j) for j in rows]))
 
-            def part(j: Value) -> Value:
-                return e.at(parts, b.add(b.mul(j, e.i64(TILE * 4)), e.i64(half * wide * 4)))
+        e.loop(count, lambda j: put(e.floats(0.0), totals, j))
+        e.loop(self.groups, group)
 
-            def before(j: Value) -> Value:
-                return e.load(part(j), e.vector(e.F32, wide), align=32)
-
-            def keep(j: Value, found: Value) -> None:
-                e.store(found, part(j), align=32)
-
-            e.loop(count, lambda j: keep(j, zeros))
-            block = b.mul(g, blocks)
-            e.loop(b.add(block, blocks),
-                   lambda i: self._held_block(q, i, half, start, count, before, keep),
-                   start=block)  # fmt: skip
-            e.loop(count, lambda j: added(j, before(j)))
-
-        clear(totals)
-        for half in range(2):
-            e.loop(self.groups, lambda g, half=half: group(g, half))
+    def _unpack(self, q: Value, block: Value, codes: Value) -> None:
+        """A block's codes of 16 outputs, a byte each, 4 columns behind the other."""
+        e, b, p = self.e, self.e.b, self.p
+        size = p.block * TILE * p.bits // 8
+        at = e.at(q, b.mul(block, e.i64(size)))
+        low = e.splat(e.i32(0x0F0F0F0F))
+        for unit in range(0, size, 64):
+            e.prefetch(at, unit + AHEAD)
+            word = e.load(at, e.vector(e.I32), unit)
+            e.store(b.and_(word, low), codes, 2 * unit, align=64)
+            high = b.lshr(word, e.splat(e.i32(4)))
+            e.store(b.and_(high, low), codes, 2 * unit + 64, align=64)
 
     def _held_block(
-        self, q: Value, block: Value, half: int, start: Value, count: Value,
-        before: Callable[[Value], Value], keep: Callable[[Value, Value], None],
-    ) -> None:  # fmt: skip
-        """``keep(j, before(j) + the sum of a block of 8 outputs and row start + j)``."""
+        self, codes: Value, block: Value, start: Value, rows: list[Value], before: list[Value]
+    ) -> list[Value]:
+        """``before`` + the sums of a block that is unpacked, of rows from ``start`` on."""
         e, b, p = self.e, self.e.b, self.p
         column = b.mul(block, e.i64(p.block))
-        at = e.at(q, b.mul(column, e.i64(TILE * p.bits // 8)))
-        codes: list[Value] = []
-        low, four = (e.splat(e.i32(v), TILE // 2) for v in (0x0F0F0F0F, 4))
-        for unit in range(0, p.block * TILE * p.bits // 8, 64):
-            e.prefetch(at, unit + AHEAD)
-            word = e.load(at, e.vector(e.I32, TILE // 2), unit + 32 * half)
-            codes += [b.bitcast(b.and_(v, low), e.vector(e.I8, 32))
-                      for v in (word, b.lshr(word, four))]  # fmt: skip
-
-        def row(j: Value) -> None:
-            r = b.add(start, j)
-            x = e.at(self.codes, b.add(b.mul(r, self.padded_k), column))
-            fours = (e.load(x, e.I32, 4 * i) for i in range(len(codes)))
-            xs = (b.bitcast(e.splat(v, TILE // 2), e.vector(e.I8, 32)) for v in fours)
+        rows = [b.add(start, j) for j in rows]
+        xs = [e.at(self.codes, b.add(b.mul(r, self.padded_k), column)) for r in rows]
+        sums: list[list[Value]] = [[] for _ in rows]
+        for four in range(p.block // 4):
+            halves = [e.load(codes, e.vector(e.I8, 32), 64 * four + at, align=32) for at in (0, 32)]
+            for i, x in enumerate(xs):
+                word = e.splat(e.load(x, e.I32, 4 * four), TILE // 2)
+                word = b.bitcast(word, e.vector(e.I8, 32))
+                found = [e.products_of_pairs(half, word) for half in halves]
+                sums[i] = [b.add(s, f) for s, f in zip(sums[i], found)] or found
+        made = []
+        for r, parts, total in zip(rows, sums, before, strict=True):
             index = b.add(b.mul(r, self.blocks), block)
-            preset = self._word(self.presets, index, e.I32) if self.offset else e.i32(0)
-            pairs = list(zip(codes, xs, strict=True))
-            found = e.half_dots(e.splat(preset, TILE // 2), pairs, p.bits)
-            found = b.sitofp(found, e.vector(e.F32, TILE // 2))
-            scale = e.splat(self._word(self.x_scales, index), TILE // 2)
-            keep(j, e.fma(found, scale, before(j)))
-
-        e.loop(count, row)
+            found = e.join(*(e.sums_of_pairs(part) for part in parts))
+            if self.offset:
+                found = b.add(found, e.splat(self._word(self.presets, index, e.I32)))
+            found = b.sitofp(found, e.vector(e.F32))
+            made.append(e.fma(found, e.splat(self._word(self.x_scales, index)), total))
+        return made
 
     def products(self, tile: Value, rows: list[Value]) -> list[Value]:
         """16 outputs of each row."""
@@ -558,6 +579,14 @@ class _Multiply(_Body):
         size = np.dtype(jnp.dtype(dtype)).itemsize
         at = e.b.mul(index, e.i64(size))
         return e.widen(e.load(self.call.argument(argument), e.vector(kind[dtype], lanes), at))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """codes: of a tile's block, unpacked.  parts ``[HELD_ROWS, 16]``: of a group's sums."""
+
+    codes: Value
+    parts: Value
 
 
 @dataclasses.dataclass(frozen=True)
