@@ -489,7 +489,9 @@ class _Multiply(_Body):
                 word = e.splat(e.load(x, e.I32, 4 * four), TILE // 2)
                 word = b.bitcast(word, e.vector(e.I8, 32))
                 found = [e.products_of_pairs(half, word) for half in halves]
-                sums[i] = [b.add(s, f) for s, f in zip(sums[i], found)] or found
+                if four > 0:
+                    found = [b.add(s, f) for s, f in zip(sums[i], found, strict=True)]
+                sums[i] = found
         made = []
         for r, parts, total in zip(rows, sums, before, strict=True):
             index = b.add(b.mul(r, self.blocks), block)

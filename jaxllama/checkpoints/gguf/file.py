@@ -162,7 +162,15 @@ class GGUFFile:
             raise self.error(key, "expected an array of strings")
         assert value.count is not None
         ends = self._spans_of[key]
-        return [self._text(*span, key) for span in zip(ends[::2], ends[1::2], strict=True)]
+        first = ends[0] if ends else 0
+        data = self._map[first : ends[-1] if ends else 0]  # a slice of bytes is faster than a map's
+        try:
+            return [
+                data[start - first : stop - first].decode()
+                for start, stop in zip(ends[::2], ends[1::2], strict=True)
+            ]
+        except UnicodeDecodeError:
+            raise self.error(key, "a string is not UTF-8") from None
 
     def array(self, key: str) -> np.ndarray:
         """An array of numbers, copied."""
