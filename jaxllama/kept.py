@@ -2,12 +2,13 @@
 
     programs = KeptPrograms(facts)      of a model that is loaded so; reads in a thread
     programs.call(key, function, cfg, arguments, static)     what ``function`` gives
-    programs.wait()                     until all that was kept is ready
+    programs.wait()                     until what the first calls need is ready
 
 jax's cache of compiled programs is keyed by a program's lowered text, so a process that finds its
 program there has traced and lowered it first: 0.4 s for a model of 30 layers, before its first
 token.  A kept program is found by its arguments' shapes instead.  ``load`` begins to read while the
-weights are read.
+weights are read.  A program in memory takes 5 to 30 MB, so only the newest few are made ready then;
+an older one is made ready by the call that asks for it, and counts as the newest afterwards.
 
 Left out: GPUs, meshes, models of few layers, which are traced in no time.
 """
@@ -37,6 +38,7 @@ from pallas_kernels.cpu import jit
 
 FILES = 4  # a model, as it was loaded, has one
 PROGRAMS = 12  # of a file: a cache, a prefill and a loop for each of four shapes
+EARLY = 4  # of them are made ready while the weights are read: what the last process called
 LEAST_LAYERS = 8
 
 
@@ -48,6 +50,7 @@ class KeptPrograms:
         self._settings = _settings()
         self._path: Path | None = None
         self._made: dict[str, Future[Any]] = {}
+        self._later: dict[str, Any] = {}  # serialized, for a call that asks
         self._pool = ThreadPoolExecutor(1, "jaxllama-kept")
         self._index = self._pool.submit(self._read, facts)
 
@@ -75,15 +78,19 @@ class KeptPrograms:
             made = self._made[name] = Future()
             made.set_result(compiled)
             if self._path is not None:
-                self._pool.submit(self._keep, name, compiled)
+                self._pool.submit(self._serialize, name, compiled)
         return compiled(*arguments)
 
     def wait(self) -> None:
-        """Until all that was kept is ready, or cannot be used."""
+        """Until what was kept for the first calls is ready, or cannot be used."""
         self._index.result()
         wait(self._made.values())
 
     def _ready(self, name: str) -> Any:
+        blob = self._later.pop(name, None)
+        if blob is not None:
+            self._made[name] = self._pool.submit(_loaded, blob)
+            self._pool.submit(self._keep, name, blob)  # the next process makes it ready early
         made = self._made.get(name)
         if made is None or made.exception() is not None:
             return None
@@ -97,16 +104,23 @@ class KeptPrograms:
         handlers, programs = _stored(self._path)
         for handler in handlers:
             jit.register(handler)
-        for name, blob in reversed(programs.items()):
+        newest = list(reversed(programs.items()))
+        for name, blob in newest[:EARLY]:
             self._made[name] = self._pool.submit(_loaded, blob)
+        self._later = dict(newest[EARLY:])
 
-    def _keep(self, name: str, compiled: Any) -> None:
-        assert self._path is not None
+    def _serialize(self, name: str, compiled: Any) -> None:
         try:
             blob = serialize_executable.serialize(compiled)
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
             return  # the next process compiles it, as this one did
+        self._keep(name, blob)
+
+    def _keep(self, name: str, blob: Any) -> None:
+        """Into the file, as the newest program there."""
+        assert self._path is not None
         _, programs = _stored(self._path)
+        programs.pop(name, None)
         programs[name] = blob
         _write(self._path, (jit.registered(), dict(list(programs.items())[-PROGRAMS:])))
 

@@ -48,11 +48,15 @@ from jaxllama.parallel.mesh import make_mesh
 from jaxllama.progress import working
 from jaxllama.sampling import Sampling
 from jaxllama.text.tokenizer import Tokenizer
-from pallas_kernels.cpu import prepare_tree
+from pallas_kernels.cpu import CpuWeight, prepare_tree
+from pallas_kernels.qtensor import tree_bytes
 
 if TYPE_CHECKING:
     from jaxllama.offload.loading import Placement
     from jaxllama.offload.policy import Policy
+
+
+_SMALL = 1 << 16  # bytes
 
 
 def load(
@@ -145,6 +149,7 @@ def load(
         scheme = quantize if place is None else place.scheme
         put = _laid_out if not exact and _has_handlers(place, grid, dtype) else place
         params = random_params(cfg, jax.random.key(0), dtype, scheme, put, grid, progress=progress)
+        params = jax.device_put(params) if put is _laid_out else params
     else:
         path = hub.resolve(source, revision, progress=progress)
         sampling = None if path.suffix == ".gguf" else hf.read_sampling(path)
@@ -258,6 +263,8 @@ def _from_checkpoint(
         )
         has_tokenizer = (path / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_file(path / "tokenizer.json") if has_tokenizer else None
+    if own_codes:
+        params = jax.device_put(params)
     if str(source) in preset_names():
         hf.check_preset(load_config(source), cfg)
     return cfg, params, tokenizer
@@ -270,8 +277,13 @@ def _has_handlers(place: Placement | None, grid: Mesh | None, dtype: jnp.dtype) 
 
 def _laid_out(_: Any, leaf: Any) -> Any:
     """``place`` for one CPU: quantized weights in the layout that its kernels read, one at a time,
-    so that nothing is held twice.  What the kernels have no form for stays as it is."""
-    return jax.block_until_ready(jax.device_put(prepare_tree(leaf)))
+    so that nothing is held twice.  What the kernels have no form for stays as it is.  Arrays that
+    jax takes without a copy, and small ones, stay numpy's: a call of ``device_put`` for each takes
+    as long as reading it."""
+    leaf = prepare_tree(leaf)
+    if isinstance(leaf, CpuWeight) or tree_bytes(leaf) < _SMALL:
+        return leaf
+    return jax.block_until_ready(jax.device_put(leaf))
 
 
 def float_dtype(dtype: DTypeLike) -> jnp.dtype:

@@ -98,6 +98,25 @@ def test_the_device_has_the_next_call_before_the_host_reads_one(lm, monkeypatch)
     assert order == ["read", "call", "call", "read", "call", "read", "read"]
 
 
+def test_a_start_makes_ready_what_the_last_process_called(tmp_path, monkeypatch):
+    """Older programs wait for a call; it makes them the newest of the file."""
+    path = tmp_path / "model-0.pickle"
+    names = [f"program {i}" for i in range(kept.EARLY + 2)]  # the oldest first
+    kept._write(path, ((), {name: name.encode() for name in names}))
+    monkeypatch.setattr(kept, "_path", lambda facts: path)
+    loaded = []
+    monkeypatch.setattr(kept, "_loaded", lambda blob: loaded.append(blob.decode()) or blob)
+    programs = KeptPrograms("facts")
+    programs.wait()
+    assert sorted(loaded) == names[2:]
+    assert programs._ready("program 0") == b"program 0"
+    assert programs._ready("program 0") is programs._ready("program 0")
+    assert programs._ready("another") is None
+    assert loaded.count("program 0") == 1 and "program 1" not in loaded
+    programs._pool.shutdown()  # all is written
+    assert list(kept._stored(path)[1]) == [*names[1:], "program 0"]
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("damage", [b"", b"\x80\x05", b"x" * 300])
 def test_damaged_programs_are_left_alone(tmp_path, damage):

@@ -389,14 +389,12 @@ class Emitter:
     def _avx2(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:
         """vpmaddubsw saturates at 16 bits: 8 products of 4-bit codes stay below, and two of 8-bit
         ones where the code's sign goes to x: 2 * 128 * 127."""
-        words = vector(I16, 16)
-        ones = ir.Constant(words, [1] * 16)
 
         def sixteen(w: Value, x: Value) -> Value:
             if bits == 8:
                 x = self.call("llvm.x86.avx2.psign.b", x.type, x, w)
                 w = self.call("llvm.abs.v32i8", w.type, w, ir.Constant(I1, 0))
-            return self.call("llvm.x86.avx2.pmadd.ub.sw", words, w, x)
+            return self.products_of_pairs(w, x)
 
         def one(part: Value, first: int) -> Value:
             at_once = 8 if bits == 4 else 1
@@ -405,11 +403,19 @@ class Emitter:
                 for w, x in pairs[start : start + at_once]:
                     found = sixteen(self.lanes(w, 4 * first, 32), self.lanes(x, 4 * first, 32))
                     total = found if total is None else self.b.add(total, found)
-                wide = self.call("llvm.x86.avx2.pmadd.wd", vector(I32, 8), total, ones)
-                part = self.b.add(part, wide)
+                part = self.b.add(part, self.sums_of_pairs(total))
             return part
 
         return self._parts(acc, 8, one)
+
+    def products_of_pairs(self, w: Value, x: Value) -> Value:
+        """AVX2: 16 sums of two products in 16 bits, of unsigned w and signed x (32 bytes each)."""
+        return self.call("llvm.x86.avx2.pmadd.ub.sw", vector(I16, 16), w, x)
+
+    def sums_of_pairs(self, value: Value) -> Value:
+        """AVX2: 8 sums of two neighbours of 16 bits."""
+        ones = ir.Constant(vector(I16, 16), [1] * 16)
+        return self.call("llvm.x86.avx2.pmadd.wd", vector(I32, 8), value, ones)
 
     def _neon(self, acc: Value, pairs: Sequence[tuple[Value, Value]], bits: int) -> Value:
         def one(part: Value, first: int) -> Value:

@@ -19,7 +19,7 @@ other than SiLU, halves of a gate that are no whole tiles.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -44,7 +44,11 @@ ALONE_BYTES = 1 << 15  # of w that are not worth another thread
 # rate at which one thread reads memory, int8 from 88 to 97%; with 4 and 8 rows SmolLM2's products
 # take 26% and 16% less; 2 to 8 KB are alike, and 512 rows do not mind.
 AHEAD = 4096
+# AVX2 has 16 registers, so that sums of many rows lie in the first-level cache, and beside them w's
+# codes, unpacked once for so many rows.  Four rows at a time share what is loaded of the codes.
+HELD_ROWS, AT_ONCE, LEAST_HELD = 64, 4, 4
 _LARGEST = 3.4028234663852886e38  # finite float32
+_SUMS = TILE * 4  # bytes of a row's
 PREPARED_ROWS = 4  # of x in a chunk of the first phase, where there are many
 
 
@@ -77,13 +81,20 @@ def plan(call: Call) -> CpuPlan | Reason:
         scale=w.scale.dtype.name,
         zero=None if w.zero is None else w.zero.dtype.name,
         minimum=w.form.minimum,
-        rows=next(r for r in (1, 2, 4, 8) if r >= min(call.m, target.rows)),
+        rows=shared_rows(call.m, w.form.bits, target),
         norm=call.norm is not None,
         bias=call.bias,
         swiglu=call.swiglu,
         residual=call.residual is not None,
     )
     return MatmulPlan(program, target.name)
+
+
+def shared_rows(m: int, bits: int, target: Target) -> int:
+    """How many of m rows of x share a vector of w that is unpacked."""
+    if target.name == "avx2" and bits == 4 and m >= LEAST_HELD:
+        return HELD_ROWS
+    return next(r for r in (1, 2, 4, 8) if r >= min(m, target.rows))
 
 
 def run(call: Call, plan: CpuPlan, x, w: CpuWeight, bias, gamma, residual) -> jax.Array:
@@ -306,6 +317,9 @@ class _Multiply(_Body):
         e, b, rows = self.e, self.e.b, self.p.rows
         first = b.mul(i, self.run)
         end = e.least(b.add(first, self.run), self.tiles)
+        if rows == HELD_ROWS:
+            self._held_chunk(first, end)
+            return
 
         def some_rows(r: Value) -> None:
             # The last ones stand in for rows that there are not: they compute and store it again.
@@ -316,12 +330,20 @@ class _Multiply(_Body):
         e.loop(self.n_rows, some_rows, step=rows)
 
     def tile(self, tile: Value, rows: list[Value]) -> None:
-        e, b, p = self.e, self.e.b, self.p
-        sums = self.products(tile, rows)
-        sums = self._biased(sums, tile)
+        b, p = self.e.b, self.p
+        sums, up = self.products(tile, rows), None
         if p.swiglu:
-            up_tile = b.add(tile, self.tiles)
-            up = self._biased(self.products(up_tile, rows), up_tile)
+            up = self.products(b.add(tile, self.tiles), rows)
+        self._store(tile, rows, sums, up)
+
+    def _store(
+        self, tile: Value, rows: list[Value], sums: list[Value], up: list[Value] | None
+    ) -> None:
+        """Rows of a tile's results, of the products (the gate's and up's, if there are two)."""
+        e, b, p = self.e, self.e.b, self.p
+        sums = self._biased(sums, tile)
+        if up is not None:
+            up = self._biased(up, b.add(tile, self.tiles))
             sums = [b.fmul(_silu(e, g), u) for g, u in zip(sums, up, strict=True)]
         column = b.mul(tile, e.i64(TILE))
         n = self.call.result_dim(0, 1)
@@ -342,6 +364,143 @@ class _Multiply(_Body):
         pointer = e.at(self.call.argument(self.p.fused + self.p.norm), b.mul(column, e.i64(4)))
         bias = e.load_part(pointer, b.sub(n, column))
         return [b.fadd(total, bias) for total in sums]
+
+    def _held_chunk(self, first: Value, end: Value) -> None:
+        """The same for many rows on AVX2: codes are unpacked to memory, and sums lie there too.
+        Every number is computed as ``products`` does it, so it has the same bits."""
+        e, b, p = self.e, self.e.b, self.p
+        sums = [e.room(HELD_ROWS * _SUMS) for _ in range(1 + p.swiglu)]
+        held = _Held(e.room(p.block * TILE), e.room(HELD_ROWS * _SUMS))
+
+        def some_rows(start: Value) -> None:
+            count = e.least(e.i64(HELD_ROWS), b.sub(self.n_rows, start))
+
+            def tile(tile: Value) -> None:
+                self._held_products(tile, start, count, sums[0], held)
+                if p.swiglu:
+                    self._held_products(b.add(tile, self.tiles), start, count, sums[1], held)
+
+                def row(j: Value) -> None:
+                    found = [self._sums(s, j) for s in sums]
+                    self._store(tile, [b.add(start, j)], found[:1], found[1:] or None)
+
+                e.loop(count, row)
+
+            e.loop(end, tile, start=first)
+
+        e.loop(self.n_rows, some_rows, step=HELD_ROWS)
+
+    def _sums(self, pointer: Value, row: Value) -> Value:
+        at = self.e.b.mul(row, self.e.i64(_SUMS))
+        return self.e.load(pointer, self.e.vector(self.e.F32), at, align=64)
+
+    def _held_products(
+        self, tile: Value, start: Value, count: Value, totals: Value, held: _Held
+    ) -> None:
+        """16 outputs of ``count`` rows from ``start`` on, into ``totals[HELD_ROWS, 16]``."""
+        e, b, p = self.e, self.e.b, self.p
+        q = e.at(self.q, b.mul(tile, self.tile_bytes))
+        first_group = b.mul(tile, self.groups)
+        many = self.blocks_of_group
+        blocks = e.i64(many) if isinstance(many, int) else many
+        last = b.sub(count, e.i64(1))
+
+        def put(value: Value, pointer: Value, row: Value) -> None:
+            e.store(value, pointer, b.mul(row, e.i64(_SUMS)), align=64)
+
+        def each(body: Callable[[list[Value]], None]) -> None:
+            """Four rows at a time; the last one stands for those that there are not.  All of them
+            are read before one is written, so that it is computed again and not added twice."""
+            e.loop(count, lambda j: body([e.least(b.add(j, e.i64(i)), last)
+                                          for i in range(AT_ONCE)]), step=AT_ONCE)  # fmt: skip
+
+        def group(g: Value) -> None:
+            at = b.mul(b.add(first_group, g), e.i64(TILE))
+            scale = self._numbers(2, p.scale, at)
+            zero = None if p.zero is None else self._numbers(3, p.zero, at)
+
+            def add(rows: list[Value], sums: list[Value]) -> None:
+                """A group's sums to the rows' totals."""
+                made = []
+                before = [self._sums(totals, j) for j in rows]
+                for j, found, total in zip(rows, sums, before, strict=True):
+                    if zero is not None:
+                        index = b.add(b.mul(b.add(start, j), self.groups), g)
+                        x_sum = e.splat(self._word(self.group_sums, index))
+                        if p.zero == "int8":
+                            found = e.fma(b.fneg(zero), x_sum, found)
+                        else:
+                            total = e.fma(zero, x_sum, total)
+                    made.append(e.fma(scale, found, total))
+                for j, total in zip(rows, made, strict=True):
+                    put(total, totals, j)
+
+            def only_block(rows: list[Value]) -> None:
+                zeros = [e.floats(0.0)] * AT_ONCE
+                add(rows, self._held_block(held.codes, g, start, rows, zeros))
+
+            def block(i: Value) -> None:
+                self._unpack(q, i, held.codes)
+
+                def some(rows: list[Value]) -> None:
+                    before = [self._sums(held.parts, j) for j in rows]
+                    found = self._held_block(held.codes, i, start, rows, before)
+                    for j, part in zip(rows, found, strict=True):
+                        put(part, held.parts, j)
+
+                each(some)
+
+            if many == 1:
+                self._unpack(q, g, held.codes)
+                each(only_block)
+                return
+            e.loop(count, lambda j: put(e.floats(0.0), held.parts, j))
+            e.loop(b.mul(b.add(g, e.i64(1)), blocks), block, start=b.mul(g, blocks))
+            each(lambda rows: add(rows, [self._sums(held.parts, j) for j in rows]))
+
+        e.loop(count, lambda j: put(e.floats(0.0), totals, j))
+        e.loop(self.groups, group)
+
+    def _unpack(self, q: Value, block: Value, codes: Value) -> None:
+        """A block's codes of 16 outputs, a byte each, 4 columns behind the other."""
+        e, b, p = self.e, self.e.b, self.p
+        size = p.block * TILE * p.bits // 8
+        at = e.at(q, b.mul(block, e.i64(size)))
+        low = e.splat(e.i32(0x0F0F0F0F))
+        for unit in range(0, size, 64):
+            e.prefetch(at, unit + AHEAD)
+            word = e.load(at, e.vector(e.I32), unit)
+            e.store(b.and_(word, low), codes, 2 * unit, align=64)
+            high = b.lshr(word, e.splat(e.i32(4)))
+            e.store(b.and_(high, low), codes, 2 * unit + 64, align=64)
+
+    def _held_block(
+        self, codes: Value, block: Value, start: Value, rows: list[Value], before: list[Value]
+    ) -> list[Value]:
+        """``before`` + the sums of a block that is unpacked, of rows from ``start`` on."""
+        e, b, p = self.e, self.e.b, self.p
+        column = b.mul(block, e.i64(p.block))
+        rows = [b.add(start, j) for j in rows]
+        xs = [e.at(self.codes, b.add(b.mul(r, self.padded_k), column)) for r in rows]
+        sums: list[list[Value]] = [[] for _ in rows]
+        for four in range(p.block // 4):
+            halves = [e.load(codes, e.vector(e.I8, 32), 64 * four + at, align=32) for at in (0, 32)]
+            for i, x in enumerate(xs):
+                word = e.splat(e.load(x, e.I32, 4 * four), TILE // 2)
+                word = b.bitcast(word, e.vector(e.I8, 32))
+                found = [e.products_of_pairs(half, word) for half in halves]
+                if four > 0:
+                    found = [b.add(s, f) for s, f in zip(sums[i], found, strict=True)]
+                sums[i] = found
+        made = []
+        for r, parts, total in zip(rows, sums, before, strict=True):
+            index = b.add(b.mul(r, self.blocks), block)
+            found = e.join(*(e.sums_of_pairs(part) for part in parts))
+            if self.offset:
+                found = b.add(found, e.splat(self._word(self.presets, index, e.I32)))
+            found = b.sitofp(found, e.vector(e.F32))
+            made.append(e.fma(found, e.splat(self._word(self.x_scales, index)), total))
+        return made
 
     def products(self, tile: Value, rows: list[Value]) -> list[Value]:
         """16 outputs of each row."""
@@ -415,13 +574,21 @@ class _Multiply(_Body):
     def _word(self, pointer: Value, index: Value, kind: object = None) -> Value:
         return self.e.load(pointer, kind or self.e.F32, self.e.b.mul(index, self.e.i64(4)))
 
-    def _numbers(self, argument: int, dtype: str, index: Value) -> Value:
-        """16 scales or zeros as float32."""
+    def _numbers(self, argument: int, dtype: str, index: Value, lanes: int = TILE) -> Value:
+        """Scales or zeros as float32."""
         e = self.e
         kind = {"float32": e.F32, "float16": e.F16, "bfloat16": e.I16, "int8": e.I8}
         size = np.dtype(jnp.dtype(dtype)).itemsize
         at = e.b.mul(index, e.i64(size))
-        return e.widen(e.load(self.call.argument(argument), e.vector(kind[dtype]), at))
+        return e.widen(e.load(self.call.argument(argument), e.vector(kind[dtype], lanes), at))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """codes: of a tile's block, unpacked.  parts ``[HELD_ROWS, 16]``: of a group's sums."""
+
+    codes: Value
+    parts: Value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.brief import short_repr
+from pallas_kernels.cpu import pages
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor, RowBlocks, tree_bytes
 
@@ -136,7 +137,7 @@ def prepare(w: QTensor) -> CpuWeight | Reason:
     parts += [None if v is None else _by_tile(v) for v in (kept_scale, kept_zero)]
     parts.append(None if w.unit is None else _aligned_copy(np.asarray(w.unit)))
     if not isinstance(w.q, np.ndarray):
-        parts = [None if v is None else jnp.asarray(v) for v in parts]
+        parts = [None if v is None else jax.device_put(v) for v in parts]
     q, scale, zero, unit = parts
     return CpuWeight(q, scale, zero, w.columns, w.input_scale, unit, form)
 
@@ -251,16 +252,8 @@ def _narrow(v: np.ndarray) -> np.ndarray:
     return half if np.array_equal(_bits(half.astype(v.dtype)), _bits(v)) else v
 
 
-def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Empty, from a multiple of 64 bytes on: jax takes such an array without a copy."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    room = np.empty(size + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    return room[start : start + size].view(dtype).reshape(shape)
-
-
 def _aligned_copy(v: np.ndarray) -> np.ndarray:
-    out = _aligned(v.shape, v.dtype)
+    out = pages.empty(v.shape, v.dtype)
     out[...] = v
     return out
 
@@ -269,7 +262,7 @@ def _by_tile(v: np.ndarray) -> np.ndarray:
     """``[N, groups]`` -> ``[tiles, groups, 16]``."""
     n, groups = v.shape
     tiles = -(-n // TILE)
-    out = _aligned((tiles, groups, TILE), v.dtype)
+    out = pages.empty((tiles, groups, TILE), v.dtype)
     out[-1] = 0
     whole = n // TILE
     out[:whole] = v[: whole * TILE].reshape(whole, TILE, groups).swapaxes(1, 2)
@@ -282,21 +275,31 @@ def _packed(q: np.ndarray, form: Form, groups: int) -> np.ndarray:
     tiles = -(-form.n // TILE)
     block = block_size(form.k, groups)
     k = -(-form.k // block) * block
-    out = _aligned((tiles, k * TILE * form.bits // 8 // 64, TILE), np.uint32)
+    out = pages.empty((tiles, k * TILE * form.bits // 8 // 64, TILE), np.uint32)
     for first in range(0, form.n, _ROWS):
         rows = q[first : first + _ROWS].view(np.int8)  # of int4 the upper bits are anything
         count = -(-len(rows) // TILE)
-        if form.bits == 4:
-            rows = rows + np.int8(8) & np.int8(15)
         if rows.shape != (count * TILE, k):
             padded = np.zeros((count * TILE, k), np.int8)
             padded[: len(rows), : form.k] = rows
             rows = padded
-        words = np.ascontiguousarray(rows).view(np.uint32).reshape(count, TILE, -1)
+        rows = np.ascontiguousarray(rows)
         if form.bits == 4:
-            words = words[..., ::2] | words[..., 1::2] << np.uint32(4)
+            words = _eights(rows.view(np.uint64)).reshape(count, TILE, -1)
+        else:
+            words = rows.view(np.uint32).reshape(count, TILE, -1)
         out[first // TILE : first // TILE + count] = words.swapaxes(1, 2)
     return out.view(np.uint8).reshape(tiles, -1)
+
+
+def _eights(v: np.ndarray) -> np.ndarray:
+    """Eight int4 codes, a byte each, as code + 8: the first four in the low halves of the lowest
+    four bytes, the next four in their high halves."""
+    found = v >> np.uint64(28)
+    found &= np.uint64(0xF0F0F0F0)
+    found |= v & np.uint64(0x0F0F0F0F)
+    found ^= np.uint64(0x88888888)  # of 4 bits, + 8
+    return found.astype(np.uint32)
 
 
 def _unpacked(q: Any, form: Form) -> Any:

@@ -81,8 +81,11 @@ class Words(NamedTuple):
         target = self.q[rows]
         size = GGML_QUANT_SIZES[self.kind][0]
         blocks = np.ascontiguousarray(raw).reshape(len(target), target.shape[1] // size, -1)
-        words, scale, minimum = _block(self.kind, blocks)
-        target[...] = words.reshape(target.shape)
+        if self.kind in (Type.Q4_0, Type.Q4_1):
+            scale, minimum = _four_bits(self.kind, blocks, target)
+        else:
+            words, scale, minimum = _block(self.kind, blocks)
+            target[...] = words.reshape(target.shape)
         self.scale[rows] = scale.reshape(len(target), -1)
         if minimum is not None:
             assert self.minimum is not None
@@ -119,10 +122,6 @@ def _block(kind: Type, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
     """``raw[rows, blocks, bytes]`` as words (int8), scales and minima (float32)."""
     if kind == Type.Q8_0:
         return raw[..., 2:].view(np.int8), _half(raw, 0), None
-    if kind == Type.Q4_0:
-        return (_halves(raw[..., 2:]) - 8).astype(np.int8), _half(raw, 0), None
-    if kind == Type.Q4_1:
-        return _halves(raw[..., 4:]), _half(raw, 0), _half(raw, 2)
     if kind in (Type.Q5_0, Type.Q5_1):
         head = 2 if kind == Type.Q5_0 else 4
         fifth = np.unpackbits(raw[..., head : head + 4], axis=-1, bitorder="little")
@@ -145,6 +144,27 @@ def _block(kind: Type, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
         fifth = raw[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
         words = words | fifth << 4
     return words.astype(np.int8), _half(raw, 0) * scales, -(_half(raw, 2) * minima)
+
+
+def _four_bits(
+    kind: Type, raw: np.ndarray, target: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Q4_0's or Q4_1's words into ``target[rows, columns]``; their scales and minima.
+
+    Most files hold these types, and a start waits for them.  So words are handled eight at a time,
+    and of Q4_0 only the lower four bits of ``word - 8`` are written, which are all that int4 has.
+    """
+    has_minimum = kind == Type.Q4_1
+    low = np.ascontiguousarray(raw[..., 4 if has_minimum else 2 :]).view(np.uint64).reshape(-1, 2)
+    high = low >> np.uint64(4)
+    eights = target.view(np.uint64).reshape(-1, 4)
+    for first, words in ((0, low), (2, high)):
+        words &= np.uint64(0x0F0F0F0F0F0F0F0F)
+        if not has_minimum:
+            words ^= np.uint64(0x0808080808080808)
+        for column in range(2):
+            eights[:, first + column] = words[:, column]
+    return _half(raw, 0), _half(raw, 2) if has_minimum else None
 
 
 def _half(raw: np.ndarray, at: int) -> np.ndarray:

@@ -162,7 +162,15 @@ class GGUFFile:
             raise self.error(key, "expected an array of strings")
         assert value.count is not None
         ends = self._spans_of[key]
-        return [self._text(*span, key) for span in zip(ends[::2], ends[1::2], strict=True)]
+        first = ends[0] if ends else 0
+        data = self._map[first : ends[-1] if ends else 0]  # a slice of bytes is faster than a map's
+        try:
+            return [
+                data[start - first : stop - first].decode()
+                for start, stop in zip(ends[::2], ends[1::2], strict=True)
+            ]
+        except UnicodeDecodeError:
+            raise self.error(key, "a string is not UTF-8") from None
 
     def array(self, key: str) -> np.ndarray:
         """An array of numbers, copied."""
@@ -303,7 +311,7 @@ class GGUFFile:
         value = _Value(kind, count, self._at)
         if kind == _STRING:
             self._fits(1 if count is None else count, 8, key)
-            ends = array.array("Q", itertools.chain.from_iterable(self._spans(value, key)))
+            ends = self._spans(value, key)
             self._at = ends[-1] if ends else self._at
             if count is not None:
                 self._spans_of[key] = ends
@@ -315,21 +323,24 @@ class GGUFFile:
             raise self.error(f"{key} (type)", f"{kind} is not a known value type")
         return value
 
-    def _spans(self, value: _Value, key: str) -> Iterator[tuple[int, int]]:
-        """(start, stop) of every string of ``value``."""
+    def _spans(self, value: _Value, key: str) -> array.array[int]:
+        """Start and stop of every string of ``value``, one after the other."""
+        ends: list[int] = []
         at, size = value.offset, self.size
         unpack, buffer = struct.Struct("<Q").unpack_from, self._map
+        # A vocabulary is 100,000 strings, so that the loop is written for speed.
         for index in range(1 if value.count is None else value.count):
-            if at + 8 > size:
-                raise self.error(key, f"string {index} is beyond the end of the file (truncated?)")
             start = at + 8
-            at = start + unpack(buffer, at)[0]
+            if start > size:
+                raise self.error(key, f"string {index} is beyond the end of the file (truncated?)")
+            (length,) = unpack(buffer, at)
+            at = start + length
             if at > size:
                 raise self.error(
-                    key,
-                    f"string {index} has length {at - start}, more than is left of the file",
+                    key, f"string {index} has length {length}, more than is left of the file"
                 )
-            yield start, at
+            ends += start, at
+        return array.array("Q", ends)
 
     def _name(self, field: str, taken: Any) -> str:
         length = self._unpack("Q", f"{field} (name length)")

@@ -129,8 +129,8 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
         raise file.error("tokenizer.ggml.pre", f"{name!r} is not one of {known}")
     merges = []
     for merge in file.strings("tokenizer.ggml.merges"):
-        left, _, right = merge[1:].partition(" ")
-        merges.append((merge[:1] + left, right))
+        cut = merge.find(" ", 1)  # the left part may begin with a blank
+        merges.append((merge[:cut], merge[cut + 1 :]) if cut > 0 else (merge, ""))
     vocab = {token: index for index, token in enumerate(tokens)}
     try:
         model = models.BPE(vocab=vocab, merges=merges, ignore_merges=name in _IGNORE_MERGES)

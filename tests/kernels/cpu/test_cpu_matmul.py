@@ -17,7 +17,7 @@ import pytest
 
 from pallas_kernels import explain, quantized_matmul
 from pallas_kernels.cpu import jit
-from pallas_kernels.cpu.matmul import Matmul
+from pallas_kernels.cpu.matmul import HELD_ROWS, Matmul
 from pallas_kernels.cpu.target import TARGETS, VARIABLE
 from pallas_kernels.qtensor import QTensor
 from tests.helpers.cases import each_once
@@ -321,10 +321,26 @@ def test_bits_are_equal_under_long_load():
 
 
 def test_rows_choose_the_programs():
+    """No more rows share a vector than registers hold, or than AVX2 passes by what it holds."""
     w = prepared(weight("q4_0", 32, 64))
     rows = [program_of(floats(r, 64), w).rows for r in (1, 2, 3, 8, 100)]
     most = jit.host().rows
-    assert rows == [min(r, most) for r in (1, 2, 4, 8, 8)]
+    many = [HELD_ROWS] * 2 if jit.host().name == "avx2" else [min(8, most)] * 2
+    assert rows == [1, min(2, most), min(4, most), *many]
+
+
+@pytest.mark.parametrize("scheme", ["q4_0", "q4_1", "int4 rows", "gptq"])
+@pytest.mark.parametrize("rows", [HELD_ROWS - 1, 2 * HELD_ROWS + 5])
+def test_rows_beside_codes_in_registers_have_the_bits_of_a_row_alone(scheme, rows, monkeypatch):
+    """AVX2's many rows: sums that go through memory, in both halves of a tile."""
+    monkeypatch.setenv(VARIABLE, "avx2")
+    if jit.unavailable():
+        pytest.skip("this CPU has no AVX2")
+    w, x = prepared(weight(scheme, 40, 256)), floats(rows, 256)
+    assert program_of(x, w).rows == HELD_ROWS
+    found = by_hand(x, w, threads=2)
+    for r in (0, 1, HELD_ROWS // 2, rows - 1):
+        np.testing.assert_array_equal(by_hand(x[r : r + 1], w)[0], found[r])
 
 
 def test_a_prepared_weight_is_not_for_quantized_activations():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu import CpuWeight, prepare, prepare_tree, restore, restore_tree
+from pallas_kernels.cpu import CpuWeight, pages, prepare, prepare_tree, restore, restore_tree
 from pallas_kernels.dispatch import Reason
 from pallas_kernels.qtensor import QTensor, RowBlocks, dequantize, quantize
 from tests.helpers.cases import each_once
@@ -121,3 +122,36 @@ def test_a_stack_of_weights_is_a_weight_with_a_leading_axis():
     both = jax.tree.map(lambda a: jnp.asarray(np.stack([a, a])), one)
     assert both.shape == (2, 40, 64) and both.ndim == 3 and both.size == 2 * 40 * 64
     _same(jax.tree.map(lambda a: np.asarray(a)[1], jax.jit(restore)(both)), restore(one))
+
+
+@pytest.mark.parametrize("large", [True, False], ids=["2 MB", "as numpy"])
+def test_arrays_for_weights_do_not_overlap(large, monkeypatch):
+    """Small ones share a region, from several threads; large ones have their own."""
+    monkeypatch.setattr(pages, "REGION", 2 * pages.PAGE)
+    monkeypatch.setattr(pages, "_shared", None)
+    if not large:  # a system that has none
+
+        def refused(size):
+            raise OSError("no such pages")
+
+        monkeypatch.setattr(pages, "_Region", refused)
+    sizes = [1, 63, 64, 65, 100_000, pages.PAGE, 3 * pages.PAGE + 5] * 4
+
+    def filled(item):
+        index, size = item
+        made = pages.empty((size,), np.uint8)
+        made[:] = index
+        return made
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(filled, enumerate(sizes)))
+    for index, (made, size) in enumerate(zip(found, sizes, strict=True)):
+        assert made.shape == (size,) and made.ctypes.data % 64 == 0
+        assert (made == index).all()
+    assert pages.empty((0, 4), np.float32).shape == (0, 4)
+    assert pages.empty((3, 5), np.float16).dtype == np.float16
+
+
+def test_jax_takes_a_prepared_weight_without_a_copy():
+    w = prepared(weight("q4_0", 64, 64))
+    assert jax.device_put(w.q).unsafe_buffer_pointer() == w.q.ctypes.data
