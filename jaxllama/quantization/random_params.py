@@ -70,7 +70,7 @@ def random_params(
     with working("drawing weights", tree_bytes(shapes), progress) as bar:
         for index, path in enumerate(order):
             spec = table.get(path, table["embed", "weight"])  # a head of a tied model's own
-            where = () if mesh is None else (cfg, mesh, path[-2:])
+            where = () if mesh is None else (cfg, mesh, _alike(cfg, path))
             value = _draw(seed, np.uint32(index), kind, leaves[path], spec.mean, spec.std, *where)
             _put(params, path, value if place is None else place(path, value))
             jax.block_until_ready(value)
@@ -84,6 +84,14 @@ def param_shapes(cfg: ModelConfig, dtype: DTypeLike = jnp.float32) -> Params:
     for path, spec in param_table(cfg).items():
         _put(shapes, path, jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)))
     return shapes
+
+
+def _alike(cfg: ModelConfig, path: Path) -> Path:
+    """The path in the first layer of the same kind, so that such layers share a program."""
+    if not path[0].startswith("layer_"):
+        return path
+    kind = cfg.layer_types[int(path[0].removeprefix("layer_"))]
+    return (f"layer_{cfg.layer_types.index(kind)}", *path[1:])
 
 
 def _put(tree: Params, path: Path, value: Any) -> None:
@@ -104,8 +112,7 @@ def _draw(
     mesh: Mesh | None = None,
     path: Path = (),
 ) -> Any:
-    """A leaf like ``like``, a shape or a QTensor of shapes; on a mesh the one at a path that ends
-    with ``path``."""
+    """A leaf like ``like``, a shape or a QTensor of shapes; on a mesh the one at ``path``."""
 
     def make(seed: jax.Array, index: jax.Array) -> Any:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl=kind), index)
