@@ -571,7 +571,7 @@ def start_in_pieces(
     _check_room(cache, tokens.shape[1], "tokens")
     tokens, lengths = _int32(tokens, lengths)
     total, longest = cache.lengths + lengths, int(jax.device_get(lengths).max())
-    last = jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params))
+    last = Hidden(jnp.zeros((tokens.shape[0], cfg.d_model), decoder.activation_dtype(params)))
     for first in range(0, longest, chunk):
         piece = tokens[:, first : first + chunk]
         piece = jnp.pad(piece, ((0, 0), (0, chunk - piece.shape[1])))

@@ -55,6 +55,7 @@ def plan(
 ) -> Plan | Reason:
     """How the kernel computes a call."""
     from pallas_kernels.gla import step_kernel
+    from pallas_kernels.recurrence.operands import shapes_reason
 
     del log_decay, count
     for layer in zip(k, v, strict=True):
@@ -66,7 +67,7 @@ def plan(
         return Reason(f"{len(states)} layers, over {step_kernel.LAYERS}")
     if k[0].shape[1] > MOST:
         return Reason(f"{k[0].shape[1]} tokens, over {MOST}")
-    if reason := step_kernel.shapes_reason(k[0], v[0], 128):
+    if reason := shapes_reason(k[0], v[0], 128):
         return Reason(reason)
     batch, heads, dk, dv = states[0].shape
     return step_kernel.divided(len(states) * batch, heads, dk, dv)

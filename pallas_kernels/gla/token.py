@@ -146,6 +146,7 @@ def plan(
     """How the kernel computes a call, without lengths one of ``gla_tokens``.  Raises ValueError as
     ``gla_token`` does."""
     from pallas_kernels.gla import step_kernel
+    from pallas_kernels.recurrence.operands import WIDTHS
 
     _check(streams, decay, norm, lengths, state)
     named = dict(zip(NAMES, (stream.rows for stream in streams), strict=False))
@@ -153,7 +154,7 @@ def plan(
     if reason := half_reason(**named):
         return Reason(reason)
     dk, dv = state.shape[2:]
-    if dk not in step_kernel.WIDTHS:
+    if dk not in WIDTHS:
         return Reason(f"state {state.shape}: Dk = {dk} is not 64, 128, 256 or 512")
     if dv % COLUMNS or dv > CLUSTER * COLUMNS:
         most = CLUSTER * COLUMNS

@@ -13,9 +13,9 @@ import pytest
 
 from jaxllama import generation
 from jaxllama.generation import prefill
-from jaxllama.model import attention
 from jaxllama.model.cache import Cache, init_cache
 from jaxllama.model.mixers.attention import cudnn as cudnn_attention
+from jaxllama.model.mixers.attention import mix as attention
 from jaxllama.model.mixers.attention.state import KVCache, write
 from pallas_kernels.attention.blockwise import (
     attention_scores,

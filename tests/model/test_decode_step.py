@@ -25,6 +25,7 @@ from jaxllama.model.shardings import specs
 from jaxllama.parallel import mesh as parallel
 from jaxllama.sampling import Sampling, SamplingParams
 from pallas_kernels import dispatch
+from pallas_kernels.rows import greedy
 from tests.helpers import lora_cases
 from tests.helpers.models import GLA, LLAMA
 
@@ -215,7 +216,8 @@ def test_a_step_that_ends_in_one_kernel_ends_as_any(monkeypatch):
     loops = [jax.jit(functools.partial(advance.__wrapped__, cfg)) for _ in range(2)]
 
     def run(ends_in_one, stop=-1, room=16):
-        monkeypatch.setattr(generation, "_ends_in_one", lambda *_: ends_in_one)
+        plan = greedy.Plan() if ends_in_one else None
+        monkeypatch.setattr(generation, "_own_end", lambda *_: plan)
         cache, stops = jl.init_cache(cfg, 1, room), jnp.asarray([stop], jnp.int32)
         state = start(cfg, params, prompt, lengths, cache, sampling, stops, max_new_tokens=n)
         return loops[ends_in_one](params, state, sampling, stops, n)

@@ -19,7 +19,7 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.checkpoints.hf.config import config_from_hf, config_to_hf
 from jaxllama.config import load_config
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model import delta
+from jaxllama.model.mixers.delta import mix as delta
 from jaxllama.model.params import param_table
 from jaxllama.offload.policy import Policy
 from jaxllama.quantization import sites

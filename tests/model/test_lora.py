@@ -21,9 +21,9 @@ from jaxllama.checkpoints.hf import load as hf
 from jaxllama.config import ModelConfig
 from jaxllama.errors import JaxLlamaError, WeightWarning
 from jaxllama.language_model import LanguageModel
+from jaxllama.model import linear
 from jaxllama.model.linear import Stream
 from jaxllama.model.lora import attach, chosen, for_rows
-from jaxllama.model.mixers.gla import linear
 from jaxllama.model.mixers.gla import mix as gla
 from jaxllama.quantization.quantize import quantize_params
 from pallas_kernels.qtensor import QTensor, dequantize

@@ -25,6 +25,7 @@ if VERSION >= (0, 11, 2):
     from pallas_kernels.gla import scan
     from pallas_kernels.gla.gates import gates
     from pallas_kernels.gla.op import gla
+    from pallas_kernels.recurrence.states import VALUE_BLOCK
 
 
 def test_segments_fill_the_gpu_and_no_more():
@@ -32,7 +33,7 @@ def test_segments_fill_the_gpu_and_no_more():
     sizes = itertools.product((1, 2, 8, 32), (1, 4, 16, 96), (64, 128, 512), (1, 3, 16, 256, 4096))
     for rows, heads, dv, chunks in sizes:
         n = gla_mosaic.segments_for(rows, heads, dv, chunks)
-        blocks = rows * heads * -(-dv // scan.VALUE_BLOCK)
+        blocks = rows * heads * -(-dv // VALUE_BLOCK)
         assert n == 1 or (n * blocks <= H200.sms and chunks >= 4 * n)
         assert (n + 1) * blocks > H200.sms or chunks < 4 * (n + 1)
 

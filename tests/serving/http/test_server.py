@@ -33,7 +33,7 @@ from jaxllama import __version__
 from jaxllama.bench import load_generator
 from jaxllama.bench.load_generator import Lengths, Load
 from jaxllama.errors import JaxLlamaError
-from jaxllama.model.decoder import forward
+from jaxllama.model.decoder import final_norm, forward
 from jaxllama.sampling import Sampling, SamplingParams, sample
 from jaxllama.serving.http import bodies as request_bodies
 from jaxllama.serving.http import server
@@ -321,6 +321,7 @@ def test_embeddings_are_the_unit_mean_of_the_hidden_states(http, lm):
     assert reply["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
     tokens, lengths = jnp.asarray([[10, 20, 30], [7, 0, 0]]), jnp.asarray([3, 1])
     hidden, _ = jax.jit(forward, static_argnums=0)(CFG, lm.params, tokens, lengths)
+    hidden = final_norm(CFG, lm.params, hidden)
     for index, (item, row) in enumerate(zip(reply["data"], rows, strict=True)):
         want = np.asarray(hidden[index, : len(row)], np.float64).mean(0)
         want /= np.linalg.norm(want)
