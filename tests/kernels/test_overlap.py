@@ -118,8 +118,8 @@ def test_the_kernels_of_a_step_say_that_they_wait():
     layers = (layer, 1, "int4", 5), (layer_of_many_rows, 64, "int8", 10)
     for of, rows, scheme, kernels in layers:
         x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.bfloat16)
-        made = functools.partial(weights, scheme), functools.partial(rest_of, rows)
-        step = jax.jit(of).trace(x, *map(jax.eval_shape, made))
+        w = jax.eval_shape(functools.partial(weights, scheme))
+        step = jax.jit(of).trace(x, w, rest_of(rows))
         calls = step.lower(lowering_platforms=("cuda",)).as_text()
         assert calls.count("uses_pdl") == kernels * overlaps
 
